@@ -2,9 +2,12 @@
 
 use crate::dist::launch::Launch;
 use crate::flag::{Setting, expect};
+use crate::process::output;
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
+use std::process::Command;
+use std::time::Duration;
 
 /// The setting `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -242,13 +245,32 @@ pub fn available_memory() -> Option<usize> {
     Some(memory_left(&groups, read).map_or(free, |left| left.min(free)))
 }
 
-/// Returns the free memory of the GPU of this number in bytes, as `nvidia-smi` reports it; `None` if that program is not there.
+/// Time limit of `nvidia-smi`, which hangs where the driver does.
+const GPU_QUERY: Duration = Duration::from_secs(5);
+
+/// Returns the free memory in bytes of the GPU that is `cuda:number` in this process, as `nvidia-smi` reports it. `None` if that program is not
+/// there or does not respond, or if `CUDA_VISIBLE_DEVICES` hides the GPU.
 pub fn available_gpu_memory(number: usize) -> Option<usize> {
-    let number = number.to_string();
-    let arguments = ["--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", &number];
-    let output = std::process::Command::new("nvidia-smi").args(arguments).output().ok()?;
-    let mib = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().parse::<usize>().ok()?;
-    Some(mib << 20)
+    gpu_memory("memory.free", number)
+}
+
+/// Returns the memory of a GPU in bytes, in a field of `nvidia-smi`; `None` as for [`available_gpu_memory`].
+fn gpu_memory(field: &str, number: usize) -> Option<usize> {
+    let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let gpu = shown_gpu(shown.as_deref(), number)?;
+    let query = format!("--query-gpu={field}");
+    let mut command = Command::new("nvidia-smi");
+    command.args([&query, "--format=csv,noheader,nounits", "-i", &gpu]);
+    let ended = output(&mut command, GPU_QUERY).ok()?;
+    ended.stdout.lines().next()?.trim().parse::<usize>().ok().map(|mib| mib << 20)
+}
+
+/// Returns the number or the UUID of the GPU that is `cuda:number` where `CUDA_VISIBLE_DEVICES` is `shown`. `nvidia-smi` orders GPUs by their
+/// bus, CUDA without `CUDA_DEVICE_ORDER=PCI_BUS_ID` by their speed: on machines with different GPUs the two may differ.
+fn shown_gpu(shown: Option<&str>, number: usize) -> Option<String> {
+    let Some(shown) = shown else { return Some(number.to_string()) };
+    let gpus = shown.split(',').map(str::trim).take_while(|id| !id.is_empty() && !id.starts_with('-'));
+    gpus.map(String::from).nth(number)
 }
 
 /// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
@@ -351,6 +373,18 @@ fn explain(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_gpu_is_the_first_visible_one() {
+        let of = |shown, number| shown_gpu(shown, number);
+        assert_eq!(of(None, 2).as_deref(), Some("2"));
+        assert_eq!(of(Some("3"), 0).as_deref(), Some("3"));
+        assert_eq!(of(Some("GPU-1a2b, 5"), 1).as_deref(), Some("5"));
+        assert_eq!(of(Some("GPU-1a2b,5"), 0).as_deref(), Some("GPU-1a2b"));
+        for (shown, number) in [("", 0), ("3", 1), ("-1", 0), ("2,-1,3", 1), ("2,-1,3", 2)] {
+            assert_eq!(of(Some(shown), number), None, "{shown}, {number}");
+        }
+    }
 
     #[test]
     fn a_device_is_read_and_written_in_the_same_words() {

@@ -167,6 +167,11 @@ impl Setting for String {
     }
 }
 
+/// Returns whether `text` is a value of a boolean flag.
+pub fn is_bool(text: &str) -> bool {
+    bool::read(text).is_some()
+}
+
 /// Parses a value.
 pub(crate) fn required<T: Setting>(text: &str) -> Result<T, String> {
     T::read(text).ok_or_else(|| format!("expected {}", T::EXPECTED))

@@ -55,6 +55,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod plan;
+mod process;
 pub mod push;
 pub mod report;
 pub mod reward;

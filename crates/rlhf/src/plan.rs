@@ -18,7 +18,7 @@ use crate::{Error, Result};
 use members::Models;
 use memory::Job;
 use rates::Rates;
-use rows::Rows;
+use rows::{MANY_PROMPTS, Rows};
 use serde::Serialize;
 use tch::Device;
 
@@ -54,8 +54,10 @@ pub struct Plan {
     pub command: String,
     /// Number of ranks.
     pub ranks: usize,
-    /// Device and precision of the computation.
-    pub device: String,
+    /// Device of the computation: `cpu` or `cuda`.
+    pub device: &'static str,
+    /// Dtype of the products: `float32`, `bfloat16` or `float16`.
+    pub precision: &'static str,
     /// The models of the run.
     pub models: Vec<PlannedModel>,
     /// Memory by phase.
@@ -66,7 +68,7 @@ pub struct Plan {
     pub work: PlannedWork,
     /// Seconds; `None` without a calibration.
     pub time: Option<PlannedTime>,
-    /// Changes that lower the peak, each by itself, the most effective first.
+    /// Changes that lower the peak, each of them alone, the most effective first. One of them combines several flags.
     pub remedies: Vec<Remedy>,
     /// Assumptions that the settings or the data do not decide.
     pub notes: Vec<String>,
@@ -134,8 +136,10 @@ pub struct Phase {
 pub struct PlannedMicroBatch {
     /// Most tokens: `max_tokens_per_micro_batch`, or the default for this memory.
     pub limit: usize,
-    /// Most tokens that a pass of this run has, as its batches are no larger.
+    /// Most tokens that a pass of this run has: fewer than the limit where its batches are smaller, more where a row is longer.
     pub tokens: usize,
+    /// Tokens of the longest row, which no limit divides.
+    pub longest_row: usize,
     /// Bytes of activations of a token.
     pub bytes_per_token: usize,
     /// Most tokens whose activations fit beside the rest; `None` if the memory is not known, 0 if nothing fits.
@@ -145,18 +149,18 @@ pub struct PlannedMicroBatch {
 /// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedWork {
-    /// Number of updates; of optimizer steps in SFT and reward training.
-    pub updates: usize,
+    /// Number of updates; of optimizer steps in SFT and reward training. `None` if it depends on data that were not read.
+    pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
     /// Tokens of the rows of an update, of responses the most that they can have.
     pub tokens_per_update: f64,
     /// Operations of an update.
     pub flops_per_update: f64,
-    /// Tokens of all updates.
-    pub tokens: f64,
-    /// Operations of all updates.
-    pub flops: f64,
+    /// Tokens of all updates, if their number is known.
+    pub tokens: Option<f64>,
+    /// Operations of all updates, if their number is known.
+    pub flops: Option<f64>,
 }
 
 /// Seconds of a run on this machine.
@@ -174,8 +178,8 @@ pub struct PlannedTime {
     pub training: f64,
     /// Seconds of an update.
     pub update: f64,
-    /// Seconds of all updates.
-    pub total: f64,
+    /// Seconds of all updates, if their number is known.
+    pub total: Option<f64>,
 }
 
 /// A change of settings that lowers the peak.
@@ -183,6 +187,8 @@ pub struct PlannedTime {
 pub struct Remedy {
     /// The change, as flags where it is one of settings.
     pub change: String,
+    /// Its effect on what is trained; `None` if results differ by rounding at most.
+    pub effect: Option<String>,
     /// Bytes of the largest phase with it.
     pub peak: usize,
     /// Bytes that it saves.
@@ -220,6 +226,15 @@ impl PlannedRun {
             Self::Sft(config) => &mut config.run,
             Self::Reward(config) => &mut config.run,
             Self::Ppo(config) => &mut config.run,
+        }
+    }
+
+    /// Number of rows of an update, of all ranks.
+    fn batch_size(&self) -> Result<usize> {
+        match self {
+            Self::Sft(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
+            Self::Reward(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
+            Self::Ppo(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
         }
     }
 
@@ -271,7 +286,8 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
         Ok(Plan {
             command: run.command().into(),
             ranks: machine.ranks,
-            device: describe(device, run.run()),
+            device: if device == Device::Cpu { "cpu" } else { "cuda" },
+            precision: precision(run.run()),
             models: job.models(),
             micro_batch: job.micro_batch(&memory),
             time: rates.map(|rates| work::time(&job, &rates, &work)),
@@ -310,6 +326,8 @@ struct Machine {
     device: Device,
     /// Number of ranks, of all machines.
     ranks: usize,
+    /// Number of ranks over which the rows of an update are divided: all, but for a remedy that adds ranks with rows of their own.
+    of_rows: usize,
     /// Bytes that a rank can have.
     available: Option<usize>,
     /// Bytes of a rank by which micro-batches are sized.
@@ -326,6 +344,7 @@ impl Machine {
             Device::Cuda(number) => Self {
                 device,
                 ranks,
+                of_rows: ranks,
                 available: options.memory.or_else(|| available_gpu_memory(number)),
                 whole: None,
                 program: CUDA_PROGRAM,
@@ -333,6 +352,7 @@ impl Machine {
             _ => Self {
                 device,
                 ranks,
+                of_rows: ranks,
                 // The memory of this process is a part of the run's.
                 available: options.memory.or_else(|| Some(available_memory()? + resident()?)).map(|bytes| bytes / here),
                 whole: options.memory.or_else(whole_memory).map(|bytes| bytes / here),
@@ -349,17 +369,13 @@ fn resident() -> Option<usize> {
     Some(line?.trim().parse::<usize>().ok()? << 10)
 }
 
-fn describe(device: Device, run: &RunConfig) -> String {
-    let device = match device {
-        Device::Cuda(_) => "cuda",
-        _ => "cpu",
-    };
-    let precision = match (run.bf16, run.fp16) {
+/// The name of the dtype of products.
+fn precision(run: &RunConfig) -> &'static str {
+    match (run.bf16, run.fp16) {
         (true, _) => "bfloat16",
         (_, true) => "float16",
         _ => "float32",
-    };
-    format!("{device}, {precision}")
+    }
 }
 
 impl Plan {

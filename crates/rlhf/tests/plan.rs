@@ -2,8 +2,10 @@
 
 use crate::cli::{PPO, REWARD, SFT, Scratch};
 use serde_json::{Value, json};
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The plan of `line`, without a calibration.
 #[track_caller]
@@ -104,6 +106,90 @@ fn ranks_share_what_their_stage_divides() {
     assert_eq!(of(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
 }
 
+/// Demonstrations of one text whose completion has many tokens.
+fn with_long_rows(scratch: &Scratch) {
+    let row = json!({"prompt": "The movie was", "completion": " and then some more of it".repeat(6)});
+    scratch.write("long.jsonl", &format!("{row}\n").repeat(8));
+}
+
+#[test]
+fn operations_are_those_of_products_and_of_attention_over_whole_sequences() {
+    let scratch = Scratch::new();
+    with_long_rows(&scratch);
+    let line =
+        "sft --model_name_or_path policy --dataset_name long.jsonl --output_dir out --per_device_train_batch_size 4";
+    let of = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
+    let (whole, responses) = (of("--completion_only_loss=false"), of("--completion_only_loss=true"));
+    let config: Value = serde_json::from_str(&scratch.read("policy/config.json")).unwrap();
+    let size = |name: &str| number(&config[name]);
+    let (hidden, inner, layers) = (size("hidden_size"), size("intermediate_size"), size("num_hidden_layers"));
+    // GPT-NeoX: queries, keys, values and their output; two matrices of the MLP.
+    let products = layers * (4.0 * hidden * hidden + 2.0 * hidden * inner);
+    let head = size("vocab_size") * hidden;
+    let tokens = number(&whole["work"]["tokens_per_update"]);
+    let len = tokens / 4.0;
+    assert!(len > 30.0, "{len}");
+    // A token attends to half of its sequence, by two products of the hidden size.
+    let attention = 4.0 * (2.0 * 2.0 * layers * hidden * len * len / 2.0);
+    let expected = 3.0 * (2.0 * tokens * (products + head) + attention);
+    let found = number(&whole["work"]["flops_per_update"]);
+    assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
+    // Without a loss on the prompt only the head has fewer tokens.
+    let fewer = (found - number(&responses["work"]["flops_per_update"])) / (3.0 * 2.0 * head * 4.0);
+    assert!((fewer - fewer.round()).abs() < 1e-6 && (1.0..len).contains(&fewer), "{fewer}");
+}
+
+#[test]
+fn more_machines_as_a_remedy_have_the_peak_of_such_a_run() {
+    let scratch = with_model();
+    with_long_rows(&scratch);
+    for size in ["--per_device_train_batch_size 4", "--train_batch_size 4"] {
+        let line = format!("sft --model_name_or_path big --dataset_name long.jsonl --output_dir out {size}");
+        let plan = planned(&scratch, "--memory 10MB", &line);
+        let change = "--zero_stage 3 on 2 machines like this one";
+        let remedy = plan["remedies"].as_array().unwrap().iter().find(|remedy| remedy["change"] == change);
+        let peak = number(&remedy.unwrap_or_else(|| panic!("{plan}"))["peak"]);
+        let real = number(&planned(&scratch, "--nnodes 2", &format!("{line} --zero_stage 3"))["memory"]["peak"]);
+        assert!((peak / real - 1.0).abs() < 0.02, "{size}: {peak} {real}");
+    }
+}
+
+#[test]
+fn a_row_longer_than_the_micro_batch_is_shown_as_such() {
+    let scratch = Scratch::new();
+    with_long_rows(&scratch);
+    let line = "sft --model_name_or_path policy --dataset_name long.jsonl --output_dir out --per_device_train_batch_size 4 \
+                --max_tokens_per_micro_batch 8";
+    let plan = planned(&scratch, "", line);
+    assert_eq!(plan["micro_batch"]["tokens"], plan["micro_batch"]["longest_row"]);
+    let table = scratch.succeeds(&format!("plan --calibrate=false {line} --max_steps 1"));
+    for words in ["tokens (those of the longest row; at most 8 otherwise)", "KiB a token", "; 1 update: "] {
+        assert!(table.contains(words), "no `{words}` in\n{table}");
+    }
+    assert_eq!((&plan["device"], &plan["precision"]), (&json!("cpu"), &json!("float32")));
+}
+
+#[test]
+fn the_memory_of_a_gpu_is_that_of_the_visible_one_and_is_not_waited_for() {
+    let scratch = Scratch::new();
+    let script = "#!/bin/sh\ncase \"$*\" in *'-i 3'*) echo 90000;; *'-i GPU-a'*) exec sleep 60;; *) echo 1;; esac\n";
+    std::fs::create_dir(scratch.path("bin")).unwrap();
+    scratch.write("bin/nvidia-smi", script);
+    std::fs::set_permissions(scratch.path("bin/nvidia-smi"), Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", scratch.path("bin").display(), std::env::var("PATH").unwrap());
+    let plan = |gpus: &str| {
+        let mut command = scratch.command(&format!("plan --json --calibrate=false {SFT} --device cuda"));
+        let ran = command.env("PATH", &path).env("CUDA_VISIBLE_DEVICES", gpus).output().unwrap();
+        let plan: Value = serde_json::from_slice(&ran.stdout).unwrap();
+        plan["memory"]["available"].clone()
+    };
+    assert_eq!(plan("3,0"), json!(90000u64 << 20));
+    assert_eq!(plan("0"), json!(1u64 << 20));
+    let start = Instant::now();
+    assert_eq!(plan("GPU-a"), Value::Null);
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+}
+
 #[test]
 fn a_run_that_does_not_fit_is_shown_with_remedies() {
     let scratch = with_model();
@@ -117,9 +203,14 @@ fn a_run_that_does_not_fit_is_shown_with_remedies() {
     assert_eq!(lora["fits"], json!(true), "{lora}");
     assert!(number(&lora["saves"]) > 60e6);
     let table = scratch.succeeds(&format!("plan --calibrate=false {memory} {line}"));
-    for words in
-        ["it DOES NOT FIT", "what would lower the peak", "--use_peft", "fits", "optimizer step", "update: 8 rows"]
-    {
+    for words in [
+        "it DOES NOT FIT",
+        "what would lower the peak",
+        "--use_peft (trains adapters alone)",
+        "fits",
+        "optimizer step",
+        "update: 8 rows",
+    ] {
         assert!(table.contains(words), "no `{words}` in\n{table}");
     }
     let timed = scratch.succeeds(&format!("plan {line}"));
@@ -165,4 +256,26 @@ fn a_plan_of_what_is_not_there_is_one_line() {
     let plan = planned(&scratch, "", &format!("{line} --max_prompt_length 20"));
     assert!(plan["notes"][0].as_str().unwrap().contains("max_prompt_length = 20"), "{}", plan["notes"]);
     assert_eq!(number(&plan["work"]["tokens_per_update"]), 4.0 * 28.0);
+    assert_eq!(number(&plan["work"]["updates"]), 2.0);
+    let line = line.replace("--total_episodes 8", "--num_train_epochs 3 --max_prompt_length 20");
+    assert_eq!(planned(&scratch, "", &line)["work"]["updates"], Value::Null);
+    assert!(
+        scratch
+            .succeeds(&format!("plan --calibrate=false {line}"))
+            .contains("the number of updates depends on the data")
+    );
+    // Errors of settings, and of data that are there, are those of the run.
+    for (flags, code, words) in [
+        ("--max_prompt_length 4 --response_length 5000", 2, "response_length = 5000 leaves no token for a prompt"),
+        ("--max_prompt_length 4000", 2, "max_prompt_length = 4000: expected at most"),
+        ("--max_prompt_length 1", 1, "the prompt is too long: expected at most 1 tokens"),
+    ] {
+        scratch.refuses(&format!("plan --calibrate=false {PPO} {flags}"), code, &[words]);
+    }
+    // An adapter is planned as its base, which the run would look for on the hub.
+    let adapter = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "nobody/no-model"});
+    std::fs::create_dir(scratch.path("adapter")).unwrap();
+    scratch.write("adapter/adapter_config.json", &adapter.to_string());
+    let line = SFT.replace("policy", "adapter");
+    scratch.refuses(&format!("plan --calibrate=false {line}"), 1, &["nobody/no-model"]);
 }

@@ -233,6 +233,11 @@ fn another_learning_rate_changes_what_follows_the_first_step_alone() {
     // A clip range acts on ratios that are 1 in the first step: nothing changes. Without a critic the value model is not there.
     let narrow = PpoConfig { cliprange: 0.01, ..config.clone() };
     replay(&config, 2, &narrow, "narrow").unwrap().verdict().unwrap();
+    // Rows are masked after they are sampled and scored.
+    let mut masked = config.clone();
+    masked.mask.mask_truncated_completions = true;
+    let replayed = replay(&config, 2, &masked, "masked").unwrap();
+    assert_eq!(replayed.changed()[0].0, "mask_truncated_completions");
     let mut reinforce = config.clone();
     reinforce.advantage.advantage_estimator = AdvantageEstimator::Reinforce;
     let replayed = replay(&config, 2, &reinforce, "reinforce").unwrap();
@@ -271,6 +276,13 @@ fn the_command_prints_that_an_update_is_equal_or_a_table_of_the_metrics() {
     let metrics = json_lines(&scratch.read("slower/metrics.jsonl"));
     assert_eq!((metrics.len(), &metrics[0]["step"]), (1, &3.into()));
     assert!(scratch.read("slower/config.yaml").contains("cliprange: 0.1"));
+    // Without its metrics the run has the tensors of its checkpoint.
+    let metrics = scratch.path("out/metrics.jsonl");
+    let lines = std::fs::read(&metrics).unwrap();
+    std::fs::remove_file(&metrics).unwrap();
+    let text = scratch.succeeds("replay out --update 1 --output unmeasured");
+    assert!(text.contains("equal to the run: no metrics, as metrics.jsonl has no line of it"), "{text}");
+    std::fs::write(&metrics, lines).unwrap();
     // From another folder, and by another path.
     std::fs::create_dir(scratch.path("elsewhere")).unwrap();
     let out = scratch.path("out");
@@ -327,6 +339,7 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
         ("--seed 3", "seed = 3: expected 42"),
         ("--reward length:target=4", "the rewards that the run recorded"),
         ("--use_peft", "use_peft = true: expected false"),
+        ("--config other.yaml", "unexpected argument '--config' found; replay has the settings of the run"),
         ("--save_steps 1", "save_steps = 1: expected 2, as in update 3 of the run: it changes nothing of one update"),
         ("--advantage_estimator remax", "advantage_estimator = remax: expected another one"),
         ("--total_episodes 40", "its place in the run's schedules"),
@@ -350,6 +363,11 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     scratch.refuses(replay, 1, &["sft_model_path = policy: config.json has changed"]);
     let file = scratch.path("out/rollouts/update-000003.parquet");
     let bytes = std::fs::read(&file).unwrap();
+    let mut changed = bytes.clone();
+    let at = changed.len() / 3;
+    changed[at..at + 6].fill(b'#');
+    std::fs::write(&file, &changed).unwrap();
+    scratch.refuses(replay, 1, &["out/rollouts/update-000003.parquet: not "]);
     for cut in [0, 100, bytes.len() - 9] {
         std::fs::write(&file, &bytes[..cut]).unwrap();
         scratch.refuses(replay, 1, &["out/rollouts/update-000003.parquet: not valid Parquet"]);

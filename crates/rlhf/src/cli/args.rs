@@ -6,7 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
 use rlhf::Result;
-use rlhf::flag::Refusals;
+use rlhf::flag::{Refusals, is_bool};
 
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;
@@ -149,18 +149,39 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
         return false;
     }
     let (line, about) = match (error.kind(), is_flag) {
-        (ErrorKind::UnknownArgument, true) => {
-            let flags = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(|arg| arg.get_id().as_str());
-            let foreign = openrlhf::hint(name);
-            let near = nearest(name, flags.chain(NOT_SETTINGS)).filter(|_| foreign.is_none());
-            let tip = near.map_or(String::new(), |near| format!("; tip: a similar argument exists: '--{near}'"));
-            let tip = foreign.map_or(tip, |hint| format!("; {hint}"));
-            (format!("unexpected argument '--{name}' found{tip}"), near)
-        }
+        (ErrorKind::UnknownArgument, true) => unknown_flag(name, rlhf, command),
         _ => (one_line(error), known.map(|arg| arg.get_id().as_str())),
     };
     refusals.refuse(line, about);
     true
+}
+
+/// Returns the line for a flag `name` that `command` does not have, and the flag that is meant, if one is near.
+fn unknown_flag<'c>(name: &str, rlhf: &Command, command: &'c Command) -> (String, Option<&'c str>) {
+    let foreign = openrlhf::hint(name);
+    let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
+    let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
+    let near = nearest(name, flags).filter(|_| foreign.is_none());
+    let tip = match (foreign, near) {
+        (Some(hint), _) => format!("; {hint}"),
+        (None, Some(near)) => format!("; tip: a similar argument exists: '--{near}'"),
+        (None, None) => elsewhere(name, rlhf, command).map_or(String::new(), |hint| format!("; {hint}")),
+    };
+    (format!("unexpected argument '--{name}' found{tip}"), near)
+}
+
+/// Returns a hint where `name` is no flag of `command`, but one that users expect there.
+fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
+    let has = |command: &Command, name: &str| command.get_arguments().any(|arg| is_named(arg, name));
+    let own = command.get_name();
+    if (own, name) == ("replay", "config") {
+        return Some("replay has the settings of the run, which its flags change".into());
+    }
+    // Commands that read rows can be planned or started as ranks.
+    let outer: Vec<&Command> = ["launch", "plan"].iter().filter_map(|outer| rlhf.find_subcommand(outer)).collect();
+    let outer: Vec<&str> = outer.into_iter().filter(|outer| has(outer, name)).map(Command::get_name).collect();
+    let first = outer.first().filter(|_| has(command, "dataset_name"))?;
+    Some(format!("flags of {} come before the command: rlhf {first} --{name} ... {own} ...", outer.join(" and ")))
 }
 
 /// Returns the name of a flag as clap prints it (`--seed <N>`: `seed`).
@@ -181,9 +202,13 @@ pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
-/// Divides the words of `rlhf NAME FLAGS COMMAND ARGUMENTS` before the command; `--` before it is left out. The word after a flag is its
-/// value, except after the flags `alone`.
-pub(super) fn split_at_command(mut args: Vec<OsString>, alone: &[&str]) -> (Vec<OsString>, Vec<OsString>) {
+/// Divides the words of `rlhf NAME FLAGS COMMAND ARGUMENTS` before the command, one of `commands` or the first word that is no flag and no
+/// value; `--` before it is left out. The word after a flag is its value; after the flags `alone` only if it is yes or no.
+pub(super) fn split_at_command(
+    mut args: Vec<OsString>,
+    alone: &[&str],
+    commands: &[&str],
+) -> (Vec<OsString>, Vec<OsString>) {
     let mut at = 2;
     while let Some(word) = args.get(at).map(|word| word.to_string_lossy()) {
         if word == "--" {
@@ -191,11 +216,15 @@ pub(super) fn split_at_command(mut args: Vec<OsString>, alone: &[&str]) -> (Vec<
             args.pop();
             return (args, command);
         }
-        at += match word.starts_with('-') {
-            true if word.starts_with("--") && !word.contains('=') && !alone.contains(&&*word) => 2,
-            true => 1,
-            false => break,
+        if !word.starts_with('-') {
+            break;
+        }
+        let next = args.get(at + 1).and_then(|next| next.to_str()).unwrap_or_default();
+        let has_value = match alone.contains(&&*word) {
+            true => is_bool(next),
+            false => word.starts_with("--") && !word.contains('=') && !commands.contains(&next),
         };
+        at += if has_value { 2 } else { 1 };
     }
     let command = args.split_off(at.min(args.len()));
     (args, command)

@@ -183,9 +183,9 @@ Examples:
   rlhf launch --nnodes 2 --node_rank 0 --master_addr node0 --nproc_per_node 8 sft --config sft.yaml";
 
 const DOCTOR_HELP: &str = "\
-A line for each check: ok, warning or failure, what is wrong and what to do. libtorch, instructions,
-threads, memory, disks, GPU, the hub and its token (never printed), Python; then a tiny model is trained
-for a few seconds. Exit code 1 if a check fails.
+A line for each check: ok, warning or failure, what is wrong and what to do. Checked are libtorch,
+instructions, threads, memory, disks, GPU, the hub and its token (never printed), and Python.
+Then a tiny model is trained for a few seconds. Exit code 1 if a check fails.
 
 Examples:
   rlhf doctor

@@ -52,7 +52,7 @@ pub(crate) struct LaunchTask {
 /// # Errors
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let (flags, mut command) = split_at_command(args, &["--help"]);
+    let (flags, mut command) = split_at_command(args, &["--help"], &COMMANDS);
     let mut flags = normalise(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;

@@ -22,7 +22,7 @@ pub(super) const PLAN: &str = "plan";
 /// The commands that have a plan.
 const COMMANDS: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
 
-/// Flags whose value, if they have one, is behind `=`.
+/// Flags that stand alone, or have yes or no as their value.
 const ALONE: [&str; 3] = ["--json", "--calibrate", "--help"];
 
 /// A command to plan.
@@ -38,7 +38,7 @@ pub(crate) struct PlanTask {
 /// # Errors
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let (flags, command) = split_at_command(args, &ALONE);
+    let (flags, command) = split_at_command(args, &ALONE, &COMMANDS);
     let mut flags = normalise(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
@@ -136,6 +136,8 @@ mod tests {
         assert_eq!((flags.json, flags.memory, flags.calibrate), (true, Some(ByteSize(24_000_000_000)), false));
         assert_eq!((flags.nproc_per_node, flags.nnodes), (2, 3));
         assert_eq!(parsed(&["--memory=1GiB", "--json"]).memory, Some(ByteSize(1 << 30)));
+        let flags = parsed(&["--json", "true", "--calibrate", "No"]);
+        assert_eq!((flags.json, flags.calibrate), (true, false));
     }
 
     #[test]
@@ -144,7 +146,16 @@ mod tests {
         for (words, message) in [
             (ppo(&["--memory", "much"]), "--memory <SIZE>': expected a size above 0, such as 5GB"),
             (ppo(&["--nproc_per_node", "0"]), "nproc_per_node = 0: expected at least 1"),
+            (ppo(&["--memory"]), "a value is required for '--memory <SIZE>' but none was supplied"),
             (vec!["plan"], "plan: expected a command to plan after its flags"),
+            (
+                [ppo(&[]), vec!["--memory", "3GB"]].concat(),
+                "unexpected argument '--memory' found; flags of plan come before the command: rlhf plan --memory ... ppo ...",
+            ),
+            (
+                [&PPO[..], &["--nproc_per_node", "2"]].concat(),
+                "found; flags of launch and plan come before the command: rlhf launch --nproc_per_node ... ppo ...",
+            ),
             (
                 vec!["plan", "generate"],
                 "plan: expected one of sft, reward, ppo, grpo, rloo, found `generate`, which has no plan",

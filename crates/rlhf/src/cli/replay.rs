@@ -133,13 +133,13 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
     }
     let replayed = RecordedUpdate::open(&run, task.replay.update)?.replay(&task.ppo, &out)?;
     let (update, numbers) = (task.replay.update, replayed.output_dir().join("update.safetensors"));
+    let folder = replayed.output_dir().display();
     let text = match replayed.verdict() {
         _ if !replayed.changed().is_empty() => changed(&replayed),
         Ok(equal) => format!("update {update}: {equal}\n"),
         Err(differs) => {
             return Err(Error::Run(format!(
-                "update {update} {differs}; every number of the replay is in {}",
-                numbers.display()
+                "update {update} {differs}; comparison.json in {folder} lists every difference, update.safetensors has every number"
             )));
         }
     };

@@ -1,7 +1,7 @@
 //! GPUs: the driver, CUDA's libraries beside libtorch, each GPU's name, memory and compute capability, and NCCL.
 
 use super::finding::{Finding, variable};
-use super::process::output;
+use crate::process::output;
 use crate::{device, dist};
 use serde_json::{Value, json};
 use std::path::Path;

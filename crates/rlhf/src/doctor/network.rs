@@ -1,8 +1,8 @@
 //! The hub, its token and its variables; Python for rewards.
 
 use super::finding::{Finding, variable};
-use super::process::{Ended, output};
 use crate::hub::{Access, Hub};
+use crate::process::{Ended, output};
 use std::process::Command;
 use std::time::Duration;
 

@@ -1,38 +1,14 @@
-//! Other processes with a time limit: Python, `nvidia-smi`, and the self-test.
+//! The process of the self-test, with a time limit.
 
 use super::finding::{Finding, Step};
-use std::io::{BufRead, BufReader, Read};
+use super::self_test::FOLDER;
+use crate::process::Started;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread::JoinHandle;
+use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 /// Time limit of the self-test, which takes about ten seconds.
 pub(super) const LIMIT: Duration = Duration::from_secs(120);
-
-/// Output of a process that has ended.
-#[derive(Debug)]
-pub(super) struct Ended {
-    pub(super) success: bool,
-    pub(super) stdout: String,
-    pub(super) stderr: String,
-}
-
-/// Runs a command to its end; kills it after `limit`.
-///
-/// # Errors
-/// If it cannot be started, or takes longer.
-pub(super) fn output(command: &mut Command, limit: Duration) -> Result<Ended, String> {
-    let started = Started::new(command)?;
-    let (mut stdout, deadline) = (String::new(), Instant::now() + limit);
-    let status = started.finish(deadline, |line| {
-        stdout.push_str(&line);
-        stdout.push('\n');
-    });
-    let (status, stderr) = status.ok_or_else(|| format!("no response in {} s", limit.as_secs()))?;
-    Ok(Ended { success: status.success(), stdout, stderr })
-}
 
 /// Runs the self-test in its own process, and passes its steps on. A process that crashes or hangs is a failure.
 pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, report: &mut dyn FnMut(Step)) {
@@ -47,7 +23,7 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
             )));
         }
     };
-    let (mut at, mut open) = (String::from("start"), true);
+    let (mut at, mut open, id) = (String::from("start"), true, started.id());
     let ended = started.finish(Instant::now() + limit, |line| {
         let Ok(step) = serde_json::from_str::<Step>(&line) else { return };
         match &step {
@@ -56,6 +32,9 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
         }
         report(step);
     });
+    if !matches!(&ended, Some((status, _)) if status.success()) {
+        remove_folders(id);
+    }
     let place = if open { format!("on {device}, at `{at}`") } else { format!("on {device}, after `{at}`") };
     let Some((status, stderr)) = ended else {
         let text = format!("{place}: not done after {} s", limit.as_secs());
@@ -65,6 +44,15 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
     };
     if !status.success() {
         report(Step::Found(crash(&place, status, &stderr)));
+    }
+}
+
+/// Removes the folders of a self-test that was killed, whose process had the id `id`.
+fn remove_folders(id: u32) {
+    let start = format!("{FOLDER}{id}-");
+    let entries = std::fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten();
+    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&start)) {
+        let _ = std::fs::remove_dir_all(entry.path());
     }
 }
 
@@ -90,72 +78,6 @@ fn crash(place: &str, status: ExitStatus, stderr: &str) -> Finding {
         _ => "run `make install` again; if it stays, report this with the output of `rlhf doctor --json`",
     };
     Finding::failure("self-test", format!("{place}: {reason}"), hint)
-}
-
-/// A process whose output is read on threads.
-struct Started {
-    child: Child,
-    lines: Receiver<String>,
-    stderr: JoinHandle<String>,
-}
-
-impl Started {
-    fn new(command: &mut Command) -> Result<Self, String> {
-        let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().map_err(|error| error.to_string())?;
-        let (Some(stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
-            return Err("no pipes to it".into());
-        };
-        let (sender, lines) = channel();
-        let pass_on = move || {
-            for line in BufReader::new(stdout).split(b'\n').map_while(Result::ok) {
-                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
-                    break;
-                }
-            }
-        };
-        let collect = move || {
-            let mut bytes = Vec::new();
-            let _ = stderr.read_to_end(&mut bytes);
-            String::from_utf8_lossy(&bytes).into_owned()
-        };
-        let builder = || std::thread::Builder::new().name("output".into());
-        let stderr = match builder().spawn(pass_on).and_then(|_| builder().spawn(collect)) {
-            Ok(stderr) => stderr,
-            Err(error) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("no thread to read its output: {error}"));
-            }
-        };
-        Ok(Self { child, lines, stderr })
-    }
-
-    /// Passes lines on until the process ends. Returns its status and standard error; `None` if it was killed at `deadline`.
-    fn finish(mut self, deadline: Instant, mut line: impl FnMut(String)) -> Option<(ExitStatus, String)> {
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left) {
-                Ok(text) => line(text),
-                Err(RecvTimeoutError::Timeout) => {
-                    let _ = self.child.kill();
-                    let _ = self.child.wait();
-                    return None;
-                }
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
-        }
-        // Its standard output is closed, so it has ended, or ends now.
-        while Instant::now() < deadline {
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return Some((status, self.stderr.join().unwrap_or_default()));
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        None
-    }
 }
 
 #[cfg(test)]
@@ -199,11 +121,11 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_does_not_respond_is_killed() {
-        let error = output(shell("exec sleep 30").arg(""), Duration::from_millis(200)).unwrap_err();
-        assert!(error.contains("no response"), "{error}");
-        let ended = output(&mut shell("echo out; echo err >&2; exit 3"), Duration::from_secs(20)).unwrap();
-        assert_eq!((ended.success, ended.stdout.as_str(), ended.stderr.as_str()), (false, "out\n", "err\n"));
-        assert!(output(&mut Command::new("/nowhere/program"), Duration::from_secs(1)).is_err());
+    fn the_folder_of_a_self_test_that_is_killed_is_removed() {
+        let folder = std::env::temp_dir();
+        let script = format!("mkdir {}/{FOLDER}$$-1; echo $$ >&2; kill -KILL $$", folder.display());
+        let killed = failure(&script, Duration::from_secs(20));
+        let id = killed.text.rsplit(' ').next().unwrap().to_string();
+        assert!(id.parse::<u32>().is_ok() && !folder.join(format!("{FOLDER}{id}-1")).exists(), "{}", killed.text);
     }
 }

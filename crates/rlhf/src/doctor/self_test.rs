@@ -25,6 +25,9 @@ const CONFIG: &str = r#"{
 const ROWS: usize = 8;
 const TOKENS: usize = 16;
 
+/// Prefix of the name of the self-test's folder; the process id follows.
+pub(super) const FOLDER: &str = "rlhf-doctor-";
+
 /// Time that the products of one dtype take, about.
 const PRODUCTS: Duration = Duration::from_millis(400);
 
@@ -92,7 +95,7 @@ impl Folder {
     fn new() -> Result<Self> {
         let nanos =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.subsec_nanos());
-        let path = std::env::temp_dir().join(format!("rlhf-doctor-{}-{nanos}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("{FOLDER}{}-{nanos}", std::process::id()));
         std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(Error::io("create the folder", &path))?;
         Ok(Self(path))
     }

@@ -110,15 +110,21 @@ impl AdapterFolder {
         [PathBuf::from(name), self.dir.join(name)].into_iter().chain(beside).find(|dir| dir.is_dir())
     }
 
+    /// The base's name on the hub and its revision, if it has one and is not in a local folder.
+    pub(crate) fn hub_base(&self) -> Option<(&str, Option<&str>)> {
+        let text = |key: &str| self.described.get(key).and_then(Value::as_str);
+        let name = text("base_model_name_or_path").filter(|name| hub::is_hub_name(name))?;
+        self.local_base().is_none().then_some((name, text("revision")))
+    }
+
     /// The folder of the base model, downloaded if it is a name on the hub.
     ///
     /// # Errors
     /// If there is none, or it is an adapter itself.
     pub(crate) fn base_dir(&self) -> Result<PathBuf> {
-        let text = |key: &str| self.described.get(key).and_then(Value::as_str);
-        let base = match (self.local_base(), text("base_model_name_or_path")) {
+        let base = match (self.local_base(), self.hub_base()) {
             (Some(base), _) => base,
-            (None, Some(name)) if hub::is_hub_name(name) => hub::model_dir(Path::new(name), text("revision"))?,
+            (None, Some((name, revision))) => hub::model_dir(Path::new(name), revision)?,
             _ => {
                 let expected =
                     "the base model's folder, from here or from the adapter's folder, or its name on the hub";

@@ -73,7 +73,7 @@ impl Models {
     /// # Errors
     /// If one is missing or invalid.
     pub(super) fn find(run: &PlannedRun) -> Result<Self> {
-        Self::find_with(run, &|path, revision| config_of(path, revision))
+        Self::find_with(run, &|path, revision| config_of(path, revision, true))
     }
 
     /// [`Models::find`] of models that are in folders here.
@@ -82,7 +82,7 @@ impl Models {
     /// If one is not.
     pub(super) fn find_local(run: &PlannedRun) -> Result<Self> {
         Self::find_with(run, &|path, _| match path.exists() {
-            true => config_of(path, None),
+            true => config_of(path, None, false),
             false => Err(Error::Run(format!("{}: not here", path.display()))),
         })
     }
@@ -244,16 +244,23 @@ fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Hel
     sizes.held(holding, run.dtype.kind(), compute(run))
 }
 
-/// Reads the configuration of the model `path`, and the dtype that its files hold it in.
-fn config_of(path: &Path, revision: Option<&str>) -> Result<(ModelConfig, Kind)> {
+/// Reads the configuration of the model `path`, and the dtype that its files hold it in. `downloads`: `config.json` may come from the hub.
+fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<(ModelConfig, Kind)> {
     let adapter =
         if path.is_dir() { AdapterFolder::find(path)?.filter(|_| !path.join("config.json").is_file()) } else { None };
-    let dir = adapter.and_then(|folder| folder.local_base()).unwrap_or_else(|| path.to_path_buf());
+    let (dir, revision) = match adapter.as_ref().map(|folder| (folder.local_base(), folder.hub_base())) {
+        Some((Some(base), _)) => (base, None),
+        Some((None, Some((name, revision)))) => (PathBuf::from(name), revision),
+        _ => (path.to_path_buf(), revision),
+    };
     if dir.is_dir() {
         let config = ModelConfig::from_dir(&dir)?;
         // The headers alone are read.
         let kind = if Checkpoint::is_in(&dir) { Checkpoint::open(&dir)?.kind() } else { config.stored_kind() };
         return Ok((config, kind));
+    }
+    if !downloads {
+        return Err(Error::Run(format!("{}: not here", dir.display())));
     }
     let config = ModelConfig::from_file(&hub::config_file(&dir, revision)?)?;
     let kind = config.stored_kind();

@@ -149,7 +149,7 @@ impl<'a> Job<'a> {
 
     /// The rows of an update that this rank has.
     pub(super) fn own<'r>(&self, rows: &'r [Row]) -> &'r [Row] {
-        share(rows, self.machine.ranks)
+        share(rows, self.machine.of_rows)
     }
 
     /// Whether rows share the computation of first tokens.
@@ -329,7 +329,8 @@ impl<'a> Job<'a> {
             let beside = memory.peak_without_activations() + LOGITS_CHUNK as usize * 4;
             available.saturating_sub(beside) / per_token.max(1)
         });
-        PlannedMicroBatch { limit: self.limit, tokens: used.computed, bytes_per_token: per_token, largest }
+        let (limit, longest_row) = (self.limit, self.rows.longest());
+        PlannedMicroBatch { limit, tokens: used.computed, longest_row, bytes_per_token: per_token, largest }
     }
 }
 

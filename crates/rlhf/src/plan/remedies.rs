@@ -1,10 +1,10 @@
-//! Changes that lower the peak, each planned by itself.
+//! Changes that lower the peak, each planned alone.
 
 use super::members::Models;
 use super::memory::Job;
 use super::rows::Rows;
-use super::{PlannedRun, Remedy};
-use crate::dist::ZeroStage;
+use super::{Machine, PlannedMemory, PlannedRun, Remedy};
+use crate::dist::{ZeroStage, as_ranks};
 use crate::settings::PpoConfig;
 use tch::Device;
 
@@ -14,16 +14,21 @@ const LEAST_TOKENS: usize = 128;
 /// Number of rows of a smaller batch of sampling and scoring.
 const ROWS: usize = 8;
 
+/// Bytes that a change saves, at least.
+const LEAST_SAVED: usize = 1 << 20;
+
 /// A change of settings.
 struct Edit {
     /// Its flags.
     flags: String,
+    /// Its effect on what is trained.
+    effect: Option<&'static str>,
     apply: Box<dyn Fn(&mut PlannedRun)>,
 }
 
 impl Edit {
     fn new(flags: impl Into<String>, apply: impl Fn(&mut PlannedRun) + 'static) -> Self {
-        Self { flags: flags.into(), apply: Box::new(apply) }
+        Self { flags: flags.into(), effect: None, apply: Box::new(apply) }
     }
 
     /// A change of the settings of PPO; none for other runs.
@@ -35,10 +40,17 @@ impl Edit {
         })
     }
 
-    /// All of `edits` at once.
+    /// Adds an effect on what is trained.
+    fn with_effect(self, effect: &'static str) -> Self {
+        Self { effect: Some(effect), ..self }
+    }
+
+    /// All of `edits` at once; they have one effect at most.
     fn together(edits: Vec<Self>) -> Self {
         let flags: Vec<&str> = edits.iter().map(|edit| edit.flags.as_str()).collect();
-        Self::new(flags.join(" "), move |run| edits.iter().for_each(|edit| (edit.apply)(run)))
+        let (flags, effect) = (flags.join(" "), edits.iter().find_map(|edit| edit.effect));
+        let together = Self::new(flags, move |run| edits.iter().for_each(|edit| (edit.apply)(run)));
+        Self { effect, ..together }
     }
 }
 
@@ -46,42 +58,51 @@ impl Edit {
 pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Vec<Remedy> {
     let peak = job.memory().peak;
     let mut found = Vec::new();
-    let mut add = |change: String, edit: &Edit, machines: usize| {
+    let mut add = |change: String, edit: &Edit, machine: Machine| {
         let mut changed = run.clone();
         (edit.apply)(&mut changed);
-        let mut machine = job.machine;
-        machine.ranks *= machines;
         // A combination that the settings do not allow is no remedy.
         let allowed = changed.check().is_ok().then(|| Job::new(&changed, models, rows, machine).ok()).flatten();
-        if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| memory.peak < peak) {
-            found.push(Remedy { change, peak: memory.peak, saves: peak - memory.peak, fits: memory.fits });
+        let saved = |memory: &PlannedMemory| peak.saturating_sub(memory.peak);
+        if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| saved(memory) >= LEAST_SAVED) {
+            let effect = edit.effect.map(String::from);
+            found.push(Remedy { change, effect, peak: memory.peak, saves: saved(&memory), fits: memory.fits });
         }
     };
     for edit in simple(run, job).iter().chain(&structural(run, job)) {
-        add(edit.flags.clone(), edit, 1);
+        add(edit.flags.clone(), edit, job.machine);
     }
     let all = simple(run, job);
     if all.len() > 1 {
         let all = Edit::together(all);
-        add(all.flags.clone(), &all, 1);
+        add(all.flags.clone(), &all, job.machine);
     }
     let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
     let divided = Edit::new("--zero_stage 3", |run| run.run_mut().dist.zero_stage = ZeroStage::Stage3);
-    add(format!("--zero_stage 3 on {} {place} like this one", 2 * job.machine.ranks), &divided, 2);
+    let ranks = 2 * job.machine.ranks;
+    // More ranks have more rows, unless the size of the whole batch is set.
+    let rows_of = |ranks| as_ranks(ranks, || run.batch_size().ok());
+    let of_rows = if rows_of(ranks) == rows_of(job.machine.ranks) { ranks } else { job.machine.of_rows };
+    add(
+        format!("--zero_stage 3 on {ranks} {place} like this one"),
+        &divided,
+        Machine { ranks, of_rows, ..job.machine },
+    );
     found.sort_by_key(|remedy| remedy.peak);
     found
 }
 
-/// Changes that leave the algorithm as it is, but for rounding and the number of trained parameters.
+/// Changes of settings that leave the models as they are.
 fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let settings = run.run();
     let mut edits = Vec::new();
     if job.members.iter().all(|member| member.adapter.is_none()) {
-        edits.push(Edit::new("--use_peft", |run| match run {
+        let adapters = Edit::new("--use_peft", |run| match run {
             PlannedRun::Sft(config) => config.peft.use_peft = true,
             PlannedRun::Reward(config) => config.peft.use_peft = true,
             PlannedRun::Ppo(config) => config.peft.use_peft = true,
-        }));
+        });
+        edits.push(adapters.with_effect("trains adapters alone"));
     }
     if !(settings.bf16 || settings.fp16) {
         edits.push(Edit::new("--bf16", |run| run.run_mut().bf16 = true));
@@ -90,7 +111,7 @@ fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
         edits.push(Edit::new("--gradient_checkpointing", |run| run.run_mut().gradient_checkpointing = true));
     }
     let tokens = smaller(job);
-    if tokens < job.limit {
+    if tokens < job.limit.min(job.largest_pass(job.limit).computed) {
         let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
         edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
     }
@@ -106,11 +127,12 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let mut edits = Vec::new();
     if let Some(config) = job.ppo() {
         if config.needs_critic() && !config.legacy.value_head {
-            let flags = "--value_head (the policy's trunk is the value model's too)";
-            edits.push(Edit::of_ppo(flags, |config| config.legacy.value_head = true));
+            let head = Edit::of_ppo("--value_head", |config| config.legacy.value_head = true);
+            edits.push(head.with_effect("the critic is a head on the policy"));
         }
         if config.ema.enable_ema {
-            edits.push(Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false));
+            let none = Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false);
+            edits.push(none.with_effect("no moving average of the policy"));
         }
     }
     let stage = run.run().dist.zero_stage;
@@ -122,9 +144,10 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     edits
 }
 
-/// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has.
+/// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has; at least those of the longest row.
 fn smaller(job: &Job<'_>) -> usize {
     let own = job.micro_batch(&job.memory());
     let fits = own.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
-    if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) }
+    let tokens = if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) };
+    tokens.max(own.longest_row)
 }

@@ -122,10 +122,16 @@ impl Rows {
     }
 
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
-        let (prompts, lens, notes) = match read_prompts(config, models) {
-            Ok((prompts, lens)) => (prompts, lens, Vec::new()),
+        let limit = PromptLimit::new(&config.prompt_length, max_prompt_len(models.context(), config.response_length)?)?;
+        let (prompts, lens, notes) = match Sources::find(&config.data, None) {
+            Ok(sources) => {
+                let (prompts, lens) = read_prompts(&sources, config, models, limit)?;
+                (prompts, lens, Vec::new())
+            }
             Err(error) => {
-                let Some(longest) = config.prompt_length.max_prompt_length else { return Err(error) };
+                // Data that are not there have a stand-in; settings that contradict each other do not.
+                let longest = config.prompt_length.max_prompt_length.filter(|_| error.refusals().is_empty());
+                let Some(longest) = longest else { return Err(error) };
                 // Prompts without tokens in common.
                 let prompts = (0..MOST_MADE as i64).map(|row| vec![-row - 1; longest]).collect::<Vec<_>>();
                 let note = format!("each prompt is taken to have max_prompt_length = {longest} tokens: {error}");
@@ -165,6 +171,11 @@ impl Rows {
         Self { updates, available: Some(lens.iter().sum()), notes: Vec::new() }
     }
 
+    /// The number of tokens of the longest row.
+    pub(super) fn longest(&self) -> usize {
+        self.updates.iter().flatten().map(|row| row.len).max().unwrap_or(0)
+    }
+
     /// The longest prompt of the drawn rows.
     pub(super) fn longest_prompt(&self) -> usize {
         self.updates.iter().flatten().map(|row| row.prompt.len()).max().unwrap_or(0)
@@ -175,12 +186,15 @@ impl Rows {
 const MOST_MADE: usize = 256;
 
 /// Reads the prompts of the run, and their number in each dataset.
-fn read_prompts(config: &PpoConfig, models: &Models) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
+fn read_prompts(
+    sources: &Sources<'_>,
+    config: &PpoConfig,
+    models: &Models,
+    limit: PromptLimit,
+) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
     let tokenizer: Tokenizer = models.tokenizer()?;
-    let longest = max_prompt_len(models.context(), config.response_length)?;
-    let limit = PromptLimit::new(&config.prompt_length, longest)?;
     let vocab = models.main.sizes.config().vocab_size;
-    let (mut train, _) = Sources::find(&config.data, None)?.read(config.run.seed, Stage::Ppo)?;
+    let (mut train, _) = sources.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
     }

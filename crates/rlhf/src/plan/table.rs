@@ -1,6 +1,6 @@
 //! The plan as text.
 
-use super::{Phase, Plan, PlannedModel};
+use super::{Phase, Plan, PlannedMicroBatch, PlannedModel};
 use crate::terminal::about;
 use std::fmt::Write;
 use std::time::Duration;
@@ -54,7 +54,7 @@ fn words(cells: &[&str]) -> Vec<String> {
 /// The whole text.
 pub(super) fn of(plan: &Plan) -> String {
     let ranks = if plan.ranks > 1 { format!(", each of {} ranks", plan.ranks) } else { String::new() };
-    let mut text = format!("plan of rlhf {} ({}{ranks})\n\n", plan.command, plan.device);
+    let mut text = format!("plan of rlhf {} ({}, {}{ranks})\n\n", plan.command, plan.device, plan.precision);
     text += &models(&plan.models);
     text += "\n";
     text += &phases(&plan.memory.phases);
@@ -99,24 +99,24 @@ fn verdict(plan: &Plan) -> String {
     let peak = format!("peak: {} in the phase {}", size(memory.peak), memory.peak_phase);
     let each = if plan.ranks > 1 { " for each rank" } else { "" };
     let mut text = match memory.available {
-        None => format!("{peak}; the memory that there is is not known: set --memory\n"),
+        None => format!("{peak}; the available memory is not known: set --memory\n"),
         Some(most) if memory.fits => format!("{peak}; it fits: {} are available{each}\n", size(most)),
         Some(most) => format!("{peak}; it DOES NOT FIT: {} are available{each}\n", size(most)),
     };
-    let own = &plan.micro_batch;
-    let per_token = own.bytes_per_token as f64 / f64::from(1 << 20);
-    let _ = write!(text, "micro-batch: {} tokens (at most {}), {per_token:.2} MiB a token", own.tokens, own.limit);
-    text += &match own.largest {
-        Some(0) | None => "\n".to_string(),
-        Some(largest) => format!("; the largest that fits has about {largest} tokens\n"),
-    };
+    text += &micro_batch(&plan.micro_batch);
     if !memory.fits && !plan.remedies.is_empty() {
-        text += "\nwhat would lower the peak, each by itself:\n";
+        text += "\nwhat would lower the peak, each line alone:\n";
         let shown = plan.remedies.iter().take(MOST_CHANGES);
         let rows: Vec<Vec<String>> = shown
             .map(|remedy| {
                 let fits = if remedy.fits { "fits" } else { "does not fit" };
-                vec![remedy.change.clone(), format!("saves {}", size(remedy.saves)), size(remedy.peak), fits.into()]
+                let effect = remedy.effect.as_ref().map_or(String::new(), |effect| format!(" ({effect})"));
+                vec![
+                    format!("{}{effect}", remedy.change),
+                    format!("saves {}", size(remedy.saves)),
+                    size(remedy.peak),
+                    fits.into(),
+                ]
             })
             .collect();
         text += &columns(&rows);
@@ -124,17 +124,41 @@ fn verdict(plan: &Plan) -> String {
     text + "\n"
 }
 
+/// The tokens of a pass, and how many would fit.
+fn micro_batch(own: &PlannedMicroBatch) -> String {
+    let limit = match own.tokens > own.limit {
+        true => format!("those of the longest row; at most {} otherwise", own.limit),
+        false => format!("at most {}", own.limit),
+    };
+    let per_token = match own.bytes_per_token as f64 / 1024.0 {
+        kib if kib < 100.0 => format!("{kib:.1} KiB"),
+        kib => format!("{:.2} MiB", kib / 1024.0),
+    };
+    let largest = match own.largest {
+        Some(0) | None => String::new(),
+        Some(largest) if largest < own.longest_row => {
+            format!("; the largest that fits has about {largest} tokens, and the longest row {}", own.longest_row)
+        }
+        Some(largest) => format!("; the largest that fits has about {largest} tokens"),
+    };
+    format!("micro-batch: {} tokens ({limit}), {per_token} a token{largest}\n", own.tokens)
+}
+
 fn work(plan: &Plan) -> String {
     let work = &plan.work;
     let mut text = format!(
-        "update: {} rows, {} tokens, {} operations; {} updates: {} tokens, {} operations\n",
+        "update: {} rows, {} tokens, {} operations",
         work.rows_per_update,
         count(work.tokens_per_update),
         count(work.flops_per_update),
-        work.updates,
-        count(work.tokens),
-        count(work.flops),
     );
+    text += &match (work.updates, work.tokens, work.flops) {
+        (Some(updates), Some(tokens), Some(flops)) => {
+            let plural = if updates == 1 { "" } else { "s" };
+            format!("; {updates} update{plural}: {} tokens, {} operations\n", count(tokens), count(flops))
+        }
+        _ => "; the number of updates depends on the data\n".into(),
+    };
     let Some(time) = &plan.time else { return text };
     let seconds = |seconds: f64| about(Duration::from_secs_f64(seconds.clamp(0.0, 1e12)));
     let _ = write!(text, "time: {} an update", seconds(time.update));
@@ -142,12 +166,8 @@ fn work(plan: &Plan) -> String {
         let parts = [time.rollout, time.scoring, time.training].map(seconds);
         let _ = write!(text, " (rollout {}, scoring {}, training {})", parts[0], parts[1], parts[2]);
     }
-    let _ = writeln!(
-        text,
-        ", {} in all, at {}FLOP/s and {}B/s",
-        seconds(time.total),
-        count(time.flops_per_second),
-        count(time.bytes_per_second)
-    );
+    let total = time.total.map_or(String::new(), |total| format!(", {} in all", seconds(total)));
+    let _ =
+        writeln!(text, "{total}, at {}FLOP/s and {}B/s", count(time.flops_per_second), count(time.bytes_per_second));
     text
 }

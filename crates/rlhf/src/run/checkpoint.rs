@@ -38,7 +38,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 42] = [
+pub(crate) const FREE: [&str; 42] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -84,10 +84,10 @@ const FREE: [&str; 42] = [
 ];
 
 /// Settings of the length of a run: they may extend a finished run.
-pub(super) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max_steps"];
+pub(crate) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max_steps"];
 
 /// Settings on which only the best model depends; the one so far is forgotten where they change.
-const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
+pub(crate) const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
 
 /// Settings on which results depend by rounding at most: a resumed run may change them, with a warning.
 const ROUNDING: [&str; 5] = [

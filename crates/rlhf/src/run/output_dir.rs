@@ -18,7 +18,7 @@ use std::time::Duration;
 pub(crate) const METRICS: &str = "metrics.jsonl";
 
 /// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have.
-pub(crate) const LENGTH: &str = "run.json";
+pub(crate) const RUN_LENGTH: &str = "run.json";
 
 /// The file of a run's alarms: one JSON object per line.
 pub(crate) const ALARMS: &str = "alarms.jsonl";
@@ -39,7 +39,7 @@ pub(crate) const ROLLOUTS: &str = "rollouts";
 const RUN_FILES: [&str; 14] = [
     METRICS,
     TRACKERS,
-    LENGTH,
+    RUN_LENGTH,
     REPORT,
     ALARMS,
     CONFIG,
@@ -311,12 +311,12 @@ pub(crate) fn claim_output_dir(
 /// # Errors
 /// If the file cannot be written.
 pub(crate) fn write_length(dir: &Path, num_updates: usize) -> Result<()> {
-    write_text(&dir.join(LENGTH), &format!("{{\"num_updates\": {num_updates}}}\n"))
+    write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}}}\n"))
 }
 
 /// Returns the number that [`write_length`] wrote; `None` for runs of earlier builds, and for a damaged file.
 pub(crate) fn read_length(dir: &Path) -> Option<u64> {
-    read_json(&dir.join(LENGTH)).ok()?["num_updates"].as_u64()
+    read_json(&dir.join(RUN_LENGTH)).ok()?["num_updates"].as_u64()
 }
 
 /// Claims the output folder of a command that is no training run, as [`claim_output_dir`] does.

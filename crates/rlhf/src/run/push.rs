@@ -7,7 +7,7 @@ pub(crate) mod settings;
 
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use crate::run::checkpoint::{BEST, FILES};
-use crate::run::output_dir::{ALARMS, CONFIG, LENGTH, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, REPORT, ROLLOUTS, RUN_LENGTH, SAMPLES, TRACKERS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
 use crate::run::tensorboard;
 use crate::terminal;
@@ -24,7 +24,7 @@ const OTHER_FILES: [&str; 9] = [
     REPORT,
     TRACKERS,
     ALARMS,
-    LENGTH,
+    RUN_LENGTH,
     "optimizer.pt",
     "optimizer.bin",
     "scheduler.pt",

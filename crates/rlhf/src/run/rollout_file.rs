@@ -8,14 +8,47 @@ use crate::{Error, Result};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
+use ring::digest::{Context, SHA256};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read as _, Seek};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 /// Key of the record in the metadata of a file.
 pub(crate) const RECORD: &str = "rlhf";
+
+/// Key of the digest of the columns and of the record: `LENGTH SHA256`, of the first `LENGTH` bytes of the file.
+const DIGEST: &str = "rlhf.sha256";
+
+/// Returns the digest of a file that starts with `columns`, as an entry of its metadata.
+pub(crate) fn digest_entry(columns: &[u8], record: &str) -> (String, String) {
+    let mut sum = Context::new(&SHA256);
+    sum.update(record.as_bytes());
+    sum.update(columns);
+    (DIGEST.into(), format!("{} {}", columns.len(), hex(sum)))
+}
+
+/// Returns whether the digest `expected` is that of `file` and its `record`.
+fn has_digest(mut file: &File, record: &str, expected: &str) -> io::Result<bool> {
+    let Some((len, expected)) = expected.split_once(' ') else { return Ok(false) };
+    let Ok(len) = len.parse::<u64>() else { return Ok(false) };
+    let mut sum = Context::new(&SHA256);
+    sum.update(record.as_bytes());
+    file.rewind()?;
+    let (mut columns, mut buffer) = (file.take(len), vec![0; 1 << 18]);
+    loop {
+        match columns.read(&mut buffer)? {
+            0 => return Ok(columns.limit() == 0 && hex(sum) == expected),
+            count => sum.update(&buffer[..count]),
+        }
+    }
+}
+
+fn hex(sum: Context) -> String {
+    sum.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
 
 /// Returns the name of the file of update `step`, counted from 1.
 pub(crate) fn file_name(step: usize) -> String {
@@ -51,12 +84,15 @@ pub(crate) fn recorded_updates(dir: &Path) -> Result<Vec<usize>> {
     Ok(updates)
 }
 
-/// Returns the last line of metrics of update `step` of the run in `dir`, if there is one.
+/// Returns the last line of metrics of update `step` of the run in `dir`; `None` if there is none, or no `metrics.jsonl`.
 ///
 /// # Errors
 /// If `metrics.jsonl` cannot be read.
 pub(crate) fn metrics_line(dir: &Path, step: usize) -> Result<Option<Map<String, Value>>> {
     let path = dir.join(METRICS);
+    if !path.exists() {
+        return Ok(None);
+    }
     let mut found = None;
     for line in BufReader::new(files::open(&path)?).lines() {
         let line = line.map_err(Error::io("read", &path))?;
@@ -72,15 +108,17 @@ pub(crate) fn metrics_line(dir: &Path, step: usize) -> Result<Option<Map<String,
 /// Reads the rollout of update `step` from the file `path`.
 ///
 /// # Errors
-/// If the file cannot be read, is damaged, or has no record.
+/// If the file cannot be read, is damaged, was changed since the run wrote it, or has no record.
 pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let file = files::open(path)?;
-    let (mut rows, mut record) = (Vec::new(), None);
+    let contents = file.try_clone().map_err(Error::io("read", path))?;
+    let (mut rows, mut record, mut digest) = (Vec::new(), None, None);
     // The parquet crate panics at some damaged files.
     let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
         let reader = SerializedFileReader::new(file)?;
-        let pairs = reader.metadata().file_metadata().key_value_metadata().into_iter().flatten();
-        record = pairs.filter(|pair| pair.key == RECORD).find_map(|pair| pair.value.clone());
+        let pairs = || reader.metadata().file_metadata().key_value_metadata().into_iter().flatten();
+        let value = |key: &str| pairs().filter(|pair| pair.key == key).find_map(|pair| pair.value.clone());
+        (record, digest) = (value(RECORD), value(DIGEST));
         for row in reader.get_row_iter(None)? {
             rows.push(row?.into_columns().into_iter().collect::<HashMap<String, Field>>());
         }
@@ -89,6 +127,12 @@ pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let invalid = |message: String| Error::invalid(path, message);
     let damaged = |cause: &str| invalid(format!("not valid Parquet: {}", cause.lines().next().unwrap_or_default()));
     done.map_err(|_| damaged("damaged"))?.map_err(|e| damaged(&e.to_string()))?;
+    // Files of earlier versions have no digest.
+    if let (Some(record), Some(digest)) = (&record, &digest)
+        && !has_digest(&contents, record, digest).map_err(Error::io("read", path))?
+    {
+        return Err(invalid("not what the run has written: its SHA-256 differs from that in its metadata".into()));
+    }
     let record = record.and_then(|record| serde_json::from_str(&record).ok()).ok_or_else(|| {
         invalid(
             "expected the settings of its update in the metadata, found none: this version writes them, earlier ones did not".into(),

@@ -3,7 +3,7 @@
 use crate::generate::FinishReason;
 use crate::run::event::{Event, Rollout};
 use crate::run::output_dir::{ROLLOUTS, remove_files, rollout_update};
-use crate::run::rollout_file::{RECORD, file_name};
+use crate::run::rollout_file::{RECORD, digest_entry, file_name};
 use crate::weights::write_bytes;
 use crate::{Error, Result};
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
@@ -117,19 +117,25 @@ fn columns(step: usize, rollout: &Rollout) -> Vec<Column<'_>> {
     columns
 }
 
-/// Returns the bytes of a Parquet file with these columns, in one row group, and the `record` in its metadata.
+/// Returns the bytes of a Parquet file with these columns, in one row group, with the `record` and a digest of both in its metadata.
 fn parquet_file(columns: &[Column<'_>], record: &Value) -> Result<Vec<u8>, ParquetError> {
     let fields = columns.iter().map(|(name, values)| values.schema(name).map(Arc::new)).collect::<Result<_, _>>()?;
     let schema = Type::group_type_builder("rollout").with_fields(fields).build()?;
     let properties = WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_created_by(format!("rlhf version {}", env!("CARGO_PKG_VERSION")))
-        .set_key_value_metadata((!record.is_null()).then(|| vec![KeyValue::new(RECORD.into(), record.to_string())]))
         .build();
     let mut file = SerializedFileWriter::new(Vec::new(), Arc::new(schema), Arc::new(properties))?;
     let mut group = file.next_row_group()?;
     columns.iter().try_for_each(|(_, values)| values.write(&mut group))?;
     group.close()?;
+    if !record.is_null() {
+        file.flush()?;
+        let record = record.to_string();
+        let (key, digest) = digest_entry(file.inner(), &record);
+        file.append_key_value_metadata(KeyValue::new(RECORD.into(), record));
+        file.append_key_value_metadata(KeyValue::new(key, digest));
+    }
     file.into_inner()
 }
 

@@ -97,6 +97,8 @@ impl RecordedUpdate {
         let path = run.join(ROLLOUTS).join(file_name(update));
         let Rollout { rows, record } = read_rollout(&path, update)?;
         let record = Saved::of_record(&path, record)?;
+        // An error of a file that is compared at the end ends the replay here.
+        metrics_line(run, update)?;
         if record.state.update + 1 != update {
             let message = format!("expected the record of update {update}, found that of {}", record.state.update + 1);
             return Err(Error::invalid(path, message));
@@ -479,7 +481,10 @@ impl Replayed {
         let differing = self.differing();
         let checkpoint = name_of(self.update);
         if let [first, others @ ..] = differing.as_slice() {
-            let others = if others.is_empty() { String::new() } else { format!("; {} others differ", others.len()) };
+            let others = match others.len() {
+                0 => String::new(),
+                count => format!("; {count} more in {COMPARISON}"),
+            };
             return Err(format!("differs from the run: {first}{others}"));
         }
         let metrics = match &self.metrics {

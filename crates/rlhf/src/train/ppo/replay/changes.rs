@@ -1,6 +1,6 @@
 //! Settings that a replay may change, and why it may not change the others.
 
-use crate::run::checkpoint::Change;
+use crate::run::checkpoint::{Change, FREE, LENGTH, OF_BEST};
 use crate::{Error, Result};
 
 /// Settings that act after responses are sampled and scored. A replay may change them.
@@ -58,6 +58,7 @@ const ALLOWED: &[&str] = &[
     "ratio_threshold",
     "clip_reward_value",
     "eos_in_loss",
+    "mask_truncated_completions",
     "last_value_in_loss",
     "unsup_coef",
     "ema_beta",
@@ -110,59 +111,16 @@ const SAMPLING: &[&str] = &[
     "logprobs_of",
     "raw_logprobs",
     "min_response_length",
-    "mask_truncated_completions",
     "generation_batch_size",
     "steps_per_generation",
     "per_device_generation_batch_size",
     "generation_batches",
 ];
 
-/// Settings of the length of the run.
-const LENGTH: &[&str] = &["total_episodes", "num_train_epochs", "max_steps"];
+/// Settings that change the next updates alone.
+const LATER: &[&str] = &["target", "horizon"];
 
-/// Settings that change nothing of one update.
-const ELSEWHERE: &[&str] = &[
-    "target",
-    "horizon",
-    "num_sample_generations",
-    "max_skipped_updates",
-    "no_checks",
-    "on_alarm",
-    "max_rollbacks",
-    "log_rollouts",
-    "rollouts_limit",
-    "print_answers",
-    "print_answers_interval",
-    "enable_test_mode",
-    "test_stop_step",
-    "num_eval_prompts",
-    "eval_steps",
-    "metric_for_best_model",
-    "greater_is_better",
-    "zero_stage",
-    "actor_zero_stage",
-    "critic_zero_stage",
-    "ds3_gather_for_generation",
-    "offload_optimizer",
-    "dist_timeout",
-    "max_shard_size",
-    "report_to",
-    "tensorboard_tags",
-    "run_name",
-    "project",
-    "tracker_kwargs",
-    "log_model",
-    "disable_tqdm",
-    "no_report",
-    "save_steps",
-    "save_total_limit",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_revision",
-    "hub_private_repo",
-    "hub_strategy",
-    "hub_always_push",
-];
+const ELSEWHERE: &str = "it changes nothing of one update";
 
 /// Returns why a replay may not change the setting `name`; `None` if it may.
 fn reason(name: &str) -> Option<&'static str> {
@@ -173,8 +131,8 @@ fn reason(name: &str) -> Option<&'static str> {
     Some(match name {
         name if SAMPLING.contains(&name) => "a replay has the responses that the run sampled",
         name if LENGTH.contains(&name) => "a replayed update has its place in the run's schedules",
-        name if ELSEWHERE.contains(&name) => "it changes nothing of one update",
         name if name.starts_with("reward") => "a replay has the rewards that the run recorded",
+        name if [LATER, &FREE, &OF_BEST].iter().any(|list| list.contains(&name)) => ELSEWHERE,
         // Models, data, precision, adapters.
         _ => "a replay continues from the run's checkpoint, with the models and the data of the run",
     })
@@ -203,11 +161,23 @@ mod tests {
     use crate::settings::PpoConfig;
     use serde_json::{Value, json};
 
+    /// Settings that change nothing of one update, for a look at the whole list.
+    const ELSEWHERE_NAMES: &str = "target horizon num_sample_generations max_skipped_updates no_checks on_alarm max_rollbacks log_rollouts \
+         rollouts_limit print_answers print_answers_interval enable_test_mode test_stop_step num_eval_prompts \
+         eval_steps metric_for_best_model greater_is_better zero_stage actor_zero_stage critic_zero_stage \
+         ds3_gather_for_generation offload_optimizer dist_timeout max_shard_size report_to tensorboard_tags run_name \
+         project tracker_kwargs log_model disable_tqdm no_report save_steps save_total_limit push_to_hub hub_model_id \
+         hub_revision hub_private_repo hub_strategy hub_always_push";
+
     #[test]
     fn every_name_is_that_of_a_setting_and_the_others_are_models_data_and_precision() {
         let config = serde_json::to_value(PpoConfig::new("p", "r", "d", "o")).unwrap();
         let names: Vec<&String> = config.as_object().unwrap().keys().collect();
-        let lists = [ALLOWED, SAMPLING, LENGTH, ELSEWHERE];
+        let elsewhere: Vec<&str> = ELSEWHERE_NAMES.split_whitespace().collect();
+        for name in &names {
+            assert_eq!(reason(name) == Some(ELSEWHERE), elsewhere.contains(&name.as_str()), "{name}");
+        }
+        let lists = [ALLOWED, SAMPLING, &LENGTH, &elsewhere];
         for name in lists.iter().copied().flatten() {
             assert!(names.iter().any(|known| known == name), "no setting {name}");
             assert_eq!(lists.iter().filter(|list| list.contains(name)).count(), 1, "{name}");
