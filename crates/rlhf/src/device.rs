@@ -140,11 +140,13 @@ pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
     expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
-/// The memory available on `device` in bytes: the machine's, or the container's limit if that is less, divided by the number
-/// of ranks on this machine; unknown for a GPU.
+/// The whole memory of `device` for this process in bytes: the machine's, or the container's limit if that is less, divided by the number
+/// of ranks on this machine; a GPU's own, as `nvidia-smi` reports it. `None` if it is not known.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
-    let whole = if device == tch::Device::Cpu { whole_memory() } else { None };
-    whole.map(|bytes| bytes / Place::of_process().ranks)
+    match device {
+        tch::Device::Cuda(number) => gpu_memory("memory.total", number),
+        _ => whole_memory().map(|bytes| bytes / Place::of_process().ranks),
+    }
 }
 
 /// The machine's memory in bytes, or the container's limit if that is less.
@@ -255,7 +257,7 @@ pub fn available_gpu_memory(number: usize) -> Option<usize> {
 }
 
 /// Returns the memory of a GPU in bytes, in a field of `nvidia-smi`; `None` as for [`available_gpu_memory`].
-fn gpu_memory(field: &str, number: usize) -> Option<usize> {
+pub(crate) fn gpu_memory(field: &str, number: usize) -> Option<usize> {
     let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let gpu = shown_gpu(shown.as_deref(), number)?;
     let query = format!("--query-gpu={field}");

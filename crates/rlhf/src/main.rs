@@ -113,7 +113,6 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Serve(_)
         | Task::Doctor(_)
         | Task::Plan(_)
-        | Task::Replay(_)
             if !is_main() =>
         {
             Ok(())
@@ -145,6 +144,7 @@ fn join_ranks(task: &Task) -> Result<()> {
         Task::Reward(config) => config.run.dist.dist_timeout,
         Task::Ppo(config) => config.run.dist.dist_timeout,
         Task::Pipeline(config) => config.dist_timeout().unwrap_or(DIST_TIMEOUT),
+        Task::Replay(task) => task.ppo.run.dist.dist_timeout,
         Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => DIST_TIMEOUT,
         _ => return Ok(()),
     };
@@ -162,6 +162,7 @@ fn shards_parameters(task: &Task) -> bool {
         Task::Sft(config) => of_run(&config.run),
         Task::Reward(config) => of_run(&config.run),
         Task::Ppo(config) => of_ppo(config),
+        Task::Replay(task) => of_ppo(&task.ppo),
         Task::Pipeline(config) => {
             let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
             runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)

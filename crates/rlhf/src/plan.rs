@@ -3,23 +3,29 @@
 //! Sizes come from `config.json`, lengths from the tokenizer and the data, rates from a calibration of about a second. No weight is
 //! read, and none is allocated. The arithmetic follows the code that it describes; `benchmarks/plan.py` holds it against real runs.
 
+mod generating;
 mod members;
 mod memory;
+mod operations;
 mod rates;
 mod remedies;
 mod rows;
+mod stages;
 mod table;
 mod work;
 
-use crate::device::{available_gpu_memory, available_memory, use_threads, whole_memory};
+use crate::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
 use crate::dist::as_ranks;
-use crate::settings::{PpoConfig, RewardConfig, RunConfig, SftConfig};
+use crate::settings::{GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
+use crate::train::pipeline::PipelineConfig;
 use crate::{Error, Result};
 use members::Models;
 use memory::Job;
-use rates::Rates;
+use rates::{Passes, Rates};
 use rows::{MANY_PROMPTS, Rows};
 use serde::Serialize;
+use stages::Made;
+pub use stages::PipelinePlan;
 use tch::Device;
 
 /// A training run to plan.
@@ -62,8 +68,8 @@ pub struct Plan {
     pub models: Vec<PlannedModel>,
     /// Memory by phase.
     pub memory: PlannedMemory,
-    /// Tokens of a forward and backward pass.
-    pub micro_batch: PlannedMicroBatch,
+    /// Tokens of a forward and backward pass; `None` if nothing is trained.
+    pub micro_batch: Option<PlannedMicroBatch>,
     /// Tokens and operations.
     pub work: PlannedWork,
     /// Seconds; `None` without a calibration.
@@ -149,7 +155,7 @@ pub struct PlannedMicroBatch {
 /// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedWork {
-    /// Number of updates; of optimizer steps in SFT and reward training. `None` if it depends on data that were not read.
+    /// Number of updates; of optimizer steps in SFT and reward training, of batches in `generate`. `None` if it depends on data that were not read.
     pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
@@ -164,12 +170,12 @@ pub struct PlannedWork {
 }
 
 /// Seconds of a run on this machine.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedTime {
-    /// Operations per second of the model's products in the run's precision.
+    /// Operations per second of forward and backward passes, in `generate` of passes over the prompts.
     pub flops_per_second: f64,
-    /// Bytes per second at which decoding reads weights.
-    pub bytes_per_second: f64,
+    /// Seconds in which a batch of responses gets its next token; 0 if nothing is sampled.
+    pub seconds_per_token: f64,
     /// Seconds of the phases of an update.
     pub rollout: f64,
     /// Evaluation of the responses by the models.
@@ -245,14 +251,14 @@ impl PlannedRun {
             Self::Ppo(config) => config.check(),
         }
     }
+}
 
-    /// The device that the run is planned for; a GPU that is not here counts as one.
-    fn device(&self) -> Result<Device> {
-        use crate::device::Device as Setting;
-        match self.run().device {
-            Setting::Cuda(number) => Ok(Device::Cuda(number.unwrap_or(0))),
-            other => other.resolve(),
-        }
+/// The device that a run is planned for; a GPU that is not here counts as one.
+fn device_of(setting: crate::device::Device) -> Result<Device> {
+    use crate::device::Device as Setting;
+    match setting {
+        Setting::Cuda(number) => Ok(Device::Cuda(number.unwrap_or(0))),
+        other => other.resolve(),
     }
 }
 
@@ -261,17 +267,39 @@ impl PlannedRun {
 /// # Errors
 /// If a model's configuration, its tokenizer or the data are missing or invalid; if a setting is out of its range.
 pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
+    plan_with(run, options, &[])
+}
+
+/// Plans a pipeline: its stages in their order. A model that an earlier stage will write is taken to have the form of the one that the stage
+/// starts from, in f32.
+///
+/// # Errors
+/// As [`plan`], with the name of the stage.
+pub fn pipeline(config: &PipelineConfig, options: &PlanOptions) -> Result<PipelinePlan> {
+    stages::plan(config, options)
+}
+
+/// Plans a run of `rlhf generate`: the memory of its largest batch, and time.
+///
+/// # Errors
+/// If the model's configuration, its tokenizer or the prompts are missing or invalid; if the prompts are on standard input.
+pub fn generation(config: &GenerateConfig, options: &PlanOptions) -> Result<Plan> {
+    generating::plan(config, options)
+}
+
+/// [`plan`] of a run whose models may be those that earlier stages will write.
+fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<Plan> {
     as_ranks(options.ranks * options.machines, || {
         run.check()?;
-        let device = run.device()?;
-        let models = Models::find(run)?;
+        let device = device_of(run.run().device)?;
+        let models = Models::find(run, made)?;
         let rows = Rows::read(run, &models)?;
         let machine = Machine::find(device, options);
         let job = Job::new(run, &models, &rows, machine)?;
         let rates = match options.calibrate && device == Device::Cpu {
             true => {
                 use_threads(run.run().num_threads);
-                Some(Rates::measure(&job)?)
+                Some(Rates::measure(&Passes::of(&job)?)?)
             }
             false => None,
         };
@@ -289,8 +317,8 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
             device: if device == Device::Cpu { "cpu" } else { "cuda" },
             precision: precision(run.run()),
             models: job.models(),
-            micro_batch: job.micro_batch(&memory),
-            time: rates.map(|rates| work::time(&job, &rates, &work)),
+            micro_batch: Some(job.micro_batch(&memory)),
+            time: rates.map(|rates| work::time(&rates, &work)),
             work: work.planned,
             remedies: remedies::find(run, &models, &rows, &job),
             notes,
@@ -304,7 +332,7 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
 pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
     let found = || -> Result<Option<String>> {
         let models = Models::find_local(run)?;
-        let machine = Machine::find(run.device()?, options);
+        let machine = Machine::find(device_of(run.run().device)?, options);
         let rows = Rows::unread(run);
         let memory = Job::new(run, &models, &rows, machine)?.memory();
         let Some(available) = memory.available.filter(|_| !memory.fits) else { return Ok(None) };
@@ -346,7 +374,7 @@ impl Machine {
                 ranks,
                 of_rows: ranks,
                 available: options.memory.or_else(|| available_gpu_memory(number)),
-                whole: None,
+                whole: options.memory.or_else(|| gpu_memory("memory.total", number)),
                 program: CUDA_PROGRAM,
             },
             _ => Self {

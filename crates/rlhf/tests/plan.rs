@@ -1,6 +1,6 @@
 //! `rlhf plan` against real runs and real tensors.
 
-use crate::cli::{PPO, REWARD, SFT, Scratch};
+use crate::cli::{PPO, PROMPTS, REWARD, SFT, Scratch};
 use serde_json::{Value, json};
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -131,7 +131,8 @@ fn operations_are_those_of_products_and_of_attention_over_whole_sequences() {
     assert!(len > 30.0, "{len}");
     // A token attends to half of its sequence, by two products of the hidden size.
     let attention = 4.0 * (2.0 * 2.0 * layers * hidden * len * len / 2.0);
-    let expected = 3.0 * (2.0 * tokens * (products + head) + attention);
+    // No token predicts the first one of a text.
+    let expected = 3.0 * (2.0 * (tokens * products + (tokens - 4.0) * head) + attention);
     let found = number(&whole["work"]["flops_per_update"]);
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
     // Without a loss on the prompt only the head has fewer tokens.
@@ -214,7 +215,10 @@ fn a_run_that_does_not_fit_is_shown_with_remedies() {
         assert!(table.contains(words), "no `{words}` in\n{table}");
     }
     let timed = scratch.succeeds(&format!("plan {line}"));
-    assert!(timed.contains("it fits") && timed.contains("an update, ") && timed.contains("FLOP/s"), "{timed}");
+    assert!(
+        timed.contains("it fits") && timed.contains("an update, ") && timed.contains("FLOP/s in training"),
+        "{timed}"
+    );
 }
 
 #[test]
@@ -239,12 +243,62 @@ fn a_run_that_does_not_fit_warns_before_it_loads() {
 }
 
 #[test]
+fn a_pipeline_is_its_stages_whose_models_have_the_form_of_the_first() {
+    let scratch = Scratch::new();
+    let rows = |prompt: &&str| json!({"prompt": prompt, "chosen": " yes", "rejected": " no"}).to_string() + "\n";
+    scratch.write("rows.jsonl", &PROMPTS.iter().map(rows).collect::<String>().repeat(4));
+    let file = "output_dir: out\ndataset_name: rows.jsonl\nmodel_name_or_path: policy\nper_device_train_batch_size: 4\n\
+                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\n";
+    scratch.write("run.yaml", file);
+    let line = "pipeline --config run.yaml";
+    let plan = planned(&scratch, "", line);
+    let stages = plan["stages"].as_array().unwrap();
+    let commands: Vec<&str> = stages.iter().map(|stage| stage["command"].as_str().unwrap()).collect();
+    assert_eq!(commands, ["sft", "reward", "ppo"]);
+    let of_policy = &stages[0]["models"][0]["parameters"];
+    assert_eq!(&stages[2]["models"][0]["parameters"], of_policy);
+    let peaks = stages.iter().map(|stage| number(&stage["memory"]["peak"]));
+    assert_eq!(number(&plan["peak"]), peaks.fold(0.0, f64::max));
+    assert_eq!((&plan["fits"], &plan["seconds"]), (&json!(true), &Value::Null));
+    let table = scratch.succeeds(&format!("plan --calibrate=false {line}"));
+    assert!(table.contains("plan of rlhf reward (") && table.contains("pipeline: the largest peak is "), "{table}");
+    assert!(!scratch.path("out").exists(), "a plan writes nothing");
+    scratch.write("run.yaml", &file.replace("policy", "nowhere/model"));
+    scratch.refuses(&format!("plan --calibrate=false {line}"), 1, &["sft: ", "nowhere/model"]);
+}
+
+#[test]
+fn a_plan_of_generate_has_weights_cache_and_batches() {
+    let scratch = with_model();
+    let line = "generate --model big --dataset_name prompts.jsonl --max_new_tokens 40 --batch_size 4 --device cpu \
+                --num_return_sequences 2 --output_file out.jsonl";
+    let plan = planned(&scratch, "", line);
+    let work = &plan["work"];
+    assert_eq!((&work["updates"], &work["rows_per_update"]), (&json!(4), &json!(4)));
+    let phase = &plan["memory"]["phases"][0];
+    assert_eq!(phase["weights"], plan["models"][0]["weights"]);
+    assert!(number(&phase["cache"]) > 0.0 && plan["micro_batch"] == Value::Null);
+    let (plan, peak) = (number(&plan["memory"]["peak"]), peak_of(&scratch, line));
+    crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
+    assert!((plan / peak - 1.0).abs() < 0.35, "planned {plan} bytes, found {peak}");
+    let timed = scratch.succeeds(&format!("plan {line}"));
+    assert!(timed.contains("; 4 batches: ") && timed.contains(" a batch, "), "{timed}");
+    let narrow = planned(&scratch, "--memory 1MB", &line.replace("--batch_size 4", "--batch_size 16"));
+    let changes: Vec<&Value> = narrow["remedies"].as_array().unwrap().iter().map(|remedy| &remedy["change"]).collect();
+    assert!(
+        changes.contains(&&json!("--batch_size 8")) && changes.contains(&&json!("--dtype bfloat16")),
+        "{changes:?}"
+    );
+}
+
+#[test]
 fn a_plan_of_what_is_not_there_is_one_line() {
     let scratch = Scratch::new();
     for (line, code, words) in [
         (SFT.replace("policy", "nowhere/model"), 1, &["nowhere/model"][..]),
         (SFT.replace("demos.jsonl", "none.jsonl"), 1, &["none.jsonl"]),
-        ("generate --model policy".into(), 2, &["found `generate`, which has no plan"]),
+        ("score --model policy".into(), 2, &["found `score`, which has no plan"]),
+        ("generate --model policy".into(), 2, &["expected prompts as arguments or dataset_name"]),
         (PPO.replace("--reward_model_path reward", "--reward_model_path gone/judge"), 1, &["gone/judge"]),
     ] {
         scratch.refuses(&format!("plan --calibrate=false {line}"), code, words);

@@ -295,6 +295,35 @@ fn the_command_prints_that_an_update_is_equal_or_a_table_of_the_metrics() {
 }
 
 #[test]
+fn an_update_of_two_ranks_is_equal_on_two_and_but_for_rounding_on_one() {
+    let scratch = Scratch::new();
+    for (name, stage) in [("plain", 0), ("sharded", 3)] {
+        let flags =
+            format!("--output_dir {name} --zero_stage {stage} --per_device_train_batch_size 2 --learning_rate 1e-3");
+        scratch.succeeds(&format!("launch --nproc_per_node 2 {PPO} {RUN} --save_steps 1 {flags}"));
+        let line = format!("replay {name} --update 2");
+        let text = scratch.succeeds(&format!("launch --nproc_per_node 2 {line} --output_dir {name}-two"));
+        assert!(text.contains("update 2: equal to the run: ") && text.contains("tensors of checkpoint-2"), "{text}");
+        let of_ranks = [0, 1].map(|rank| {
+            let numbers = Tensors::read(&scratch.path(&format!("{name}-two/update-rank-{rank}.safetensors")));
+            numbers.get("epochs.micro_batch").ge(0).get(0)
+        });
+        assert!(of_ranks[0].logical_xor(&of_ranks[1]).all().int64_value(&[]) == 1, "each row is one rank's");
+        let text = scratch.succeeds(&format!("{line} --output_dir {name}-one"));
+        assert!(text.starts_with("update 2: equal to the run but for rounding (2 ranks in the run, 1 here"), "{text}");
+        let comparison: Value = serde_json::from_str(&scratch.read(&format!("{name}-one/comparison.json"))).unwrap();
+        assert_eq!((&comparison["ranks"]["run"], &comparison["rounding"]), (&2.into(), &0.001.into()));
+        assert_eq!((&comparison["equal"], &comparison["differing"]), (&true.into(), &Value::Array(Vec::new())));
+    }
+    // Another update is no rounding.
+    let text = scratch.succeeds("replay plain --update 2 --cliprange 0.0001 --num_ppo_epochs 1 --output_dir other");
+    assert!(text.contains("note: 2 ranks in the run, 1 here"), "{text}");
+    let comparison: Value = serde_json::from_str(&scratch.read("other/comparison.json")).unwrap();
+    let differing = comparison["differing"].as_array().unwrap();
+    assert!(differing.iter().any(|part| part.as_str().unwrap().contains("optimizer: ")), "{differing:?}");
+}
+
+#[test]
 fn each_bad_input_is_one_line_and_changes_nothing() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{PPO} {RUN} --rollouts_limit 2"));
@@ -354,7 +383,11 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
         &["policy: output_dir: expected an empty or new folder"],
     );
     scratch.refuses(&format!("{replay} --output_dir prompts.jsonl"), 1, &["found a file"]);
-    scratch.refuses("launch --nproc_per_node 2 replay out --update 3", 2, &["replay is done by one process"]);
+    scratch.refuses(
+        "launch --nproc_per_node 2 replay out --update 3",
+        2,
+        &["update 3 was computed by 1 rank: expected as many or one process, found 2 ranks"],
+    );
     let rows = scratch.read("prompts.jsonl");
     scratch.write("prompts.jsonl", &rows.replace("A film", "A movie"));
     scratch.refuses(replay, 1, &["out: inputs have changed since update 3: dataset_name = prompts.jsonl"]);

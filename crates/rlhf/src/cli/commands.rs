@@ -152,7 +152,8 @@ computed, and the run's folder is only read.
 
 Examples:
   rlhf replay runs/ppo --update 3
-  rlhf replay runs/ppo --update 3 --learning_rate 1e-6 --output_dir runs/slower";
+  rlhf replay runs/ppo --update 3 --learning_rate 1e-6 --output_dir runs/slower
+  rlhf launch --nproc_per_node 2 replay runs/ppo --update 3   # of a run of two ranks";
 
 const CHAT_HELP: &str = "\
 Responses appear as they are generated, with the model's chat template; without one the model
@@ -192,8 +193,9 @@ Examples:
   rlhf doctor --json --offline > doctor.json";
 
 const PLAN_HELP: &str = "\
-The flags of plan come before the command, whose own flags and file follow. Nothing is loaded: sizes
-come from config.json, lengths from the data, and rates from a second of measuring this machine.
+The flags of plan come before the command, one that trains or generate, whose own flags and file follow.
+Nothing is loaded: sizes come from config.json, lengths from the data, and rates from measuring this
+machine for two seconds.
 
 Examples:
   rlhf plan ppo --config ppo.yaml
@@ -246,7 +248,7 @@ pub(super) fn rlhf_command() -> Command {
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
         flag::command::<PlanFlags>(PLAN)
-            .about("Plan memory and time of a training run")
+            .about("Plan memory and time of a run")
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(PLAN_HELP),
         flag::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),

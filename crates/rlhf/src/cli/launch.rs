@@ -26,7 +26,8 @@ use super::{Parsed, Stop, Task};
 pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
-const COMMANDS: [&str; 9] = ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score"];
+const COMMANDS: [&str; 10] =
+    ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
 
 /// The commands among them with settings of sharding and precision.
 const TRAINING: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
@@ -110,7 +111,7 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
     let name = word.to_string_lossy();
     match name.as_ref() {
         known if COMMANDS.contains(&known) => Ok(()),
-        "eval" | "merge" | "push" | "report" | "watch" | "plan" | "replay" | "chat" | "serve" | "doctor" => {
+        "eval" | "merge" | "push" | "report" | "watch" | "plan" | "chat" | "serve" | "doctor" => {
             usage(format!("launch: {name} is done by one process: run rlhf {name} without launch"))
         }
         LAUNCH => usage("launch: found launch in it again: expected the command that each rank runs".into()),
@@ -217,6 +218,7 @@ fn device(task: &Task) -> Device {
         Task::Generate(config) => config.rows.compute.device,
         Task::Logprobs(config) => config.rows.compute.device,
         Task::Score(config) => config.rows.compute.device,
+        Task::Replay(task) => task.ppo.run.device,
         _ => run_config(task).map_or(Device::Auto, |run| run.device),
     }
 }

@@ -1,4 +1,4 @@
-//! `rlhf plan`: the memory and time of a training command, from its own flags and files.
+//! `rlhf plan`: the memory and time of a command, from its own flags and files.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -20,7 +20,7 @@ use super::{Parsed, Stop, Task};
 pub(super) const PLAN: &str = "plan";
 
 /// The commands that have a plan.
-const COMMANDS: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
+const COMMANDS: [&str; 7] = ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate"];
 
 /// Flags that stand alone, or have yes or no as their value.
 const ALONE: [&str; 3] = ["--json", "--calibrate", "--help"];
@@ -49,7 +49,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     check_command(command.first())?;
     let words = [OsString::from("rlhf")].into_iter().chain(command);
     let Parsed { task, notes } = as_ranks(flags.nproc_per_node * flags.nnodes, || super::parse(words))?;
-    if planned(&task).is_none() {
+    if planned(&task).is_none() && !matches!(task, Task::Pipeline(_) | Task::Generate(_)) {
         return Err(Error::Usage(
             "plan: eval_only = true trains nothing: expected a command that trains a model".into(),
         )
@@ -70,9 +70,6 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
     let name = word.to_string_lossy();
     match name.as_ref() {
         known if COMMANDS.contains(&known) => Ok(()),
-        "pipeline" => {
-            usage("plan: pipeline has no plan, as its models are still to be trained: plan sft, reward and ppo".into())
-        }
         "launch" => {
             usage("plan: found launch: set the ranks before the command: rlhf plan --nproc_per_node 2 ppo ...".into())
         }
@@ -96,15 +93,26 @@ fn planned(task: &Task) -> Option<PlannedRun> {
 /// If a model's configuration, its tokenizer or the data are missing or invalid.
 pub(crate) fn plan(task: &PlanTask) -> Result<()> {
     let PlanTask { flags, task } = task;
-    let run = planned(task).ok_or_else(|| Error::Usage("plan: expected a command that trains a model".into()))?;
     let options = PlanOptions {
         ranks: flags.nproc_per_node,
         machines: flags.nnodes,
         memory: flags.memory.map(|size| size.0),
         calibrate: flags.calibrate,
     };
-    let plan = rlhf::plan::plan(&run, &options)?;
-    let text = if flags.json { plan.json()? + "\n" } else { plan.table() };
+    let text = match &**task {
+        Task::Pipeline(config) => {
+            let plan = rlhf::plan::pipeline(config, &options)?;
+            if flags.json { plan.json()? + "\n" } else { plan.table() }
+        }
+        other => {
+            let plan = match (other, planned(other)) {
+                (Task::Generate(config), _) => rlhf::plan::generation(config, &options)?,
+                (_, Some(run)) => rlhf::plan::plan(&run, &options)?,
+                _ => return Err(Error::Usage("plan: expected a command that has a plan".into())),
+            };
+            if flags.json { plan.json()? + "\n" } else { plan.table() }
+        }
+    };
     io::stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
 }
 
@@ -157,10 +165,9 @@ mod tests {
                 "found; flags of launch and plan come before the command: rlhf launch --nproc_per_node ... ppo ...",
             ),
             (
-                vec!["plan", "generate"],
-                "plan: expected one of sft, reward, ppo, grpo, rloo, found `generate`, which has no plan",
+                vec!["plan", "score"],
+                "plan: expected one of sft, reward, ppo, grpo, rloo, pipeline, generate, found `score`, which has no plan",
             ),
-            (vec!["plan", "pipeline", "--config", "c"], "plan: pipeline has no plan"),
             (vec!["plan", "launch", "ppo"], "plan: found launch: set the ranks before the command"),
             (vec!["plan", "plan", "ppo"], "found `plan`, which has no plan"),
             ([ppo(&[]), vec!["--seed", "x"]].concat(), "invalid value 'x' for '--seed <N>'"),

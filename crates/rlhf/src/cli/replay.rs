@@ -6,6 +6,7 @@ use std::path::Path;
 
 use clap::{Arg, ArgMatches, Command, FromArgMatches};
 use comfy_table::{Table, presets};
+use rlhf::dist::{World, as_ranks, num_ranks};
 use rlhf::flag;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, ReplayConfig};
@@ -34,7 +35,7 @@ const OF_RUNS: [&str; 4] =
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ReplayTask {
     replay: ReplayConfig,
-    ppo: Box<PpoConfig>,
+    pub(crate) ppo: Box<PpoConfig>,
 }
 
 /// Returns the command: its own flags, and those of `rlhf ppo`, hidden.
@@ -63,6 +64,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     messages.refusals.add(replay.check())?;
     messages.refusals.end()?;
     let recorded = RecordedUpdate::open(&replay.run, replay.update)?;
+    recorded.check_ranks(num_ranks())?;
     let ppo = rlhf.find_subcommand(PPO).expect("it is a command");
     let keys = Keys { top: vec![ppo], sections: Vec::new() };
     // A setting of another version of the program may not be there.
@@ -74,7 +76,9 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut words, &mut messages.refusals)?;
     let (_, flags) = matches.subcommand().expect("it is ppo");
-    let task = with_settings(ppo, rlhf, (flags, &words[..]), settings, &mut messages)?;
+    // Batches have the sizes that the run's ranks gave them.
+    let ranks = recorded.ranks();
+    let task = as_ranks(ranks, || with_settings(ppo, rlhf, (flags, &words[..]), settings, &mut messages))?;
     messages.refusals.end()?;
     match task {
         Task::Ppo(ppo) => {
@@ -131,15 +135,24 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
         (run, out) = (absolute(&run)?, absolute(&out)?);
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
     }
-    let replayed = RecordedUpdate::open(&run, task.replay.update)?.replay(&task.ppo, &out)?;
-    let (update, numbers) = (task.replay.update, replayed.output_dir().join("update.safetensors"));
+    let world = World::of_process();
+    let recorded = world.agree(RecordedUpdate::open(&run, task.replay.update))?;
+    let replayed = recorded.replay(&task.ppo, &out)?;
+    if !world.is_main() {
+        return Ok(());
+    }
+    let update = task.replay.update;
+    let numbers = match world.size() {
+        1 => replayed.output_dir().join("update.safetensors"),
+        _ => replayed.output_dir().join("update-rank-*.safetensors"),
+    };
     let folder = replayed.output_dir().display();
     let text = match replayed.verdict() {
         _ if !replayed.changed().is_empty() => changed(&replayed),
         Ok(equal) => format!("update {update}: {equal}\n"),
         Err(differs) => {
             return Err(Error::Run(format!(
-                "update {update} {differs}; comparison.json in {folder} lists every difference, update.safetensors has every number"
+                "update {update} {differs}; comparison.json in {folder} lists every difference"
             )));
         }
     };
@@ -159,7 +172,8 @@ fn changed(replayed: &Replayed) -> String {
         table.add_row([name.clone(), shown(*run), shown(*replayed), shown(change)]);
     }
     let lines: String = settings.collect();
-    one_line_each(&format!("{lines}\n{table}\n"))
+    let rounding = replayed.rounding().map_or(String::new(), |rounding| format!("note: {rounding}\n"));
+    one_line_each(&format!("{lines}\n{table}\n{rounding}"))
 }
 
 /// Makes each line safe to print.

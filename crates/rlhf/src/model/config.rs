@@ -182,6 +182,28 @@ impl ModelConfig {
         }
     }
 
+    /// A model of the same form with one layer of at most about `parameters` parameters, and `words` words; for measurements.
+    pub(crate) fn reduced(&self, words: i64, parameters: usize) -> Self {
+        let mut config = self.clone();
+        let shape = &mut config.shape;
+        (shape.num_hidden_layers, shape.vocab_size) = (1, words);
+        shape.windows.truncate(1);
+        let size = |shape: &Shape| {
+            let queries = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim;
+            (shape.hidden_size as f64) * (2.0 * queries as f64 + 3.0 * shape.intermediate_size as f64)
+        };
+        let halves = |number: i64| number > 1 && number % 2 == 0;
+        while size(shape) > parameters as f64 && halves(shape.num_attention_heads) && halves(shape.intermediate_size) {
+            let embedding_is_hidden = shape.embedding_size == shape.hidden_size;
+            (shape.hidden_size, shape.intermediate_size) = (shape.hidden_size / 2, shape.intermediate_size / 2);
+            shape.embedding_size = if embedding_is_hidden { shape.hidden_size } else { shape.embedding_size };
+            shape.num_attention_heads /= 2;
+            let groups = shape.num_key_value_heads;
+            shape.num_key_value_heads = if halves(groups) { groups / 2 } else { 1 };
+        }
+        config
+    }
+
     /// Unties the LM head from the embedding.
     pub(crate) fn untie(&mut self) {
         self.shape.tie_word_embeddings = false;

@@ -9,11 +9,17 @@ const LEAST_ACTIVATIONS: usize = 128 << 20;
 /// Tokens from which more in a pass gain little: each costs enough arithmetic to hide reading the weights and adding to their gradients.
 const ENOUGH_TOKENS: usize = 1024;
 
-/// Most tokens in one forward and backward pass of a model with these parameters: `max_tokens` if it is set, else as many as keep
+/// Most tokens of a micro-batch on a GPU: more gain nothing.
+const MOST_GPU_TOKENS: usize = 16384;
+/// Part of a GPU's memory that the activations of a micro-batch may take. The rest is for weights, gradients, moments and the cache.
+const GPU_PART: usize = 4;
+
+/// Most tokens in one forward and backward pass of a model with these parameters: `max_tokens` if it is set. Else, on a CPU, as many as keep
 /// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, or twice of them for up
-/// to 1024 tokens, at most an eighth of the memory.
+/// to 1024 tokens, at most an eighth of the memory. On a GPU, as many as take a quarter of its memory, at most 16384.
 ///
-/// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns.
+/// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns. The number changes results by
+/// rounding only, since losses are divided by the counts of the whole mini-batch.
 pub(crate) fn micro_batch_tokens(
     max_tokens: Option<usize>,
     device: tch::Device,
@@ -21,18 +27,26 @@ pub(crate) fn micro_batch_tokens(
     activation_bytes: usize,
 ) -> usize {
     let parameters = params.iter().map(|param| param.tensor.numel()).sum();
-    max_tokens.unwrap_or_else(|| default_tokens(memory(device), parameters, activation_bytes))
+    max_tokens.unwrap_or_else(|| default_tokens(device, memory(device), parameters, activation_bytes))
 }
 
-/// [`micro_batch_tokens`] that no setting fixes, of a model with this number of parameters and `memory` bytes for a rank, if that is known.
-pub(crate) fn default_tokens(memory: Option<usize>, parameters: usize, activation_bytes: usize) -> usize {
+/// [`micro_batch_tokens`] that no setting fixes, of a model with this number of parameters on `device`, which has `memory` bytes for a rank,
+/// if that is known.
+pub(crate) fn default_tokens(
+    device: tch::Device,
+    memory: Option<usize>,
+    parameters: usize,
+    activation_bytes: usize,
+) -> usize {
     let weights = parameters * 4;
-    match memory {
-        Some(bytes) => {
-            let tokens = |most: usize| LEAST_ACTIVATIONS.max(most).min(bytes / 8) / activation_bytes.max(1);
+    let bytes = activation_bytes.max(1);
+    match (device, memory) {
+        (tch::Device::Cpu, Some(memory)) => {
+            let tokens = |most: usize| LEAST_ACTIVATIONS.max(most).min(memory / 8) / bytes;
             tokens(weights / 2).max(tokens(2 * weights).min(ENOUGH_TOKENS)).clamp(256, 2048)
         }
-        None => 16384,
+        (_, None) => MOST_GPU_TOKENS,
+        (_, Some(memory)) => (memory / GPU_PART / bytes).clamp(256, MOST_GPU_TOKENS),
     }
 }
 
@@ -119,6 +133,19 @@ pub(crate) fn micro_batches<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn activations_of_the_default_micro_batch_fit_beside_the_rest() {
+        let (cpu, gpu, gib) = (tch::Device::Cpu, tch::Device::Cuda(0), 1 << 30);
+        // As a 7B model in bf16 on a GPU of 80 GB: a quarter of it.
+        let tokens = default_tokens(gpu, Some(75 * gib), 7_000_000_000, 5_600_000);
+        assert!((3000..4000).contains(&tokens) && tokens * 5_600_000 <= 75 * gib / 4, "{tokens}");
+        assert_eq!(default_tokens(gpu, Some(75 * gib), 100_000_000, 200_000), 16384);
+        assert_eq!(default_tokens(gpu, Some(gib), 7_000_000_000, 5_600_000), 256);
+        assert_eq!(default_tokens(gpu, None, 7_000_000_000, 5_600_000), 16384);
+        assert_eq!(default_tokens(cpu, Some(16 * gib), 135_000_000, 1_000_000), 1024);
+        assert_eq!(default_tokens(cpu, Some(gib), 135_000_000, 1_000_000), 256);
+    }
 
     #[test]
     fn a_resumed_run_keeps_the_size_of_its_micro_batches_where_only_memory_can_differ() {

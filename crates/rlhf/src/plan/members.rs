@@ -1,6 +1,7 @@
 //! The models of a run, and how each of them is held.
 
 use super::PlannedRun;
+use super::stages::Made;
 use crate::Result;
 use crate::dist::ZeroStage;
 use crate::hub;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use tch::Kind;
 
 /// Reads the configuration of a model by its path and revision, and the dtype that its files hold it in.
-type ReadConfig = dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)>;
+type ReadConfig<'r> = dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)> + 'r;
 
 /// Sizes of the models that a run names.
 #[derive(Debug)]
@@ -68,12 +69,22 @@ pub(super) fn compute(run: &RunConfig) -> Kind {
 }
 
 impl Models {
-    /// Reads the configurations of the models; of names on the hub, `config.json` is downloaded.
+    /// Reads the configurations of the models; of names on the hub, `config.json` is downloaded. Models that are still to be `made` have the
+    /// form of others.
     ///
     /// # Errors
     /// If one is missing or invalid.
-    pub(super) fn find(run: &PlannedRun) -> Result<Self> {
-        Self::find_with(run, &|path, revision| config_of(path, revision, true))
+    pub(super) fn find(run: &PlannedRun, made: &[Made]) -> Result<Self> {
+        let made_in = |path: &Path| made.iter().find(|made| made.dir == path);
+        let mut found = Self::find_with(run, &|path, revision| match made_in(path) {
+            // Trained weights are saved in f32.
+            Some(Made { from, revision, .. }) => Ok((config_of(from, revision.as_deref(), true)?.0, Kind::Float)),
+            None => config_of(path, revision, true),
+        })?;
+        if let Some(made) = made_in(&found.tokenizer) {
+            found.tokenizer.clone_from(&made.tokenizer);
+        }
+        Ok(found)
     }
 
     /// [`Models::find`] of models that are in folders here.
@@ -87,7 +98,7 @@ impl Models {
         })
     }
 
-    fn find_with(run: &PlannedRun, read: &ReadConfig) -> Result<Self> {
+    fn find_with(run: &PlannedRun, read: &ReadConfig<'_>) -> Result<Self> {
         let lm = |path: &Path, revision| -> Result<NamedModel> {
             let (config, kind) = read(path, revision)?;
             let sizes = ModelSizes::of_causal_lm(config, kind, path)?;
@@ -245,7 +256,7 @@ fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Hel
 }
 
 /// Reads the configuration of the model `path`, and the dtype that its files hold it in. `downloads`: `config.json` may come from the hub.
-fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<(ModelConfig, Kind)> {
+pub(super) fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<(ModelConfig, Kind)> {
     let adapter =
         if path.is_dir() { AdapterFolder::find(path)?.filter(|_| !path.join("config.json").is_file()) } else { None };
     let (dir, revision) = match adapter.as_ref().map(|folder| (folder.local_base(), folder.hub_base())) {

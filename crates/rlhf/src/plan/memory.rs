@@ -5,7 +5,7 @@ use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
 use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
 use crate::Result;
 use crate::dist::ZeroStage;
-use crate::model::{Activations, LOGITS_CHUNK, PassTokens, uses_kernels};
+use crate::model::{Activations, LOGITS_CHUNK, ModelSizes, PassTokens, uses_kernels};
 use crate::optim::micro_batch::default_tokens;
 use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
@@ -19,6 +19,43 @@ const PLAIN_LOGITS: usize = 5;
 
 /// Bytes per logit of sampling with filters: probabilities, their sums in f64, and sorted copies.
 const FILTERED_LOGITS: usize = 40;
+
+/// A batch of responses that are sampled together.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sampled {
+    pub(super) rows: usize,
+    /// Prompts that are read together.
+    pub(super) prompts: usize,
+    /// Tokens of the longest prompt.
+    pub(super) longest: usize,
+    pub(super) new_tokens: usize,
+    /// The prompts have a cache of their own.
+    pub(super) keeps_prompts: bool,
+    /// Logits are sampled from by libtorch's own operations.
+    pub(super) is_plain: bool,
+}
+
+impl Sampled {
+    /// Adds cache, activations and logits to `phase`.
+    pub(super) fn add_to(self, phase: &mut Phase, sizes: &ModelSizes, compute: Kind) {
+        let cached = |rows| sizes.cache_bytes(rows, self.longest + self.new_tokens, compute);
+        phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
+        let read = self.prompts * self.longest;
+        phase.activations =
+            sizes.forward_bytes(PassTokens { computed: read, attended: read, outputs: self.prompts }, compute);
+        let bytes = if self.is_plain { FILTERED_LOGITS } else { 2 * compute.elt_size_in_bytes() };
+        phase.logits = self.rows * sizes.config().vocab_size as usize * bytes;
+    }
+}
+
+impl Phase {
+    /// Sets the sum of the parts.
+    pub(super) fn sum_up(&mut self) {
+        let parts =
+            [self.program, self.weights, self.gradients, self.moments, self.activations, self.cache, self.logits];
+        self.total = parts.iter().sum();
+    }
+}
 
 /// A run on one rank of a machine.
 #[derive(Debug)]
@@ -51,7 +88,7 @@ impl<'a> Job<'a> {
         let of = |member: &Member<'_>| member.sizes.activation_bytes(compute, settings.gradient_checkpointing);
         let bytes = members.iter().filter(|member| member.is_trained).map(of).max().unwrap_or(1);
         let parameters = members.first().map_or(0, |member| member.held.parameters);
-        let default = || default_tokens(machine.whole, parameters, bytes);
+        let default = || default_tokens(machine.device, machine.whole, parameters, bytes);
         let limit = settings.max_tokens_per_micro_batch.unwrap_or_else(default);
         Ok(Self { run, rows, machine, members, compute, limit })
     }
@@ -138,13 +175,7 @@ impl<'a> Job<'a> {
             phases.push(self.step(member, None));
         }
         phases.push(self.saving());
-        for phase in &mut phases {
-            let parts = [phase.program, phase.weights, phase.gradients, phase.moments, phase.activations];
-            phase.total = parts.iter().sum::<usize>() + phase.cache + phase.logits;
-        }
-        let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.name)).max().unwrap_or((0, ""));
-        let available = self.machine.available;
-        PlannedMemory { available, peak, peak_phase, fits: available.is_none_or(|most| peak <= most), phases }
+        PlannedMemory::of(phases, self.machine.available)
     }
 
     /// The rows of an update that this rank has.
@@ -167,20 +198,21 @@ impl<'a> Job<'a> {
         let largest = |update: &Vec<Row>| self.own(update).len();
         let own = self.rows.updates.iter().map(largest).max().unwrap_or(0);
         let prompts = (most / size).max(1);
-        let (rows, prompts) = (most.min(own).max(1), prompts.min(own.div_ceil(size)).max(1));
-        let longest = self.rows.longest_prompt();
-        let cached = |rows| policy.sizes.cache_bytes(rows, longest + config.response_length, self.compute);
-        // Of groups the prompts have a cache of their own; where a group takes several batches, until the last of them.
-        phase.cache = cached(rows) + if size > 1 && size > most { cached(prompts) } else { 0 };
-        let tokens = PassTokens { computed: prompts * longest, attended: prompts * longest, outputs: prompts };
-        phase.activations = policy.sizes.forward_bytes(tokens, self.compute);
-        let vocab = policy.sizes.config().vocab_size as usize;
-        let filters = config.sampling.top_k > 0 || config.sampling.top_p < 1.0 || config.sampling.min_p > 0.0;
-        let plain =
-            filters || config.sampling.logprobs_of == LogprobsOf::Filtered || config.sampling.repetition_penalty != 1.0;
-        let kernels = uses_kernels(self.compute, self.machine.device);
-        let bytes = if plain || !kernels { FILTERED_LOGITS } else { 2 * self.compute.elt_size_in_bytes() };
-        phase.logits = rows * vocab * bytes;
+        let sampling = &config.sampling;
+        let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
+        let sampled = Sampled {
+            rows: most.min(own).max(1),
+            prompts: prompts.min(own.div_ceil(size)).max(1),
+            longest: self.rows.longest_prompt(),
+            new_tokens: config.response_length,
+            // Where a group takes several batches, until the last of them.
+            keeps_prompts: size > 1 && size > most,
+            is_plain: filters
+                || sampling.logprobs_of == LogprobsOf::Filtered
+                || sampling.repetition_penalty != 1.0
+                || !uses_kernels(self.compute, self.machine.device),
+        };
+        sampled.add_to(&mut phase, policy.sizes, self.compute);
         if self.releases(policy.stage) {
             phase.weights += match config.dist.ds3_gather_for_generation {
                 true => policy.held.weights + policy.held.copies - policy.held.weights / self.machine.ranks,
@@ -335,6 +367,13 @@ impl<'a> Job<'a> {
 }
 
 impl PlannedMemory {
+    /// The memory of `phases`, where `available` bytes are there.
+    pub(super) fn of(mut phases: Vec<Phase>, available: Option<usize>) -> Self {
+        phases.iter_mut().for_each(Phase::sum_up);
+        let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.name)).max().unwrap_or((0, ""));
+        Self { available, peak, peak_phase, fits: available.is_none_or(|most| peak <= most), phases }
+    }
+
     /// Bytes of the training phases without activations and logits.
     fn peak_without_activations(&self) -> usize {
         let steps = self.phases.iter().filter(|phase| phase.name.ends_with("step"));

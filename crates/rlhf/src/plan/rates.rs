@@ -1,79 +1,309 @@
-//! Rates of this machine: a calibration of about a second, with the shapes and the precision of the run.
+//! Rates of this machine: a calibration of a second or two, with the shapes and the precision of the run.
+//!
+//! What is measured are the passes that the run will make: through one layer of its first model with random weights, with adapters,
+//! dropout and checkpoints as the run has them. So the rates include attention, norms, conversions and whatever else a layer does.
 
 use super::memory::Job;
+use super::operations::{Operations, Read, factor, forward};
+use crate::model::{
+    Batch, CausalLm, DropoutRows, Dtype, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens, Precision,
+};
+use crate::settings::PpoConfig;
 use crate::{Error, Result};
+use std::ops::Range;
+use std::path::Path;
 use std::time::{Duration, Instant};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Seconds of one measurement, at least.
-const SECONDS: f64 = 0.3;
+const SECONDS: f64 = 0.15;
 
-/// Bytes of the weights of the measurement of decoding: more than the processor's caches hold.
-const COLD: i64 = 96 << 20;
+/// Calls of one measurement, at least.
+const CALLS: usize = 2;
 
-/// Largest width that is measured: rates of wider products are the same.
-const MOST_WIDTH: i64 = 4096;
+/// Operations of a measured pass forward and backward, at most.
+const MOST_OPERATIONS: f64 = 8e9;
 
-/// Multiplications of one measured product, at most.
-const MOST_PRODUCT: i64 = 2_000_000_000;
+/// Parameters of a measured layer, at most: wider models are measured with narrower layers of the same form.
+const MOST_PARAMETERS: usize = 16_000_000;
+
+/// Words of the measured model without a head to speak of, and most words of the one with a head.
+const FEW_WORDS: i64 = 64;
+const MOST_WORDS: i64 = 4096;
+
+/// Steps of decoding at once.
+const STEPS: usize = 4;
+
+/// Rows and tokens of each row in the measurement of decoding, at most.
+const MOST_ROWS: usize = 64;
+const MOST_CONTEXT: usize = 512;
+
+/// Elements of the tensors by which the rate of optimizer steps is measured.
+const ELEMENTS: i64 = 1 << 24;
+
+/// Share of the rate of plain products that a pass reaches, where no model can be measured.
+const SHARE: f64 = 0.6;
+
+/// Operations per second of a pass.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct PassRates {
+    pub(super) layers: f64,
+    pub(super) head: f64,
+}
 
 /// Operations and bytes per second.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rates {
-    /// Operations per second of the products of a forward and backward pass.
-    pub(super) flops: f64,
-    /// Bytes per second at which decoding reads weights.
+    /// Forward and backward passes.
+    pub(super) training: PassRates,
+    /// Forward passes.
+    pub(super) forward: PassRates,
+    /// Seconds of a step of decoding.
+    pub(super) step: f64,
+    /// Bytes per second that an optimizer step reads and writes.
     pub(super) bytes: f64,
 }
 
+impl PassRates {
+    /// Seconds of a pass.
+    pub(super) fn seconds(self, operations: Operations) -> f64 {
+        operations.layers / self.layers.max(1.0) + operations.head / self.head.max(1.0)
+    }
+}
+
+/// The passes of a run.
+#[derive(Debug)]
+pub(super) struct Passes<'a> {
+    /// The model of the run's first passes.
+    pub(super) sizes: &'a ModelSizes,
+    /// The dtype that frozen weights are loaded in.
+    pub(super) held: Kind,
+    /// The dtype of products.
+    pub(super) compute: Kind,
+    /// Operations of a forward and backward pass, in those of a forward pass; `None` if nothing is trained.
+    pub(super) factor: Option<f64>,
+    /// The adapter that is trained, and whether there is dropout before it.
+    pub(super) adapter: Option<(LoraConfig, bool)>,
+    pub(super) gradient_checkpointing: bool,
+    /// Tokens of a pass, and of a sequence in it.
+    pub(super) tokens: usize,
+    pub(super) len: usize,
+    /// Share of the tokens with an output.
+    pub(super) counted: f64,
+    /// Rows that are decoded at once, and their mean length; `None` if nothing is sampled.
+    pub(super) decodes: Option<(usize, usize)>,
+}
+
+impl<'a> Passes<'a> {
+    /// The passes of a training run.
+    pub(super) fn of(job: &'a Job<'a>) -> Result<Self> {
+        let Some(first) = job.members.first() else { return Err(Error::Run("plan: no model".into())) };
+        let PassTokens { computed, outputs, .. } = job.largest_pass(job.limit);
+        let rows: Vec<usize> = job.rows.updates.iter().flatten().map(|row| row.len).collect();
+        let rows_at_once = |config: &PpoConfig| {
+            let rows = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.of_rows);
+            rows.min(config.local_rollout_forward_batch_size)
+        };
+        let run = job.run.run();
+        Ok(Self {
+            sizes: first.sizes,
+            held: run.dtype.kind().unwrap_or(first.sizes.stored_kind()),
+            compute: job.compute,
+            factor: Some(factor(job, first)),
+            adapter: first.adapter.clone(),
+            gradient_checkpointing: run.gradient_checkpointing,
+            tokens: computed,
+            len: rows.iter().sum::<usize>() / rows.len().max(1),
+            counted: outputs as f64 / computed.max(1) as f64,
+            decodes: job
+                .ppo()
+                .map(|config| (rows_at_once(config), job.rows.longest_prompt() + config.response_length / 2)),
+        })
+    }
+}
+
 impl Rates {
-    /// Measures the products of the run's first model.
+    /// Measures `passes`.
     ///
     /// # Errors
-    /// If libtorch cannot allocate the matrices.
-    pub(super) fn measure(job: &Job<'_>) -> Result<Self> {
-        let config = job.members.first().map(|member| member.sizes.config());
-        let Some(config) = config else { return Err(Error::Run("plan: no model".into())) };
-        let (hidden, inner) = (config.hidden_size.min(MOST_WIDTH), config.intermediate_size.min(2 * MOST_WIDTH));
-        let most = (MOST_PRODUCT / (hidden * inner).max(1)).max(64);
-        let tokens = (job.largest_pass(job.limit).computed as i64).clamp(16, most);
-        let x = random([tokens, hidden], job.compute)?;
-        let weight = random([inner, hidden], job.compute)?;
-        let flops =
-            2.0 * (tokens * hidden * inner) as f64 / seconds(|| tch_ext::linear(&x, &weight, &weight, None, false));
-        // As many different weights as are read once for each token.
-        let size = hidden * inner * job.compute.elt_size_in_bytes() as i64;
-        let count = (COLD / size.max(1)).clamp(1, 64);
-        let weights = (0..count).map(|_| random([inner, hidden], job.compute)).collect::<Result<Vec<_>>>()?;
-        let most = job.ppo().map_or(1, |ppo| ppo.local_rollout_forward_batch_size);
-        let rows = job.rows.updates.first().map_or(1, Vec::len).min(most).clamp(1, 64) as i64;
-        let x = random([rows, hidden], job.compute)?;
-        let once = seconds(|| {
-            for weight in &weights {
-                drop(tch_ext::linear(&x, weight, weight, None, false));
-            }
-        });
-        let rates = Self { flops, bytes: (count * size) as f64 / once };
-        drop((x, weight, weights));
+    /// If libtorch cannot allocate the tensors.
+    pub(super) fn measure(passes: &Passes<'_>) -> Result<Self> {
+        let bytes = memory_rate()?;
+        let rates = match passes.sizes.config().check_causal_lm(Path::new("")).is_ok() {
+            true => of_model(passes, bytes)?,
+            false => of_products(passes, bytes)?,
+        };
         tch_ext::release_memory();
         Ok(rates)
     }
 }
 
-/// Normal numbers of this shape and dtype.
-fn random(shape: [i64; 2], kind: Kind) -> Result<Tensor> {
-    Ok(Tensor::f_randn(shape, (Kind::Float, tch::Device::Cpu))?.f_to_kind(kind)?)
+/// The rates of a language model.
+fn of_model(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
+    let config = passes.sizes.config();
+    let narrow = config.reduced(FEW_WORDS, MOST_PARAMETERS);
+    let wide = config.reduced(config.vocab_size.min(MOST_WORDS), MOST_PARAMETERS);
+    let (trunk, headed) = (Trial::new(passes, &narrow)?, Trial::new(passes, &wide)?);
+    let [of_trunk, of_headed] = [&trunk, &headed].map(Trial::operations);
+    // Of the model with a head, the time of its layer is known.
+    let rates = |[trunk, headed]: [f64; 2], factor: f64| {
+        let layers = factor * of_trunk.layers / trunk;
+        let rest = (headed - factor * of_headed.layers / layers).max(headed / 100.0);
+        PassRates { layers, head: factor * of_headed.head / rest }
+    };
+    let forward = rates([trunk.forward()?, headed.forward()?], 1.0);
+    let training = match passes.factor {
+        Some(factor) => rates([trunk.training()?, headed.training()?], factor),
+        None => forward,
+    };
+    let step = match passes.decodes {
+        Some(rows) => {
+            let [of_layer, of_both] = [trunk.step(rows)?, headed.step(rows)?];
+            let [layers, head] = passes.sizes.products().map(|count| count as f64);
+            // Seconds are in proportion to the weights, all of which a step reads.
+            let of_head = (of_both - of_layer).max(of_both / 100.0);
+            of_layer * layers / trunk.products[0] + of_head * head / headed.products[1]
+        }
+        None => 0.0,
+    };
+    Ok(Rates { training, forward, step, bytes })
 }
 
-/// Seconds of one call of `f`: the mean of as many as take [`SECONDS`], after one that is not counted.
-fn seconds<T>(mut f: impl FnMut() -> T) -> f64 {
-    tch::no_grad(|| {
-        drop(f());
-        let (began, mut calls) = (Instant::now(), 0);
-        while began.elapsed() < Duration::from_secs_f64(SECONDS) {
-            drop(f());
-            calls += 1;
+/// A model of the run's form with one layer, and the rows of a pass through it.
+struct Trial {
+    model: CausalLm,
+    sequences: Vec<Vec<i64>>,
+    spans: Vec<Range<usize>>,
+    dropout: Option<DropoutRows>,
+    sizes: ModelSizes,
+    /// Weights that a token is multiplied by in the layers and in the head.
+    products: [f64; 2],
+}
+
+impl Trial {
+    fn new(passes: &Passes<'_>, config: &ModelConfig) -> Result<Self> {
+        let (held, adapter) = (passes.held, passes.adapter.as_ref());
+        let is_frozen = adapter.is_some() || passes.factor.is_none();
+        let options = ModelOptions {
+            device: Device::Cpu,
+            dtype: Dtype::of(if is_frozen { held } else { Kind::Float }),
+            precision: match passes.compute {
+                Kind::BFloat16 => Precision::Bf16,
+                Kind::Half => Precision::F16,
+                _ => Precision::F32,
+            },
+        };
+        let mut model = CausalLm::from_config(config.clone(), 1, options)?;
+        model.prepare(is_frozen);
+        if let Some((lora, _)) = adapter {
+            model.add_adapter(lora, 1)?;
         }
-        began.elapsed().as_secs_f64() / f64::from(calls.max(1))
-    })
+        model.set_trainable(passes.factor.is_some());
+        model.set_gradient_checkpointing(passes.gradient_checkpointing);
+        let sizes = ModelSizes::of_causal_lm(config.clone(), held, Path::new("config"))?;
+        let products = sizes.products().map(|count| count as f64);
+        let (sequences, spans) = rows_of(passes, products);
+        let drops = |(lora, drops): &(LoraConfig, bool)| drops.then_some(lora.dropout);
+        let dropout = adapter.and_then(drops).map(|share| DropoutRows {
+            share,
+            seed: 1,
+            update: 0,
+            rows: (0..sequences.len() as u64).collect(),
+        });
+        Ok(Self { model, sequences, spans, dropout, sizes, products })
+    }
+
+    /// Operations of a forward pass.
+    fn operations(&self) -> Operations {
+        let read = Read {
+            computed: self.sequences.iter().map(Vec::len).sum(),
+            heads: self.spans.iter().map(Range::len).sum(),
+            squares: self.sequences.iter().map(|ids| (ids.len() as f64).powi(2)).sum(),
+        };
+        forward(&self.sizes, read)
+    }
+
+    /// Seconds of a forward and backward pass.
+    fn training(&self) -> Result<f64> {
+        seconds(|| {
+            let batch = Batch::new(&self.sequences, &self.spans).with_dropout(self.dropout.as_ref());
+            self.model.logprobs_backward(batch, 1.0, |_, found| found.logprobs.sum(Kind::Float)).map(drop)
+        })
+    }
+
+    /// Seconds of a forward pass.
+    fn forward(&self) -> Result<f64> {
+        seconds(|| {
+            let batch = Batch::new(&self.sequences, &self.spans);
+            tch::no_grad(|| self.model.logprobs_of(batch, 1.0, false)).map(drop)
+        })
+    }
+
+    /// Seconds of a step of decoding `rows` rows of `context` tokens.
+    fn step(&self, (rows, context): (usize, usize)) -> Result<f64> {
+        let (rows, context) = (rows.clamp(1, MOST_ROWS), context.clamp(1, MOST_CONTEXT));
+        let prompts = vec![vec![1; context]; rows];
+        let tokens = Tensor::full([rows as i64], 1, (Kind::Int64, Device::Cpu));
+        let of_steps = |count: usize| {
+            seconds(|| {
+                tch::no_grad(|| {
+                    let (mut cache, _) = self.model.prefill(&prompts, context + STEPS + 1)?;
+                    (0..count).try_for_each(|_| self.model.decode(&tokens, &mut cache).map(drop))
+                })
+            })
+        };
+        let [before, after] = [of_steps(1)?, of_steps(1 + STEPS)?];
+        Ok((after - before).max(after / 100.0) / STEPS as f64)
+    }
+}
+
+/// Sequences like those of the run's largest pass, and the tokens with an output in each.
+fn rows_of(passes: &Passes<'_>, products: [f64; 2]) -> (Vec<Vec<i64>>, Vec<Range<usize>>) {
+    let most = (MOST_OPERATIONS / (6.0 * products.iter().sum::<f64>()).max(1.0)) as usize;
+    let tokens = passes.tokens.clamp(2, most.clamp(16, 4096));
+    let len = passes.len.clamp(2, tokens);
+    let counted = ((len as f64 * passes.counted).round() as usize).clamp(1, len - 1);
+    let count = (tokens / len).max(1);
+    (vec![vec![1; len]; count], vec![len - counted..len; count])
+}
+
+/// The rates of a model that is no language model: those of its products alone.
+fn of_products(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
+    let config = passes.sizes.config();
+    let (hidden, inner) = (config.hidden_size.min(2048), config.intermediate_size.min(4096));
+    let tokens = (passes.tokens as i64).clamp(16, 1024);
+    let random = |rows: i64| -> Result<Tensor> {
+        Ok(Tensor::f_randn([rows, hidden], (Kind::Float, Device::Cpu))?.f_to_kind(passes.compute)?)
+    };
+    let (x, weight) = (random(tokens)?, random(inner)?);
+    let took = seconds(|| {
+        drop(tch::no_grad(|| tch_ext::linear(&x, &weight, &weight, None, false)));
+        Ok(())
+    })?;
+    let rate = SHARE * 2.0 * (tokens * hidden * inner) as f64 / took;
+    let pass = PassRates { layers: rate, head: rate };
+    Ok(Rates { training: pass, forward: pass, step: 0.0, bytes })
+}
+
+/// Bytes per second of an operation on tensors that no cache holds.
+fn memory_rate() -> Result<f64> {
+    let options = (Kind::Float, Device::Cpu);
+    let (mut sum, x) = (Tensor::f_zeros([ELEMENTS], options)?, Tensor::f_ones([ELEMENTS], options)?);
+    let took = seconds(|| {
+        let _ = sum.f_add_(&x)?;
+        Ok(())
+    })?;
+    Ok(3.0 * 4.0 * ELEMENTS as f64 / took)
+}
+
+/// Seconds of one call of `f`: the least of some, after one that is not counted.
+fn seconds(mut f: impl FnMut() -> Result<()>) -> Result<f64> {
+    f()?;
+    let (began, mut calls, mut least) = (Instant::now(), 0, f64::INFINITY);
+    while calls < CALLS || began.elapsed() < Duration::from_secs_f64(SECONDS) {
+        let start = Instant::now();
+        f()?;
+        (calls, least) = (calls + 1, start.elapsed().as_secs_f64().min(least));
+    }
+    Ok(least.max(1e-9))
 }

@@ -1,6 +1,6 @@
 //! The plan as text.
 
-use super::{Phase, Plan, PlannedMicroBatch, PlannedModel};
+use super::{Phase, PipelinePlan, Plan, PlannedMicroBatch, PlannedModel};
 use crate::terminal::about;
 use std::fmt::Write;
 use std::time::Duration;
@@ -103,7 +103,7 @@ fn verdict(plan: &Plan) -> String {
         Some(most) if memory.fits => format!("{peak}; it fits: {} are available{each}\n", size(most)),
         Some(most) => format!("{peak}; it DOES NOT FIT: {} are available{each}\n", size(most)),
     };
-    text += &micro_batch(&plan.micro_batch);
+    text += &plan.micro_batch.as_ref().map_or(String::new(), micro_batch);
     if !memory.fits && !plan.remedies.is_empty() {
         text += "\nwhat would lower the peak, each line alone:\n";
         let shown = plan.remedies.iter().take(MOST_CHANGES);
@@ -122,6 +122,18 @@ fn verdict(plan: &Plan) -> String {
         text += &columns(&rows);
     }
     text + "\n"
+}
+
+/// The last line of a pipeline: the stage with the largest peak, and the time of all.
+pub(super) fn of_pipeline(plan: &PipelinePlan) -> String {
+    let fits = if plan.fits { "every stage fits" } else { "NOT EVERY STAGE FITS" };
+    let all = plan.seconds.map_or(String::new(), |all| format!("; {} in all", seconds(all)));
+    format!("pipeline: the largest peak is {}, in {}; {fits}{all}\n", size(plan.peak), plan.peak_stage)
+}
+
+/// Seconds in words.
+fn seconds(seconds: f64) -> String {
+    about(Duration::from_secs_f64(seconds.clamp(0.0, 1e12)))
 }
 
 /// The tokens of a pass, and how many would fit.
@@ -146,28 +158,36 @@ fn micro_batch(own: &PlannedMicroBatch) -> String {
 
 fn work(plan: &Plan) -> String {
     let work = &plan.work;
+    // Nothing is trained in the batches of `generate`.
+    let (part, rate) = if plan.micro_batch.is_some() { ("update", "training") } else { ("batch", "reading prompts") };
     let mut text = format!(
-        "update: {} rows, {} tokens, {} operations",
+        "{part}: {} rows, {} tokens, {} operations",
         work.rows_per_update,
         count(work.tokens_per_update),
         count(work.flops_per_update),
     );
     text += &match (work.updates, work.tokens, work.flops) {
         (Some(updates), Some(tokens), Some(flops)) => {
-            let plural = if updates == 1 { "" } else { "s" };
-            format!("; {updates} update{plural}: {} tokens, {} operations\n", count(tokens), count(flops))
+            let plural = match (updates, part) {
+                (1, _) => "",
+                (_, "batch") => "es",
+                _ => "s",
+            };
+            format!("; {updates} {part}{plural}: {} tokens, {} operations\n", count(tokens), count(flops))
         }
         _ => "; the number of updates depends on the data\n".into(),
     };
     let Some(time) = &plan.time else { return text };
-    let seconds = |seconds: f64| about(Duration::from_secs_f64(seconds.clamp(0.0, 1e12)));
-    let _ = write!(text, "time: {} an update", seconds(time.update));
-    if time.rollout > 0.0 {
+    let _ = write!(text, "time: {} {}", seconds(time.update), if part == "batch" { "a batch" } else { "an update" });
+    if time.rollout > 0.0 && time.training > 0.0 {
         let parts = [time.rollout, time.scoring, time.training].map(seconds);
         let _ = write!(text, " (rollout {}, scoring {}, training {})", parts[0], parts[1], parts[2]);
     }
     let total = time.total.map_or(String::new(), |total| format!(", {} in all", seconds(total)));
-    let _ =
-        writeln!(text, "{total}, at {}FLOP/s and {}B/s", count(time.flops_per_second), count(time.bytes_per_second));
+    let sampled = match time.seconds_per_token {
+        0.0 => String::new(),
+        each => format!(", {:.1} tokens a second of each response", each.recip()),
+    };
+    let _ = writeln!(text, "{total}; measured: {}FLOP/s in {rate}{sampled}", count(time.flops_per_second));
     text
 }

@@ -1,62 +1,25 @@
 //! Tokens, operations and seconds of an update.
 
-use super::members::Member;
 use super::memory::Job;
+use super::operations::{Operations, Read, factor, forward, square};
 use super::rates::Rates;
-use super::rows::{MANY_PROMPTS, Row, tokens_of};
+use super::rows::{MANY_PROMPTS, Row};
 use super::{PlannedRun, PlannedTime, PlannedWork};
 use crate::settings::PpoConfig;
-
-/// Share of the products' rate that a pass reaches, as measured: attention, norms and the losses are not products.
-const EFFICIENCY: f64 = 0.75;
 
 /// The work of a mean update, of all ranks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Work {
     pub(super) planned: PlannedWork,
     /// Operations of reading the prompts and of decoding.
-    prefill: f64,
-    decode: f64,
-    /// Steps of decoding, each of which reads all weights.
+    prefill: Operations,
+    decode: Operations,
+    /// Steps of decoding.
     decode_steps: f64,
-    scoring: f64,
-    training: f64,
+    scoring: Operations,
+    training: Operations,
     /// Bytes of weights, gradients and moments that the optimizer steps read and write.
     stepped: f64,
-}
-
-/// Tokens of a forward pass, as its operations are counted.
-#[derive(Debug, Clone, Copy, Default)]
-struct Read {
-    /// Tokens that go through the layers.
-    computed: usize,
-    /// Tokens that go through the head.
-    heads: usize,
-    /// Sum of the squared lengths of the sequences: twice the pairs of tokens that attend to each other in a causal model.
-    squares: f64,
-}
-
-impl Read {
-    /// A pass over `update`, whose rows have `sequences` sequences of about equal lengths each.
-    fn of(job: &Job<'_>, update: &[Row], sequences: f64) -> Self {
-        let tokens = tokens_of(&update.iter().collect::<Vec<_>>(), job.shares());
-        let squares = update.iter().map(|row| square(row.len)).sum::<f64>() / sequences;
-        Self { computed: tokens.computed, heads: tokens.outputs, squares }
-    }
-}
-
-fn square(len: usize) -> f64 {
-    (len as f64).powi(2)
-}
-
-/// Operations of a forward pass of `member`.
-fn forward(member: &Member<'_>, read: Read) -> f64 {
-    let [layers, head] = member.sizes.products();
-    let c = member.sizes.config();
-    // Queries times keys, and weights times values.
-    let width = c.num_hidden_layers as f64 * c.num_attention_heads as f64 * c.head_dim as f64;
-    let pairs = if c.causal { read.squares / 2.0 } else { read.squares };
-    2.0 * (read.computed as f64 * layers as f64 + read.heads as f64 * head as f64) + 4.0 * width * pairs
 }
 
 /// The work of a run.
@@ -73,7 +36,8 @@ pub(super) fn of(job: &Job<'_>) -> Work {
     }
     work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len);
     work.planned.updates = updates(job);
-    work.planned.flops_per_update = work.prefill + work.decode + work.scoring + work.training;
+    work.planned.flops_per_update =
+        [work.prefill, work.decode, work.scoring, work.training].iter().map(|part| part.total()).sum();
     let of_run = |of_update: f64| work.planned.updates.map(|updates| of_update * updates as f64);
     work.planned.tokens = of_run(work.planned.tokens_per_update);
     work.planned.flops = of_run(work.planned.flops_per_update);
@@ -104,11 +68,8 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
         }
         None => (1.0, 1.0),
     };
-    let recomputed = if job.run.run().gradient_checkpointing { 1.0 } else { 0.0 };
     for member in job.members.iter().filter(|member| member.is_trained) {
-        // The backward pass has a product for the gradient of the input, and one for that of a weight that is trained.
-        let factor = if member.adapter.is_some() { 2.0 } else { 3.0 } + recomputed;
-        work.training += epochs * factor * forward(member, read) / count;
+        work.training.add(forward(member.sizes, read), epochs * factor(job, member) / count);
         work.stepped += steps * (member.held.trained * 4 * 7) as f64 / count;
     }
 }
@@ -120,39 +81,34 @@ fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: 
     let prompts = || update.iter().step_by(size).map(|row| row.prompt.len());
     let of_prompts =
         Read { computed: prompts().sum(), heads: update.len() / size, squares: prompts().map(square).sum() };
-    work.prefill += forward(policy, of_prompts) / count;
+    work.prefill.add(forward(policy.sizes, of_prompts), 1.0 / count);
     let responses = update.len() * config.response_length;
     // A sampled token attends to all tokens before it.
     let squares = update.iter().map(|row| square(row.len) - square(row.prompt.len())).sum();
-    work.decode += forward(policy, Read { computed: responses, heads: responses, squares }) / count;
+    let decoded = Read { computed: responses, heads: responses, squares };
+    work.decode.add(forward(policy.sizes, decoded), 1.0 / count);
     let batches = update.len().div_ceil(config.local_rollout_forward_batch_size.max(1));
     work.decode_steps += (batches * config.response_length) as f64 / count;
     let read = Read::of(job, update, 1.0);
     for member in job.members.iter().filter(|member| member.role != "policy") {
-        work.scoring += forward(member, read) / count;
+        work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }
     let exact = job.compute == tch::Kind::Float;
     if !exact && config.needs_critic() {
-        work.scoring += forward(policy, read) / count;
+        work.scoring.add(forward(policy.sizes, read), 1.0 / count);
     }
 }
 
 /// Seconds of an update on a machine with these rates, which its ranks share.
-pub(super) fn time(job: &Job<'_>, rates: &Rates, work: &Work) -> PlannedTime {
-    let rate = rates.flops * EFFICIENCY;
+pub(super) fn time(rates: &Rates, work: &Work) -> PlannedTime {
     // Ranks on a machine without a GPU share its processors, so all of its work goes at its rate.
-    let weights = job.members.first().map_or(0.0, |policy| {
-        let [layers, head] = policy.sizes.products();
-        ((layers + head) * job.compute.elt_size_in_bytes()) as f64
-    });
-    let decoding = (work.decode_steps * weights / rates.bytes).max(work.decode / rate);
-    let rollout = if job.ppo().is_some() { work.prefill / rate + decoding } else { 0.0 };
-    let scoring = work.scoring / rate;
-    let training = work.training / rate + work.stepped / rates.bytes;
+    let rollout = rates.forward.seconds(work.prefill) + work.decode_steps * rates.step;
+    let scoring = rates.forward.seconds(work.scoring);
+    let training = rates.training.seconds(work.training) + work.stepped / rates.bytes;
     let update = rollout + scoring + training;
     PlannedTime {
-        flops_per_second: rates.flops,
-        bytes_per_second: rates.bytes,
+        flops_per_second: work.training.total() / rates.training.seconds(work.training).max(1e-9),
+        seconds_per_token: rates.step,
         rollout,
         scoring,
         training,

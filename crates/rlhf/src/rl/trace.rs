@@ -185,7 +185,9 @@ fn of_epochs(batch: &Observed, steps: &[Step]) -> NamedTensors {
         put(&mut values, found.as_ref(), &batch.value_counts);
         let _ = places.get(epoch).index_fill_(0, &row_index(rows, &places), number);
     }
-    let ratios = logprobs.as_ref().map(|now| math::keep(&(now - &batch.logprobs).exp(), &batch.loss_mask));
+    // Rows of other ranks, and those after an early stop, have no ratios.
+    let visited = places.to_device(device).ge(0).unsqueeze(-1).logical_and(&batch.loss_mask);
+    let ratios = logprobs.as_ref().map(|now| math::keep(&(now - &batch.logprobs).exp(), &visited));
     let all = [("logprobs", logprobs), ("entropies", entropies), ("kl", kl), ("values", values), ("ratios", ratios)];
     let found = all.into_iter().filter_map(|(name, x)| Some((format!("epochs.{name}"), x?)));
     found.chain([("epochs.micro_batch".to_string(), places)]).collect()

@@ -157,9 +157,17 @@ impl GenerateConfig {
         if !stop_strings.is_empty() {
             generation.stop_strings = Some(StopStrings::new(tokenizer, stop_strings.clone())?);
         }
-        let max_new_tokens = generation.max_new_tokens;
+        let room = Self::room(context, generation.max_new_tokens, dir)?;
+        Ok((generation, room))
+    }
+
+    /// Returns the maximum length of a prompt, in tokens, before `max_new_tokens` tokens in the context of the model in `dir`.
+    ///
+    /// # Errors
+    /// If no token is left.
+    pub(crate) fn room(context: usize, max_new_tokens: usize, dir: &Path) -> Result<usize> {
         match context.checked_sub(max_new_tokens) {
-            Some(max_prompt_len @ 1..) => Ok((generation, max_prompt_len)),
+            Some(room @ 1..) => Ok(room),
             _ => usage(format!(
                 "max_new_tokens = {max_new_tokens} leaves no token for a prompt in the context of {context} tokens of {}",
                 dir.display()

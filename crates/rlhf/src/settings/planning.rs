@@ -24,7 +24,7 @@ pub struct PlanFlags {
     /// Number of machines.
     #[arg(long, aliases = ["num_nodes", "num_machines"], help_heading = RUN, default_value_t = 1)]
     pub nnodes: usize,
-    /// Measure this machine for about a second, so that the plan has times; `false` leaves them out.
+    /// Measure this machine for about two seconds, so that the plan has times; `false` leaves them out.
     #[arg(long, help_heading = RUN, default_value_t = true)]
     pub calibrate: bool,
 }

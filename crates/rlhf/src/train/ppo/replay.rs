@@ -8,6 +8,7 @@ mod compare;
 
 use super::{Batch, COMMAND, PpoTrainer};
 use crate::data::Prompt;
+use crate::dist::{World, as_ranks};
 use crate::generate::Response;
 use crate::metrics::Metrics;
 use crate::model::TokenSet;
@@ -25,7 +26,7 @@ use crate::settings::{AdvantageEstimator, PpoConfig};
 use crate::weights::{pretty, save_file, write_text};
 use crate::{Error, Result};
 pub use compare::Differing;
-use compare::{ComparedMetrics, ComparedState};
+use compare::{Bound, ComparedMetrics, ComparedState};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -103,15 +104,6 @@ impl RecordedUpdate {
             let message = format!("expected the record of update {update}, found that of {}", record.state.update + 1);
             return Err(Error::invalid(path, message));
         }
-        if record.state.ranks != 1 {
-            let ranks = record.state.ranks;
-            return Err(Error::invalid(
-                run,
-                format!(
-                    "update {update} was computed by {ranks} ranks: a replay has one process, whose sums are rounded in another order"
-                ),
-            ));
-        }
         let own = record.part("own").ok().and_then(Value::as_str);
         if let Some(own) = own {
             return Err(Error::invalid(run, format!("the run had {own} of its caller, which its files do not have")));
@@ -125,6 +117,27 @@ impl RecordedUpdate {
         &self.record.state.config
     }
 
+    /// Number of ranks of the run. On as many a replay is equal bit by bit.
+    pub fn ranks(&self) -> usize {
+        self.record.state.ranks
+    }
+
+    /// Checks that `size` ranks can replay the update: as many as in the run, or one.
+    ///
+    /// # Errors
+    /// If they cannot.
+    pub fn check_ranks(&self, size: usize) -> Result<()> {
+        let ranks = self.ranks();
+        if size == 1 || size == ranks {
+            return Ok(());
+        }
+        let plural = if ranks == 1 { "" } else { "s" };
+        Err(Error::Usage(format!(
+            "update {} was computed by {ranks} rank{plural}: expected as many or one process, found {size} ranks",
+            self.update
+        )))
+    }
+
     /// The working directory of the run; relative paths among its settings are relative to it.
     pub fn working_dir(&self) -> Option<&Path> {
         self.record.state.working_dir.as_deref()
@@ -134,11 +147,21 @@ impl RecordedUpdate {
     /// (`update.safetensors`), models and optimizers after the update (`after`), metrics, and a comparison with the run. Nothing is sampled,
     /// no reward is computed, and nothing in the run's folder changes.
     ///
+    /// An update of several ranks is computed by as many, bit by bit, or by one process, whose sums are rounded in another order. All ranks
+    /// call this; rank 0 writes and compares, and each of several ranks writes the numbers of its own micro-batches, to
+    /// `update-rank-N.safetensors`.
+    ///
     /// # Errors
     /// If a setting differs from the run's that decides what was sampled or read; if models or data have changed since; if `output_dir`
-    /// holds anything or lies in the run's folder.
+    /// holds anything or lies in the run's folder; if there are several ranks, but not as many as in the run.
     pub fn replay(&self, config: &PpoConfig, output_dir: impl AsRef<Path>) -> Result<Replayed> {
-        let out = output_dir.as_ref();
+        let world = World::of_process();
+        self.check_ranks(world.size())?;
+        // Batches have the sizes that the run's ranks gave them.
+        as_ranks(self.ranks(), || self.replay_on(&world, config, output_dir.as_ref()))
+    }
+
+    fn replay_on(&self, world: &World, config: &PpoConfig, out: &Path) -> Result<Replayed> {
         config.check()?;
         let changes = self.changes(config)?;
         changes::check(&changes, self.update)?;
@@ -149,18 +172,35 @@ impl RecordedUpdate {
                 self.update
             )));
         }
-        self.check_output(out)?;
+        world.agree(self.check_output(out))?;
         let mut trainer = self.trainer(config, &changes)?;
         let (metrics, mut tensors) = observed_update(&mut trainer)?;
         let prompt_rows: Vec<i64> = self.rows.iter().map(|row| row.prompt_row as i64).collect();
         tensors.push(("rollout.prompt_rows".into(), Tensor::from_slice(&prompt_rows)));
         let after = out.join(AFTER);
-        std::fs::create_dir_all(&after).map_err(Error::io("create the folder", &after))?;
-        write_resolved(config, out.join(CONFIG))?;
-        save_file(&out.join(TENSORS), &tensors)?;
-        write_text(&out.join(METRICS), &format!("{}\n", json!(metrics)))?;
-        trainer.write_models(&after)?;
-        trainer.write_optimizers(&after)?;
+        world.agree(std::fs::create_dir_all(&after).map_err(Error::io("create the folder", &after)))?;
+        let name = match world.size() {
+            1 => TENSORS.to_string(),
+            _ => format!("update-rank-{}.safetensors", world.rank()),
+        };
+        let written = save_file(&out.join(name), &tensors).and_then(|()| match world.is_main() {
+            true => {
+                write_resolved(config, out.join(CONFIG))?;
+                write_text(&out.join(METRICS), &format!("{}\n", json!(metrics)))?;
+                trainer.write_models(&after)?;
+                trainer.write_optimizers(&after)
+            }
+            false => trainer.share_models().and_then(|()| trainer.share_optimizers()),
+        });
+        if trainer.is_sharded() {
+            // The other ranks may be in the middle of sharing their parts.
+            written.inspect_err(|error| world.leave(&error.to_string()))?;
+        } else {
+            world.agree(written)?;
+        }
+        if !world.is_main() {
+            return Ok(Replayed::without_comparison(self.update, out, world.size()));
+        }
         let replayed = self.compared(&trainer, &metrics, changes, out)?;
         write_text(&out.join(COMPARISON), &pretty(&replayed.to_json()))?;
         Ok(replayed)
@@ -342,15 +382,24 @@ impl RecordedUpdate {
 
     /// Compares the replayed update with the run.
     fn compared(&self, trainer: &PpoTrainer, metrics: &Metrics, changes: Vec<Change>, out: &Path) -> Result<Replayed> {
+        let size = World::of_process().size();
+        let bound = match self.ranks() == size {
+            true => Bound::Bits,
+            false => Bound::of_rounding(trainer.config.run.is_low_precision()),
+        };
         let line = metrics_line(&self.run, self.update)?;
-        let compared = line.map(|line| compare::metrics(&line, metrics));
+        let compared = line.map(|line| compare::metrics(&line, metrics, bound));
         let place = self.run.join(name_of(self.update));
         let saved = if place.is_dir() { Some(Saved::read(&place)?) } else { None };
-        let state =
-            saved.as_ref().map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER))).transpose()?;
+        let state = saved
+            .as_ref()
+            .map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER), bound))
+            .transpose()?;
         Ok(Replayed {
             update: self.update,
             output_dir: out.into(),
+            ranks: [self.ranks(), size],
+            bound,
             changed: changes.into_iter().map(|change| (change.name.clone(), change.shown())).collect(),
             metrics: compared,
             state,
@@ -443,12 +492,21 @@ fn listed(numbers: &[usize]) -> String {
 pub struct Replayed {
     update: usize,
     output_dir: PathBuf,
+    /// Number of ranks in the run and here.
+    ranks: [usize; 2],
+    bound: Bound,
     changed: Vec<(String, [String; 2])>,
     metrics: Option<ComparedMetrics>,
     state: Option<ComparedState>,
 }
 
 impl Replayed {
+    /// The result on a rank that compares nothing.
+    fn without_comparison(update: usize, output_dir: &Path, size: usize) -> Self {
+        let (ranks, bound) = ([size; 2], Bound::Bits);
+        Self { update, output_dir: output_dir.into(), ranks, bound, changed: Vec::new(), metrics: None, state: None }
+    }
+
     /// The folder that it wrote.
     pub fn output_dir(&self) -> &Path {
         &self.output_dir
@@ -457,6 +515,15 @@ impl Replayed {
     /// The changed settings: name, and the values in the run and in the replay.
     pub fn changed(&self) -> &[(String, [String; 2])] {
         &self.changed
+    }
+
+    /// Describes the differences that are rounding, if the run had another number of ranks; `None` for a comparison bit by bit.
+    pub fn rounding(&self) -> Option<String> {
+        let Bound::Rounding(most) = self.bound else { return None };
+        let [run, here] = self.ranks;
+        Some(format!(
+            "{run} ranks in the run, {here} here: sums in another order, which may change a number by {most} of it"
+        ))
     }
 
     /// The metrics of the run and of the replay, without times and evaluations; empty if the run has no line of the update.
@@ -476,7 +543,8 @@ impl Replayed {
         metrics.chain(self.state.iter().flat_map(|state| state.differing.iter().cloned())).collect()
     }
 
-    /// Describes in one line whether the replay equals the run bit by bit: `Err` with the first difference and the number of others.
+    /// Describes in one line whether the replay equals the run: bit by bit, or but for [rounding](Self::rounding). `Err` with the first
+    /// difference and the number of others.
     pub fn verdict(&self) -> std::result::Result<String, String> {
         let differing = self.differing();
         let checkpoint = name_of(self.update);
@@ -495,7 +563,15 @@ impl Replayed {
             Some(state) => format!("{} tensors of {checkpoint}", state.tensors),
             None => format!("no tensors, as there is no {checkpoint}"),
         };
-        Ok(format!("equal to the run: {metrics}, {tensors}"))
+        Ok(match self.rounding() {
+            None => format!("equal to the run: {metrics}, {tensors}"),
+            Some(rounding) => {
+                let largest = self.state.as_ref().map_or(0.0, |state| state.largest);
+                format!(
+                    "equal to the run but for rounding ({rounding}): {metrics}, {tensors}, which differ by at most {largest:.1e} of their norm"
+                )
+            }
+        })
     }
 
     fn to_json(&self) -> Value {
@@ -506,6 +582,9 @@ impl Replayed {
         json!({
             "update": self.update,
             "equal": self.verdict().is_ok(),
+            "ranks": {"run": self.ranks[0], "replayed": self.ranks[1]},
+            "rounding": match self.bound { Bound::Bits => None, Bound::Rounding(most) => Some(most) },
+            "largest_tensor_difference": self.state.as_ref().map(|state| state.largest).filter(|_| self.bound != Bound::Bits),
             "changed": self.changed.iter().map(changed).collect::<Map<_, _>>(),
             "metrics": self.metrics().iter().map(metric).collect::<Map<_, _>>(),
             "tensors": self.state.as_ref().map(|state| state.tensors),

@@ -1,10 +1,15 @@
 //! Comparison of a replayed update with the run: metrics, state, and the tensors of the checkpoint after it.
+//!
+//! A replay on as many ranks as the run is compared bit by bit. On another number of ranks sums are rounded in another order: then numbers,
+//! and the moments of the optimizers as whole tensors, may differ by a share of their size. Moments are sums of gradients. Weights are only
+//! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
 use crate::metrics::{Metrics, is_clock};
 use crate::run::checkpoint::Saved;
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
@@ -32,8 +37,43 @@ pub(super) struct ComparedMetrics {
     pub(super) differing: Vec<String>,
 }
 
+/// The largest difference that counts as none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Bound {
+    /// Every bit is equal.
+    Bits,
+    /// Numbers and moments differ by at most this share of their size.
+    Rounding(f64),
+}
+
+/// Share of the size that numbers near 0 are taken to have, at least.
+const LEAST_SIZE: f64 = 0.01;
+
+impl Bound {
+    /// The bound for sums in another order, with products in `low_precision` or in f32.
+    pub(super) fn of_rounding(low_precision: bool) -> Self {
+        Self::Rounding(if low_precision { 0.1 } else { 1e-3 })
+    }
+
+    /// Returns whether two values of JSON are equal but for rounding in their numbers.
+    fn holds(self, a: &Value, b: &Value) -> bool {
+        let Self::Rounding(most) = self else { return a == b };
+        match (a, b) {
+            (Value::Number(a), Value::Number(b)) => {
+                let (a, b) = (a.as_f64().unwrap_or(f64::NAN), b.as_f64().unwrap_or(f64::NAN));
+                a == b || (a - b).abs() <= most * a.abs().max(b.abs()).max(LEAST_SIZE)
+            }
+            (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.holds(a, b)),
+            (Value::Object(a), Value::Object(b)) => {
+                a.len() == b.len() && a.iter().all(|(name, a)| b.get(name).is_some_and(|b| self.holds(a, b)))
+            }
+            _ => a == b,
+        }
+    }
+}
+
 /// Compares the metrics of a replay with the run's line.
-pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics) -> ComparedMetrics {
+pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics, bound: Bound) -> ComparedMetrics {
     let replayed = match json!(replayed) {
         Value::Object(replayed) => replayed,
         _ => Map::new(),
@@ -47,8 +87,11 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics) -> Compared
         run: number(line, name),
         replayed: number(&replayed, name),
     });
-    let differing =
-        names.iter().filter(|name| line.get(**name) != replayed.get(**name)).map(|name| name.as_str().to_owned());
+    let is_equal = |name: &str| match (line.get(name), replayed.get(name)) {
+        (Some(then), Some(now)) => bound.holds(then, now),
+        (then, now) => then == now,
+    };
+    let differing = names.iter().filter(|name| !is_equal(name)).map(|name| name.as_str().to_owned());
     ComparedMetrics { all: all.collect(), differing: differing.collect() }
 }
 
@@ -57,6 +100,8 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics) -> Compared
 pub(super) struct ComparedState {
     /// Number of tensors in the run's checkpoint.
     pub(super) tensors: usize,
+    /// The largest difference of a tensor, as a share of its norm.
+    pub(super) largest: f64,
     /// Descriptions of the parts that differ, tensors first.
     pub(super) differing: Vec<String>,
 }
@@ -65,26 +110,49 @@ pub(super) struct ComparedState {
 ///
 /// # Errors
 /// If a file cannot be read.
-pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path) -> Result<ComparedState> {
+pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, bound: Bound) -> Result<ComparedState> {
     let (theirs, ours) = (Files::of(&saved.dir)?, Files::of(dir)?);
     let mut compared = ComparedState { tensors: theirs.tensors.len(), ..ComparedState::default() };
+    let sizes = if bound == Bound::Bits { BTreeMap::new() } else { theirs.sizes()? };
     for name in theirs.tensors.keys() {
-        match ours.read(name)? {
-            None => compared.differing.push(format!("tensor `{name}`: not in the replay")),
-            Some(ours) => {
-                compared.differing.extend(theirs.read(name)?.and_then(|theirs| difference(name, &theirs, &ours)));
+        let (Some(then), now) = (theirs.read(name)?, ours.read(name)?) else { continue };
+        let Some(now) = now else {
+            compared.differing.push(format!("tensor `{name}`: not in the replay"));
+            continue;
+        };
+        let found = match bound {
+            Bound::Rounding(most) if then.size() == now.size() => {
+                let size = sizes.get(&group_of(name)).copied().unwrap_or(0.0) * (then.numel() as f64).sqrt();
+                let share = norm(&(&then - &now)) / norm(&then).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
+                compared.largest = compared.largest.max(share);
+                (name.contains(OF_OPTIMIZER) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
+                    .then(|| format!("tensor `{name}`: differs by {share:.1e} of its norm"))
             }
-        }
+            _ => difference(name, &then, &now),
+        };
+        compared.differing.extend(found);
     }
     for name in STATE {
         let (then, now) = (saved.part(name).ok(), state.get(name));
         if let (Some(then), Some(now)) = (then, now)
-            && then != now
+            && !bound.holds(then, now)
         {
             compared.differing.push(format!("state `{name}`: {now}, and {then} in the run"));
         }
     }
     Ok(compared)
+}
+
+/// The norm of a tensor.
+fn norm(x: &Tensor) -> f64 {
+    x.to_kind(Kind::Double).norm().double_value(&[])
+}
+
+/// The group of a tensor whose typical size is one: the folder and the file, and the name of the moment.
+fn group_of(name: &str) -> (String, String) {
+    let file = name.rsplit_once(OF_OPTIMIZER).map_or("", |(folder, _)| folder);
+    let moment = if name.contains(OF_OPTIMIZER) { name.rsplit('.').next().unwrap_or_default() } else { "" };
+    (file.into(), moment.into())
 }
 
 /// Describes how two tensors differ, bit by bit.
@@ -105,6 +173,9 @@ fn difference(name: &str, theirs: &Tensor, ours: &Tensor) -> Option<String> {
     let most = (theirs.to_kind(Kind::Double) - ours.to_kind(Kind::Double)).abs().max().double_value(&[]);
     Some(format!("tensor `{name}`: {differ} of {} numbers differ, by at most {most:e}", theirs.numel()))
 }
+
+/// Part of the name of a tensor of an optimizer.
+const OF_OPTIMIZER: &str = "optimizer: ";
 
 /// The tensors of a checkpoint's folder by name, with the name of the inner folder and of the optimizer in front.
 struct Files {
@@ -128,7 +199,7 @@ impl Files {
                 self.add(&path, &format!("{prefix}{name}/"))?;
             } else if name.ends_with(".safetensors") {
                 let file = Checkpoint::open_file(&path)?;
-                let part = if name == crate::run::checkpoint::OPTIMIZER { "optimizer: " } else { "" };
+                let part = if name == crate::run::checkpoint::OPTIMIZER { OF_OPTIMIZER } else { "" };
                 let names: Vec<String> = file.names().map(String::from).collect();
                 let at = self.files.len();
                 self.tensors.extend(names.into_iter().map(|name| (format!("{prefix}{part}{name}"), (at, name))));
@@ -136,6 +207,17 @@ impl Files {
             }
         }
         Ok(())
+    }
+
+    /// The typical size of a number, by group.
+    fn sizes(&self) -> Result<BTreeMap<(String, String), f64>> {
+        let mut sums = BTreeMap::<(String, String), [f64; 2]>::new();
+        for name in self.tensors.keys() {
+            let Some(x) = self.read(name)? else { continue };
+            let [squares, count] = sums.entry(group_of(name)).or_default();
+            (*squares, *count) = (*squares + norm(&x).powi(2), *count + x.numel() as f64);
+        }
+        Ok(sums.into_iter().map(|(group, [squares, count])| (group, (squares / count.max(1.0)).sqrt())).collect())
     }
 
     fn read(&self, name: &str) -> Result<Option<Tensor>> {
