@@ -25,7 +25,6 @@ use rates::{Passes, Rates};
 use rows::{MANY_PROMPTS, Rows};
 use serde::Serialize;
 use stages::Made;
-pub use stages::PipelinePlan;
 use tch::Device;
 
 /// A training run to plan.
@@ -78,6 +77,21 @@ pub struct Plan {
     pub remedies: Vec<Remedy>,
     /// Assumptions that the settings or the data do not decide.
     pub notes: Vec<String>,
+}
+
+/// The plan of a pipeline. Sizes are in bytes.
+#[derive(Debug, Clone, Serialize)]
+pub struct PipelinePlan {
+    /// The plans of the stages, in their order.
+    pub stages: Vec<Plan>,
+    /// Bytes of the largest phase of all stages.
+    pub peak: usize,
+    /// The command of the stage with that phase.
+    pub peak_stage: String,
+    /// Whether every stage fits.
+    pub fits: bool,
+    /// Seconds of all stages, if all are known.
+    pub seconds: Option<f64>,
 }
 
 /// A model of a planned run.
@@ -369,14 +383,12 @@ impl Machine {
         let here = options.ranks.max(1);
         let ranks = here * options.machines.max(1);
         match device {
-            Device::Cuda(number) => Self {
-                device,
-                ranks,
-                of_rows: ranks,
-                available: options.memory.or_else(|| available_gpu_memory(number)),
-                whole: options.memory.or_else(|| gpu_memory("memory.total", number)),
-                program: CUDA_PROGRAM,
-            },
+            Device::Cuda(number) => {
+                let available = options.memory.or_else(|| available_gpu_memory(number));
+                // Where `nvidia-smi` does not respond, it is not called again.
+                let whole = options.memory.or_else(|| available.and_then(|_| gpu_memory("memory.total", number)));
+                Self { device, ranks, of_rows: ranks, available, whole, program: CUDA_PROGRAM }
+            }
             _ => Self {
                 device,
                 ranks,
@@ -410,6 +422,23 @@ impl Plan {
     /// The plan as a table for people, in lines of plain text.
     pub fn table(&self) -> String {
         table::of(self)
+    }
+
+    /// The plan as JSON.
+    ///
+    /// # Errors
+    /// None for a plan.
+    pub fn json(&self) -> Result<String> {
+        serde_json::to_string_pretty(self).map_err(|e| Error::Run(format!("plan: {e}")))
+    }
+}
+
+impl PipelinePlan {
+    /// The plans as tables for people, with the largest peak.
+    pub fn table(&self) -> String {
+        let mut text: String = self.stages.iter().map(|plan| plan.table() + "\n").collect();
+        text += &table::of_pipeline(self);
+        text
     }
 
     /// The plan as JSON.

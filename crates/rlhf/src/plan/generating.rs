@@ -4,7 +4,9 @@ use super::members::config_of;
 use super::memory::Sampled;
 use super::operations::{Operations, Read, forward, square};
 use super::rates::{Passes, Rates};
-use super::{Machine, Phase, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork, Remedy};
+use super::{
+    Machine, PROGRAM_LATER, Phase, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork, Remedy,
+};
 use crate::data::{Columns, Dataset, RowReader};
 use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{Dtype, Held, Holding, ModelSizes, uses_kernels};
@@ -108,8 +110,13 @@ impl<'c> Generation<'c> {
         };
         let is_plain =
             filters || self.generation.repetition_penalty != 1.0 || !uses_kernels(compute, self.machine.device);
+        // Without a backward pass the libraries have smaller buffers.
+        let program = match self.machine.device {
+            Device::Cpu => self.machine.program.saturating_sub(PROGRAM_LATER),
+            _ => self.machine.program,
+        };
         let of_part = |part: &[usize]| {
-            let mut phase = Phase { name: "generation", program: self.machine.program, ..Phase::default() };
+            let mut phase = Phase { name: "generation", program, ..Phase::default() };
             phase.weights = held.weights + held.copies + held.widened;
             let sampled = Sampled {
                 rows: (part.len() * size).min(most).max(1),

@@ -1,10 +1,9 @@
 //! The plan of a pipeline: its stages in their order, each of which starts from models that earlier ones are still to write.
 
-use super::{Plan, PlanOptions, PlannedRun, table};
+use super::{PipelinePlan, PlanOptions, PlannedRun};
 use crate::settings::Stage;
 use crate::train::pipeline::PipelineConfig;
 use crate::{Error, Result};
-use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 /// The model that an earlier stage will write.
@@ -17,21 +16,6 @@ pub(super) struct Made {
     pub(super) revision: Option<String>,
     /// The folder or name of its tokenizer.
     pub(super) tokenizer: PathBuf,
-}
-
-/// The plan of a pipeline. Sizes are in bytes.
-#[derive(Debug, Clone, Serialize)]
-pub struct PipelinePlan {
-    /// The plans of the stages, in their order.
-    pub stages: Vec<Plan>,
-    /// Bytes of the largest phase of all stages.
-    pub peak: usize,
-    /// The command of the stage with that phase.
-    pub peak_stage: String,
-    /// Whether every stage fits.
-    pub fits: bool,
-    /// Seconds of all stages, if all are known.
-    pub seconds: Option<f64>,
 }
 
 /// Plans each stage.
@@ -104,21 +88,4 @@ fn runs(config: &PipelineConfig) -> impl Iterator<Item = (Stage, PlannedRun, Sta
         (Stage::Ppo, PlannedRun::Ppo(ppo.clone()), start(model, &ppo.model_revision, model))
     });
     [sft, reward, ppo].into_iter().flatten()
-}
-
-impl PipelinePlan {
-    /// The plans as tables for people, with the largest peak.
-    pub fn table(&self) -> String {
-        let mut text: String = self.stages.iter().map(|plan| plan.table() + "\n").collect();
-        text += &table::of_pipeline(self);
-        text
-    }
-
-    /// The plan as JSON.
-    ///
-    /// # Errors
-    /// None for a plan.
-    pub fn json(&self) -> Result<String> {
-        serde_json::to_string_pretty(self).map_err(|e| Error::Run(format!("plan: {e}")))
-    }
 }
