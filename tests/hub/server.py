@@ -254,11 +254,13 @@ class HubHandler(Handler):
             raise Refused(401, "Invalid credentials in Authorization header")
         return user
 
-    def may_write(self, owner):
-        user = self.user()
+    def may_write(self, name):
+        """Checks the token for a repository, or for a new one of an owner."""
+        user, owner = self.user(), name.split("/")[0]
         expect(user, "Invalid username or password.", 401)
         orgs = {org["name"] for org in user.get("orgs", []) if org.get("roleInOrg") != "read"}
-        allowed = owner == user["name"] or owner in orgs
+        # `repos`: those of an organization's resource groups, whose members may write to them whatever their role in the organization.
+        allowed = owner == user["name"] or owner in orgs or name in user.get("repos", [])
         if not allowed or user.get("role") == "read":
             raise Refused(403, f"You don't have the rights to write to the namespace {owner}")
         return user
@@ -266,7 +268,7 @@ class HubHandler(Handler):
     def repo(self, name, writes=False):
         repo = REPOS.get(name)
         if writes and repo:
-            self.may_write(name.split("/")[0])
+            self.may_write(name)
         if repo is None or (repo.private and not self.user()):
             raise Refused(404 if self.user() else 401, "Repository not found", "RepoNotFound")
         return repo
@@ -298,6 +300,7 @@ class HubHandler(Handler):
 
     def branch(self, name, branch):
         repo = self.repo(name, writes=True)
+        expect(".." not in branch, "Invalid reference name")
         if branch in repo.branches:
             raise Refused(409, "Reference already exists")
         repo.branches[branch] = repo.branches["main"]
@@ -308,7 +311,8 @@ class HubHandler(Handler):
         _, files = self.repo(name, writes=True).at(revision)
         body = self.json()
         expect(len(body["files"]) <= 256, "too many files", 413)
-        patterns = [line for line in body.get("gitIgnore", "").splitlines() if line and not line.startswith("#")]
+        stored = files[".gitignore"].data.decode() if ".gitignore" in files else ""
+        patterns = [line for line in body.get("gitIgnore", stored).splitlines() if line and not line.startswith("#")]
         found = []
         for file in body["files"]:
             path, sample = file["path"], base64.b64decode(file["sample"], validate=True)

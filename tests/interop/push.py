@@ -75,7 +75,7 @@ def checks(work, url):
         logs["theirs"] = protocol(call(url, "/_log"), "me/theirs")
         # The storage of large files is common to all repositories: without this the second upload would send none.
         call(url, "/_set", {"forget": True})
-        rlhf("push", "model", "me/ours", "--commit_message", title)
+        rlhf("push", "model", "me/ours", "--commit_message", title, "--include", "*")
         log = call(url, "/_log")
         # The first request about files is only a check that the token may write.
         log.remove(next(entry for entry in log if entry["route"] == "preupload"))
@@ -110,8 +110,9 @@ def checks(work, url):
         expect(not routes & {"put", "commit"}, f"{routes}")
 
     def branches():
-        rlhf("push", "model", "me/ours", "--revision", "v2", "--private")
-        path = hf_hub_download("me/ours", "README.md", revision="v2", cache_dir=work / "cache")
+        rlhf("push", "model", "me/secret", "--revision", "v2", "--private")
+        expect(call(url, "/_tree/me/secret/v2")["private"], "a public repository")
+        path = hf_hub_download("me/secret", "README.md", revision="v2", cache_dir=work / "cache")
         expect(Path(path).read_text() == (folder / "README.md").read_text(), "README.md of the branch v2")
 
     yield "hub: huggingface_hub and rlhf push make the same repository", both

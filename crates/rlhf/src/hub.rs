@@ -247,7 +247,10 @@ impl Hub {
         Self {
             endpoint: endpoint.trim_end_matches('/').to_string(),
             cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
-            token: text("HF_TOKEN").or_else(saved_token).filter(|token| !token.is_empty()),
+            token: text("HF_TOKEN")
+                .or_else(|| text("HUGGING_FACE_HUB_TOKEN"))
+                .or_else(saved_token)
+                .filter(|token| !token.is_empty()),
             certificates: var("SSL_CERT_FILE").map(PathBuf::from),
             offline: text("HF_HUB_OFFLINE").is_some_and(yes),
             pause: Duration::from_millis(500),
@@ -364,15 +367,18 @@ impl Hub {
     /// Waits before the next attempt, `longest` at most; returns the failure if there is none left.
     fn wait(&self, (failed, attempts): (u32, u32), longest: Duration, failure: Failure) -> Result<(), Failure> {
         match failure {
-            Failure::Passing(_, asked) if failed < attempts => {
-                let wait = self.pause * 2u32.pow(failed - 1);
-                match pause(wait.max(asked.unwrap_or_default()).min(longest)) {
-                    true => Err(failure),
-                    false => Ok(()),
-                }
-            }
+            Failure::Passing(_, asked) if failed < attempts => match pause(self.delay(failed, asked, longest)) {
+                true => Err(failure),
+                false => Ok(()),
+            },
             failure => Err(failure),
         }
+    }
+
+    /// Returns the wait after `failed` attempts, at least what the server has `asked` for and `longest` at most.
+    fn delay(&self, failed: u32, asked: Option<Duration>, longest: Duration) -> Duration {
+        let wait = self.pause * 2u32.pow(failed - 1);
+        wait.max(asked.unwrap_or_default()).min(longest)
     }
 }
 
@@ -898,9 +904,17 @@ fn escaped(revision: &str) -> String {
     revision.bytes().map(|b| if keep(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
 
-/// Whether `name` can be that of a branch, which a commit's cannot.
+/// Returns whether `name` can be that of a branch, by the rules of git; the name of a commit cannot.
 pub(crate) fn is_branch(name: &str) -> bool {
-    is_inside(name) && !is_commit(name)
+    let is_part = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock");
+    let is_refused = |c: char| c.is_ascii_control() || " ~^:?*[\\".contains(c);
+    name.split('/').all(is_part)
+        && !name.contains(is_refused)
+        && !["..", "@{"].iter().any(|text| name.contains(text))
+        && !name.ends_with('.')
+        && !name.starts_with('-')
+        && name != "@"
+        && !is_commit(name)
 }
 
 fn is_commit(text: &str) -> bool {

@@ -18,12 +18,15 @@ use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::is_ignored;
+use rlhf::signals::{is_complete, is_ignored};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
 use crate::cli::{Parsed, Stop, Task};
 
+/// Message of a signal after the last update.
+const COMPLETE: &str =
+    "the run is complete and saved; its last uploads are stopped; send the signal again to stop at once";
 /// Maximum seconds that a rank waits for the others in a command without the setting `dist_timeout`.
 const DIST_TIMEOUT: u64 = 1800;
 
@@ -190,7 +193,7 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
                 && is_main()
                 && !World::of_process().is_broken()
             {
-                announce(&format!("\n{message}"));
+                announce(&format!("\n{}", if is_complete() { COMPLETE } else { message }));
             }
         }
     })?;

@@ -1,8 +1,8 @@
 //! `rlhf push`: uploads the model in a folder to the hub.
 
-use crate::hub::push::{Destination, Pushed, open_folder};
-use crate::run::push::is_pushed;
+use crate::hub::push::{Destination, Pushed, find_folder};
 use crate::run::push::settings::hub_with;
+use crate::run::push::{is_of_model, is_weights, without_programs};
 use crate::settings::PushConfig;
 use crate::{Error, Result};
 use std::path::Path;
@@ -14,30 +14,24 @@ pub struct PushReport {
     pub pushed: Pushed,
     /// Address of the commit.
     pub url: String,
-    /// Files and folders of the folder that are not part of a model, and were left out.
+    /// Files and folders of the folder that were left out.
     pub left_out: Vec<String>,
 }
 
-/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer, card, and
-/// other files, but no state of a run. `shows` a progress bar for each large file.
+/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card, of a
+/// run its settings and metrics, and the files that `config.include` matches. `shows` long waits on standard error, and on a terminal a
+/// progress bar for each large file.
 ///
 /// # Errors
-/// If the folder has no model or a link to a file outside of it; if the hub refuses the upload, or cannot be reached. The same call
+/// If the folder has no model, or a link to a file outside of it; if the hub refuses the upload, or cannot be reached. The same call
 /// continues an upload that was cut.
 pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     config.check()?;
     let dir = config.folder.as_path();
-    if !["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file()) {
-        let found = match (dir.is_dir(), dir.exists()) {
-            (true, _) => "a folder without one",
-            (false, true) => "a file",
-            (false, false) => "no such folder",
-        };
-        let message = format!("expected the folder of a model (config.json or adapter_config.json), found {found}");
-        return Err(Error::invalid(dir, message));
-    }
-    let files = open_folder(dir, &is_pushed)?;
-    let left_out = left_out(dir)?;
+    check_model(dir)?;
+    let files = without_programs(find_folder(dir, &|path| is_selected(config, path))?)?;
+    let is_pushed = |name: &str| files.iter().any(|file| file.name().split('/').next() == Some(name));
+    let left_out = names(dir)?.into_iter().filter(|name| !name.starts_with('.') && !is_pushed(name)).collect();
     let (name, revision) = (config.name.clone(), config.revision.clone());
     let to = Destination { name, revision, private: config.private.then_some(true) };
     let repository = hub_with(config.hub_token.as_ref()).repository(&to)?;
@@ -46,15 +40,110 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     Ok(PushReport { pushed, url, left_out })
 }
 
-/// Lists what of the folder `dir` is not uploaded, beside hidden files.
-fn left_out(dir: &Path) -> Result<Vec<String>> {
+/// Checks that the folder has a model.
+fn check_model(dir: &Path) -> Result<()> {
+    let found = match (dir.is_dir(), dir.exists()) {
+        (true, _) if !["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file()) => {
+            "a folder without one"
+        }
+        (true, _) if !names(dir)?.iter().any(|name| is_weights(name)) => {
+            let message =
+                "expected the weights of a model (model.safetensors or adapter_model.safetensors), found none";
+            return Err(Error::invalid(dir, message));
+        }
+        (true, _) => return Ok(()),
+        (false, true) => "a file",
+        (false, false) => "no such folder",
+    };
+    let message = format!("expected the folder of a model (config.json or adapter_config.json), found {found}");
+    Err(Error::invalid(dir, message))
+}
+
+/// Returns whether the file or, with a slash at its end, the folder at this path is pushed.
+fn is_selected(config: &PushConfig, path: &str) -> bool {
+    let matches = |globs: &[String]| globs.iter().any(|glob| matches(glob, path));
+    let is_hidden = path.starts_with('.') || path.contains("/.");
+    if path.ends_with('/') {
+        return !config.include.is_empty() && !is_hidden;
+    }
+    let is_included = matches(&config.include) && !is_hidden && !path.ends_with(".tmp");
+    (is_of_model(path) || is_included) && !matches(&config.exclude)
+}
+
+/// Returns whether a pattern of the shell matches the whole path: `*` is any text, also with slashes, and `?` one character. A pattern
+/// that ends with a slash matches all files of a folder.
+fn matches(glob: &str, path: &str) -> bool {
+    let glob: Vec<char> = glob.chars().chain(glob.ends_with('/').then_some('*')).collect();
+    let path: Vec<char> = path.chars().collect();
+    let (mut at, mut from) = (0, 0);
+    // The last `*`, and the start of the text behind what it matches.
+    let mut star = None;
+    while from < path.len() {
+        match glob.get(at) {
+            Some('*') => {
+                star = Some((at, from));
+                at += 1;
+            }
+            Some(&c) if c == '?' || c == path[from] => {
+                at += 1;
+                from += 1;
+            }
+            _ => match &mut star {
+                Some((place, end)) => {
+                    *end += 1;
+                    (at, from) = (*place + 1, *end);
+                }
+                None => return false,
+            },
+        }
+    }
+    glob[at..].iter().all(|&c| c == '*')
+}
+
+/// Lists the names in the folder `dir`.
+fn names(dir: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
-        let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
-        if !is_pushed(&name) && !name.starts_with('.') {
-            names.push(name);
-        }
+        names.push(entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned());
     }
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_match_whole_paths_as_in_a_shell() {
+        for (glob, path, expected) in [
+            ("*.txt", "a.txt", true),
+            ("*.txt", "a/b.txt", true),
+            ("*.txt", "a.txt2", false),
+            ("a*b*c", "a1b2b3c", true),
+            ("a*b*c", "a1b2b3", false),
+            ("?.md", "a.md", true),
+            ("?.md", "ab.md", false),
+            ("onnx/", "onnx/model.onnx", true),
+            ("onnx/", "onnx2", false),
+            ("*", "", true),
+            ("", "a", false),
+        ] {
+            assert_eq!(matches(glob, path), expected, "{glob} {path}");
+        }
+    }
+
+    #[test]
+    fn files_beside_the_model_are_pushed_by_name_and_hidden_ones_never() {
+        let mut config = PushConfig::new("runs/ppo", "me/x");
+        assert!(is_selected(&config, "model.safetensors") && !is_selected(&config, "notes.txt"));
+        assert!(!is_selected(&config, "onnx/"), "no folder is read");
+        config.include = vec!["*".into()];
+        config.exclude = vec!["*.log".into(), "metrics.jsonl".into()];
+        let all = ["notes.txt", "onnx/", "onnx/model.onnx", "model.safetensors", ".gitignore"];
+        assert!(all.iter().all(|path| is_selected(&config, path)));
+        let none =
+            ["a.log", "onnx/a.log", "metrics.jsonl", ".env", ".git/", "a/.env", "a/.git/", "model.safetensors.tmp"];
+        assert!(none.iter().all(|path| !is_selected(&config, path)));
+    }
 }

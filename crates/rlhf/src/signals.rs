@@ -1,12 +1,15 @@
 //! Requests to stop: a signal or another thread asks the running training loop to end.
 
 use crate::Error;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 /// The exit code of the requested stop, 0 while there is no request. A signal reaches the whole process, so there is one
 /// value for all of it.
 static STOP: AtomicU8 = AtomicU8::new(0);
+
+/// Whether the run of this process is complete: a signal is then answered in other words.
+static COMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Requests that the running training loop ends after its current update and saves. Returns whether that had been requested
 /// before.
@@ -19,6 +22,16 @@ pub fn request_stop(code: u8) -> bool {
 /// Returns whether [`request_stop`] was called; the training loops check it between updates.
 pub fn stop_requested() -> bool {
     STOP.load(Ordering::SeqCst) != 0
+}
+
+/// Sets whether the run is complete and saved, so that a stop ends only its last uploads.
+pub(crate) fn set_complete(complete: bool) {
+    COMPLETE.store(complete, Ordering::SeqCst);
+}
+
+/// Returns whether the run is complete and saved, so that a stop ends only its last uploads.
+pub fn is_complete() -> bool {
+    COMPLETE.load(Ordering::SeqCst)
 }
 
 /// Returns the exit code of the requested stop, 1 if there is no request.

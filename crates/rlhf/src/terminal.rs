@@ -242,6 +242,28 @@ fn without_secrets(words: Vec<String>) -> Vec<String> {
     shown
 }
 
+/// Settings with command lines or addresses, which may hold secrets.
+const PROGRAMS: [&str; 4] = ["reward", "reward_command", "reward_url", "report_to"];
+
+/// Returns the settings of a run for others: without the arguments of programs, and the passwords and queries of addresses.
+pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Value> {
+    let mut shown = settings.clone();
+    for name in PROGRAMS {
+        match shown.get_mut(name) {
+            Some(Value::String(text)) => *text = without_secret(name, text),
+            Some(Value::Array(values)) => {
+                for value in values {
+                    if let Value::String(text) = value {
+                        *text = without_secret(name, text);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    shown
+}
+
 fn without_secret(flag: &str, value: &str) -> String {
     let named_secret = |name: &str| {
         let name = name.to_ascii_lowercase();

@@ -44,6 +44,8 @@ impl Server {
         let users = json!({
             TOKEN: {"name": "me", "orgs": orgs},
             "hf_reads": {"name": "me", "orgs": [], "role": "read"},
+            "hf_of_club": {"name": "club", "orgs": []},
+            "hf_of_app": {"repos": ["lab/app"], "name": null},
         });
         server.set(&json!({"users": users, "multipart_over": 3000, "chunk_size": 1000}));
         server
@@ -57,9 +59,12 @@ impl Server {
         self.set(&json!({"faults": [fault]}));
     }
 
+    fn text(&self, path: &str) -> String {
+        ureq::get(format!("{}{path}", self.url)).call().unwrap().body_mut().read_to_string().unwrap()
+    }
+
     fn get(&self, path: &str) -> Value {
-        let text = ureq::get(format!("{}{path}", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
-        serde_json::from_str(&text).unwrap()
+        serde_json::from_str(&self.text(path)).unwrap()
     }
 
     /// Requests since the last call.
@@ -181,6 +186,7 @@ fn a_folder_is_pushed_once_and_comes_back_with_the_same_bytes() {
     assert_eq!([count("batch"), count("put"), count("complete"), count("verify"), count("commit")], [1, 5, 1, 2, 1]);
 
     // Nothing has changed: no commit.
+    assert!(pushed.ignored.is_empty() && pushed.removed.is_none());
     let again = push(&server, &dir).unwrap();
     assert_eq!((again.files, again.uploaded, again.commit == pushed.commit), (0, 0, true));
     let routes = server.routes();
@@ -207,7 +213,7 @@ fn weights_in_another_number_of_files_replace_those_that_were_there() {
     push(&server, &dir).unwrap();
     fs::rename(dir.join("model.safetensors"), dir.join("model-00001-of-00001.safetensors")).unwrap();
     fs::write(dir.join("model.safetensors.index.json"), "{}").unwrap();
-    push(&server, &dir).unwrap();
+    assert_eq!(push(&server, &dir).unwrap().removed.as_deref(), Some("model.safetensors"));
     let files = server.files("main");
     assert!(!files.contains_key("model.safetensors") && files.contains_key("model-00001-of-00001.safetensors"));
 }
@@ -256,6 +262,43 @@ fn files_that_were_uploaded_before_a_failure_are_not_sent_again() {
     server.asked();
     assert_eq!(push(&server, &dir).unwrap().uploaded, 0);
     assert!(!server.routes().contains(&"put".to_string()));
+}
+
+#[test]
+fn a_file_that_the_storage_refuses_is_not_sent_more_often_than_can_help() {
+    for (fault, puts, words) in [
+        (json!({"route": "put", "status": 400}), 1, "HTTP status 400"),
+        (json!({"route": "put", "status": 403}), 4, "(tried 4 times)"),
+        (json!({"route": "put", "status": 503}), 4, "(tried 4 times)"),
+        (json!({"route": "put", "cut": 10}), 4, "(tried 4 times)"),
+    ] {
+        for len in [100, 3456] {
+            let server = Server::start();
+            let repository = server.repository();
+            server.set(&json!({"faults": vec![fault.clone(); 40]}));
+            let files = [LocalFile::of("model.safetensors", bytes(1, len))];
+            let error = repository.push(&files, "A title", false).unwrap_err().to_string();
+            assert!(error.contains("cannot upload model.safetensors: ") && error.contains(words), "{error}");
+            assert_eq!(server.routes().iter().filter(|route| *route == "put").count(), puts, "{fault}, {len} bytes");
+        }
+    }
+}
+
+#[test]
+fn files_that_gitignore_excludes_are_reported_and_never_a_part_of_the_model() {
+    let server = Server::start();
+    let dir = folder(&server);
+    fs::write(dir.join(".gitignore"), "*.txt\n").unwrap();
+    assert_eq!(push(&server, &dir).unwrap().ignored, ["empty.txt"]);
+    // That of the repository counts too.
+    fs::remove_file(dir.join(".gitignore")).unwrap();
+    assert_eq!(push(&server, &dir).unwrap().ignored, ["empty.txt"]);
+    for pattern in ["*.safetensors", "config.json", "*"] {
+        fs::write(dir.join(".gitignore"), pattern).unwrap();
+        let error = push(&server, &dir).unwrap_err();
+        assert!(error.contains("is a part of the model, but .gitignore of the folder"), "{pattern}: {error}");
+    }
+    assert_eq!(server.titles().len(), 2);
 }
 
 #[test]
@@ -323,9 +366,13 @@ fn a_hub_that_refuses_is_one_line_without_secrets() {
 fn only_names_that_the_token_may_write_to_are_pushed_to() {
     let server = Server::start();
     let refused = |hub: Hub, name: &str| hub.repository(&to(name)).unwrap_err();
+    let other =
+        ["HTTP status 403", "rights to write to the namespace other", "it may write to repositories of me, lab"];
     for (hub, name, code, words) in [
-        (server.hub(), "other/tiny", 2, &["may write to (me, lab)", "found one of other"][..]),
-        (server.hub(), "club/tiny", 2, &["found one of club"]),
+        (server.hub(), "other/tiny", 1, &other[..]),
+        (server.hub(), "club/tiny", 1, &["HTTP status 403", "needs write access to club/tiny"]),
+        (Hub { token: Some("hf_of\tme".into()), ..server.hub() }, TO, 2, &["HF_TOKEN", "found another character"]),
+        (Hub { token: Some("hf_of_app".into()), ..server.hub() }, "tiny", 1, &["expected a name with its owner"]),
         (server.hub(), "a/b/c", 2, &["expected a name on the hub"]),
         (Hub { token: None, ..server.hub() }, TO, 2, &["in HF_TOKEN, found none", "/settings/tokens"]),
         (Hub { token: Some("hf_reads".into()), ..server.hub() }, TO, 2, &["found one that can only read"]),
@@ -356,29 +403,68 @@ fn only_names_that_the_token_may_write_to_are_pushed_to() {
     let (first, second) = (server.hub().repository(&branch).unwrap(), server.hub().repository(&branch).unwrap());
     assert_eq!((first.url(), second.url()), (format!("{0}/me/other/tree/v2", server.url), first.url()));
     assert_eq!(server.get("/_tree/me/other/v2")["private"], true);
+    // A repository of a group, to whose owner the token may not write; a token without a user.
+    for (owner, name) in [("hf_of_club", "club/group"), (TOKEN, "lab/app")] {
+        Hub { token: Some(owner.into()), ..server.hub() }.repository(&to(name)).unwrap();
+    }
+    let orgs = json!([{"name": "club", "roleInOrg": "read"}]);
+    let of_group = json!({"name": "me", "orgs": orgs, "repos": ["club/group"]});
+    server.set(&json!({"users": {"hf_of_group": of_group, "hf_of_app": {"repos": ["lab/app"], "name": null}}}));
+    for (token, name) in [("hf_of_group", "club/group"), ("hf_of_app", "lab/app")] {
+        let hub = Hub { token: Some(token.into()), ..server.hub() };
+        assert_eq!(hub.repository(&to(name)).unwrap().name(), name);
+    }
+}
+
+#[test]
+fn a_model_that_shall_be_private_is_not_pushed_to_a_public_repository() {
+    let server = Server::start();
+    server.repository();
+    let private = |private| Destination { private: Some(private), ..to(TO) };
+    let error = server.hub().repository(&private(true)).unwrap_err().to_string();
+    let expected = "me/tiny: expected a private repository or a new one, found one that is public: ";
+    assert!(error.starts_with(expected) && error.ends_with("/me/tiny/settings makes it private"), "{error}");
+    server.hub().repository(&private(false)).unwrap();
+    let mine = Destination { private: Some(true), ..to("me/mine") };
+    server.hub().repository(&mine).unwrap();
+    server.hub().repository(&mine).unwrap();
 }
 
 #[test]
 fn the_command_pushes_a_model_and_nothing_else() {
     let server = Server::start();
     let scratch = Scratch::new();
-    for name in ["checkpoint-2", "samples", ".git"] {
+    for name in ["checkpoint-2", "samples", ".git", "onnx"] {
         fs::create_dir(scratch.path("policy").join(name)).unwrap();
         scratch.write(&format!("policy/{name}/secret"), "s");
     }
-    scratch.write("policy/optimizer.safetensors", "state");
+    for name in ["optimizer.safetensors", "credentials.json", "train.log", ".env"] {
+        scratch.write(&format!("policy/{name}"), "mine");
+    }
     scratch.write("policy/.gitignore", "*.log\n");
-    scratch.write("policy/mine.log", "log");
     let ran = server.run(&scratch, "push policy me/tiny --private --commit_message Best");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(ran.stdout.starts_with(&format!("{}/me/tiny/commit/", server.url)), "{}", ran.stdout);
-    assert!(ran.stderr.contains("left out: checkpoint-2, optimizer.safetensors, samples"), "{}", ran.stderr);
-    let names: Vec<String> = server.files("main").into_keys().collect();
-    assert_eq!(names, [".gitignore", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]);
+    let left_out =
+        "note: left out: checkpoint-2, credentials.json, onnx, optimizer.safetensors, samples, train.log (--include";
+    assert!(ran.stderr.contains(left_out) && ran.stderr.contains("note: 5 files committed, with "), "{}", ran.stderr);
+    let names = || server.files("main").into_keys().collect::<Vec<String>>();
+    let model = [".gitignore", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    assert_eq!(names(), model);
     assert_eq!(server.titles(), ["initial commit", "Best"]);
     assert_eq!(server.get("/_tree/me/tiny/main")["private"], true);
     let again = server.run(&scratch, "push policy tiny --revision v2");
     assert!(again.code == 0 && again.stderr.contains("no file has changed"), "{}", again.stderr);
+    let more = server.run(&scratch, "push policy tiny --include onnx/ *.log --exclude README.md");
+    assert!(
+        more.stderr.contains("left out by .gitignore of the folder or of the repository: train.log"),
+        "{}",
+        more.stderr
+    );
+    assert!(more.stderr.contains("note: 1 file committed; no large file"), "{}", more.stderr);
+    let mut expected = model.to_vec();
+    expected.insert(3, "onnx/secret");
+    assert_eq!(names(), expected);
 
     // The same model by its name.
     let generate = |model: &str| {
@@ -390,9 +476,14 @@ fn the_command_pushes_a_model_and_nothing_else() {
     assert_eq!(generate(TO), generate("policy"));
 
     server.asked();
-    std::os::unix::fs::symlink("/etc/hostname", scratch.path("policy").join("host.txt")).unwrap();
+    let link = scratch.path("policy").join("README.md");
+    std::os::unix::fs::symlink("/etc/hostname", &link).unwrap();
+    fs::create_dir(scratch.path("bare")).unwrap();
+    scratch.write("bare/config.json", "{}");
     for (line, code, words) in [
         ("push policy me/tiny", 1, "found a link to"),
+        ("push bare me/tiny", 1, "expected the weights of a model (model.safetensors or"),
+        ("push policy me/tiny --revision a..b", 2, "revision = a..b: expected a branch"),
         ("push nowhere me/tiny", 1, "found no such folder"),
         ("push . me/tiny", 1, "expected the folder of a model"),
         ("push policy a/b/c", 2, "name = a/b/c: expected a name on the hub"),
@@ -401,7 +492,7 @@ fn the_command_pushes_a_model_and_nothing_else() {
         server.run(&scratch, line).is_one_error(line, code, &[words]);
     }
     assert!(server.asked().is_empty());
-    fs::remove_file(scratch.path("policy").join("host.txt")).unwrap();
+    fs::remove_file(link).unwrap();
     let mut without = server.command(&scratch, "push policy me/tiny");
     Ran::from(without.env_remove("HF_TOKEN").output().unwrap()).is_one_error(
         "no token",
@@ -417,14 +508,26 @@ fn a_run_pushes_its_checkpoints_and_its_model() {
     let scratch = Scratch::new();
     let sft = SFT.replace("_path policy", "_path ./policy");
     let line = format!("{sft} --push_to_hub --hub_model_id me/tiny --save_steps 1 --hub_always_push");
-    let ran = server.run(&scratch, &line);
-    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    let ran = server.run(&scratch, &format!("{line} --report_to tensorboard"));
+    // A log has the place of the model too.
+    let expected = format!("the model is at {}/me/tiny, commit ", server.url);
+    assert!(ran.code == 0 && ran.stderr.starts_with(&expected) && ran.stderr.lines().count() == 1, "{}", ran.stderr);
     assert_eq!(server.titles(), ["initial commit", "Checkpoint, after update 1", "End of training"]);
     let files = server.files("main");
     for name in ["config.yaml", "metrics.jsonl", "README.md", "tokenizer.json", "config.json", "model.safetensors"] {
         assert_eq!(files[name], sha256(&fs::read(scratch.path("out").join(name)).unwrap()), "{name}");
     }
-    assert!(!files.keys().any(|name| name.contains("optimizer") || name.contains("trainer_state")), "{files:?}");
+    let known = [
+        "README.md",
+        "config.json",
+        "config.yaml",
+        "generation_config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(files.keys().collect::<Vec<_>>(), known);
     let config = scratch.read("out/config.yaml");
     assert!(
         !config.contains("hub_token") && !config.contains(TOKEN) && config.contains("hub_model_id: me/tiny"),
@@ -445,7 +548,8 @@ fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     let scratch = Scratch::new();
     let best = json!({"repo_id": "me/tiny", "commit_message": "best", "token": TOKEN}).to_string();
     let mut command = server.command(&scratch, &format!("{PPO} --compare_steps 1 --no_checks"));
-    let ran = Ran::from(command.args(["--push_to_hub_if_best_kwargs", &best]).output().unwrap());
+    command.args(["--push_to_hub_if_best_kwargs", &best, "--report_to", "command:env KEY=pw123 cat > events"]);
+    let ran = Ran::from(command.output().unwrap());
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let titles = server.titles();
     assert!(titles.iter().any(|title| title.starts_with("Best model, after update ")), "{titles:?}");
@@ -455,6 +559,11 @@ fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     for name in ["README.md", "report.html", "config.yaml", "metrics.jsonl"] {
         assert!(!scratch.read(&format!("out/{name}")).contains(TOKEN), "{name} has the token");
     }
+    // The arguments of a program stay on this machine.
+    assert!(scratch.read("out/config.yaml").contains("pw123") && !scratch.read("events").contains("pw123"));
+    assert!(!scratch.read("out/README.md").contains("pw123"));
+    let found = server.text("/me/tiny/resolve/main/config.yaml");
+    assert!(found.contains("command:env ...") && found.contains("seed: 42") && !found.contains("pw123"), "{found}");
 }
 
 #[test]
@@ -499,7 +608,7 @@ fn a_run_that_may_not_push_does_not_start_and_one_that_cannot_push_loses_nothing
     let scratch = Scratch::new();
     let line = format!("{SFT} --push_to_hub --hub_model_id");
     for (name, code, words) in [
-        ("other/tiny", 2, &["found one of other"][..]),
+        ("other/tiny", 1, &["needs write access to other/tiny"][..]),
         ("a/b/c", 2, &["hub_model_id = a/b/c"]),
         ("me/tiny --hub_token hf_wrong", 1, &["does not accept the access token"]),
         ("me/tiny --hub_strategy best", 2, &["hub_strategy = best needs metric_for_best_model"]),

@@ -91,11 +91,38 @@ fn a_program_gets_all_events_of_a_run_and_a_resumed_run_continues_there() {
     }
     assert!(files.iter().all(|file| scratch.path("out").join(file.as_str().unwrap()).is_file()), "{files:?}");
     assert!(!files.contains(&json!("metrics.jsonl")) && artifact["name"] == "first");
+    assert!(files.contains(&json!("value_model/model.safetensors")), "{files:?}");
 
     // A run that replaces this one is another one there too.
     scratch.write("events", "");
     run(&scratch, &format!("{PPO} --overwrite_output_dir"), &[RECORDER], &[]);
     assert_eq!((&events(&scratch)[0]["resume"], &events(&scratch)[0]["name"]), (&Value::Null, &json!("out")));
+}
+
+#[test]
+fn arguments_of_programs_do_not_leave_the_machine_with_the_settings() {
+    let scratch = Scratch::new();
+    let line = PPO.replace("--reward_model_path reward ", "");
+    let mut command = scratch.command(&format!("{line} --log_model --num_sample_generations 0"));
+    let reward = "env KEY=pw123 sh -c 'while read -r line; do echo 1; done'";
+    command.args(["--reward_command", reward, "--report_to", "tensorboard", "command:env KEY=pw123 cat > events"]);
+    let ran = Ran::from(command.output().unwrap());
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(scratch.read("out/config.yaml").contains("pw123"), "a resumed run needs them");
+    let found = events(&scratch);
+    assert_eq!(found[0]["config"]["reward_command"], "env ...");
+    assert_eq!(found[0]["config"]["report_to"], json!(["tensorboard", "command:env ..."]));
+    let artifact = &of_type(&found, "artifact")[0];
+    assert!(!artifact["files"].as_array().unwrap().contains(&json!("config.yaml")), "{artifact:?}");
+    assert!(!scratch.read("events").contains("pw123"));
+    for entry in std::fs::read_dir(scratch.path("out")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.starts_with("events.out.") || name == "README.md" {
+            let bytes = std::fs::read(&path).unwrap();
+            assert!(!bytes.windows(5).any(|word| word == b"pw123"), "{name}");
+        }
+    }
 }
 
 #[test]
@@ -280,6 +307,55 @@ fn a_client_gets_the_numbers_of_the_run_and_its_output_and_its_errors_stay_out_o
         ["metrics", "samples"].map(|kind| format!("warning: trackio: could not log {kind}: refused with ..."));
     assert_eq!((ran.code, warnings), (0, expected.iter().map(String::as_str).collect()));
     assert_eq!(calls(&scratch).last().unwrap(), &json!(["finish"]));
+}
+
+/// The local database of the client [`CLIENT`].
+const DATABASE: &str = r#"
+import json
+class SQLiteStorage:
+    def get_logs(project, run):
+        calls = [json.loads(line) for line in open("calls")]
+        return [{"step": call[1], "timestamp": n, **call[2]} for n, call in enumerate(calls) if call[0] == "log"]
+"#;
+
+#[test]
+fn updates_that_a_resumed_run_repeats_are_not_logged_twice() {
+    let scratch = Scratch::new();
+    std::fs::create_dir_all(scratch.path("modules/trackio")).unwrap();
+    scratch.write("modules/trackio/__init__.py", CLIENT);
+    scratch.write("modules/trackio/sqlite_storage.py", DATABASE);
+    let modules = scratch.path("modules");
+    let vars = [("PYTHONPATH", modules.to_str().unwrap())];
+    let line = format!("{PPO} --save_steps 1 --eval_steps 1 --num_eval_prompts 2 --eval_split_size 2");
+    let ran = run(&scratch, &line, &["trackio"], &vars);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    // As if it had been killed before its last checkpoint.
+    std::fs::remove_dir_all(scratch.path("out/checkpoint-2")).unwrap();
+    let more = "--total_episodes 12 --resume_from_checkpoint true";
+    let ran = run(&scratch, &format!("{line} {more}"), &["trackio"], &vars);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let logged = calls(&scratch).into_iter().filter(|call| call[0] == "log");
+    let names = |call: &Value| call[2].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let mut seen: Vec<_> =
+        logged.flat_map(|call| names(&call).into_iter().map(move |name| (call[1].clone(), name))).collect();
+    let all = seen.len();
+    seen.sort_by_key(|(step, name)| (step.as_u64(), name.clone()));
+    seen.dedup();
+    assert_eq!(seen.len(), all, "nothing is there twice");
+    for line in lines(&scratch) {
+        let metrics = line.as_object().unwrap().iter().filter(|(name, value)| *name != "step" && !value.is_null());
+        for (name, _) in metrics {
+            assert!(seen.contains(&(line["step"].clone(), name.clone())), "{} {name}", line["step"]);
+        }
+    }
+}
+
+#[test]
+fn a_limit_of_the_wait_that_is_no_number_is_a_warning() {
+    let scratch = Scratch::new();
+    let ran = run(&scratch, SFT, &[RECORDER], &[("RLHF_TRACKER_TIMEOUT", "abc")]);
+    let expected = "warning: RLHF_TRACKER_TIMEOUT: expected a number of seconds, found `abc`; the limit is 30 s\n";
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, expected));
 }
 
 #[test]

@@ -117,12 +117,13 @@ Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
 const PUSH_HELP: &str = "\
-The model, its tokenizer, card and configuration, in one commit; no checkpoints, samples, optimizer
-states or hidden files. HF_TOKEN has an access token with write access. Large files that the hub
+The model, its tokenizer, card and configuration, in one commit; of a run also config.yaml and
+metrics.jsonl. Any other file is left out and listed; --include adds it. HF_TOKEN has an access token with write access. Large files that the hub
 has already are not sent again, so the same command continues an upload that was cut.
 
 Example:
-  rlhf push runs/ppo me/my-model --private";
+  rlhf push runs/ppo me/my-model --private
+  rlhf push runs/ppo me/my-model --include eval.json \"onnx/*\"";
 
 const REPORT_HELP: &str = "\
 One page of HTML that needs no network: a verdict in words, curves, samples, settings, warnings. Of

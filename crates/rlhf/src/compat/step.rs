@@ -13,7 +13,7 @@ use crate::data::{Dataset, Prompt};
 use crate::dist::World;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::hub::Hub;
-use crate::hub::push::{Repository, open_folder};
+use crate::hub::push::Repository;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueModel};
 use crate::optim::LearningRates;
@@ -31,7 +31,7 @@ use crate::run::card::Card;
 use crate::run::checkpoint::BEST;
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::output_dir::{FolderLock, claim_folder};
-use crate::run::push::is_pushed;
+use crate::run::push::open_model;
 use crate::run::report::Reporter;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
@@ -662,7 +662,7 @@ impl StepTrainer {
     fn push_best(&self, output_dir: &Path) {
         let Some(repository) = &self.repository else { return };
         let title = format!("Best model, at step {}", self.steps + 1);
-        let files = open_folder(&output_dir.join(BEST), &is_pushed);
+        let files = open_model(&output_dir.join(BEST));
         if let Err(error) = files.and_then(|files| repository.push(&files, &title, false)) {
             let _ = writeln!(std::io::stderr(), "warning: the best model is not on the hub: {error}");
         }

@@ -2,7 +2,7 @@
 //! and `multipart`, one request a part, as `huggingface_hub` uses it without Xet.
 
 use super::local::LocalFile;
-use super::requests::{Client, Content, Request};
+use super::requests::{Client, Content, Reply, Request, SLOW};
 use super::{Bar, Failure};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const BATCH: usize = 256;
 /// Attempts per file, each with new instructions of the hub: the addresses to upload to expire.
 const ATTEMPTS_PER_FILE: u32 = 4;
+/// Statuses of a storage service for an address that has expired.
+const EXPIRED: &[u16] = &[401, 403, 404, 410];
 
 /// The hub's instructions for one file.
 struct Action {
@@ -59,6 +61,7 @@ fn upload_file(
             Ok(()) => return Ok(()),
             Err(failure) => failure,
         };
+        drop(bar);
         failed += 1;
         if failed == ATTEMPTS_PER_FILE {
             return Err(failure);
@@ -89,6 +92,7 @@ fn instructions(client: &Client, revision: &str, files: &[&LocalFile]) -> Result
         content: Content::Lfs(&body),
         accepts: &[],
         with_token: true,
+        patience: SLOW,
     })?;
     let expected = || client.error("expected instructions to upload large files from the hub, found another response");
     let objects = reply.json["objects"].as_array().ok_or_else(expected)?;
@@ -145,21 +149,31 @@ fn parts(client: &Client, file: &LocalFile, header: &Value) -> Result<Option<(u6
     }
 }
 
-/// Uploads a file by its instructions, and has the hub check it.
+/// Uploads a file by its instructions, and has the hub check it. A failure that may pass needs new instructions; all other requests
+/// were repeated here.
 fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar>) -> Result<(), Failure> {
     let what = format!("upload {}", file.name());
     let put = |url: &str, from: u64, len: u64| {
         let content = Content::File { file, from, len, bar };
-        client.send(&Request { what: what.clone(), url: url.into(), content, accepts: &[], with_token: false })
+        let (what, url) = (what.clone(), url.into());
+        client.send(&Request { what, url, content, accepts: EXPIRED, with_token: false, patience: SLOW })
+    };
+    let in_time = |url: &str, reply: Reply| match reply.status.is_success() {
+        true => Ok(reply),
+        false => Err(client.passing(&what, url, &reply)),
+    };
+    let repeated = |request: &Request<'_>| {
+        client.repeat(|| client.send(request)).map(drop).map_err(|failure| client.give_up(failure))
     };
     match &action.parts {
-        None => drop(client.repeat(|| put(&action.url, 0, file.size()))?),
+        None => drop(in_time(&action.url, put(&action.url, 0, file.size())?)?),
         Some((size, urls)) => {
             let mut sent = Vec::with_capacity(urls.len());
             for (number, url) in (1u64..).zip(urls) {
                 let from = (number - 1) * size;
                 // A part that was cut is sent again; those before it are not.
-                let reply = client.repeat(|| put(url, from, (*size).min(file.size() - from)))?;
+                let reply = client.repeat(|| put(url, from, (*size).min(file.size() - from)));
+                let reply = in_time(url, reply.map_err(|failure| client.give_up(failure))?)?;
                 let etag =
                     reply.headers.get("etag").and_then(|etag| etag.to_str().ok()).filter(|etag| !etag.is_empty());
                 let Some(etag) = etag else {
@@ -170,15 +184,15 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
             let body = json!({"oid": file.sha256()?, "parts": sent});
             // This address is signed and needs no token.
             let (url, content) = (action.url.clone(), Content::Lfs(&body));
-            let request = Request { what: what.clone(), url, content, accepts: &[], with_token: false };
-            client.repeat(|| client.send(&request))?;
+            let what = what.clone();
+            repeated(&Request { what, url, content, accepts: &[], with_token: false, patience: SLOW })?;
         }
     }
     if let Some(url) = &action.verify {
         let body = json!({"oid": file.sha256()?, "size": file.size()});
         let (url, content) = (url.clone(), Content::Json(&body));
-        let request = Request { what: format!("verify {}", file.name()), url, content, accepts: &[], with_token: true };
-        client.repeat(|| client.send(&request))?;
+        let what = format!("verify {}", file.name());
+        repeated(&Request { what, url, content, accepts: &[], with_token: true, patience: SLOW })?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Files to upload: opened once, so that what is uploaded stays as it was when a run replaces or removes its files.
+//! Files to upload. Those of a run are opened once, so that what is uploaded stays as it was when the run replaces or removes them.
 
 use crate::{Error, Result};
 use ring::digest;
@@ -20,13 +20,24 @@ pub struct LocalFile {
     name: String,
     /// Path on this machine.
     path: PathBuf,
-    file: File,
+    content: Content,
     size: u64,
     sha256: OnceCell<String>,
 }
 
+/// Where the bytes of a file are.
+#[derive(Debug)]
+enum Content {
+    /// In a file that stays open.
+    Open(File),
+    /// In a file that is opened to be read.
+    Closed,
+    /// In memory.
+    Bytes(Vec<u8>),
+}
+
 impl LocalFile {
-    /// Opens the file `path`, to upload it as `name`.
+    /// Opens the file `path`, to upload it as `name`. It stays open, and as it is now.
     ///
     /// # Errors
     /// If it cannot be opened.
@@ -34,7 +45,22 @@ impl LocalFile {
         let (name, path) = (name.into(), path.into());
         let file = File::open(&path).map_err(Error::io("read", &path))?;
         let size = file.metadata().map_err(Error::io("read", &path))?.len();
-        Ok(Self { name, path, file, size, sha256: OnceCell::new() })
+        Ok(Self { name, path, content: Content::Open(file), size, sha256: OnceCell::new() })
+    }
+
+    /// Returns the file `path`, to upload as `name`. It is open only while it is read, and must stay as it is until then.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn find(name: impl Into<String>, path: impl Into<PathBuf>) -> Result<Self> {
+        Ok(Self { content: Content::Closed, ..Self::open(name, path)? })
+    }
+
+    /// Returns a file with this content, to upload as `name`.
+    pub fn of(name: impl Into<String>, content: impl Into<Vec<u8>>) -> Self {
+        let (name, content) = (name.into(), content.into());
+        let (path, size) = (PathBuf::from(&name), content.len() as u64);
+        Self { name, path, content: Content::Bytes(content), size, sha256: OnceCell::new() }
     }
 
     /// Path in the repository, with slashes.
@@ -53,7 +79,10 @@ impl LocalFile {
     }
 
     /// The whole content.
-    pub(super) fn bytes(&self) -> Result<Vec<u8>> {
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
         self.bytes_of(0, self.size)
     }
 
@@ -65,7 +94,16 @@ impl LocalFile {
 
     /// Reads `len` bytes after the first `from` ones.
     pub(super) fn reader(&self, from: u64, len: u64) -> Slice<'_> {
-        Slice { file: &self.file, at: from, end: from + len }
+        Slice { file: self, opened: None, at: from, end: from + len }
+    }
+
+    /// Opens the file again, which must have its size.
+    fn reopened(&self) -> io::Result<File> {
+        let file = File::open(&self.path)?;
+        match file.metadata()?.len() == self.size {
+            true => Ok(file),
+            false => Err(io::Error::other("the file has changed since the upload started")),
+        }
     }
 
     /// SHA-256 in hexadecimal digits: the file's name in the hub's storage of large files.
@@ -100,7 +138,9 @@ impl LocalFile {
 
 /// A range of a file.
 pub(super) struct Slice<'a> {
-    file: &'a File,
+    file: &'a LocalFile,
+    /// The file, if it was opened for this range.
+    opened: Option<File>,
     at: u64,
     end: u64,
 }
@@ -111,7 +151,18 @@ impl Read for Slice<'_> {
         if left == 0 {
             return Ok(0);
         }
-        let read = self.file.read_at(&mut buffer[..left], self.at)?;
+        let file = match &self.file.content {
+            Content::Open(file) => file,
+            Content::Bytes(bytes) => {
+                let at = self.at as usize;
+                buffer[..left].copy_from_slice(&bytes[at..at + left]);
+                self.at += left as u64;
+                return Ok(left);
+            }
+            Content::Closed if self.opened.is_none() => self.opened.insert(self.file.reopened()?),
+            Content::Closed => self.opened.as_ref().ok_or(ErrorKind::NotFound)?,
+        };
+        let read = file.read_at(&mut buffer[..left], self.at)?;
         if read == 0 {
             return Err(io::Error::new(ErrorKind::UnexpectedEof, "the file is shorter than it was"));
         }
@@ -120,25 +171,43 @@ impl Read for Slice<'_> {
     }
 }
 
-/// Opens the files of the folder `dir` whose relative paths are `wanted`, in the order of their names. Folders that are not `wanted`
-/// are not read.
+/// Opens the files of the folder `dir` whose relative paths are `wanted`, in the order of their names. The path of a folder ends with a
+/// slash; folders that are not `wanted` are not read.
 ///
 /// # Errors
 /// If a file or folder cannot be read, or its name is not UTF-8; if a link leads to a folder, or to a file outside of `dir`.
 pub fn open_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<LocalFile>> {
+    collect(dir, wanted, |name, path| LocalFile::open(name, path))
+}
+
+/// Finds the files of a folder as [`open_folder`] does; each is open only while it is read.
+///
+/// # Errors
+/// As [`open_folder`].
+pub fn find_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<LocalFile>> {
+    collect(dir, wanted, |name, path| LocalFile::find(name, path))
+}
+
+fn collect(
+    dir: &Path,
+    wanted: &dyn Fn(&str) -> bool,
+    take: impl Fn(String, PathBuf) -> Result<LocalFile>,
+) -> Result<Vec<LocalFile>> {
     let root = dir.canonicalize().map_err(Error::io("read the folder", dir))?;
     let mut files = Vec::new();
     let mut open = vec![(dir.to_path_buf(), String::new())];
     while let Some((folder, prefix)) = open.pop() {
         for entry in fs::read_dir(&folder).map_err(Error::io("read the folder", &folder))? {
             let path = entry.map_err(Error::io("read the folder", &folder))?.path();
-            let name = path.file_name().and_then(|name| name.to_str());
-            let name = name.ok_or_else(|| Error::invalid(&path, "expected a name in UTF-8, which the hub needs"))?;
+            let kind = path.symlink_metadata().map_err(Error::io("read", &path))?.file_type();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
             let name = format!("{prefix}{name}");
-            if !wanted(&name) {
+            if !wanted(&if kind.is_dir() { format!("{name}/") } else { name.clone() }) {
                 continue;
             }
-            let kind = path.symlink_metadata().map_err(Error::io("read", &path))?.file_type();
+            if path.file_name().is_some_and(|name| name.to_str().is_none()) {
+                return Err(Error::invalid(&path, "expected a name in UTF-8, which the hub needs"));
+            }
             if kind.is_symlink() {
                 check_link(&path, &root)?;
             }
@@ -148,7 +217,7 @@ pub fn open_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<Loca
                 }
                 open.push((path, format!("{name}/")));
             } else if path.is_file() {
-                files.push(LocalFile::open(name, path)?);
+                files.push(take(name, path)?);
             }
         }
     }
@@ -224,6 +293,22 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_open_only_while_it_is_read_and_must_not_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        std::fs::write(&path, "before").unwrap();
+        let files = find_folder(dir.path(), &|_| true).unwrap();
+        let opened = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        assert!(opened.filter_map(|link| std::fs::read_link(link.path()).ok()).all(|open| open != path));
+        assert_eq!(files[0].bytes().unwrap(), b"before");
+        let (same, bytes) = (LocalFile::of("a", "before"), |file: &LocalFile| file.bytes_of(2, 3).unwrap());
+        assert_eq!((bytes(&same), same.sha256().unwrap()), (bytes(&files[0]), files[0].sha256().unwrap()));
+        std::fs::write(&path, "another").unwrap();
+        let error = files[0].bytes().unwrap_err().to_string();
+        assert!(error.contains("the file has changed since the upload started"), "{error}");
+    }
+
+    #[test]
     fn only_wanted_files_of_the_folder_itself_are_opened() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("model");
@@ -232,7 +317,7 @@ mod tests {
             std::fs::write(root.join(name), name).unwrap();
         }
         std::os::unix::fs::symlink("a", root.join("link")).unwrap();
-        let wanted = |name: &str| name != ".git" && name != "old";
+        let wanted = |name: &str| name != ".git/" && name != "old/";
         let names = |files: Vec<LocalFile>| files.into_iter().map(|file| file.name).collect::<Vec<_>>();
         assert_eq!(names(open_folder(&root, &wanted).unwrap()), ["a", "b", "link", "sub/c"]);
         std::fs::write(dir.path().join("secret"), "s").unwrap();

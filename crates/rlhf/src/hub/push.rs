@@ -2,7 +2,7 @@
 //!
 //! 1. [`Hub::repository`] checks before anything is trained that the token may write to the name, and creates the repository.
 //! 2. [`Repository::push`] sends the hub the names and sizes of the files. It responds which are large, which it ignores by
-//!    `.gitignore`, and the hashes of those that it has: unchanged files are left out.
+//!    `.gitignore`, and the hashes of those that it has: ignored and unchanged files are left out.
 //! 3. Large files go to the hub's storage, by the batch interface of git's LFS extension. A file that the storage has by its
 //!    hash is not sent: a push that was cut continues where it ended.
 //! 4. One commit adds all files; small ones are in it.
@@ -11,11 +11,11 @@
 //! The hub's newer storage, Xet, is not used: its client is a library of its own with an asynchronous runtime. The hub takes files
 //! by LFS for repositories of both kinds, and stores them in the repository's own way.
 
-pub use super::local::{LocalFile, open_folder};
+pub use super::local::{LocalFile, find_folder, open_folder};
 
 use super::local::base64;
-use super::requests::{Client, Content, Request};
-use super::{Failure, Hub, INDEX, SINGLE, escaped, is_branch, is_commit, is_hub_name, lfs};
+use super::requests::{Client, Content, Request, SLOW};
+use super::{CONFIG, Failure, Hub, INDEX, SINGLE, escaped, is_branch, is_commit, is_hub_name, lfs};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +25,8 @@ use std::fmt;
 const MAIN: &str = "main";
 /// Files in one request about files; the limit of the hub is 256 for one kind of request and 1000 for the other.
 const BATCH: usize = 256;
+/// The configuration of an adapter.
+const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// File with patterns of names that are not uploaded.
 const GITIGNORE: &str = ".gitignore";
 
@@ -35,7 +37,8 @@ pub struct Destination {
     pub name: String,
     /// Branch, created from `main` if there is none of this name (none: `main`).
     pub revision: Option<String>,
-    /// Whether a new repository is private (none: the default of its owner, usually public). An existing one stays as it is.
+    /// Whether a new repository is private (none: the default of its owner, usually public). An existing one stays as it is; a public
+    /// one is an error where a private one is wanted.
     pub private: Option<bool>,
 }
 
@@ -54,6 +57,10 @@ pub struct Pushed {
     pub files: usize,
     /// Bytes of large files that were uploaded.
     pub uploaded: u64,
+    /// Files that were left out by a `.gitignore` of the folder or of the repository.
+    pub ignored: Vec<String>,
+    /// File of weights that the commit removed, as readers would prefer it to the new ones.
+    pub removed: Option<String>,
 }
 
 /// The hub's view of a file.
@@ -75,8 +82,8 @@ impl Hub {
     /// Returns the model repository `to`. Creates it and its branch, unless they exist.
     ///
     /// # Errors
-    /// If there is no token, or it may not write to the repository; if the name is not one of the token's user or of an
-    /// organization of theirs; if the hub cannot be reached.
+    /// If there is no token, or it may not write to the repository; if the repository is public and `to` wants a private one; if the
+    /// hub cannot be reached.
     pub fn repository(&self, to: &Destination) -> Result<Repository> {
         let name = &to.name;
         if !is_hub_name(name) {
@@ -91,17 +98,23 @@ impl Hub {
         if self.offline {
             return Err(Error::invalid(name, "cannot push: HF_HUB_OFFLINE forbids requests to the hub"));
         }
-        if self.token.is_none() {
+        let Some(token) = &self.token else {
             let message = format!(
                 "{name}: expected an access token with write access in HF_TOKEN, found none; {}/settings/tokens makes one",
                 self.endpoint
+            );
+            return Err(Error::Usage(message));
+        };
+        if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let message = format!(
+                "{name}: HF_TOKEN: expected an access token of ASCII letters and digits, found another character"
             );
             return Err(Error::Usage(message));
         }
         let mut client = Client::new(self.clone(), name.clone())?;
         let found = client.repeat(|| client.get("find the user of the access token", "whoami-v2", &[]));
         let user = found.map_err(|failure| client.give_up(failure))?.json;
-        client.name = owned_name(&client, &user)?;
+        (client.name, client.owners) = owned_name(&client, &user)?;
         let repository = Repository { client, revision };
         let prepared = repository.client.repeat(|| repository.prepare(to));
         prepared.map_err(|failure| repository.client.give_up(failure))?;
@@ -109,15 +122,13 @@ impl Hub {
     }
 }
 
-/// Returns the name with its owner.
+/// Returns the name with its owner, and the owners that the token may write to, if the owner is not known to be one of them: the hub
+/// decides, as members of an organization may write to some of its repositories.
 ///
 /// # Errors
-/// If the owner is neither the `user` nor one of the user's organizations, or the token can only read.
-fn owned_name(client: &Client, user: &Value) -> Result<String> {
+/// If the token can only read, or the name has no owner and the token no `user`.
+fn owned_name(client: &Client, user: &Value) -> Result<(String, Option<String>)> {
     let name = client.name.as_str();
-    let Some(own) = user["name"].as_str() else {
-        return Err(client.error("expected the name of the access token's user from the hub, found none"));
-    };
     if user["auth"]["accessToken"]["role"] == "read" {
         let message = format!(
             "{name}: expected an access token with write access in HF_TOKEN, found one that can only read; \
@@ -126,18 +137,21 @@ fn owned_name(client: &Client, user: &Value) -> Result<String> {
         );
         return Err(Error::Usage(message));
     }
-    let Some((owner, _)) = name.split_once('/') else { return Ok(format!("{own}/{name}")) };
-    let orgs: Vec<&Value> = user["orgs"].as_array().into_iter().flatten().collect();
-    let may_write = |org: &&&Value| org["roleInOrg"] != "read";
-    let writable = orgs.iter().filter(may_write).filter_map(|org| org["name"].as_str());
-    let owners: Vec<&str> = std::iter::once(own).chain(writable).collect();
-    if owners.iter().any(|known| known.eq_ignore_ascii_case(owner)) {
-        return Ok(name.to_string());
-    }
-    let owners = owners.join(", ");
-    Err(Error::Usage(format!(
-        "{name}: expected a repository of an owner that the access token may write to ({owners}), found one of {owner}"
-    )))
+    let own = user["name"].as_str();
+    let Some((owner, _)) = name.split_once('/') else {
+        return match own {
+            Some(own) => Ok((format!("{own}/{name}"), None)),
+            None => {
+                Err(client.error("expected a name with its owner, such as me/my-model: the access token has no user"))
+            }
+        };
+    };
+    let may_write = |org: &&Value| !["read", "no_access"].iter().any(|role| org["roleInOrg"] == *role);
+    let orgs = user["orgs"].as_array().into_iter().flatten();
+    let writable = orgs.filter(may_write).filter_map(|org| org["name"].as_str());
+    let owners: Vec<&str> = own.into_iter().chain(writable).collect();
+    let is_known = owners.iter().any(|known| known.eq_ignore_ascii_case(owner));
+    Ok((name.to_string(), (!is_known && !owners.is_empty()).then(|| owners.join(", "))))
 }
 
 impl Repository {
@@ -171,10 +185,20 @@ impl Repository {
             409 if created.words.contains("in progress") => {
                 return Err(Failure::Passing(format!("cannot {what}: {}", created.words), None));
             }
-            // An account that may not create repositories may write to one that is there.
-            401..=403 if client.get(what, &format!("models/{}", client.name), &[401, 403, 404])?.status != 200 => {
-                // The refusal of the first request is the reason.
-                client.post(what, "repos/create", &body, &[])?;
+            status @ 400.. => {
+                let found = client.get(what, &format!("models/{}", client.name), &[401, 403, 404])?;
+                // An account that may not create repositories may write to one that is there. Otherwise the refusal of the first
+                // request is the reason.
+                if status != 409 && found.status != 200 {
+                    client.post(what, "repos/create", &body, &[])?;
+                }
+                if to.private == Some(true) && found.json["private"] == false {
+                    let message = format!(
+                        "expected a private repository or a new one, found one that is public: {}/{}/settings makes it private",
+                        client.hub.endpoint, client.name
+                    );
+                    return Err(client.error(&message).into());
+                }
             }
             _ => {}
         }
@@ -192,11 +216,13 @@ impl Repository {
     }
 
     /// Pushes the `files` in one commit with the title `message`. Other files of the repository stay, but for weights that would
-    /// be read in place of the new ones. `shows` a progress bar for each large file.
+    /// be read in place of the new ones. `shows` long waits on standard error, and on a terminal a progress bar for each large file.
     ///
     /// # Errors
-    /// If there is no file; if a file cannot be read, the hub refuses one, or cannot be reached; if the commit has other bytes.
+    /// If there is no file; if a file cannot be read, the hub refuses one, or cannot be reached; if a `.gitignore` excludes a part of
+    /// the model; if the commit has other bytes.
     pub fn push(&self, files: &[LocalFile], message: &str, shows: bool) -> Result<Pushed> {
+        self.client.speaks.set(shows);
         if files.is_empty() {
             return Err(self.client.error("expected files to push, found none"));
         }
@@ -220,6 +246,15 @@ impl Repository {
         (shows, uploaded): (bool, &mut u64),
     ) -> Result<Pushed, Failure> {
         let modes = self.modes(files)?;
+        let ignored = files.iter().zip(&modes).filter(|(_, mode)| mode.is_ignored);
+        let ignored: Vec<String> = ignored.map(|(file, _)| file.name().to_string()).collect();
+        let is_needed =
+            |name: &&String| [CONFIG, ADAPTER_CONFIG].contains(&name.as_str()) || name.ends_with(".safetensors");
+        if let Some(name) = ignored.iter().find(is_needed) {
+            let message =
+                format!("{name} is a part of the model, but .gitignore of the folder or of the repository excludes it");
+            return Err(self.client.error(&message).into());
+        }
         let mut changed = Vec::new();
         for (file, mode) in files.iter().zip(&modes).filter(|(_, mode)| !mode.is_ignored) {
             let hash = if mode.is_large { file.sha256()?.to_string() } else { file.git_hash()? };
@@ -234,7 +269,8 @@ impl Repository {
         let removed = self.stale_weights(files)?;
         if changed.is_empty() && removed.is_none() {
             let reply = self.client.get("find the last commit", &self.path("revision"), &[])?;
-            return Ok(Pushed { commit: self.commit_of(&reply.json["sha"])?, files: 0, uploaded: *uploaded });
+            let commit = self.commit_of(&reply.json["sha"])?;
+            return Ok(Pushed { commit, files: 0, uploaded: *uploaded, ignored, removed: None });
         }
         let lines = commit_lines(&changed, removed, message)?;
         let reply = self.client.send(&Request {
@@ -243,10 +279,11 @@ impl Repository {
             content: Content::Lines(lines.as_bytes()),
             accepts: &[],
             with_token: true,
+            patience: SLOW,
         })?;
         let commit = self.commit_of(&reply.json["commitOid"])?;
         self.verify(&commit, &changed)?;
-        Ok(Pushed { commit, files: changed.len(), uploaded: *uploaded })
+        Ok(Pushed { commit, files: changed.len(), uploaded: *uploaded, ignored, removed: removed.map(String::from) })
     }
 
     fn commit_of(&self, found: &Value) -> Result<String, Failure> {

@@ -2,17 +2,24 @@
 
 use super::local::LocalFile;
 use super::{ATTEMPTS, Bar, Failure, Hub, origin};
+use crate::safe_text::one_line;
+use crate::signals::stop_requested;
 use crate::{Error, Result};
 use serde_json::Value;
-use std::io::{self, Read};
-use std::time::Duration;
+use std::cell::Cell;
+use std::io::{self, Read, Write};
+use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Agent, Body, SendBody};
 
 /// Most wait before the next attempt: the hub's limits on requests are per five minutes.
 const LONGEST_WAIT: Duration = Duration::from_secs(300);
-/// Timeout of a response: a commit of many files, or the completion of a large one, takes its time.
-const RESPONSE: Duration = Duration::from_secs(600);
+/// Timeout of most responses.
+const QUICK: Duration = Duration::from_secs(60);
+/// Timeout of the response to a commit of many files or to the completion of a large one.
+pub(super) const SLOW: Duration = Duration::from_secs(600);
+/// Time without a note after which a wait is noted.
+const QUIET: Duration = Duration::from_secs(5);
 /// Rate below which sending a file counts as stalled, in bytes per second.
 const SLOWEST: u64 = 20_000;
 /// Bytes of a response that are read.
@@ -49,6 +56,8 @@ pub(super) struct Request<'a> {
     pub(super) accepts: &'static [u16],
     /// Whether the token is sent, if the address is the hub's.
     pub(super) with_token: bool,
+    /// Timeout of the response.
+    pub(super) patience: Duration,
 }
 
 /// A response.
@@ -66,13 +75,19 @@ pub(super) struct Client {
     pub(super) hub: Hub,
     /// Name of the repository, as errors show it.
     pub(super) name: String,
+    /// The owners that the token may write to, if that of the repository is not known to be one of them.
+    pub(super) owners: Option<String>,
+    /// Whether waits are noted on standard error.
+    pub(super) speaks: Cell<bool>,
+    /// Start of the requests, or the last note.
+    noted: Cell<Instant>,
     agent: Agent,
 }
 
 impl Client {
     pub(super) fn new(hub: Hub, name: String) -> Result<Self> {
         let agent = hub.agent()?;
-        Ok(Self { hub, name, agent })
+        Ok(Self { hub, name, owners: None, speaks: Cell::new(true), noted: Cell::new(Instant::now()), agent })
     }
 
     /// An address of the hub's interface.
@@ -98,13 +113,13 @@ impl Client {
     /// Sends a POST of JSON to the hub's interface, with the token.
     pub(super) fn post(&self, what: &str, path: &str, json: &Value, accepts: &'static [u16]) -> Result<Reply, Failure> {
         let (url, content) = (self.api(path), Content::Json(json));
-        self.send(&Request { what: what.into(), url, content, accepts, with_token: true })
+        self.send(&Request { what: what.into(), url, content, accepts, with_token: true, patience: QUICK })
     }
 
     /// Sends a GET to the hub's interface, with the token.
     pub(super) fn get(&self, what: &str, path: &str, accepts: &'static [u16]) -> Result<Reply, Failure> {
         let (url, content) = (self.api(path), Content::None);
-        self.send(&Request { what: what.into(), url, content, accepts, with_token: true })
+        self.send(&Request { what: what.into(), url, content, accepts, with_token: true, patience: QUICK })
     }
 
     /// Sends a request once, and follows redirects on its host, as those of a renamed repository.
@@ -125,7 +140,7 @@ impl Client {
 
     fn call(&self, request: &Request<'_>, at: &str) -> Result<Response<Body>, Failure> {
         let length = if let Content::File { len, .. } = request.content { len } else { 0 };
-        let patience = RESPONSE + Duration::from_secs(length / SLOWEST);
+        let patience = request.patience + Duration::from_secs(length / SLOWEST);
         let token = self.hub.token.as_ref().filter(|_| request.with_token && origin(at) == origin(&self.hub.endpoint));
         let token = token.map(|token| format!("Bearer {token}"));
         if let Content::None = request.content {
@@ -147,7 +162,8 @@ impl Client {
             // Without it the body would be sent in chunks, which storage services refuse.
             _ => call.header(header::CONTENT_LENGTH, length.to_string()),
         };
-        let call = call.config().timeout_send_body(Some(patience)).timeout_recv_response(Some(RESPONSE)).build();
+        let call =
+            call.config().timeout_send_body(Some(patience)).timeout_recv_response(Some(request.patience)).build();
         let sent = match &request.content {
             Content::Json(json) | Content::Lfs(json) => call.send(json.to_string()),
             Content::Lines(lines) => call.send(*lines),
@@ -211,12 +227,14 @@ impl Client {
             return self.error(&format!("cannot {what}: it exceeds the storage limits of the hub ({found})")).into();
         }
         if origin(at) != origin(endpoint) {
-            // The address was signed for this upload: it may have expired, and the next attempt gets another one.
-            return Failure::Passing(
-                format!("cannot {what}: {found} from {}", origin(at)),
-                retry_after(&reply.headers),
-            );
+            return match status.as_u16() {
+                408 | 425 | 429 | 500.. => self.passing(what, at, reply),
+                _ => self.error(&format!("cannot {what}: {found} from {}", origin(at))).into(),
+            };
         }
+        let owners = self.owners.as_ref().map(|owners| format!("; it may write to repositories of {owners}"));
+        let owners = owners.unwrap_or_default();
+        let code = reply.headers.get("x-error-code").and_then(|code| code.to_str().ok());
         let message = match status.as_u16() {
             // 409 and 412: another commit came in between.
             408 | 409 | 412 | 429 | 500.. => {
@@ -227,21 +245,52 @@ impl Client {
                  {endpoint}/settings/tokens"
             ),
             403 => {
-                format!("cannot {what}: the access token does not allow it ({found}); it needs write access to {name}")
+                format!(
+                    "cannot {what}: the access token does not allow it ({found}); it needs write access to {name}{owners}"
+                )
             }
-            404 => format!("cannot {what}: no such repository, or the access token may not read it ({found})"),
+            404 if code == Some("RevisionNotFound") => format!("cannot {what}: no such branch ({found})"),
+            404 => format!("cannot {what}: no such repository, or the access token may not read it ({found}){owners}"),
             _ => format!("cannot {what}: {found}"),
         };
         self.error(&message).into()
     }
 
-    /// Sends a request until it succeeds, a few times at most.
-    pub(super) fn repeat<T>(&self, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
-        self.hub.repeat(ATTEMPTS, LONGEST_WAIT, request)
+    /// The failure for a response of a storage service, whose address is secret.
+    pub(super) fn passing(&self, what: &str, at: &str, reply: &Reply) -> Failure {
+        let separator = if reply.words.is_empty() { "" } else { ": " };
+        let found = format!("HTTP status {}{separator}{}", reply.status, reply.words);
+        Failure::Passing(format!("cannot {what}: {found} from {}", origin(at)), retry_after(&reply.headers))
     }
 
-    /// Waits before the next attempt after `failed` ones; returns the failure if there is none left.
+    /// Sends a request until it succeeds, a few times at most.
+    pub(super) fn repeat<T>(&self, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
+        let mut failed = 0;
+        loop {
+            match request() {
+                Ok(value) => return Ok(value),
+                Err(failure) => {
+                    failed += 1;
+                    self.wait(failed, failure)?;
+                }
+            }
+        }
+    }
+
+    /// Waits before the next attempt after `failed` ones; returns the failure if there is none left. A long wait is noted.
     pub(super) fn wait(&self, failed: u32, failure: Failure) -> Result<(), Failure> {
+        let left = failed < ATTEMPTS && !stop_requested();
+        if let Failure::Passing(what, asked) = &failure
+            && left
+        {
+            let wait = self.hub.delay(failed, *asked, LONGEST_WAIT);
+            if self.speaks.get() && self.noted.get().elapsed() + wait >= QUIET {
+                let (name, seconds) = (&self.name, wait.as_secs_f64().round());
+                let note = self.clean(&format!("{name}: {what}; next attempt in {seconds} s"));
+                let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
+                self.noted.set(Instant::now());
+            }
+        }
         self.hub.wait((failed, ATTEMPTS), LONGEST_WAIT, failure)
     }
 
@@ -254,6 +303,7 @@ impl Client {
     pub(super) fn give_up(&self, failure: Failure) -> Error {
         match failure {
             Failure::Final(error) => error,
+            Failure::Passing(what, _) if stop_requested() => self.error(&format!("{what} (interrupted)")),
             Failure::Passing(what, _) => self.error(&format!("{what} (tried {ATTEMPTS} times)")),
         }
     }

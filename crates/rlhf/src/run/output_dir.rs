@@ -3,7 +3,7 @@
 use crate::files;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
-use crate::run::resolved::{RESOLVED, write_resolved};
+use crate::run::resolved::{RESOLVED, resolved_without_programs, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
@@ -117,9 +117,10 @@ fn is_run_file(name: &str) -> bool {
         || name.starts_with(tensorboard::PREFIX)
 }
 
-/// Returns the names of the files in a run's folder that belong to its model: weights, tokenizer, model card, settings.
+/// Returns the paths of the files in a run's folder that belong to its models: weights, tokenizer, model card, settings; also those of
+/// the value model, the moving average and the bases of adapters. Settings with secrets are left out.
 pub(crate) fn model_files(dir: &Path) -> Vec<String> {
-    let others = [METRICS, TRACKERS, REPORT, ALARMS, OLD_CONFIG];
+    let others = [METRICS, TRACKERS, RUN_LENGTH, REPORT, ALARMS, OLD_CONFIG];
     let is_of_model = |name: &str| {
         is_run_file(name)
             && !others.contains(&name)
@@ -128,11 +129,21 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             && name != tensorboard::BESIDE
             && !name.ends_with(".tmp")
     };
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| entry.path().is_file());
-    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.retain(|name| is_of_model(name));
-    names.sort_unstable();
-    names
+    let is_public = |path: &str| {
+        path != CONFIG || files::read(&dir.join(path)).is_ok_and(|text| resolved_without_programs(&text) == Ok(None))
+    };
+    let mut paths = Vec::new();
+    for folder in INNER.iter().copied().chain([""]) {
+        let entries = std::fs::read_dir(dir.join(folder)).into_iter().flatten().flatten();
+        let names = entries
+            .filter(|entry| entry.path().is_file())
+            .map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+        paths.extend(names.filter(|name| is_of_model(name)).map(|name| format!("{prefix}{name}")));
+    }
+    paths.retain(|path| is_public(path));
+    paths.sort_unstable();
+    paths
 }
 
 /// Checks that a run may write to `run.output_dir`, before anything slow. Changes nothing.

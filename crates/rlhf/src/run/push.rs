@@ -5,46 +5,72 @@
 
 pub(crate) mod settings;
 
-use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
-use crate::run::checkpoint::{BEST, FILES};
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS, REPORT, ROLLOUTS, RUN_LENGTH, SAMPLES, TRACKERS};
+use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
+use crate::run::checkpoint::BEST;
+use crate::run::output_dir::{CONFIG, METRICS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
-use crate::run::tensorboard;
-use crate::terminal;
-use crate::{Error, Result};
+use crate::run::resolved::resolved_without_programs;
+use crate::{Error, Result, terminal, tokenizer};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-/// Folders in a run's folder that are not pushed, beside checkpoints. Samples and rollouts have texts of the data.
-const OTHER_FOLDERS: [&str; 8] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "wandb", "__pycache__"];
-
-/// Files with the state of a run, also of other trainers, and not of its model.
-const OTHER_FILES: [&str; 9] = [
-    REPORT,
-    TRACKERS,
-    ALARMS,
-    RUN_LENGTH,
-    "optimizer.pt",
-    "optimizer.bin",
-    "scheduler.pt",
-    "scaler.pt",
-    "training_args.bin",
+/// Files of a model beside its weights and its tokenizer.
+const MODEL_FILES: [&str; 16] = [
+    CONFIG,
+    METRICS,
+    "README.md",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+    ".gitattributes",
+    ".gitignore",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "sentencepiece.bpe.model",
 ];
 
-/// Returns whether the file or folder at this path of a model's folder is pushed: the model with its tokenizer, card and
-/// configuration, and no hidden file, state of a run, or model of another kind.
-pub(crate) fn is_pushed(path: &str) -> bool {
-    let name = path.rsplit('/').next().unwrap_or(path);
-    let is_top = name == path;
-    let is_checkpoint = name.strip_prefix("checkpoint-").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()));
-    let is_hidden = name.starts_with('.') && !(is_top && [".gitattributes", ".gitignore"].contains(&name));
-    let is_state = FILES.contains(&name)
-        || OTHER_FILES.contains(&name)
-        || name.starts_with("rng_state")
-        // Its sample tables have texts of the data.
-        || name.starts_with(tensorboard::PREFIX);
-    !is_hidden && !is_state && !name.ends_with(".tmp") && !(is_top && (is_checkpoint || OTHER_FOLDERS.contains(&name)))
+/// Returns whether a file of this name in the top folder is pushed: one of a model in Hugging Face format, or a run's configuration or
+/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user.
+pub(crate) fn is_of_model(path: &str) -> bool {
+    MODEL_FILES.contains(&path) || tokenizer::FILES.contains(&path) || is_weights(path)
+}
+
+/// Returns whether this is the name of a file of weights or of their index.
+pub(crate) fn is_weights(path: &str) -> bool {
+    let starts = ["model.", "model-", "adapter_model.", "adapter_model-", "pytorch_model.", "pytorch_model-"];
+    let ends = [".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf"];
+    let is_named = starts.iter().any(|start| path.starts_with(start)) && ends.iter().any(|end| path.ends_with(end));
+    is_named && !path.contains('/')
+}
+
+/// Opens the files of the model in `dir`, a folder of a run, which may be replaced before they are uploaded.
+///
+/// # Errors
+/// As [`open_folder`]; if `config.yaml` cannot be read.
+pub(crate) fn open_model(dir: &Path) -> Result<Vec<LocalFile>> {
+    without_programs(open_folder(dir, &is_of_model)?)
+}
+
+/// Replaces the `config.yaml` of runs by ones without secrets: [`terminal::without_programs`].
+///
+/// # Errors
+/// If one cannot be read.
+pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> {
+    let shown = |file: LocalFile| {
+        if file.name().rsplit('/').next() != Some(CONFIG) {
+            return Ok(file);
+        }
+        let name = file.name().to_string();
+        let shown = resolved_without_programs(&file.bytes()?).map_err(|why| Error::invalid(&name, why))?;
+        Ok(shown.map_or(file, |text| LocalFile::of(name, text)))
+    };
+    files.into_iter().map(shown).collect()
 }
 
 /// Returns the command that pushes `dir` to the place later.
@@ -59,7 +85,7 @@ pub(crate) fn command_to_push(dir: &Path, to: &Destination) -> String {
 struct Job {
     files: Vec<LocalFile>,
     message: String,
-    /// Whether a progress bar is shown.
+    /// Whether waits and a progress bar are shown.
     shows: bool,
 }
 
@@ -125,20 +151,21 @@ impl Pusher {
             return failed.or(Some(left_out));
         }
         let what = if strategy == HubStrategy::Best { "Best model" } else { "Checkpoint" };
-        let queued = open_folder(dir, &is_pushed).and_then(|mut files| {
+        let queued = open_model(dir).and_then(|mut files| {
             add(&mut files, &self.output_dir, &[CONFIG])?;
-            self.queue(files, format!("{what}, after update {done}"), false)
+            self.queue(without_programs(files)?, format!("{what}, after update {done}"), false)
         });
         failed.or(queued.err().map(|error| self.not_pushed(&error)))
     }
 
     /// Pushes the model of the run that has ended; [`Pusher::is_busy`] waits for it.
     pub(crate) fn saved_final(&mut self, shows: bool) {
-        let queued = open_folder(&self.folder(), &is_pushed).and_then(|mut files| {
+        // The run has ended: its files stay as they are.
+        let queued = find_folder(&self.folder(), &is_of_model).and_then(|mut files| {
             if self.strategy == HubStrategy::Best {
                 add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
             }
-            self.queue(files, "End of training".into(), shows)
+            self.queue(without_programs(files)?, "End of training".into(), shows)
         });
         if let Err(error) = queued {
             self.refused = Some(error);
@@ -163,8 +190,16 @@ impl Pusher {
             None => self.last.take().unwrap_or_else(interrupted),
         };
         match last {
-            Ok(Pushed { files: 0, .. }) => Ok(format!("the model at {} is this one already", self.url)),
-            Ok(Pushed { commit, .. }) => Ok(format!("the model is at {}, commit {commit}", self.url)),
+            Ok(pushed) => {
+                let ignored = match pushed.ignored.as_slice() {
+                    [] => String::new(),
+                    names => format!("; .gitignore excludes {}", names.join(", ")),
+                };
+                Ok(match pushed.files {
+                    0 => format!("the model at {} is this one already{ignored}", self.url),
+                    _ => format!("the model is at {}, commit {}{ignored}", self.url, pushed.commit),
+                })
+            }
             Err(error) => Err(Error::NotPushed(self.not_pushed(&error))),
         }
     }
@@ -226,43 +261,48 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_model_is_pushed_with_its_card_and_configuration_and_without_the_state_of_the_run() {
+    fn a_model_is_pushed_with_its_card_and_configuration_and_no_other_file() {
         for path in [
             "model.safetensors",
             "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "adapter_model.safetensors",
+            "pytorch_model.bin",
+            "config.json",
             "tokenizer.json",
             "README.md",
             "config.yaml",
             "metrics.jsonl",
-            "best.json",
-            "onnx/model.onnx",
             ".gitattributes",
-            "checkpoint-notes",
         ] {
-            assert_eq!(is_pushed(path), path != "best.json", "{path}");
+            assert!(is_of_model(path), "{path}");
         }
         for path in [
-            "checkpoint-20",
-            "best",
-            "samples",
-            "rollouts",
-            "value_model",
-            "base_model",
-            "wandb",
+            "checkpoint-20/",
+            "best/",
+            "samples/",
+            "value_model/",
+            "onnx/model.safetensors",
+            "a/config.json",
+            ".git/",
+            ".env",
             "trackers.json",
-            ".git",
-            ".cache",
-            "a/.git",
             "optimizer.safetensors",
-            "a/optimizer.safetensors",
             "trainer_state.json",
             "unfinished.json",
+            "best.json",
+            "run.json",
+            "alarms.jsonl",
             "report.html",
+            "events.out.tfevents.1.host",
             "config.yaml.tmp",
-            ".saving",
+            "model.safetensors.tmp",
             "rng_state_0.pth",
+            "credentials.json",
+            "train.log",
+            "model-notes.txt",
         ] {
-            assert!(!is_pushed(path), "{path}");
+            assert!(!is_of_model(path), "{path}");
         }
     }
 

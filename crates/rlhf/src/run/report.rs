@@ -12,6 +12,7 @@ use crate::run::sinks::samples::SampleFiles;
 use crate::run::sinks::tensorboard::TensorBoardSink;
 use crate::run::sinks::trackers::{Outcome, Trackers};
 use crate::signals::stop_requested;
+use crate::terminal::without_programs;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -103,13 +104,13 @@ impl<'w> Reporter<'w> {
         self.settings(settings)
     }
 
-    /// Writes the settings of the run where a sink has hyperparameters, and starts the trackers, the first time.
+    /// Writes the settings of the run, without secrets, where a sink has hyperparameters, and starts the trackers, the first time.
     ///
     /// # Errors
     /// If they cannot be written.
     pub(crate) fn settings(&mut self, settings: &impl Serialize) -> Result<()> {
         let settings = serde_json::to_value(settings).ok().and_then(|settings| settings.as_object().cloned());
-        let settings = settings.unwrap_or_default();
+        let settings = without_programs(&settings.unwrap_or_default());
         self.trackers.iter_mut().for_each(|trackers| trackers.start(&settings));
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.settings(&settings))
     }

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use serde::Serialize;
+use serde_json::{Map, Value};
 
+use crate::terminal::without_programs;
 use crate::{Error, Result};
 
 /// First words of a file that [`write_resolved`] wrote; a user's configuration may have the same name.
@@ -18,4 +20,66 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
         .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
     let text = format!("{RESOLVED}{}.\n{settings}", env!("CARGO_PKG_VERSION"));
     crate::weights::write_text(path, &text)
+}
+
+/// Returns the text of a configuration that [`write_resolved`] wrote, without the secrets of its command lines and addresses; `None` if
+/// it has none, or was written by a user.
+///
+/// # Errors
+/// If it is not YAML: the reason.
+pub(crate) fn resolved_without_programs(text: &[u8]) -> std::result::Result<Option<String>, String> {
+    if !text.starts_with(RESOLVED.as_bytes()) {
+        return Ok(None);
+    }
+    let text = String::from_utf8_lossy(text);
+    let header = text.lines().next().unwrap_or_default();
+    let wrong =
+        |error: String| format!("expected settings of a run in YAML: {}", error.lines().next().unwrap_or_default());
+    let settings: Map<String, Value> = serde_saphyr::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    let shown = without_programs(&settings);
+    if shown == settings {
+        return Ok(None);
+    }
+    let shown = serde_saphyr::to_string(&shown).map_err(|error| wrong(error.to_string()))?;
+    Ok(Some(format!(
+        "{header}\n# Arguments of programs, and passwords and queries of addresses, are left out: `...`.\n{shown}"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_to_publish_has_all_settings_but_no_arguments_of_programs() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.yaml");
+        let text = |settings: Value| {
+            write_resolved(&settings, &path).unwrap();
+            resolved_without_programs(&std::fs::read(&path).unwrap()).unwrap()
+        };
+        let plain = serde_json::json!({"lr": 3e-6, "reward_command": "judge", "report_to": ["wandb"], "reward": []});
+        assert_eq!(text(plain), None);
+        let shown = text(serde_json::json!({
+            "learning_rate": 3e-6,
+            "reward_command": "python3 judge.py --api_key pw123",
+            "reward": ["a=command:judge pw123", "b=length"],
+            "reward_url": "https://me:pw123@host/x?key=pw123",
+            "report_to": ["wandb", "command:env KEY=pw123 send"],
+            "run_name": "1",
+        }));
+        let shown = shown.unwrap();
+        assert!(shown.starts_with(RESOLVED) && !shown.contains("pw123"), "{shown}");
+        let read: Value = serde_saphyr::from_str(&shown).unwrap();
+        let expected = serde_json::json!({
+            "learning_rate": 3e-6,
+            "reward_command": "python3 ...",
+            "reward": ["a=command:judge ...", "b=length"],
+            "reward_url": "https://...@host/x?...",
+            "report_to": ["wandb", "command:env ..."],
+            "run_name": "1",
+        });
+        assert_eq!(read, expected);
+        assert_eq!(resolved_without_programs(b"reward_command: judge pw123\n"), Ok(None), "a user's file");
+    }
 }

@@ -41,7 +41,7 @@ use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::Start;
-use crate::signals::{exit_code, request_stop, stop_requested};
+use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -320,6 +320,7 @@ impl<'w> Session<'w> {
         console: Console,
     ) -> Result<Self> {
         let world = World::of_process();
+        set_complete(false);
         let mut start = Start { in_place: true, ..Start::default() };
         let mut opening = opening;
         let repository = opening.as_mut().and_then(|opening| opening.repository.take());
@@ -619,7 +620,7 @@ impl<'w> Session<'w> {
         if !self.pushes || done == 0 {
             return Ok(());
         }
-        let shows = self.report.console.is_shown();
+        let shows = self.report.console.is_loud();
         if let Some(pusher) = &mut self.pusher {
             self.report.console.note("pushing the model to the hub");
             pusher.saved_final(shows);
@@ -635,7 +636,7 @@ impl<'w> Session<'w> {
         let failed = self.world.any(pushed.is_err()).unwrap_or(pushed.is_err());
         match pushed {
             Ok(line) if !failed => {
-                self.report.console.note(&line);
+                self.report.console.record(&line);
                 Ok(())
             }
             Ok(_) => Err(Error::NotPushed("rank 0 could not push the model".into())),
@@ -650,6 +651,7 @@ impl<'w> Session<'w> {
     /// The error of the loop, or that something cannot be saved; [`Error::Stopped`] if the user stopped the run.
     pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let ended = self.close(trainee, ended);
+        set_complete(ended.as_ref().is_ok_and(|done| *done == self.num_updates));
         match &ended {
             Ok(done) if *done == self.num_updates => self.report.end(Outcome::Finished, None),
             Ok(_) => self.report.end(Outcome::Stopped, None),

@@ -210,7 +210,7 @@ fn check_kwargs(kwargs: &JsonObject) -> Result<()> {
         let names = ReportTo::CLIENTS.map(|to| to.to_string());
         if !names.contains(name) && name != "tensorboard" && name != "command" {
             return usage(format!(
-                "tracker_kwargs: expected entries of wandb, mlflow, trackio or command, found `{name}`"
+                "tracker_kwargs: expected entries of wandb, mlflow, trackio, tensorboard or command, found `{name}`"
             ));
         }
         if !arguments.is_object() {
@@ -229,7 +229,8 @@ fn check_kwargs(kwargs: &JsonObject) -> Result<()> {
 
 /// Returns the place of an entry that looks like a secret: by its name, or an address with a password or a query.
 fn secret_in(value: &Value) -> Option<String> {
-    const NAMES: [&str; 7] = ["key", "token", "password", "passwd", "secret", "credentials", "webhook_url"];
+    const NAMES: [&str; 9] =
+        ["key", "token", "password", "passwd", "secret", "credentials", "webhook_url", "authorization", "cookie"];
     let is_secret = |text: &str| text.contains("://") && crate::safe_text::one_line(text) != text;
     match value {
         Value::Object(entries) => entries.iter().find_map(|(name, value)| {
@@ -289,7 +290,7 @@ mod tests {
             (r#"{"wandb": "zzz"}"#, "wandb: expected JSON of the form"),
             (r#"["zzz"]"#, "expected JSON of the form {\"wandb\": {\"entity\": \"team\"}}, found a list"),
             (r#"{"wandb": {"key": "zzz""#, "found text that is not JSON (column 23)"),
-            (r#"{"comet": {}}"#, "expected entries of wandb, mlflow, trackio or command, found `comet`"),
+            (r#"{"comet": {}}"#, "expected entries of wandb, mlflow, trackio, tensorboard or command, found `comet`"),
         ] {
             let error = refused(kwargs);
             assert!(error.starts_with("tracker_kwargs: ") && error.contains(place), "{error}");

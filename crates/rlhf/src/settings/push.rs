@@ -23,9 +23,16 @@ pub struct PushConfig {
     /// Repository to push to, such as me/my-model; created if it does not exist.
     #[arg(value_name = "NAME")]
     pub name: String,
-    /// Make the repository private if it is new.
+    /// Make the repository private if it is new; a public one is then refused.
     #[arg(long, help_heading = HUB)]
     pub private: bool,
+    /// Push these files too, beside those of the model: patterns of paths in FOLDER, such as "*.txt" or "onnx/*"; hidden files are never
+    /// pushed.
+    #[arg(long, help_heading = HUB, value_name = "GLOB", num_args = 1..)]
+    pub include: Vec<String>,
+    /// Leave these files out: patterns as in `--include`.
+    #[arg(long, help_heading = HUB, value_name = "GLOB", num_args = 1..)]
+    pub exclude: Vec<String>,
     /// Branch to push to, created if it does not exist [default: main].
     #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
     pub revision: std::option::Option<String>,

@@ -41,6 +41,13 @@ impl Console {
         }
     }
 
+    /// Writes a line above the progress bar, from any thread, unless the console is silent: a log needs it too.
+    pub(crate) fn announce_record(self, message: &str) {
+        if self != Console::Silent {
+            announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
+        }
+    }
+
     /// Writes a note above the progress bar, from any thread, if someone reads standard error.
     pub(crate) fn announce_note(self, message: &str) {
         if self.is_read() {
@@ -195,9 +202,16 @@ impl ConsoleOutput {
         }
     }
 
-    /// Returns whether a person reads the output.
-    pub(crate) fn is_shown(&self) -> bool {
-        self.is_read
+    /// Writes a line that a log needs too, such as where the model is, unless the console is silent.
+    pub(crate) fn record(&self, message: &str) {
+        if self.is_loud() {
+            self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
+        }
+    }
+
+    /// Returns whether anything is written to standard error.
+    pub(crate) fn is_loud(&self) -> bool {
+        self.console != Console::Silent
     }
 
     /// Removes the progress bar.

@@ -117,6 +117,7 @@ impl Trackers {
         let resume =
             id.map(|id| json!({"id": id, "updates": self.reached.updates, "rollbacks": self.reached.rollbacks}));
         let kind = if name.starts_with("command") { "command" } else { name };
+        let named = std::env::var("WANDB_NAME").ok().filter(|text| kind == "wandb" && !text.is_empty());
         json!({
             "type": "start",
             "protocol": PROTOCOL,
@@ -124,7 +125,7 @@ impl Trackers {
             "tracker": name,
             "kwargs": self.config.kwargs(kind),
             "command": self.command,
-            "name": self.config.run_name.as_ref().unwrap_or(&folder),
+            "name": self.config.run_name.clone().or(named).unwrap_or(folder),
             "project": self.config.project,
             "output_dir": dir.to_string_lossy(),
             "config": settings,
@@ -192,7 +193,14 @@ impl Trackers {
         let message = message.map(|message| one_line(message).into_owned());
         let line = json!({"type": "end", "status": outcome.name(), "message": message});
         self.running.iter_mut().for_each(|process| process.end(&line));
-        let mut until = Until::new(if uploads { UPLOAD_WAIT.max(end_wait()) } else { end_wait() });
+        let wait = end_wait().unwrap_or_else(|found| {
+            let seconds = END_WAIT.as_secs();
+            self.console.announce_warning(&format!(
+                "{TIMEOUT}: expected a number of seconds, found `{found}`; the limit is {seconds} s"
+            ));
+            END_WAIT
+        });
+        let mut until = Until::new(if uploads { UPLOAD_WAIT.max(wait) } else { wait });
         self.running.drain(..).for_each(|process| process.wait(&mut until));
     }
 }
@@ -218,7 +226,11 @@ fn table(step: usize, episode: usize, source: &str, samples: &[Sample]) -> Value
 }
 
 /// Returns the maximum wait at the end of a run.
-fn end_wait() -> Duration {
-    let set = std::env::var(TIMEOUT).ok().and_then(|text| text.parse::<f64>().ok());
-    set.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or(END_WAIT)
+///
+/// # Errors
+/// If the variable has another text than a number of seconds: the text.
+fn end_wait() -> Result<Duration, String> {
+    let Some(text) = std::env::var(TIMEOUT).ok().filter(|text| !text.is_empty()) else { return Ok(END_WAIT) };
+    let seconds = text.trim().parse::<f64>().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or(text)
 }

@@ -41,6 +41,8 @@ const MOST_REPLY: usize = 64 << 10;
 const MOST_WARNINGS: usize = 3;
 /// Interval at which the wait for the end looks for a request to stop.
 const SLICE: Duration = Duration::from_millis(50);
+/// Time after which the wait for the end is noted.
+const NOTE_AFTER: Duration = Duration::from_secs(2);
 /// Wait for the last replies of a process that has exited.
 const REPLY_WAIT: Duration = Duration::from_millis(500);
 
@@ -186,6 +188,9 @@ impl Process {
                 Err(RecvTimeoutError::Timeout) if left.is_zero() => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
+            if until.is_long() {
+                self.shared.console.announce_note(&format!("waiting for {}", self.name()));
+            }
         }
         let seconds = until.limit.as_secs_f64();
         self.shared.warn(&format!(
@@ -221,14 +226,19 @@ impl Shared {
                     self.ids.set(&self.name, id);
                 }
                 if let Some(url) = text("url") {
-                    self.console.announce_note(&format!("{}: {}", self.name, safe(url)));
+                    self.console.announce_record(&format!("{}: {}", self.name, safe(url)));
                 }
             }
-            "note" => self.console.announce_note(&format!("{}: {}", self.name, safe(message))),
+            "note" => self.console.announce_record(&format!("{}: {}", self.name, safe(message))),
             "warning" => self.warn(message),
             "missing" if self.may_lack => self.warnings.store(MOST_WARNINGS, Ordering::SeqCst),
             "missing" | "failed" => {
-                self.warn(&format!("{message}; {}", goes_through()));
+                let rest = if self.ending.load(Ordering::SeqCst) {
+                    format!("its metrics are in {METRICS}")
+                } else {
+                    goes_through()
+                };
+                self.warn(&format!("{message}; {rest}"));
                 self.warnings.store(MOST_WARNINGS, Ordering::SeqCst);
             }
             _ => {}
@@ -245,8 +255,14 @@ impl Shared {
         }
         let status = status.map_or("unknown status".into(), |status| status.to_string());
         let tail = if stderr_tail.is_empty() { String::new() } else { format!(": {stderr_tail}") };
-        let when = if ending { "at the end of the run" } else { "before the end of the run" };
-        self.warn(&format!("its program ended {when} ({status}){tail}; {}", goes_through()));
+        match ending {
+            true => self.warn(&format!(
+                "its program failed at the end of the run ({status}){tail}; its metrics are in {METRICS}"
+            )),
+            false => {
+                self.warn(&format!("its program ended before the end of the run ({status}){tail}; {}", goes_through()))
+            }
+        }
     }
 }
 
@@ -271,11 +287,19 @@ pub(super) struct Until {
     end: Instant,
     limit: Duration,
     shortened: bool,
+    /// Time from which the wait is noted; none after the note.
+    note_at: Option<Instant>,
 }
 
 impl Until {
     pub(super) fn new(limit: Duration) -> Self {
-        Self { end: Instant::now() + limit, limit, shortened: false }
+        let now = Instant::now();
+        Self { end: now + limit, limit, shortened: false, note_at: Some(now + NOTE_AFTER) }
+    }
+
+    /// Returns once whether the wait has become long.
+    fn is_long(&mut self) -> bool {
+        self.note_at.take_if(|at| Instant::now() >= *at).is_some()
     }
 
     /// Returns the time that is left.

@@ -122,7 +122,9 @@ class Wandb(Tracker):
         self.run.log({key: table}, step=max(step + self.ahead, self.run.step))
 
     def alarm(self, step, name, message):
-        self.run.alert(title=name, text=message, level=self.wandb.AlertLevel.WARN)
+        # That of an update that a resumed run repeats is there already.
+        if step + self.ahead >= self.run.step - 1:
+            self.run.alert(title=name, text=message, level=self.wandb.AlertLevel.WARN)
 
     def rollback(self, step, to):
         self.pause()
@@ -169,6 +171,8 @@ class Mlflow(Tracker):
         self.Metric = Metric
         self.waiting = []
         self.names = {}
+        # Updates that the run of the server has from before a resume; None before they are known.
+        self.seen = None if run["resume"] else set()
         kwargs = dict(run["kwargs"])
         self.client = MlflowClient(tracking_uri=kwargs.pop("tracking_uri", None))
         tags = {str(name): str(value) for name, value in (kwargs.pop("tags", None) or {}).items()}
@@ -176,20 +180,18 @@ class Mlflow(Tracker):
         if description:
             tags["mlflow.note.content"] = description
         experiment = kwargs.pop("experiment_name", None) or run["project"]
-        experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "rlhf"
         name = kwargs.pop("run_name", None) or run["name"]
         place = kwargs.pop("artifact_location", None)
         if kwargs:
             known = "tracking_uri, experiment_name, run_name, artifact_location, tags, description"
             reply("warning", message=f"tracker_kwargs: mlflow.{', mlflow.'.join(kwargs)} has no effect; expected {known}")
-        if run["resume"]:
-            self.id = run["resume"]["id"]
-            params = self.client.get_run(self.id).data.params
-            self.client.update_run(self.id, status="RUNNING")
-        else:
+        params = self.resumed(run["resume"]["id"]) if run["resume"] else None
+        if params is None:
+            self.seen = set()
             tags.update({"mlflow.source.name": "rlhf", "rlhf.command": run["command"], "rlhf.output_dir": run["output_dir"]})
             tags["rlhf.version"] = run["version"]
-            created = self.client.create_run(self.experiment(experiment, place), run_name=name, tags=tags)
+            experiment = self.experiment(experiment, place)
+            created = self.client.create_run(experiment, run_name=name, tags=tags)
             self.id, params = created.info.run_id, {}
         # A parameter cannot be changed.
         new = [
@@ -201,8 +203,28 @@ class Mlflow(Tracker):
             self.client.log_batch(self.id, params=new[start : start + self.most_params])
         reply("ready", id=self.id)
 
+    def resumed(self, run):
+        """Continues the run of this id. Returns its parameters, or None if there is no such run."""
+        from mlflow.exceptions import MlflowException
+
+        self.id = run
+        try:
+            found = self.client.get_run(run)
+            if found.info.lifecycle_stage == "active":
+                self.client.update_run(run, status="RUNNING")
+                return found.data.params
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        where = "it was deleted, or MLFLOW_TRACKING_URI or the working directory is another one"
+        reply("warning", message=f"its run {run} is not there: {where}; a new run is started")
+        return None
+
     def experiment(self, name, place):
-        """Returns the id of an experiment, which is created if there is none."""
+        """Returns the id of an experiment, which is created if there is none. Without a name it is that of the environment."""
+        if not name and os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return self.client.get_experiment(os.environ["MLFLOW_EXPERIMENT_ID"]).experiment_id
+        name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "rlhf"
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
@@ -225,7 +247,24 @@ class Mlflow(Tracker):
             self.names[name] = same
         return self.names[name]
 
+    def is_seen(self, step, metrics):
+        """Whether the server has the update from before a resume."""
+        if self.seen is None and metrics:
+            self.seen = set()
+            # The first metric is in all lines.
+            points = self.client.get_metric_history(self.id, self.allowed(next(iter(metrics))))
+            points.sort(key=lambda point: (point.timestamp, point.step))
+            # After a rollback there are points of later updates, which are done again.
+            self.seen = {point.step for point in points if point.step <= points[-1].step}
+        return bool(self.seen) and step in self.seen
+
     def metrics(self, step, metrics):
+        try:
+            if self.is_seen(step, metrics):
+                return
+        except Exception:
+            # A point that is there twice is better than none.
+            pass
         now = int(time.time() * 1000)
         self.waiting += [self.Metric(self.allowed(name), value, now, step) for name, value in metrics.items()]
         del self.waiting[: -self.most_waiting]
@@ -243,13 +282,16 @@ class Mlflow(Tracker):
     def alarm(self, step, name, message):
         self.client.set_tag(self.id, f"alarm.{name}", f"update {step}: {message}"[:5000])
 
+    def rollback(self, step, to):
+        self.seen = set()
+
     def best(self, best):
         for name, value in best.items():
             self.client.set_tag(self.id, f"best.{name}", text(value))
 
     def artifact(self, name, folder, files):
         for file in files:
-            self.client.log_artifact(self.id, os.path.join(folder, file), "model")
+            self.client.log_artifact(self.id, os.path.join(folder, file), posixpath.join("model", os.path.dirname(file)).rstrip("/"))
 
     def pause(self):
         self.write()
@@ -277,8 +319,11 @@ class Trackio(Tracker):
             "embed": False,
             **run["kwargs"],
         }
+        # Steps and names of what the run has from before a resume, and the last of the steps.
+        self.seen, self.last = set(), 0
         if run["resume"]:
             arguments.update(name=run["resume"]["id"], resume="allow")
+            self.look(arguments["project"], arguments["name"])
         else:
             arguments["name"] = self.new_name(arguments["project"], arguments["name"])
         self.run = trackio.init(**arguments)
@@ -292,16 +337,38 @@ class Trackio(Tracker):
             taken = set()
         return f"{name}-{uuid.uuid4().hex[:6]}" if name in taken else name
 
+    def look(self, project, name):
+        """Reads what the run has; nothing where its database is not on this machine."""
+        try:
+            from trackio.sqlite_storage import SQLiteStorage
+
+            entries = SQLiteStorage.get_logs(project, name)
+        except Exception:
+            return
+        if entries:
+            # After a rollback there are entries of later updates, which are done again.
+            self.last = max(entries, key=lambda entry: str(entry["timestamp"]))["step"]
+            self.seen = {(entry["step"], name) for entry in entries if entry["step"] <= self.last for name in entry}
+
     def metrics(self, step, metrics):
-        self.trackio.log(metrics, step=step)
+        self.log(step, metrics)
+
+    def log(self, step, values):
+        values = {name: value for name, value in values.items() if (step, name) not in self.seen}
+        if values:
+            self.trackio.log(values, step=step)
 
     def samples(self, step, source, columns, rows):
         key = "samples" if source == "sample_prompts" else f"samples/{source}"
         rows = [dict(zip(columns, row)) for row in rows]
-        self.trackio.log({key: self.trackio.Table(data=rows)}, step=step)
+        self.log(step, {key: self.trackio.Table(data=rows)})
 
     def alarm(self, step, name, message):
-        self.trackio.alert(title=name, text=message)
+        if step >= self.last:
+            self.trackio.alert(title=name, text=message)
+
+    def rollback(self, step, to):
+        self.seen, self.last = set(), 0
 
     def best(self, best):
         text = f"{best['metric']} = {best['value']} after update {best['update']}"
