@@ -86,6 +86,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again to stop at once")),
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None),
+        Task::Eval(_) if is_main() => end_on_signals("stopped; the same command continues the evaluation"),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -195,6 +196,18 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
             {
                 announce(&format!("\n{}", if is_complete() { COMPLETE } else { message }));
             }
+        }
+    })?;
+    Ok(())
+}
+
+/// Installs a handler: a signal prints `message` and ends the process at once. For commands that keep what they have done.
+fn end_on_signals(message: &'static str) -> io::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            announce(&format!("\n{message}"));
+            tch_ext::exit_at_once(128 + signal);
         }
     })?;
     Ok(())

@@ -2,7 +2,10 @@
 
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines};
 use crate::rewards::Service;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Map, Value, json};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 /// Two models of one tokenizer, and prompts with a response of a column.
 fn scratch() -> Scratch {
@@ -384,6 +387,30 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
         1,
         &["out: output_dir: row 5 of the dataset has changed since the responses of responses.jsonl were"],
     );
+}
+
+#[test]
+fn ctrl_c_ends_an_evaluation_with_a_line_that_says_how_it_continues() {
+    let scratch = scratch();
+    write_judge(&scratch, &format!("time.sleep(3) if pair['prompt'] == 'do' else {LONGER}"));
+    let mut command = scratch.command(PAIRS);
+    command.args(JUDGE).stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let file = scratch.path("out/results.jsonl");
+    while !std::fs::read_to_string(&file).is_ok_and(|text| text.lines().count() == 3) {
+        assert!(Instant::now() < until, "no results");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(
+        (output.status.code(), stderr.trim()),
+        (Some(130), "stopped; the same command continues the evaluation")
+    );
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, PAIRS, &JUDGE);
 }
 
 #[test]
