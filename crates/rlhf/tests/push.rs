@@ -648,7 +648,7 @@ fn stages_of_a_pipeline_push_to_repositories_of_their_own() {
     let line = "pipeline --config pipeline.yaml";
     server.run(&scratch, line).is_one_error(line, 2, &["hub_model_id = me/tiny for sft and reward"]);
     scratch.write("pipeline.yaml", &file(TO, "other/reward"));
-    server.run(&scratch, line).is_one_error(line, 2, &["reward: other/reward"]);
+    server.run(&scratch, line).is_one_error(line, 1, &["reward: other/reward: cannot create"]);
     assert!(!scratch.path("all/1-sft").exists(), "no stage has started");
     // A push that fails keeps no later stage from running.
     scratch.write("pipeline.yaml", &file(TO, "me/reward"));

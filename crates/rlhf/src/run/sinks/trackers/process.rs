@@ -233,12 +233,7 @@ impl Shared {
             "warning" => self.warn(message),
             "missing" if self.may_lack => self.warnings.store(MOST_WARNINGS, Ordering::SeqCst),
             "missing" | "failed" => {
-                let rest = if self.ending.load(Ordering::SeqCst) {
-                    format!("its metrics are in {METRICS}")
-                } else {
-                    goes_through()
-                };
-                self.warn(&format!("{message}; {rest}"));
+                self.warn(&format!("{message}; {}", goes_through()));
                 self.warnings.store(MOST_WARNINGS, Ordering::SeqCst);
             }
             _ => {}
