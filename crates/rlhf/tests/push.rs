@@ -5,13 +5,14 @@ use crate::cli::{PPO, Ran, SFT, Scratch};
 use crate::support::Child;
 use rlhf::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use rlhf::hub::{Hub, Part};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{self, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const TOKEN: &str = "hf_of_me";
 const TO: &str = "me/tiny";
@@ -631,6 +632,34 @@ fn a_run_that_may_not_push_does_not_start_and_one_that_cannot_push_loses_nothing
     let ran = server.run(&scratch, "push out me/tiny");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(server.files("main").contains_key("model.safetensors"));
+}
+
+#[test]
+fn ctrl_c_during_the_last_push_ends_it_and_says_that_the_run_is_saved() {
+    let server = Server::start();
+    let scratch = Scratch::new();
+    let mut command = server.command(&scratch, &format!("{SFT} --push_to_hub --hub_model_id me/tiny"));
+    server.fault(&json!({"route": "commit", "status": 503, "headers": {"Retry-After": "200"}}));
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !server.routes().contains(&"commit".to_string()) {
+        assert!(Instant::now() < until, "no commit");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{stderr}");
+    for words in [
+        "note: me/tiny: cannot commit the files: HTTP status 503 Service Unavailable; next attempt in 200 s\n",
+        "the run is complete and saved; its last uploads are stopped",
+        "error: the model in out is not on the hub: ",
+        "interrupted",
+    ] {
+        assert!(stderr.contains(words), "no `{words}` in {stderr}");
+    }
+    assert!(!stderr.contains("tried 4 times") && scratch.path("out/model.safetensors").exists(), "{stderr}");
 }
 
 #[test]
