@@ -347,7 +347,7 @@ class Trackio(Tracker):
             return
         if entries:
             # After a rollback there are entries of later updates, which are done again.
-            self.last = max(entries, key=lambda entry: str(entry["timestamp"]))["step"]
+            self.last = entries[-1]["step"]
             self.seen = {(entry["step"], name) for entry in entries if entry["step"] <= self.last for name in entry}
 
     def metrics(self, step, metrics):
