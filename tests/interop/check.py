@@ -33,15 +33,21 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +133,19 @@ def families():
         **common,
     )
 
+    by_layer = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0},
+    }
+    yarn = dict(rope_type="yarn", rope_theta=500000.0, factor=4.0, original_max_position_embeddings=32)
+    longrope = dict(
+        rope_type="longrope",
+        rope_theta=500000.0,
+        partial_rotary_factor=0.5,
+        short_factor=[1.0, 1.5],
+        long_factor=[2.0, 5.0],
+    )
+
     def rope(share):
         return {"rope_type": "default", "rope_theta": 2000.0, "partial_rotary_factor": share}
 
@@ -176,6 +195,42 @@ def families():
             "llama_untied",
         ),
         "phi3": (Phi3Config(sliding_window=6, **llama), "llama_untied"),
+        # Texts of the checks are longer than 8 tokens, so both sets of factors are met.
+        "phi3, longrope": (
+            Phi3Config(**(llama | dict(original_max_position_embeddings=8, rope_parameters=longrope))),
+            "llama_untied",
+        ),
+        "llama, yarn": (LlamaConfig(**(llama | dict(rope_parameters=yarn))), "llama_untied"),
+        "gemma3": (
+            Gemma3TextConfig(
+                head_dim=16,
+                query_pre_attn_scalar=24,
+                sliding_window=6,
+                sliding_window_pattern=2,
+                final_logit_softcapping=3.0,
+                **(llama | dict(rope_parameters=by_layer)),
+            ),
+            "llama_untied",
+        ),
+        "smollm3": (SmolLM3Config(no_rope_layer_interval=2, **llama), "llama_untied"),
+        "olmo2": (Olmo2Config(**llama), "llama_untied"),
+        "olmo3": (
+            Olmo3Config(sliding_window=6, layer_types=list(by_layer), **(llama | dict(rope_parameters=by_layer))),
+            "llama_untied",
+        ),
+        "qwen3_moe": (
+            Qwen3MoeConfig(
+                head_dim=16,
+                moe_intermediate_size=24,
+                num_experts=4,
+                num_experts_per_tok=2,
+                norm_topk_prob=True,
+                mlp_only_layers=[0],
+                **llama,
+            ),
+            "llama_untied",
+        ),
+        "mixtral": (MixtralConfig(num_local_experts=3, **llama), "llama_untied"),
     }
 
 
@@ -215,7 +270,9 @@ def build(folder, family, auto=AutoModelForCausalLM, seed=0, dtype=torch.float32
 def config_of_transformers_4(config):
     """The same model in the keys of transformers before 5, without those that its first releases lacked."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
-    newer = ["dtype", "is_decoder", "add_cross_attention", "layer_types"]
+    newer = ["dtype", "is_decoder", "add_cross_attention"]
+    # Families that are newer than the field have always written it.
+    newer += ["layer_types"] if config["model_type"] not in ("smollm3", "olmo3") else []
     newer += {
         "gpt2": ["tie_word_embeddings"],
         "gpt_neox": ["attention_bias"],
@@ -224,10 +281,20 @@ def config_of_transformers_4(config):
     for key in newer:
         config.pop(key, None)
     rope = config.pop("rope_parameters", None)
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    if rope and "full_attention" in rope:
+        if config["model_type"] == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     if config["model_type"] == "gpt_neox":
         config.update(rotary_emb_base=int(rope["rope_theta"]), rotary_pct=rope["partial_rotary_factor"])
     elif rope:
-        config.update(rope_theta=rope["rope_theta"], rope_scaling=None)
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        plain = rope["rope_type"] == "default"
+        config.update(rope_theta=rope["rope_theta"], rope_scaling=None if plain else scaling)
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return config
 
 
@@ -556,6 +623,9 @@ PIPELINES = [  # family, layout of the first model, rows of its demonstrations
     ("opt, narrow embedding, norms behind", "f32", "text"),
     ("qwen3", "bf16 shards", "prompt and completion"),
     ("gemma2", "config of transformers 4", "prompt and completion"),
+    ("gemma3", "f32", "prompt and completion"),
+    ("olmo2", "config of transformers 4", "text"),
+    ("qwen3_moe", "bf16 shards", "prompt and completion"),
 ]
 
 
@@ -754,7 +824,7 @@ def lora_checks(work):
     }
     common = ["--use_peft", "--lora_r", 4, "--learning_rate", 1e-2, "--max_steps", 3]
     for number, (family, (name, (flags, options)), classifier) in enumerate(
-        (f, s, c) for f in ("gpt2", "gpt_neox", "llama") for s in settings.items() for c in (False, True)
+        (f, s, c) for f in ("gpt2", "gpt_neox", "llama", "qwen3_moe") for s in settings.items() for c in (False, True)
     ):
         folder = work / f"lora-{number}"
         base = Once(lambda folder=folder, family=family: build(folder / "base", family))

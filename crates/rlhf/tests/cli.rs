@@ -1007,8 +1007,8 @@ fn encoder_decoders_quantised_weights_and_unknown_parts_are_refused_by_name() {
         ("hidden_act", serde_json::json!("mish"), vec!["hidden_act", "mish", "gelu_new"]),
         (
             "rope_parameters",
-            serde_json::json!({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-            vec!["rope_parameters", "yarn", "llama3"],
+            serde_json::json!({"rope_type": "ntk", "factor": 4.0, "rope_theta": 1e4}),
+            vec!["rope_parameters", "ntk", "llama3"],
         ),
     ] {
         let before = scratch.read("policy/config.json");

@@ -4,7 +4,7 @@ use crate::support::{Tensors, assert_close, given_golden, golden, read_json, say
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
-    ModelConfig, ModelOptions, Param, Precision, RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
+    ModelConfig, ModelOptions, Param, Precision, Rope, RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
 };
 use rlhf::optim::AdamW;
 use rlhf::settings::SftConfig;
@@ -50,7 +50,8 @@ fn folders(hold: Hold) -> Vec<PathBuf> {
 
 /// Whether transformers rotates by the longest row of a batch, which nothing here depends on.
 fn is_dynamic(model: &ModelConfig) -> bool {
-    model.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
+    let depends = |rope: &Rope| matches!(rope.scaling, RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. });
+    model.ropes.iter().any(depends)
 }
 
 /// Golden values lie beside the model, or, for a sharded save, beside its namesake.
@@ -177,7 +178,16 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
             .map(|(ids, mask)| ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id).collect())
             .collect();
         if is_dynamic(model.config()) {
-            continue; // transformers' tokens depend on the batch, and its cached keys on when they were cached
+            // transformers' tokens depend on the batch, and its cached keys on when they were cached. With two sets of angles a row is
+            // read again when it changes from one to the other, so its tokens are those without a cache.
+            if model.config().ropes.iter().any(|rope| matches!(rope.scaling, RopeScaling::LongRope { .. })) {
+                for batch_size in [4, 1] {
+                    let config = config(Sampling::Greedy, 16, &[], batch_size);
+                    let found: Vec<_> = generate(&model, &prompts, &config).unwrap().into_iter().map(|r| r.tokens).collect();
+                    assert_eq!(found, golden.rows("alone.greedy_tokens"), "{}", dir.display());
+                }
+            }
+            continue;
         }
         let responses = generate(&model, &prompts, &config(Sampling::Greedy, 16, &[], 4)).unwrap();
         let name = dir.file_name().unwrap().to_str().unwrap().replace("_sharded", "");
@@ -910,6 +920,131 @@ fn settings_that_contradict_each_other_or_change_what_is_computed_are_refused() 
     assert!(scaling.contains("rope_scaling") && scaling.contains("rope_parameters"), "{scaling}");
     let causal = with("is_causal", serde_json::json!(false));
     assert!(causal.contains("`is_causal`: expected true, found false"), "{causal}");
+}
+
+#[test]
+fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
+    let with = |model: &str, changes: serde_json::Value| {
+        let config = read_json(&golden().join("models").join(model).join("config.json"));
+        let mut rope = config["rope_parameters"].clone();
+        rope.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        changed(model, serde_json::json!({"rope_parameters": rope}))
+    };
+    for (model, changes, message) in [
+        ("llama_yarn", r#"{"rope_type": "ntk"}"#, "a rope_type of default, linear, dynamic, llama3, yarn or longrope"),
+        ("llama_yarn", r#"{"factor": 0}"#, "`factor`: expected a number above 0"),
+        ("llama_yarn", r#"{"beta_slow": 40}"#, "`beta_slow`: expected a number below beta_fast = 32, found 40"),
+        ("llama_yarn", r#"{"attention_factor": -1}"#, "`attention_factor`: expected a number above 0"),
+        ("llama_yarn", r#"{"full_attention": {}}"#, "`rope_parameters`: expected the same settings for all layers"),
+        ("phi3_long", r#"{"short_factor": [1, 2]}"#, "`short_factor`: expected 6 numbers from 1e-6 to 1e6, found [1,2]"),
+        ("phi3_long", r#"{"long_factor": [1, 2, 3, 4, 5, 0]}"#, "`long_factor`: expected 6 numbers"),
+        ("phi3_long", r#"{"long_factor": null}"#, "`long_factor`: expected 6 numbers from 1e-6 to 1e6, found null"),
+    ] {
+        let error = with(model, serde_json::from_str(changes).unwrap()).unwrap_err();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+    // The factor is the ratio of the lengths if it is null; YaRN's old name in files of Phi-3 is longrope's.
+    let yarn = with("llama_yarn", serde_json::json!({"factor": null})).unwrap();
+    assert_eq!(*yarn, *ModelConfig::from_dir(&golden().join("models/llama_yarn")).unwrap());
+    let long = with("phi3_long", serde_json::json!({"rope_type": "yarn"})).unwrap();
+    assert_eq!(*long, *ModelConfig::from_dir(&golden().join("models/phi3_long")).unwrap());
+    let given = with("llama_yarn", serde_json::json!({"attention_factor": 0.25})).unwrap();
+    assert!(matches!(given.ropes[0].scaling, RopeScaling::Yarn { attention_factor: 0.25, .. }));
+    let longest = with("llama_yarn", serde_json::json!({"factor": 8.0})).unwrap().max_position_embeddings;
+    assert_eq!(longest, 512, "the factor times the length of pretraining");
+}
+
+/// The error of a golden model's `config.json` with other fields, or its configuration.
+fn changed(model: &str, changes: serde_json::Value) -> Result<ModelConfig, String> {
+    let mut config = read_json(&golden().join("models").join(model).join("config.json"));
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    let out = tempfile::tempdir().unwrap();
+    std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
+    ModelConfig::from_dir(out.path()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refused() {
+    let same = |model: &str, changes: &str| {
+        let found = changed(model, serde_json::from_str(changes).unwrap()).unwrap();
+        assert_eq!(*found, *ModelConfig::from_dir(&golden().join("models").join(model)).unwrap(), "{model}: {changes}");
+    };
+    same("smollm3", r#"{"no_rope_layers": null, "layer_types": null}"#);
+    same("gemma3", r#"{"layer_types": null}"#);
+    let mixed = changed("olmo3", serde_json::json!({"layer_types": null})).unwrap();
+    assert_eq!((&mixed.windows, &mixed.layer_ropes), (&vec![Some(5); 2], &vec![Some(1); 2]), "three of four have one");
+    for (model, changes, message) in [
+        ("smollm3", r#"{"no_rope_layers": [1]}"#, "`no_rope_layers`: expected 2 numbers, 1 for a layer with rotary"),
+        ("smollm3", r#"{"no_rope_layers": [1, 2]}"#, "else 0, found [1,2]"),
+        ("gemma3", r#"{"rope_parameters": {"rope_type": "default"}}"#, "an object with full_attention and sliding_att"),
+        ("gemma3", r#"{"attn_logit_softcapping": 50.0}"#, "`attn_logit_softcapping`: expected null, found 50.0"),
+        ("gemma3", r#"{"use_bidirectional_attention": true}"#, "`use_bidirectional_attention`: expected false"),
+        ("gemma3", r#"{"model_type": "gemma3"}"#, "`text_config`: expected an object, found null"),
+        ("qwen3_moe", r#"{"num_experts_per_tok": 5}"#, "`num_experts_per_tok`: expected at most 4 experts, found 5"),
+        ("mixtral", r#"{"num_local_experts": 100000}"#, "at most 100000 experts in all layers, found 100000 in each"),
+    ] {
+        let error = changed(model, serde_json::from_str(changes).unwrap()).unwrap_err();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn the_text_part_of_a_gemma_3_folder_is_read_and_is_saved_as_a_text_model() {
+    let dir = golden().join("models/gemma3");
+    let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+    let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let mut tensors: Named =
+        checkpoint.names().map(|name| (name.replacen("model.", "language_model.model.", 1), read(name))).collect();
+    let image = Tensor::ones([2, 2], (tch::Kind::Float, tch::Device::Cpu));
+    tensors.push(("vision_tower.encoder.weight".into(), image.shallow_clone()));
+    tensors.push(("multi_modal_projector.mm_input_projection_weight".into(), image));
+    let whole = tempfile::tempdir().unwrap();
+    rlhf::weights::save(whole.path(), &tensors, usize::MAX).unwrap();
+    let mut text = read_json(&dir.join("config.json"));
+    text.as_object_mut().unwrap().remove("eos_token_id");
+    let config = serde_json::json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "eos_token_id": [2, 7], "text_config": text, "vision_config": {},
+    });
+    std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
+
+    let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
+    let expected = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap().logits(&ids).unwrap().remove(0);
+    let mut model = CausalLm::from_pretrained(whole.path(), ModelOptions::default()).unwrap();
+    assert_close("read", &model.logits(&ids).unwrap()[0], &expected, 0.0);
+    assert_eq!(model.config().eos_token_ids, [2, 7]);
+    let out = tempfile::tempdir().unwrap();
+    model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+    let saved = read_json(&out.path().join("config.json"));
+    assert_eq!(saved["model_type"], "gemma3_text");
+    assert_eq!(saved["architectures"], serde_json::json!(["Gemma3ForCausalLM"]));
+    let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+    assert_close("saved", &again.logits(&ids).unwrap()[0], &expected, 0.0);
+    // An adapter fits the text model, which is therefore saved beside it.
+    model.add_adapter(&LoraConfig::default(), 1).unwrap();
+    let adapted = tempfile::tempdir().unwrap();
+    model.save_pretrained(adapted.path(), &[], None, usize::MAX).unwrap();
+    assert_eq!(read_json(&adapted.path().join("base_model/config.json"))["model_type"], "gemma3_text");
+}
+
+#[test]
+fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
+    for name in ["qwen3_moe", "mixtral"] {
+        let dir = golden().join("models").join(name);
+        let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let targets = |names: &[&str]| LoraConfig {
+            target_modules: Some(names.iter().map(ToString::to_string).collect()),
+            ..LoraConfig::default()
+        };
+        let error = model.add_adapter(&targets(&["w1", "gate"]), 1).unwrap_err().to_string();
+        assert!(error.contains("lora_target_modules: expected linear layers of") && error.contains("q_proj"), "{error}");
+        let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
+        let before = model.logits(&ids).unwrap().remove(0);
+        model.add_adapter(&targets(&["all-linear"]), 1).unwrap();
+        assert!(model.params().iter().all(|param| !param.name.contains("experts.0") || !param.name.contains("lora")));
+        model.merge_adapter();
+        assert_close(name, &model.logits(&ids).unwrap()[0], &before, 0.0);
+    }
 }
 
 #[test]

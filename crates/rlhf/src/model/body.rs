@@ -178,7 +178,10 @@ impl Body {
         if self.adapter.is_some() {
             return Err(Error::Run("the model has an adapter; merge it before adding another".into()));
         }
-        Ok(self.decoder.linears_mut().chain(head).filter(|linear| !lora::is_in_head(linear.name())).collect())
+        let experts = self.config.family.names.experts;
+        // PEFT's names of adapters in experts differ between versions of transformers.
+        let adapts = |layer: &str| !lora::is_in_head(layer) && !experts.is_some_and(|experts| experts.has(layer));
+        Ok(self.decoder.linears_mut().chain(head).filter(|linear| adapts(linear.name())).collect())
     }
 
     /// Adds a new adapter, drawn from `seed`, to the layers that `config` selects.
@@ -463,8 +466,8 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
     let stream = c.hidden_size * 4;
     let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
     let inner = match c.family.names.mlp_in {
-        MlpIn::Up(_) => 2 * c.intermediate_size,
-        MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
+        MlpIn::Up(_) => 2 * c.active_width(),
+        MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.active_width(),
     };
     // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
     let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;

@@ -60,7 +60,8 @@ impl CausalLm {
         let checkpoint = Checkpoint::open(dir)?;
         let (mut model, ()) =
             Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?;
-        model.body.origin = Some(dir.to_path_buf());
+        // A folder of a larger model is not the base that an adapter fits.
+        model.body.origin = (!model.config().is_part()).then(|| dir.to_path_buf());
         Ok(model)
     }
 
@@ -437,14 +438,30 @@ impl CausalLm {
         Ok((cache, self.lm_head.forward(&hidden)))
     }
 
+    /// Reads the rows of a cache again whose rotary angles change at this step, as transformers does; `logits` `[rows, vocab]` are those
+    /// of the step, of which those rows are replaced.
+    fn read_outgrown(&self, cache: &mut KvCache, logits: Tensor) -> Result<Tensor> {
+        let (rows, sequences) = cache.outgrown();
+        if rows.is_empty() {
+            return Ok(logits);
+        }
+        let (again, new) = self.prefill(&sequences, cache.capacity())?;
+        cache.replace_rows(&rows, &again);
+        let rows = Tensor::from_slice(&rows).to_device(logits.device());
+        Ok(logits.index_copy(0, &rows, &new))
+    }
+
     /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
-    /// or bf16. Neither waits for the device nor copies anything to it.
+    /// or bf16. Neither waits for the device nor copies anything to it, except where `longrope` has a row read again.
     ///
     /// # Errors
     /// If the model is divided over ranks, and a rank has ended or does not respond.
     pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
-        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
-        Ok(self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache)?))
+        let logits = {
+            let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
+            self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache)?)
+        };
+        self.read_outgrown(cache, logits)
     }
 
     /// [`Body::hidden_at`] for the LM head.

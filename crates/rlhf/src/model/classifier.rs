@@ -140,7 +140,7 @@ impl SequenceClassifier {
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
-        let origin = Some(dir.to_path_buf());
+        let origin = (!config.is_part()).then(|| dir.to_path_buf());
         let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
         Ok(Self { body, head, labels, chosen, new_head, format })
     }

@@ -15,6 +15,8 @@ use tch::Kind;
 pub struct ModelConfig {
     shape: Shape,
     raw: Map<String, Value>,
+    /// Whether the file describes a larger model, of which this is the part for text.
+    is_part: bool,
     /// The `generation_config.json` beside it.
     generation: Map<String, Value>,
 }
@@ -91,6 +93,8 @@ impl ModelConfig {
         let Value::Object(raw) = read_json(path)? else {
             return Err(Error::invalid(path, "expected a JSON object"));
         };
+        let is_part = raw.get("model_type").is_some_and(|name| name == GEMMA3);
+        let raw = if is_part { text_part(path, &raw)? } else { raw };
         let family = family(path, &raw)?;
         let f = Fields { path, raw: &raw, family };
         if f.present("quantization_config").is_some() {
@@ -113,8 +117,28 @@ impl ModelConfig {
             labels => labels.unwrap_or_default(),
         };
         shape.check(path)?;
-        Ok(Self { shape, raw, generation: Map::new() })
+        Ok(Self { shape, raw, is_part, generation: Map::new() })
     }
+}
+
+/// The `model_type` of Gemma 3 for text and images.
+const GEMMA3: &str = "gemma3";
+
+/// The configuration of the language model in the file of a model for text and images.
+fn text_part(path: &Path, whole: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let Some(Value::Object(text)) = whole.get("text_config") else {
+        let found = brief(whole.get("text_config").unwrap_or(&Value::Null));
+        return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
+    };
+    let mut text = text.clone();
+    for key in ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config"] {
+        if let Some(value) = whole.get(key).filter(|_| !text.contains_key(key)) {
+            text.insert(key.into(), value.clone());
+        }
+    }
+    text.insert("model_type".into(), "gemma3_text".into());
+    text.insert("architectures".into(), json!(["Gemma3ForCausalLM"]));
+    Ok(text)
 }
 
 /// Returns the family named by `model_type`.
@@ -171,6 +195,11 @@ impl ModelConfig {
             brief(&json!(class)),
         );
         Err(Error::invalid(dir.join("config.json"), message))
+    }
+
+    /// Whether the file describes a larger model, of which this is the part for text.
+    pub(crate) fn is_part(&self) -> bool {
+        self.is_part
     }
 
     /// The dtype that the file names for the weights; f32 if it names none.

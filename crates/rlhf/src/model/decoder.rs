@@ -3,9 +3,10 @@
 use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
+use super::mlp::Mlp;
 use super::params::{Builder, Init};
 use super::relative::RelativePositions;
-use super::shape::{Activation, MlpIn, Names, Order, Qkv, Rope, RopeScaling, Shape};
+use super::shape::{Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
 use super::uses_kernels;
 use crate::Result;
@@ -20,8 +21,7 @@ struct Layer {
     attention_out: Linear,
     mlp_norm: Norm,
     output_norms: Option<[Norm; 2]>,
-    mlp_in: Vec<Linear>,
-    mlp_out: Linear,
+    mlp: Mlp,
     scores: Scores,
 }
 
@@ -64,17 +64,9 @@ pub(crate) struct BackwardOptions<'a> {
 /// State shared by all layers of one forward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
-    rotation: Option<(Tensor, Tensor)>,
-    /// The rotation of layers with a window, if it differs.
-    local_rotation: Option<(Tensor, Tensor)>,
+    /// Cosines and sines of each of the model's rotary positions.
+    rotations: Vec<(Tensor, Tensor)>,
     dropout: Option<&'a Dropout>,
-}
-
-impl Pass<'_> {
-    /// Cosines and sines of the rotary angles of `layer`.
-    fn rotation_of(&self, layer: &Layer) -> Option<&(Tensor, Tensor)> {
-        self.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(self.rotation.as_ref())
-    }
 }
 
 impl Decoder {
@@ -177,7 +169,7 @@ impl Decoder {
 
     /// Hidden states `[rows, embedding size]` f32 of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
-        let positions = cache.begin_step();
+        let positions = cache.begin_step(tokens);
         let mut x = self.embed(tokens, &positions, None);
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
         for i in 0..self.layers.len() {
@@ -268,20 +260,22 @@ impl Decoder {
 
     /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
     pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
-        KvCache::new(
+        let mut cache = KvCache::new(
             self.shape.num_hidden_layers,
             rows as i64,
             capacity as i64,
             self.shape.num_key_value_heads,
             self.shape.head_dim,
             (self.compute, self.embed.device()),
-        )
+        )?;
+        if let Some(switch) = self.shape.rope_switch() {
+            cache.keep_tokens(switch)?;
+        }
+        Ok(cache)
     }
 
     fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
-        let rotation = |rope: Option<Rope>| rope.map(|rope| rotation(rope, positions, &attention));
-        let (rotation, local_rotation) = (rotation(self.shape.rope), rotation(self.shape.local_rope));
-        Pass { rotation, local_rotation, attention, dropout }
+        Pass { rotations: self.rotations(positions, &attention), attention, dropout }
     }
 
     /// The residual stream after layer `i`.
@@ -294,29 +288,34 @@ impl Decoder {
         let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
         let mut attend =
             |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
+        let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
         match (self.shape.order, &layer.output_norms) {
             (Order::Parallel, _) => {
                 let attended = attend(&layer.input(x, compute));
                 let x = select(x);
-                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &attended, Some(&fed))
             }
             (Order::Post, _) => {
                 let attended = attend(x);
                 let x = layer.input(&add(&select(x), &attended, None), Kind::Float);
-                layer.mlp_norm.forward(&add(&x, &self.mlp(layer, &x, dropout), None), Kind::Float)
+                layer.mlp_norm.forward(&add(&x, &layer.mlp.forward(&x, dropout), None), Kind::Float)
+            }
+            (Order::Output, _) => {
+                let attended = attend(x).to_kind(Kind::Float);
+                let x = add(&select(x), &layer.input(&attended, Kind::Float), None);
+                add(&x, &normed(&layer.mlp_norm, &layer.mlp.forward(&x, dropout)), None)
             }
             (Order::Sandwich, Some([after_attention, after_mlp])) => {
-                let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
                 let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &normed(after_attention, &attended), None);
-                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
                 let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &attended, None);
-                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &fed, None)
             }
         }
@@ -363,6 +362,16 @@ impl Decoder {
         }
     }
 
+    /// Cosines and sines of the rotary angles, `[N, dim / 2]` each, of each of the model's rotary positions.
+    fn rotations(&self, positions: &Tensor, attention: &Attention<'_>) -> Vec<(Tensor, Tensor)> {
+        // The length of each token's sequence, or of the part decoded so far.
+        let lens = || match attention {
+            Attention::Sequences(layout, _) => layout.len_of_each_token(),
+            Attention::Step(_) => positions + 1,
+        };
+        self.shape.ropes.iter().map(|rope| rope.rotation(positions, lens)).collect()
+    }
+
     /// The heads' outputs, `[N, heads * head_dim]`.
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
@@ -391,19 +400,17 @@ impl Decoder {
         mut projections: Vec<Tensor>,
         pass: &mut Pass<'_>,
     ) -> Tensor {
+        let rotation = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
         let c = &self.shape;
         assert!(
             layer.qk_norm.is_none() || projections.len() == 3,
             "a norm of queries and keys needs separate projections"
         );
         for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
-            let by_head = x.view([-1, c.head_dim]).to_kind(Kind::Float);
-            *x = norm.forward(&by_head, self.compute).view_as(x);
+            *x = norm.forward_heads(x, self.compute);
         }
         let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
         let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
-        let rotation =
-            pass.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(pass.rotation.as_ref());
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
             Attention::Sequences(layout, cache) => {
@@ -427,12 +434,9 @@ impl Decoder {
         };
         let (q, k) = match &layer.qk_norm {
             None => (q, k),
-            Some([q_norm, k_norm]) => {
-                let norm = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), self.compute);
-                (norm(q_norm, &q), norm(k_norm, &k))
-            }
+            Some([q_norm, k_norm]) => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
         };
-        let (q, k) = match pass.rotation_of(layer) {
+        let (q, k) = match self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]) {
             None => (q, k),
             Some(angles) => (rotate(&q, angles), rotate(&k, angles)),
         };
@@ -448,25 +452,6 @@ impl Decoder {
                 layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref())
             }
         }
-    }
-
-    fn mlp(&self, layer: &Layer, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let first = layer.mlp_in[0].forward_dropping(x, dropout);
-        let activate = |x: &Tensor| match self.shape.activation {
-            Activation::Gelu => x.gelu("none"),
-            Activation::GeluTanh => x.gelu("tanh"),
-            Activation::Silu => x.silu(),
-            Activation::Relu => x.relu(),
-        };
-        let inner = match (layer.mlp_in.get(1), self.shape.family.names.mlp_in) {
-            (Some(up), _) => activate(&first) * up.forward_dropping(x, dropout),
-            (None, MlpIn::GatedFused(_)) => {
-                let parts = first.chunk(2, -1);
-                activate(&parts[0]) * &parts[1]
-            }
-            (None, _) => activate(&first),
-        };
-        layer.mlp_out.forward_dropping(&inner, dropout)
     }
 }
 
@@ -492,17 +477,15 @@ impl Layer {
     }
 
     fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let attention = self.qkv.iter().chain([&self.attention_out]);
-        attention.chain(&self.mlp_in).chain([&self.mlp_out])
+        self.qkv.iter().chain([&self.attention_out]).chain(self.mlp.linears())
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
-        let attention = self.qkv.iter_mut().chain([&mut self.attention_out]);
-        attention.chain(&mut self.mlp_in).chain([&mut self.mlp_out])
+        self.qkv.iter_mut().chain([&mut self.attention_out]).chain(self.mlp.linears_mut())
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
-        let (hidden, inner, std) = (shape.hidden_size, shape.intermediate_size, shape.initializer_range);
+        let (hidden, std) = (shape.hidden_size, shape.initializer_range);
         let (heads_width, kv_width) =
             (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
         // GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
@@ -515,8 +498,8 @@ impl Layer {
             let shape = LinearShape { width_in, width_out, bias, transposed: names.transposed, std };
             Linear::build(b, &at(name), shape, compute)
         };
-        let two_norms = |b: &mut Builder<'_>, names: Option<[&str; 2]>, width: i64| -> Result<Option<[Norm; 2]>> {
-            names.map(|[first, second]| Ok([norm(b, first, width)?, norm(b, second, width)?])).transpose()
+        let two_norms = |b: &mut Builder<'_>, [first, second]: [&str; 2], widths: [i64; 2]| -> Result<[Norm; 2]> {
+            Ok([norm(b, first, widths[0])?, norm(b, second, widths[1])?])
         };
 
         let has_norm = i > 0 || shape.first_norm;
@@ -527,26 +510,23 @@ impl Layer {
         };
         let qkv = parts.into_iter().map(|(name, width)| linear(b, name, [hidden, width], shape.qkv_bias, std));
         let qkv = qkv.collect::<Result<_>>()?;
-        let qk_norm = two_norms(b, names.qk_norm, shape.head_dim)?;
+        let qk_norm = match names.qk_norm {
+            None => None,
+            Some(QkNorm::ByHead(names)) => Some(two_norms(b, names, [shape.head_dim; 2])?),
+            Some(QkNorm::Whole(names)) => Some(two_norms(b, names, [heads_width, kv_width])?),
+        };
         let attention_out =
             linear(b, names.attention_out, [heads_width, hidden], shape.attention_out_bias, residual_std)?;
         let mlp_norm = norm(b, names.mlp_norm, hidden)?;
-        let output_norms = two_norms(b, names.output_norms, hidden)?;
-        let parts = match &names.mlp_in {
-            MlpIn::Up(up) => vec![(*up, inner)],
-            MlpIn::Gated([gate, up]) => vec![(*gate, inner), (*up, inner)],
-            MlpIn::GatedFused(name) => vec![(*name, 2 * inner)],
-        };
-        let mlp_in = parts.into_iter().map(|(name, width)| linear(b, name, [hidden, width], shape.mlp_bias, std));
-        let mlp_in = mlp_in.collect::<Result<_>>()?;
-        let mlp_out = linear(b, names.mlp_out, [inner, hidden], shape.mlp_bias, residual_std)?;
+        let output_norms = names.output_norms.map(|names| two_norms(b, names, [hidden; 2])).transpose()?;
+        let mlp = Mlp::build(i, shape, names, b, (compute, residual_std))?;
         let scores = Scores {
             scale: shape.attention_scale,
             softcap: shape.attention_softcap,
             window: shape.windows[i],
             causal: shape.causal,
         };
-        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp_in, mlp_out, scores })
+        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores })
     }
 }
 
@@ -563,38 +543,6 @@ fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
 
 fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
     parts.try_into().expect("three parts")
-}
-
-/// Cosines and sines of the rotary angles, `[N, dim / 2]` each.
-fn rotation(rope: Rope, positions: &Tensor, attention: &Attention<'_>) -> (Tensor, Tensor) {
-    let options = (Kind::Float, positions.device());
-    // In f32 whatever the compute dtype: bf16 holds 641 distinct integers in 0..2048, so positions would share angles.
-    let exponents = Tensor::arange_start_step(0, rope.dim, 2, options) / rope.dim as f64;
-    let plain = || Tensor::full([1], rope.theta, options).pow(&exponents).reciprocal().unsqueeze(0);
-    let inv_freq = match rope.scaling {
-        RopeScaling::Default => plain(),
-        RopeScaling::Linear { factor } => plain() / factor,
-        RopeScaling::Dynamic { factor, original } => {
-            // The length of each token's sequence, or of the part decoded so far.
-            let lens = match attention {
-                Attention::Sequences(layout, _) => layout.len_of_each_token(),
-                Attention::Step(_) => positions + 1,
-            };
-            let lens = lens.to_kind(Kind::Float).clamp_min(original).unsqueeze(1);
-            let growth = (lens * (factor / original) - (factor - 1.0))
-                .pow_tensor_scalar(rope.dim as f64 / (rope.dim - 2) as f64);
-            (growth * rope.theta).pow(&exponents.unsqueeze(0)).reciprocal()
-        }
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
-            let inv_freq = plain();
-            // Rotations over the original length, scaled to the two bounds: 0 and less is slow, 1 and more is fast.
-            let turns = &inv_freq * (original / std::f64::consts::TAU);
-            let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-            &inv_freq * &fast + &inv_freq * (1.0 - &fast) / factor
-        }
-    };
-    let angles = positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq;
-    (angles.cos(), angles.sin())
 }
 
 /// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.

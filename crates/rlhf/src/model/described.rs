@@ -6,7 +6,7 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::lora::{self, LoraConfig};
 use super::params::{Builder, Init, Source};
-use super::shape::{Activation, MlpIn, Order};
+use super::shape::{Activation, ExpertNames, MlpIn, Order};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
@@ -278,9 +278,12 @@ impl ModelSizes {
 
     /// The linear layers that get an adapter.
     fn adapted(&self, lora: &LoraConfig) -> Result<Vec<&LinearSize>> {
-        let names: Vec<String> = self.linears.iter().map(|linear| linear.name.clone()).collect();
+        let experts = self.config.family.names.experts;
+        let linears: Vec<&LinearSize> =
+            self.linears.iter().filter(|linear| !experts.is_some_and(|experts| experts.has(&linear.name))).collect();
+        let names: Vec<String> = linears.iter().map(|linear| linear.name.clone()).collect();
         let chosen = lora.choose(self.config.family, &names)?;
-        Ok(self.linears.iter().zip(chosen).filter_map(|(linear, chosen)| chosen.then_some(linear)).collect())
+        Ok(linears.into_iter().zip(chosen).filter_map(|(linear, chosen)| chosen.then_some(linear)).collect())
     }
 
     /// Activation bytes per token, by which the size of micro-batches is chosen.
@@ -290,7 +293,17 @@ impl ModelSizes {
 
     /// Number of multiplications of a token in the layers' products, and in the head's.
     pub(crate) fn products(&self) -> [usize; 2] {
-        let layers = self.linears.iter().map(|linear| linear.widths[0] * linear.widths[1]).sum();
+        let count = |linear: &LinearSize| {
+            let all = linear.widths[0] * linear.widths[1];
+            let is_expert = |experts: &ExpertNames| linear.name.contains(&format!(".{}.", experts.experts));
+            match &self.config.experts {
+                Some(shape) if self.config.family.names.experts.as_ref().is_some_and(is_expert) => {
+                    all * shape.chosen as usize / shape.count.max(1) as usize
+                }
+                _ => all,
+            }
+        };
+        let layers = self.linears.iter().map(count).sum();
         let head = if self.is_classifier { 1 } else { self.config.vocab_size };
         [layers, (head * self.config.embedding_size) as usize]
     }
@@ -308,7 +321,7 @@ impl ModelSizes {
         let c = &self.config;
         let layers = c.num_hidden_layers as f64;
         let kind = compute.elt_size_in_bytes();
-        let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.intermediate_size as f64);
+        let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.active_width() as f64);
         let of_adapter = match adapter {
             None => 0,
             Some((lora, drops)) => {
@@ -345,7 +358,7 @@ impl ModelSizes {
         let c = &self.config;
         let narrow = kind < 4;
         let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
-        let (hidden, inner) = (c.hidden_size as f64, c.intermediate_size as f64);
+        let (hidden, inner) = (c.hidden_size as f64, c.active_width() as f64);
         let (heads, dim) = (c.num_attention_heads as f64, c.head_dim as f64);
         let (queries, keys) = (heads * dim, c.num_key_value_heads as f64 * dim);
         // Mean and scale of each row are stored beside its result.
@@ -354,7 +367,7 @@ impl ModelSizes {
             Order::Parallel => 1.0,
             Order::Pre | Order::Post => 2.0,
             // Norms of the branches have inputs of their own.
-            Order::Sandwich => 4.0,
+            Order::Sandwich | Order::Output => 4.0,
         };
         let mut attention = m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0);
         if tokens.attended > tokens.computed {
@@ -378,7 +391,7 @@ impl ModelSizes {
         let (n, m) = (tokens.computed as f64, tokens.attended as f64);
         let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
-        let mlp = if gated { 3.0 } else { 2.0 } * c.intermediate_size as f64;
+        let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
         let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
         let attention = (n + if m > n { m } else { 0.0 }) * width;
         bounded(stream + (attention * kind).max(n * mlp * kind) + tokens.outputs as f64 * c.embedding_size as f64 * 4.0)
@@ -427,7 +440,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 8] = ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3"];
+    const LMS: [&str; 12] = ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3", "gemma3", "smollm3", "olmo2", "qwen3_moe"];
 
     fn lora() -> LoraConfig {
         LoraConfig { r: 4, target_modules: Some(vec!["all-linear".into()]), ..LoraConfig::default() }

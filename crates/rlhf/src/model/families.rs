@@ -2,9 +2,10 @@
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
+use super::rope::{ROPE, RopeKeys};
 use super::shape::{
-    Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, Qkv, RelativeAttention,
-    RopeKeys, Shape,
+    ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, QkNorm,
+    Qkv, RelativeAttention, Shape,
 };
 use crate::Result;
 
@@ -99,7 +100,38 @@ pub(crate) static FAMILIES: &[Family] = &[
         causal_lm_class: Some("Qwen3ForCausalLM"),
         classifier_class: "Qwen3ForSequenceClassification",
         shape: qwen3,
-        names: Names { qk_norm: Some(["self_attn.q_norm", "self_attn.k_norm"]), ..LLAMA },
+        names: Names { qk_norm: Some(QkNorm::ByHead(QK_NORM)), ..LLAMA },
+    },
+    Family {
+        name: "qwen3_moe",
+        causal_lm_class: Some("Qwen3MoeForCausalLM"),
+        classifier_class: "Qwen3MoeForSequenceClassification",
+        shape: qwen3_moe,
+        names: Names {
+            qk_norm: Some(QkNorm::ByHead(QK_NORM)),
+            experts: Some(ExpertNames {
+                router: "mlp.gate",
+                experts: "mlp.experts",
+                inputs: ["gate_proj", "up_proj"],
+                out: "down_proj",
+            }),
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "mixtral",
+        causal_lm_class: Some("MixtralForCausalLM"),
+        classifier_class: "MixtralForSequenceClassification",
+        shape: mixtral,
+        names: Names {
+            experts: Some(ExpertNames {
+                router: "block_sparse_moe.gate",
+                experts: "block_sparse_moe.experts",
+                inputs: ["w1", "w3"],
+                out: "w2",
+            }),
+            ..LLAMA
+        },
     },
     Family {
         name: "gemma2",
@@ -111,6 +143,39 @@ pub(crate) static FAMILIES: &[Family] = &[
             output_norms: Some(["post_attention_layernorm", "post_feedforward_layernorm"]),
             ..LLAMA
         },
+    },
+    Family {
+        name: "gemma3_text",
+        causal_lm_class: Some("Gemma3ForCausalLM"),
+        classifier_class: "Gemma3TextForSequenceClassification",
+        shape: gemma3,
+        names: Names {
+            qk_norm: Some(QkNorm::ByHead(QK_NORM)),
+            mlp_norm: "pre_feedforward_layernorm",
+            output_norms: Some(["post_attention_layernorm", "post_feedforward_layernorm"]),
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "smollm3",
+        causal_lm_class: Some("SmolLM3ForCausalLM"),
+        classifier_class: "SmolLM3ForSequenceClassification",
+        shape: smollm3,
+        names: LLAMA,
+    },
+    Family {
+        name: "olmo2",
+        causal_lm_class: Some("Olmo2ForCausalLM"),
+        classifier_class: "Olmo2ForSequenceClassification",
+        shape: olmo2,
+        names: OLMO2,
+    },
+    Family {
+        name: "olmo3",
+        causal_lm_class: Some("Olmo3ForCausalLM"),
+        classifier_class: "Olmo3ForSequenceClassification",
+        shape: olmo3,
+        names: OLMO2,
     },
     Family {
         name: "phi3",
@@ -257,12 +322,23 @@ const LLAMA: Names = Names {
     output_norms: None,
     mlp_in: MlpIn::Gated(["mlp.gate_proj", "mlp.up_proj"]),
     mlp_out: "mlp.down_proj",
+    experts: None,
     final_norm: "model.norm",
     lm_head: "lm_head.weight",
     transposed: false,
     lora_targets: &["q_proj", "v_proj"],
     head: HeadNames::Score,
     harmless: &[".rotary_emb.inv_freq"],
+};
+
+const QK_NORM: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
+
+/// OLMo 2's names: its two norms are those of the outputs.
+const OLMO2: Names = Names {
+    input_norm: "post_attention_layernorm",
+    qk_norm: Some(QkNorm::Whole(QK_NORM)),
+    mlp_norm: "post_feedforward_layernorm",
+    ..LLAMA
 };
 
 /// BERT's names, which later encoders share inside their layers.
@@ -314,14 +390,15 @@ fn gpt_neox(f: &Fields<'_>) -> Result<Shape> {
     let (hidden_size, heads) = (f.size("hidden_size", 6144)?, f.size("num_attention_heads", 64)?);
     let layers = f.size("num_hidden_layers", 44)?;
     let bias = f.flag("attention_bias", true)?;
-    let keys = RopeKeys { theta: "rotary_emb_base", fraction: "rotary_pct", default_fraction: 0.25 };
-    let rope = f.rope(hidden_size / heads, &keys)?;
+    let keys = RopeKeys { theta: "rotary_emb_base", fraction: "rotary_pct", default_fraction: 0.25, ..ROPE };
+    let ropes = f.ropes(hidden_size / heads, &keys)?;
     Ok(Shape {
-        max_position_embeddings: Fields::longest(f.size("max_position_embeddings", 2048)?, &rope),
+        max_position_embeddings: Fields::longest(f.size("max_position_embeddings", 2048)?, &ropes[0]),
         intermediate_size: f.size("intermediate_size", 24576)?,
         norm_eps: f.number("layer_norm_eps", 1e-5)?,
         activation: f.activation("hidden_act", "gelu")?,
-        rope: Some(rope),
+        ropes,
+        layer_ropes: vec![Some(0); layers as usize],
         order: if f.flag("use_parallel_residual", true)? { Order::Parallel } else { Order::Pre },
         tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
         qkv_bias: bias,
@@ -354,13 +431,12 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     let (heads, layers) =
         (f.size("num_attention_heads", defaults.heads)?, f.size("num_hidden_layers", defaults.layers)?);
     let head_dim = f.size("head_dim", defaults.head_dim.unwrap_or(hidden_size / heads))?;
-    let keys = RopeKeys { theta: "rope_theta", fraction: "partial_rotary_factor", default_fraction: 1.0 };
-    let rope = f.rope(head_dim, &keys)?;
-    if rope.dim != head_dim && f.family.name != "phi3" {
+    let ropes = f.ropes(head_dim, &defaults.rope)?;
+    if ropes.iter().any(|rope| rope.dim != head_dim) && f.family.name != "phi3" {
         // transformers reads the field for Phi-3 and ignores it for the others.
         return Err(f.wrong("partial_rotary_factor", "1, or none"));
     }
-    let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &rope);
+    let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &ropes[0]);
     Ok(Shape {
         intermediate_size: f.size("intermediate_size", defaults.intermediate_size)?,
         num_key_value_heads: f.size("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
@@ -369,7 +445,8 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
         norm: NormKind::Rms,
         norm_eps: f.number("rms_norm_eps", defaults.norm_eps)?,
         activation: f.activation("hidden_act", "silu")?,
-        rope: Some(rope),
+        ropes,
+        layer_ropes: vec![Some(0); layers as usize],
         max_position_embeddings: longest,
         tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
         qkv_bias: false,
@@ -392,6 +469,7 @@ struct Defaults {
     head_dim: Option<i64>,
     positions: i64,
     norm_eps: f64,
+    rope: RopeKeys,
 }
 
 const LLAMA_DEFAULTS: Defaults = Defaults {
@@ -404,6 +482,7 @@ const LLAMA_DEFAULTS: Defaults = Defaults {
     head_dim: None,
     positions: 2048,
     norm_eps: 1e-6,
+    rope: ROPE,
 };
 
 fn llama(f: &Fields<'_>) -> Result<Shape> {
@@ -459,6 +538,63 @@ fn qwen3(f: &Fields<'_>) -> Result<Shape> {
     Ok(Shape { qkv_bias: bias, attention_out_bias: bias, windows, ..shape })
 }
 
+fn qwen3_moe(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 151_936,
+        hidden_size: 2048,
+        intermediate_size: 6144,
+        layers: 24,
+        kv_heads: Some(4),
+        positions: 32768,
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    let layers = shape.num_hidden_layers;
+    let count_name = if f.present("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let (count, step) = (f.count(count_name, 128)?, f.size("decoder_sparse_step", 1)?);
+    let dense = f.ids("mlp_only_layers")?;
+    let experts = Experts {
+        count,
+        chosen: f.size("num_experts_per_tok", 8)?,
+        intermediate_size: f.size("moe_intermediate_size", 768)?,
+        normalized: f.flag("norm_topk_prob", false)?,
+        layers: (0..layers).map(|layer| !dense.contains(&layer) && (layer + 1) % step == 0).collect(),
+    };
+    let bias = f.flag("attention_bias", false)?;
+    // All layers have the window, whatever `max_window_layers`.
+    let used = f.flag("use_sliding_window", false)?;
+    let window = if used { f.window("sliding_window", Some(4096))? } else { None };
+    Ok(Shape {
+        experts: (count > 0 && experts.layers.contains(&true)).then_some(experts),
+        windows: vec![window; layers as usize],
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        ..shape
+    })
+}
+
+fn mixtral(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        intermediate_size: 14336,
+        kv_heads: Some(8),
+        positions: 4096 * 32,
+        norm_eps: 1e-5,
+        rope: RopeKeys { default_theta: 1e6, ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    let layers = shape.num_hidden_layers as usize;
+    let experts = Experts {
+        count: f.size("num_local_experts", 8)?,
+        chosen: f.size("num_experts_per_tok", 2)?,
+        intermediate_size: shape.intermediate_size,
+        normalized: true,
+        layers: vec![true; layers],
+    };
+    let window = f.window("sliding_window", None)?;
+    Ok(Shape { experts: Some(experts), windows: vec![window; layers], ..shape })
+}
+
 fn gemma2(f: &Fields<'_>) -> Result<Shape> {
     f.must_be("use_bidirectional_attention", false)?;
     let bias = f.flag("attention_bias", false)?;
@@ -472,6 +608,7 @@ fn gemma2(f: &Fields<'_>) -> Result<Shape> {
         head_dim: Some(256),
         positions: 8192,
         norm_eps: 1e-6,
+        rope: ROPE,
     };
     let shape = llama_like(f, &defaults)?;
     Ok(Shape {
@@ -490,6 +627,110 @@ fn gemma2(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
+fn gemma3(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("use_bidirectional_attention", false)?;
+    if f.present("attn_logit_softcapping").is_some() {
+        // transformers ignores it.
+        return Err(f.wrong("attn_logit_softcapping", "null"));
+    }
+    let bias = f.flag("attention_bias", false)?;
+    let defaults = Defaults {
+        vocab_size: 262_208,
+        hidden_size: 2304,
+        intermediate_size: 9216,
+        layers: 26,
+        heads: 8,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        positions: 131_072,
+        rope: RopeKeys { default_theta: 1e6, local: Some(("rope_local_base_freq", 10000.0)), ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    let pattern = f.size("sliding_window_pattern", 6)?;
+    let (layers, local) = (shape.num_hidden_layers, |layer: i64| (layer + 1) % pattern != 0);
+    Ok(Shape {
+        norm: NormKind::RmsPlusOne,
+        order: Order::Sandwich,
+        activation: f.activation("hidden_activation", "gelu_pytorch_tanh")?,
+        embedding_scale: (shape.hidden_size as f64).sqrt(),
+        attention_scale: f.positive("query_pre_attn_scalar", Some(256.0))?.powf(-0.5),
+        final_softcap: f.present("final_logit_softcapping").map(|_| f.positive("final_logit_softcapping", None)).transpose()?,
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        windows: f.windows(f.window("sliding_window", Some(4096))?, layers, local)?,
+        layer_ropes: by_window(f, layers, local)?,
+        // The length after scaling.
+        max_position_embeddings: f.size("max_position_embeddings", defaults.positions)? as usize,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        ..shape
+    })
+}
+
+/// The rotary positions of layers where those with a window have their own, which are the second of the model's.
+fn by_window(f: &Fields<'_>, layers: i64, has_window: impl Fn(i64) -> bool) -> Result<Vec<Option<usize>>> {
+    let windows = f.windows(Some(1), layers, has_window)?;
+    Ok(windows.into_iter().map(|window| Some(usize::from(window.is_some()))).collect())
+}
+
+fn smollm3(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 128_256,
+        hidden_size: 2048,
+        intermediate_size: 11008,
+        layers: 36,
+        heads: 16,
+        kv_heads: Some(4),
+        positions: 32768,
+        rope: RopeKeys { default_theta: 2e6, ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    let bias = f.flag("attention_bias", false)?;
+    let shape = llama_like(f, &defaults)?;
+    let layers = shape.num_hidden_layers as usize;
+    let interval = f.size("no_rope_layer_interval", 4)? as usize;
+    let wrong = || f.wrong("no_rope_layers", &format!("{layers} numbers, 1 for a layer with rotary positions, else 0"));
+    let rotated: Vec<bool> = match f.present("no_rope_layers") {
+        None => (1..=layers).map(|layer| layer % interval != 0).collect(),
+        Some(list) => {
+            let list = list.as_array().filter(|list| list.len() >= layers).ok_or_else(wrong)?;
+            let flag = |entry: &serde_json::Value| entry.as_i64().filter(|n| (0..=1).contains(n)).map(|n| n == 1);
+            list[..layers].iter().map(|entry| flag(entry).ok_or_else(wrong)).collect::<Result<_>>()?
+        }
+    };
+    let used = f.flag("use_sliding_window", false)?;
+    let window = if used { f.window("sliding_window", None)? } else { None };
+    Ok(Shape {
+        windows: f.windows(window, layers as i64, |layer| !rotated[layer as usize])?,
+        layer_ropes: rotated.iter().map(|rotated| rotated.then_some(0)).collect(),
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        mlp_bias: f.flag("mlp_bias", false)?,
+        ..shape
+    })
+}
+
+/// The shape shared by OLMo 2 and 3.
+fn olmo(f: &Fields<'_>, rope: RopeKeys) -> Result<Shape> {
+    let bias = f.flag("attention_bias", false)?;
+    let defaults = Defaults { vocab_size: 50304, norm_eps: 1e-5, rope, ..LLAMA_DEFAULTS };
+    let shape = llama_like(f, &defaults)?;
+    Ok(Shape { order: Order::Output, qkv_bias: bias, attention_out_bias: bias, ..shape })
+}
+
+fn olmo2(f: &Fields<'_>) -> Result<Shape> {
+    olmo(f, ROPE)
+}
+
+fn olmo3(f: &Fields<'_>) -> Result<Shape> {
+    let theta = 500_000.0;
+    let shape = olmo(f, RopeKeys { default_theta: theta, local: Some(("rope_theta", theta)), ..ROPE })?;
+    let (layers, local) = (shape.num_hidden_layers, |layer: i64| (layer + 1) % 4 != 0);
+    let windows = f.windows(f.window("sliding_window", Some(4096))?, layers, local)?;
+    Ok(Shape { windows, layer_ropes: by_window(f, layers, local)?, ..shape })
+}
+
 fn phi3(f: &Fields<'_>) -> Result<Shape> {
     let defaults = Defaults {
         vocab_size: 32064,
@@ -497,6 +738,7 @@ fn phi3(f: &Fields<'_>) -> Result<Shape> {
         intermediate_size: 8192,
         positions: 4096,
         norm_eps: 1e-5,
+        rope: RopeKeys { default_original: Some(4096.0), ..ROPE },
         ..LLAMA_DEFAULTS
     };
     let shape = llama_like(f, &defaults)?;
@@ -620,7 +862,9 @@ fn modernbert(f: &Fields<'_>) -> Result<Shape> {
         Some("mean") => Pooling::Mean,
         _ => return Err(f.wrong("classifier_pooling", "cls or mean")),
     };
-    let head_dim = hidden_size / heads;
+    let local = |layer: i64| layer % every != 0;
+    let local_theta = Some(("local_rope_theta", 10_000.0));
+    let keys = RopeKeys { theta: "global_rope_theta", default_theta: 160_000.0, local: local_theta, ..ROPE };
     let shape = Shape::biased(f, f.size("vocab_size", 50368)?, hidden_size, heads, layers)?;
     Ok(Shape {
         intermediate_size: f.size("intermediate_size", 1152)?,
@@ -630,10 +874,10 @@ fn modernbert(f: &Fields<'_>) -> Result<Shape> {
         first_norm: false,
         norm_eps: f.number("norm_eps", 1e-5)?,
         activation: f.activation("hidden_activation", "gelu")?,
-        rope: Some(f.rope_of_layers("full_attention", "global_rope_theta", 160_000.0, head_dim)?),
-        local_rope: Some(f.rope_of_layers("sliding_attention", "local_rope_theta", 10_000.0, head_dim)?),
+        ropes: f.ropes(hidden_size / heads, &keys)?,
+        layer_ropes: by_window(f, layers, local)?,
         causal: false,
-        windows: f.windows(Some(window), layers, |i| i % every != 0)?,
+        windows: f.windows(Some(window), layers, local)?,
         qkv_bias: bias,
         attention_out_bias: bias,
         mlp_bias: f.flag("mlp_bias", false)?,

@@ -414,6 +414,16 @@ pub(crate) struct KvCache {
     /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
     places: Option<Tensor>,
     step: Option<Step>,
+    /// The tokens of the rows, for models that read a row again at some length.
+    history: Option<History>,
+}
+
+/// The tokens of the rows of a cache.
+struct History {
+    /// `[rows, capacity]` i64.
+    tokens: Tensor,
+    /// A row that exceeds this length is read again.
+    switch: i64,
 }
 
 /// One decoding step: one more token in every row of a cache, for libtorch's operations.
@@ -457,13 +467,52 @@ impl KvCache {
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
         let (lens, device) = (vec![0; rows as usize], options.1);
-        Ok(Self { layers, lens, filled: None, capacity, kv_heads, head_dim, device, places: None, step: None })
+        let (filled, places, step, history) = (None, None, None, None);
+        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history })
+    }
+
+    /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
+    pub(crate) fn keep_tokens(&mut self, switch: i64) -> Result<()> {
+        if switch < self.capacity {
+            let size = [self.lens.len() as i64, self.capacity];
+            self.history = Some(History { tokens: Tensor::f_zeros(size, (Kind::Int64, self.device))?, switch });
+        }
+        Ok(())
     }
 
     /// Prepares the cache for the whole sequences of `layout` at the start of the rows; the decoder calls it once per forward pass.
     pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
+        if let Some(history) = &self.history {
+            let rows: Vec<Tensor> = layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
+            for (row, tokens) in rows.iter().enumerate() {
+                history.tokens.get(row as i64).narrow(0, 0, tokens.size()[0]).copy_(tokens);
+            }
+        }
+    }
+
+    /// The rows that are to be read again at this step, and their tokens: those that have just exceeded the length at which their
+    /// rotary angles change.
+    pub(crate) fn outgrown(&self) -> (Vec<i64>, Vec<Vec<i64>>) {
+        let Some(History { tokens, switch }) = &self.history else { return Default::default() };
+        let rows = self.lens.iter().zip(0i64..).filter(|(len, _)| **len == switch + 1).map(|(_, row)| row);
+        rows.map(|row| {
+            let tokens = tokens.get(row).narrow(0, 0, switch + 1).to_device(Device::Cpu);
+            (row, Vec::try_from(tokens).expect("ids are i64"))
+        })
+        .unzip()
+    }
+
+    /// Replaces the keys and values of the rows `rows` by those of all rows of `other`, which has the same capacity.
+    pub(crate) fn replace_rows(&mut self, rows: &[i64], other: &Self) {
+        let index = Tensor::from_slice(rows).to_device(self.device);
+        let count = self.lens.len() as i64;
+        for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
+            for (to, from) in [(keys, new_keys), (values, new_values)] {
+                let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+            }
+        }
     }
 
     /// Stores whole sequences, [N, kv_heads, head_dim] each.
@@ -475,6 +524,11 @@ impl KvCache {
         });
         self.write(layer, &places, keys, values);
         self.places = Some(places);
+    }
+
+    /// Number of tokens that each row can hold.
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity as usize
     }
 
     /// A layer's part of the cache, for a kernel that fills it.
@@ -495,10 +549,13 @@ impl KvCache {
         tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
     }
 
-    /// Prepares the cache for one more token in every row, and returns the position of each in its sequence, `[rows]` i64; the
-    /// decoder calls it once per forward pass.
-    pub(crate) fn begin_step(&mut self) -> Tensor {
+    /// Prepares the cache for one more token in every row, `tokens` `[rows]` i64, and returns the position of each in its sequence,
+    /// `[rows]` i64; the decoder calls it once per forward pass.
+    pub(crate) fn begin_step(&mut self, tokens: &Tensor) -> Tensor {
         let positions = self.filled.take().unwrap_or_else(|| Tensor::from_slice(&self.lens).to_device(self.device));
+        if let Some(history) = &self.history {
+            let _ = history.tokens.shallow_clone().scatter_(1, &positions.unsqueeze(1), &tokens.unsqueeze(1));
+        }
         self.filled = Some(&positions + 1);
         for len in &mut self.lens {
             *len += 1;
@@ -552,6 +609,10 @@ impl KvCache {
             filled: self.filled.as_ref().map(Tensor::shallow_clone),
             places: None,
             step: None,
+            history: self.history.as_ref().map(|History { tokens, switch }| History {
+                tokens: tokens.shallow_clone(),
+                switch: *switch,
+            }),
             ..*self
         }
     }
@@ -568,6 +629,9 @@ impl KvCache {
         }
         self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
         self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
+        if let Some(history) = &mut self.history {
+            history.tokens = history.tokens.index_select(0, &index);
+        }
         (self.places, self.step) = (None, None);
     }
 

@@ -223,6 +223,13 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps: shape.norm_eps })
     }
 
+    /// [`Norm::forward`] of `x` `[N, heads * head_dim]` or `[N, heads, head_dim]`, of any dtype: over each head, or over all heads
+    /// together, by the width of the norm.
+    pub(crate) fn forward_heads(&self, x: &Tensor, kind: Kind) -> Tensor {
+        let rows = x.to_kind(Kind::Float).reshape([-1, self.weight.size()[0]]);
+        self.forward(&rows, kind).view_as(x)
+    }
+
     /// Normalizes `x`, which is f32; returns `kind`.
     pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
         if uses_kernels(kind, x.device()) {

@@ -41,6 +41,10 @@ pub(crate) enum Source<'a> {
 /// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
 pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
 
+/// Prefix of the language model's tensor names in models for text and images (Gemma 3), and prefixes of the other parts'.
+const TEXT_PART: &str = "language_model.model.";
+const OTHER_PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+
 /// Number of random numbers drawn before they are copied into their tensor.
 const DRAWN_AT_ONCE: usize = 1 << 20;
 
@@ -70,7 +74,7 @@ impl<'a> Builder<'a> {
             Source::Checkpoint(checkpoint) => {
                 let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
                 // Some checkpoints (OpenAI's GPT-2) omit the prefix.
-                [names.prefix, DEEPSPEED_CHAT].into_iter().find(used).unwrap_or("")
+                [names.prefix, DEEPSPEED_CHAT, TEXT_PART].into_iter().find(used).unwrap_or("")
             }
         };
         let (params, asked) = (Vec::new(), HashSet::new());
@@ -241,7 +245,8 @@ impl<'a> Builder<'a> {
     pub(crate) fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
         let harmless = |name: &str| {
-            self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
+            self.stored_prefix == TEXT_PART && OTHER_PARTS.iter().any(|part| name.starts_with(part))
+                || self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
                 || ignored.iter().any(|prefix| name.starts_with(prefix))
         };
         let unexpected: Vec<&str> =

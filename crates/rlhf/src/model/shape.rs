@@ -10,6 +10,9 @@ const MOST: i64 = 1 << 28;
 /// Maximum of any other number: far above any model's, and small enough that the ratio of two is an f32.
 const LARGEST: f64 = 1e15;
 
+/// Maximum number of experts of all layers, as [`MOST_LAYERS`].
+const MOST_EXPERTS: i64 = 100_000;
+
 /// Maximum number of layers, so that a hostile file cannot make building take hours.
 pub(super) const MOST_LAYERS: i64 = 10_000;
 
@@ -27,7 +30,7 @@ pub enum Activation {
 }
 
 /// Rotary position embedding.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the geometric series of the angles.
     pub theta: f64,
@@ -38,7 +41,7 @@ pub struct Rope {
 }
 
 /// Scaling of rotary angles for longer texts; named as transformers' `rope_type`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// No scaling.
     Default,
@@ -65,6 +68,35 @@ pub enum RopeScaling {
         /// `original` over this is the wavelength up to which angles are kept.
         high_freq_factor: f64,
         /// The length that the model was pretrained on.
+        original: f64,
+    },
+    /// As `Llama3`, blended linearly over the dimensions of a head, and cosines and sines are multiplied by `attention_factor` (YaRN).
+    Yarn {
+        /// Factor by which texts may be longer.
+        factor: f64,
+        /// Number of rotations over `original` tokens from which angles are kept.
+        beta_fast: f64,
+        /// Number of rotations over `original` tokens up to which angles are divided by `factor`.
+        beta_slow: f64,
+        /// Whether the range of blended dimensions is rounded to whole dimensions.
+        truncate: bool,
+        /// Factor of cosines and sines.
+        attention_factor: f64,
+        /// The length that the model was pretrained on.
+        original: f64,
+    },
+    /// Each angle is divided by a factor of its own: one of `short` in texts of up to `original` tokens, one of `long` in longer ones
+    /// (Phi-3 and Phi-4). Cosines and sines are multiplied by `attention_factor`.
+    ///
+    /// The length is that of each sequence. transformers uses the longest of the batch, so its results depend on the batch.
+    LongRope {
+        /// Divisors of the angles in short texts, `dim / 2` numbers.
+        short: Vec<f64>,
+        /// Divisors of the angles in long texts, `dim / 2` numbers.
+        long: Vec<f64>,
+        /// Factor of cosines and sines.
+        attention_factor: f64,
+        /// The longest of the short texts, in tokens.
         original: f64,
     },
 }
@@ -111,8 +143,10 @@ pub enum Order {
     Parallel,
     /// After each sum; none at the end (BERT, the smaller OPT).
     Post,
-    /// As `Pre`, and after attention and MLP before their sums (Gemma 2).
+    /// As `Pre`, and after attention and MLP before their sums (Gemma 2 and 3).
     Sandwich,
+    /// After attention and MLP, before their sums, and one at the end of the model (OLMo 2).
+    Output,
 }
 
 /// Kind of norm.
@@ -124,6 +158,21 @@ pub enum NormKind {
     Rms,
     /// RMS norm that multiplies by 1 + weight (Gemma).
     RmsPlusOne,
+}
+
+/// The experts of a model: MLPs of which each token goes through a few.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Experts {
+    /// Number of experts in a layer.
+    pub count: i64,
+    /// Number of experts that each token goes through.
+    pub chosen: i64,
+    /// Width inside an expert.
+    pub intermediate_size: i64,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub normalized: bool,
+    /// Whether each layer has experts instead of one MLP.
+    pub layers: Vec<bool>,
 }
 
 /// The shape of a model, with a value for every field.
@@ -139,6 +188,8 @@ pub struct Shape {
     pub hidden_size: i64,
     /// Width inside the MLP.
     pub intermediate_size: i64,
+    /// Experts in the place of the MLP; `None`: every layer has one MLP.
+    pub experts: Option<Experts>,
     /// Number of layers.
     pub num_hidden_layers: i64,
     /// Number of query heads.
@@ -171,10 +222,10 @@ pub struct Shape {
     pub order: Order,
     /// The MLP's non-linearity.
     pub activation: Activation,
-    /// Rotary positions; `None` means learned ones.
-    pub rope: Option<Rope>,
-    /// Rotary positions of the layers with a window; `None`: as the others.
-    pub local_rope: Option<Rope>,
+    /// The model's kinds of rotary positions; empty if positions are learned.
+    pub ropes: Vec<Rope>,
+    /// Index in `ropes` of the rotary positions of each layer; `None`: the layer has none.
+    pub layer_ropes: Vec<Option<usize>>,
     /// Whether a token attends only to itself and the tokens before it.
     pub causal: bool,
     /// Number of tokens, itself included, that a token attends to in each layer, in each direction if the model is not causal;
@@ -213,7 +264,17 @@ pub struct Shape {
 impl Shape {
     /// Whether a token's rotary angles depend on the length of its text.
     pub(crate) fn has_length_dependent_rope(&self) -> bool {
-        self.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
+        let depends = |rope: &Rope| matches!(rope.scaling, RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. });
+        self.ropes.iter().any(depends)
+    }
+
+    /// The length in tokens at which the rotary angles of a text change at once, those of its first tokens too, so that a cache has to
+    /// be filled again (`longrope`).
+    pub(crate) fn rope_switch(&self) -> Option<i64> {
+        self.ropes.iter().find_map(|rope| match rope.scaling {
+            RopeScaling::LongRope { original, .. } => Some(original as i64),
+            _ => None,
+        })
     }
 
     /// The base that the families' readers modify: a decoder with biases, layer norms and learned positions.
@@ -227,6 +288,7 @@ impl Shape {
             embedding_size: hidden_size,
             hidden_size,
             intermediate_size: 0,
+            experts: None,
             num_hidden_layers: layers,
             num_attention_heads: heads,
             num_key_value_heads: heads,
@@ -243,8 +305,8 @@ impl Shape {
             norm_eps: 1e-5,
             order: Order::Pre,
             activation: Activation::Gelu,
-            rope: None,
-            local_rope: None,
+            ropes: Vec::new(),
+            layer_ropes: vec![None; layers as usize],
             causal: true,
             windows: vec![None; layers as usize],
             attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
@@ -276,10 +338,29 @@ impl Shape {
             let message = format!("{heads} attention heads: expected a multiple of {kv_heads} key-value heads");
             return Err(Error::invalid(path, message));
         }
+        if let Some(experts) = &self.experts {
+            if experts.chosen > experts.count {
+                let message = format!("`num_experts_per_tok`: expected at most {} experts, found {}", experts.count, experts.chosen);
+                return Err(Error::invalid(path, message));
+            }
+            if experts.count.saturating_mul(self.num_hidden_layers) > MOST_EXPERTS {
+                let message = format!("expected at most {MOST_EXPERTS} experts in all layers, found {} in each", experts.count);
+                return Err(Error::invalid(path, message));
+            }
+        }
         if self.head_dim == 0 || !self.attention_scale.is_finite() {
             return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
         }
         Ok(())
+    }
+
+    /// Width inside the MLPs that a token goes through in a layer, at most.
+    pub(crate) fn active_width(&self) -> i64 {
+        let of_experts = self.experts.as_ref().map(|experts| experts.chosen * experts.intermediate_size);
+        match &self.experts {
+            Some(experts) if experts.layers.iter().all(|layer| *layer) => of_experts.unwrap_or(0),
+            _ => self.intermediate_size.max(of_experts.unwrap_or(0)),
+        }
     }
 
     /// Whether the configuration is that of a sequence classifier (a reward or value model).
@@ -325,14 +406,16 @@ pub(crate) struct Names {
     pub(crate) layers: &'static str,
     pub(crate) input_norm: &'static str,
     pub(crate) qkv: Qkv,
-    /// Norms over each head of the queries and of the keys.
-    pub(crate) qk_norm: Option<[&'static str; 2]>,
+    /// Norms of the queries and of the keys.
+    pub(crate) qk_norm: Option<QkNorm>,
     pub(crate) attention_out: &'static str,
     pub(crate) mlp_norm: &'static str,
     /// Norms of the outputs of attention and MLP.
     pub(crate) output_norms: Option<[&'static str; 2]>,
     pub(crate) mlp_in: MlpIn,
     pub(crate) mlp_out: &'static str,
+    /// Experts in the place of the MLP.
+    pub(crate) experts: Option<ExpertNames>,
     pub(crate) final_norm: &'static str,
     /// Full name of the LM head's weight.
     pub(crate) lm_head: &'static str,
@@ -355,6 +438,15 @@ pub(crate) enum Qkv {
     FusedByHead(&'static str),
 }
 
+/// Norms of queries and keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum QkNorm {
+    /// Over each head.
+    ByHead([&'static str; 2]),
+    /// Over all heads together.
+    Whole([&'static str; 2]),
+}
+
 /// Input projections of the MLP.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MlpIn {
@@ -363,6 +455,24 @@ pub(crate) enum MlpIn {
     Gated([&'static str; 2]),
     /// One product: gate, then up.
     GatedFused(&'static str),
+}
+
+/// Names of the tensors of experts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ExpertNames {
+    pub(crate) router: &'static str,
+    /// Prefix of the numbers of the experts.
+    pub(crate) experts: &'static str,
+    /// Gate and up projection of an expert.
+    pub(crate) inputs: [&'static str; 2],
+    pub(crate) out: &'static str,
+}
+
+impl ExpertNames {
+    /// Whether the linear layer of this name is a router or part of an expert.
+    pub(crate) fn has(&self, layer: &str) -> bool {
+        layer.ends_with(&format!(".{}", self.router)) || layer.contains(&format!(".{}.", self.experts))
+    }
 }
 
 /// The head of a family's classifiers.
@@ -389,14 +499,6 @@ pub(super) struct Fields<'a> {
     pub(super) family: &'static Family,
 }
 
-/// Names of the rotary settings in files of transformers before version 5.
-pub(super) struct RopeKeys {
-    pub(super) theta: &'static str,
-    /// Fraction of a head's dimensions that is rotated.
-    pub(super) fraction: &'static str,
-    pub(super) default_fraction: f64,
-}
-
 impl Fields<'_> {
     pub(super) fn present(&self, name: &str) -> Option<&Value> {
         self.raw.get(name).filter(|value| !value.is_null())
@@ -420,16 +522,6 @@ impl Fields<'_> {
     /// An integer from 1 under the family's own name, or the common name.
     pub(super) fn size_as(&self, own: &str, common: &str, default: i64) -> Result<i64> {
         self.size(if self.present(own).is_some() { own } else { common }, default)
-    }
-
-    /// Maximum text length in tokens with rotary positions trained on `positions` tokens.
-    pub(super) fn longest(positions: i64, rope: &Rope) -> usize {
-        match rope.scaling {
-            RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => {
-                (positions as f64 * factor) as usize
-            }
-            RopeScaling::Default | RopeScaling::Llama3 { .. } => positions as usize,
-        }
     }
 
     /// An integer from 1.
@@ -472,28 +564,6 @@ impl Fields<'_> {
             Some(_) => return Err(wrong()),
         };
         Ok(names.iter().map(|name| name.trim().to_lowercase()).collect())
-    }
-
-    /// Rotary positions of the layers of one kind, all dimensions rotated: in `rope_parameters` as transformers 5 stores them, or
-    /// their base in the field `old`.
-    pub(super) fn rope_of_layers(&self, kind: &str, old: &str, theta: f64, head_dim: i64) -> Result<Rope> {
-        if self.present("rope_scaling").is_some() {
-            return Err(self.wrong("rope_scaling", "none"));
-        }
-        let wrong = || self.wrong("rope_parameters", "an object with an object for each kind of layer");
-        let object = |value: Option<&Value>| match value {
-            None | Some(Value::Null) => Ok(Map::new()),
-            Some(value) => value.as_object().cloned().ok_or_else(wrong),
-        };
-        let own = object(object(self.present("rope_parameters"))?.get(kind))?;
-        let own = Fields { path: self.path, raw: &own, family: self.family };
-        own.must_be_text("rope_type", "default")?;
-        let theta = own.positive("rope_theta", Some(self.positive(old, Some(theta))?))?;
-        if head_dim % 2 != 0 {
-            let message = format!("rotary positions: expected heads of an even width, found {head_dim}");
-            return Err(Error::invalid(self.path, message));
-        }
-        Ok(Rope { theta, dim: head_dim, scaling: RopeScaling::Default })
     }
 
     /// A soft cap of logits: a number above 0, `null` for none.
@@ -570,67 +640,6 @@ impl Fields<'_> {
             Some("relu") => Ok(Activation::Relu),
             _ => Err(self.wrong(name, "one of gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, silu, swish, relu")),
         }
-    }
-
-    /// Rotary settings. transformers 5 stores them in `rope_parameters`, transformers 4 among the other fields and in
-    /// `rope_scaling`.
-    pub(super) fn rope(&self, head_dim: i64, old: &RopeKeys) -> Result<Rope> {
-        let empty = Map::new();
-        let nested = |holder: &'static str| match self.present(holder) {
-            None => Ok(&empty),
-            Some(value) => value.as_object().ok_or_else(|| self.wrong(holder, "an object")),
-        };
-        let (new, scaling) = (nested("rope_parameters")?, nested("rope_scaling")?);
-        if !new.is_empty() && !scaling.is_empty() && new != scaling {
-            return Err(self.wrong("rope_scaling", "none beside `rope_parameters`, or the same"));
-        }
-        let within = |raw| Fields { path: self.path, raw, family: self.family };
-        let theta = within(new).number("rope_theta", self.number(old.theta, self.number("rope_theta", 10000.0)?)?)?;
-        let fraction = "partial_rotary_factor";
-        let old_fraction = self.number(old.fraction, self.number(fraction, old.default_fraction)?)?;
-        let fraction = within(new).number(fraction, old_fraction)?;
-        let dim = (head_dim as f64 * fraction) as i64;
-        if !(dim > 0 && dim % 2 == 0 && dim <= head_dim && theta > 0.0) {
-            let message = format!("rotary positions: expected an even share of {head_dim} dimensions, found {dim}");
-            return Err(Error::invalid(self.path, message));
-        }
-        let (holder, object) = if new.is_empty() { ("rope_scaling", scaling) } else { ("rope_parameters", new) };
-        let scaling = self.rope_scaling(holder, &within(object))?;
-        if matches!(scaling, RopeScaling::Dynamic { .. }) && dim <= 2 {
-            let message = format!("dynamic rotary positions: expected more than 2 dimensions, found {dim}");
-            return Err(Error::invalid(self.path, message));
-        }
-        Ok(Rope { theta, dim, scaling })
-    }
-
-    fn rope_scaling(&self, holder: &str, f: &Fields<'_>) -> Result<RopeScaling> {
-        let kind = f.present("rope_type").or_else(|| f.present("type")).map_or(Some("default"), Value::as_str);
-        let factor = || f.positive("factor", None);
-        let original = || -> Result<f64> {
-            let longest = self.positive("max_position_embeddings", Some(2048.0))?;
-            f.positive("original_max_position_embeddings", Some(longest))
-        };
-        Ok(match kind {
-            Some("default") => RopeScaling::Default,
-            Some("linear") => RopeScaling::Linear { factor: factor()? },
-            Some("dynamic") => RopeScaling::Dynamic {
-                factor: factor()?,
-                original: self.positive("max_position_embeddings", Some(2048.0))?,
-            },
-            Some("llama3") => {
-                let (low, high) = (f.positive("low_freq_factor", None)?, f.positive("high_freq_factor", None)?);
-                if low >= high {
-                    return Err(f.wrong("low_freq_factor", &format!("a number below high_freq_factor = {high}")));
-                }
-                RopeScaling::Llama3 {
-                    factor: factor()?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    original: original()?,
-                }
-            }
-            _ => return Err(self.wrong(holder, "a rope_type of default, linear, dynamic or llama3")),
-        })
     }
 
     pub(super) fn ids(&self, name: &str) -> Result<Vec<i64>> {

@@ -31,19 +31,25 @@ from transformers import (
     DebertaV2Config,
     DebertaV2Tokenizer,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     ModernBertConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     RobertaConfig,
     RobertaTokenizer,
+    SmolLM3Config,
 )
 from trl.experimental.ppo.ppo_trainer import forward
 from trl.experimental.utils import get_reward
@@ -101,6 +107,31 @@ opt = dict(
 )
 opt_proj_postln = dict(opt, word_embed_proj_dim=16, do_layer_norm_before=False)
 qwen3 = dict(small, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+qwen3_yarn = dict(
+    qwen3,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=8.0,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        mscale=0.7,
+        mscale_all_dim=0.4,
+        truncate=False,
+        original_max_position_embeddings=64,
+    ),
+)
+phi3_long = dict(
+    small,
+    original_max_position_embeddings=8,
+    rope_parameters=dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        partial_rotary_factor=0.75,
+        short_factor=[1.0, 1.1, 1.3, 1.4, 1.6, 2.0],
+        long_factor=[1.2, 2.0, 3.5, 6.0, 9.0, 14.0],
+    ),
+)
 gemma2 = dict(
     qwen3,
     query_pre_attn_scalar=24,  # neither the width of a head nor hidden_size / heads
@@ -108,6 +139,47 @@ gemma2 = dict(
     final_logit_softcapping=3.0,
     sliding_window=5,
 )
+# A layer with a window, and one without, each with its own rotary positions.
+gemma3 = dict(
+    qwen3,
+    query_pre_attn_scalar=24,
+    final_logit_softcapping=3.0,
+    sliding_window=5,
+    sliding_window_pattern=2,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0},
+    },
+)
+smollm3 = dict(small, no_rope_layer_interval=2, tie_word_embeddings=True)
+olmo2 = dict(small, num_attention_heads=4, num_key_value_heads=2)
+olmo3 = dict(
+    olmo2,
+    sliding_window=5,
+    layer_types=["sliding_attention", "full_attention"],
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 500000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.25,
+        },
+    },
+)
+
+# One layer with an MLP, and one with experts, whose weights do not add up to 1.
+qwen3_moe = dict(
+    small,
+    head_dim=16,
+    moe_intermediate_size=12,
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=2,
+    norm_topk_prob=False,
+)
+mixtral = dict(small, intermediate_size=24, num_local_experts=3, num_experts_per_tok=2)
 
 encoder = dict(
     hidden_size=32,
@@ -230,6 +302,27 @@ SPECS = {
     "llama_dynamic": Spec(
         LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209, weights="llama_rope3"
     ),
+    "llama_yarn": Spec(
+        LlamaConfig(
+            **rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) | {"max_position_embeddings": 256}
+        ),
+        225,
+        weights="llama_rope3",
+    ),
+    "qwen3_yarn": Spec(
+        Qwen3Config(tie_word_embeddings=False, **qwen3_yarn), 226, weights="qwen3"
+    ),
+    # Rows of 9 tokens and more are past the short texts.
+    "phi3_long": Spec(Phi3Config(**phi3_long), 227, weights="phi3"),
+    "gemma3": Spec(Gemma3TextConfig(**gemma3), 228),
+    "gemma3_cls": Spec(Gemma3TextConfig(num_labels=1, **gemma3), 229, weights="gemma3"),
+    "smollm3": Spec(SmolLM3Config(**smollm3), 230),
+    "smollm3_cls": Spec(SmolLM3Config(num_labels=1, **smollm3), 231, weights="smollm3"),
+    "olmo2": Spec(Olmo2Config(**olmo2), 232),
+    "olmo2_cls": Spec(Olmo2Config(num_labels=1, **olmo2), 233, weights="olmo2"),
+    "olmo3": Spec(Olmo3Config(**olmo3), 234, weights="olmo2"),
+    "qwen3_moe": Spec(Qwen3MoeConfig(**qwen3_moe), 235),
+    "mixtral": Spec(MixtralConfig(**mixtral), 236),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
@@ -333,6 +426,12 @@ GRADIENTS = (
     "qwen3",
     "gemma2",
     "phi3",
+    "phi3_long",
+    "gemma3",
+    "smollm3",
+    "olmo2",
+    "qwen3_moe",
+    "mixtral",
     "bert_cls2",
     "roberta_cls3",
     "deberta_cls1",
@@ -346,17 +445,19 @@ def is_classifier(config):
     return config.architectures[0].endswith("ForSequenceClassification")
 
 
-def attention(config):
-    """Only the eager attention of transformers knows Gemma's soft-caps and DeBERTa's relative positions."""
-    return "eager" if config.model_type in ("gemma2", "deberta-v2") else "sdpa"
+def implementations(config):
+    """Only the eager attention of transformers knows Gemma's soft-caps and DeBERTa's relative positions, and only its eager experts
+    compute in float64."""
+    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral") else {}
+    return {"attn_implementation": "eager" if config.model_type in ("gemma2", "deberta-v2") else "sdpa", **experts}
 
 
 def random_model(config, seed, classifier, weights=None):
     """A model with random weights, but for those that the model `weights` has too."""
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = auto.from_config(config, attn_implementation=attention(config))
-    norm_centre = 0.0 if config.model_type == "gemma2" else 1.0  # Gemma multiplies by 1 + weight
+    model = auto.from_config(config, **implementations(config))
+    norm_centre = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0  # Gemma multiplies by 1 + weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.dim() == 1 and name.endswith("weight")
@@ -455,7 +556,7 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
         "greedy.gap": top[..., 0] - top[..., 1],
         "greedy_eos.tokens": greedy(greedy_eos_id).sequences[:, CONTEXT:],
     }
-    if config.model_type == "llama" and config.rope_parameters["rope_type"] == "dynamic":
+    if getattr(config, "rope_parameters", None) and config.rope_parameters.get("rope_type") in ("dynamic", "longrope"):
         values |= values_alone(model, padded)
     logits = [name for name in values if name.endswith(".logits")]
     return thin.columns(values, *logits), greedy_eos_id
@@ -463,7 +564,7 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
 
 @torch.no_grad()
 def values_alone(model, padded):
-    """The rows of `padded` one at a time, without padding or cache: the base of dynamic rope is that of each length."""
+    """The rows of `padded` one at a time, without padding or cache: the angles of dynamic rope are those of each length."""
     pad = model.config.pad_token_id
     logits = torch.zeros(*padded.shape, model.config.vocab_size)
     tokens, gaps = [], []
@@ -525,10 +626,11 @@ def rounding(model, rows):
 def config_of_transformers_4(config):
     """The same model in the keys that transformers wrote before 5."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
-    for key in ("dtype", "add_cross_attention", "is_decoder", "layer_types", "use_bidirectional_attention"):
-        config.pop(key, None)
     kind = config["model_type"]
-    if kind in ("gpt2", "opt", "gemma2", *ENCODERS):
+    newer = ["dtype", "add_cross_attention", "is_decoder", "use_bidirectional_attention", "_sliding_window_pattern"]
+    for key in newer if kind in ("smollm3", "olmo3") else [*newer, "layer_types"]:
+        config.pop(key, None)
+    if kind in ("gpt2", "opt", "gemma2", "gemma3_text", "smollm3", *ENCODERS):
         config.pop("tie_word_embeddings", None)  # only what is not the default was written
     if kind in ("bert", "roberta"):
         config["position_embedding_type"] = "absolute"
@@ -539,20 +641,31 @@ def config_of_transformers_4(config):
         kinds = {"global_rope_theta": "full_attention", "local_rope_theta": "sliding_attention"}
         config |= {key: rope[layers]["rope_theta"] for key, layers in kinds.items()}
         config.setdefault("global_attn_every_n_layers", 3)
-    elif rope:
+        rope = None
+    elif rope and "full_attention" in rope:
+        if kind == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if rope:
         config.update(rope_scaling=None, rope_theta=rope.pop("rope_theta"))
         share = rope.pop("partial_rotary_factor", None)
         # First there was only `type`; 4.43 to 4.57 wrote both for the older kinds.
-        if rope["rope_type"] == "linear":
+        if rope["rope_type"] == "linear" and kind != "gemma3_text":
             config["rope_scaling"] = {"type": "linear", "factor": rope["factor"]}
         elif rope["rope_type"] == "dynamic":
             config["rope_scaling"] = {"type": "dynamic", **rope}
+        elif rope["rope_type"] == "longrope":
+            # The length is beside the object.
+            del rope["original_max_position_embeddings"], rope["rope_type"]
+            config.update(rope_scaling={"type": "longrope", **rope}, partial_rotary_factor=share)
         elif rope["rope_type"] != "default":
             config["rope_scaling"] = rope
     if kind == "gpt_neox":
         config.update(rotary_emb_base=int(config["rope_theta"]), rotary_pct=share, partial_rotary_factor=share)
     if kind == "gemma2":
         config.update(hidden_act=config["hidden_activation"], cache_implementation="hybrid")
+    if kind == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
     if kind == "qwen2":
         config["sliding_window"] = 5  # written, and without use_sliding_window of no effect
     return dict(sorted(config.items()))
@@ -656,9 +769,7 @@ def write_index(index):
 def load(name, config_file="config.json"):
     config = transformers.AutoConfig.from_pretrained(MODELS / name / config_file)
     auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
-    return auto.from_pretrained(
-        MODELS / name, config=config, dtype=torch.float32, attn_implementation=attention(config)
-    ).eval()
+    return auto.from_pretrained(MODELS / name, config=config, dtype=torch.float32, **implementations(config)).eval()
 
 
 def loss(model, values):
