@@ -152,7 +152,7 @@ gemma3 = dict(
     },
 )
 smollm3 = dict(small, no_rope_layer_interval=2, tie_word_embeddings=True)
-olmo2 = dict(small, num_attention_heads=4, num_key_value_heads=2)
+olmo2 = dict(small, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
 olmo3 = dict(
     olmo2,
     sliding_window=5,
