@@ -217,6 +217,8 @@ impl ModelConfig {
         let shape = &mut config.shape;
         (shape.num_hidden_layers, shape.vocab_size) = (1, words);
         shape.windows.truncate(1);
+        // One MLP as wide as the experts of a token.
+        (shape.intermediate_size, shape.experts) = (shape.active_width(), None);
         let size = |shape: &Shape| {
             let queries = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim;
             (shape.hidden_size as f64) * (2.0 * queries as f64 + 3.0 * shape.intermediate_size as f64)
