@@ -179,7 +179,7 @@ impl Body {
             return Err(Error::Run("the model has an adapter; merge it before adding another".into()));
         }
         let experts = self.config.family.names.experts;
-        // PEFT's names of adapters in experts differ between versions of transformers.
+        // PEFT's names of adapters in MLPs differ between versions of transformers, if there are experts.
         let adapts = |layer: &str| !lora::is_in_head(layer) && !experts.is_some_and(|experts| experts.has(layer));
         Ok(self.decoder.linears_mut().chain(head).filter(|linear| adapts(linear.name())).collect())
     }

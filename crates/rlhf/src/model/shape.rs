@@ -469,9 +469,10 @@ pub(crate) struct ExpertNames {
 }
 
 impl ExpertNames {
-    /// Whether the linear layer of this name is a router or part of an expert.
+    /// Whether the linear layer of this name is part of an MLP, with experts or without.
     pub(crate) fn has(&self, layer: &str) -> bool {
-        layer.ends_with(&format!(".{}", self.router)) || layer.contains(&format!(".{}.", self.experts))
+        let module = self.router.split('.').next();
+        layer.split('.').any(|part| Some(part) == module)
     }
 }
 
