@@ -183,7 +183,8 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
             if model.config().ropes.iter().any(|rope| matches!(rope.scaling, RopeScaling::LongRope { .. })) {
                 for batch_size in [4, 1] {
                     let config = config(Sampling::Greedy, 16, &[], batch_size);
-                    let found: Vec<_> = generate(&model, &prompts, &config).unwrap().into_iter().map(|r| r.tokens).collect();
+                    let found: Vec<_> =
+                        generate(&model, &prompts, &config).unwrap().into_iter().map(|r| r.tokens).collect();
                     assert_eq!(found, golden.rows("alone.greedy_tokens"), "{}", dir.display());
                 }
             }
@@ -936,7 +937,11 @@ fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
         ("llama_yarn", r#"{"beta_slow": 40}"#, "`beta_slow`: expected a number below beta_fast = 32, found 40"),
         ("llama_yarn", r#"{"attention_factor": -1}"#, "`attention_factor`: expected a number above 0"),
         ("llama_yarn", r#"{"full_attention": {}}"#, "`rope_parameters`: expected the same settings for all layers"),
-        ("phi3_long", r#"{"short_factor": [1, 2]}"#, "`short_factor`: expected 6 numbers from 1e-6 to 1e6, found [1,2]"),
+        (
+            "phi3_long",
+            r#"{"short_factor": [1, 2]}"#,
+            "`short_factor`: expected 6 numbers from 1e-6 to 1e6, found [1,2]",
+        ),
         ("phi3_long", r#"{"long_factor": [1, 2, 3, 4, 5, 0]}"#, "`long_factor`: expected 6 numbers"),
         ("phi3_long", r#"{"long_factor": null}"#, "`long_factor`: expected 6 numbers from 1e-6 to 1e6, found null"),
     ] {
@@ -1037,7 +1042,10 @@ fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
             ..LoraConfig::default()
         };
         let error = model.add_adapter(&targets(&["w1", "gate"]), 1).unwrap_err().to_string();
-        assert!(error.contains("lora_target_modules: expected linear layers of") && error.contains("q_proj"), "{error}");
+        assert!(
+            error.contains("lora_target_modules: expected linear layers of") && error.contains("q_proj"),
+            "{error}"
+        );
         let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
         let before = model.logits(&ids).unwrap().remove(0);
         model.add_adapter(&targets(&["all-linear"]), 1).unwrap();

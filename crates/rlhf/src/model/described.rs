@@ -440,7 +440,20 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 12] = ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3", "gemma3", "smollm3", "olmo2", "qwen3_moe"];
+    const LMS: [&str; 12] = [
+        "gpt2",
+        "gpt_neox",
+        "llama_tied",
+        "llama_untied",
+        "gemma2",
+        "opt",
+        "phi3",
+        "qwen3",
+        "gemma3",
+        "smollm3",
+        "olmo2",
+        "qwen3_moe",
+    ];
 
     fn lora() -> LoraConfig {
         LoraConfig { r: 4, target_modules: Some(vec!["all-linear".into()]), ..LoraConfig::default() }

@@ -655,7 +655,10 @@ fn gemma3(f: &Fields<'_>) -> Result<Shape> {
         activation: f.activation("hidden_activation", "gelu_pytorch_tanh")?,
         embedding_scale: (shape.hidden_size as f64).sqrt(),
         attention_scale: f.positive("query_pre_attn_scalar", Some(256.0))?.powf(-0.5),
-        final_softcap: f.present("final_logit_softcapping").map(|_| f.positive("final_logit_softcapping", None)).transpose()?,
+        final_softcap: f
+            .present("final_logit_softcapping")
+            .map(|_| f.positive("final_logit_softcapping", None))
+            .transpose()?,
         tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
         windows: f.windows(f.window("sliding_window", Some(4096))?, layers, local)?,
         layer_ropes: by_window(f, layers, local)?,

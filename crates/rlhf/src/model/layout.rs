@@ -485,7 +485,8 @@ impl KvCache {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
         if let Some(history) = &self.history {
-            let rows: Vec<Tensor> = layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
+            let rows: Vec<Tensor> =
+                layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
             for (row, tokens) in rows.iter().enumerate() {
                 history.tokens.get(row as i64).narrow(0, 0, tokens.size()[0]).copy_(tokens);
             }
@@ -609,10 +610,10 @@ impl KvCache {
             filled: self.filled.as_ref().map(Tensor::shallow_clone),
             places: None,
             step: None,
-            history: self.history.as_ref().map(|History { tokens, switch }| History {
-                tokens: tokens.shallow_clone(),
-                switch: *switch,
-            }),
+            history: self
+                .history
+                .as_ref()
+                .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
             ..*self
         }
     }

@@ -230,7 +230,8 @@ impl Rope {
                 (&inv_freq * (1.0 - &slow) + &inv_freq * &slow / *factor, *attention_factor)
             }
             RopeScaling::LongRope { short, long, attention_factor, original } => {
-                let divisors = |of: &[f64]| Tensor::from_slice(of).to_kind(Kind::Float).to_device(options.1).unsqueeze(0);
+                let divisors =
+                    |of: &[f64]| Tensor::from_slice(of).to_kind(Kind::Float).to_device(options.1).unsqueeze(0);
                 let is_long = lens().gt(*original).unsqueeze(1);
                 (plain() / divisors(long).where_self(&is_long, &divisors(short)), *attention_factor)
             }

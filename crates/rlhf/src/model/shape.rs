@@ -340,11 +340,15 @@ impl Shape {
         }
         if let Some(experts) = &self.experts {
             if experts.chosen > experts.count {
-                let message = format!("`num_experts_per_tok`: expected at most {} experts, found {}", experts.count, experts.chosen);
+                let message = format!(
+                    "`num_experts_per_tok`: expected at most {} experts, found {}",
+                    experts.count, experts.chosen
+                );
                 return Err(Error::invalid(path, message));
             }
             if experts.count.saturating_mul(self.num_hidden_layers) > MOST_EXPERTS {
-                let message = format!("expected at most {MOST_EXPERTS} experts in all layers, found {} in each", experts.count);
+                let message =
+                    format!("expected at most {MOST_EXPERTS} experts in all layers, found {} in each", experts.count);
                 return Err(Error::invalid(path, message));
             }
         }
