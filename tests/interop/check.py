@@ -27,6 +27,7 @@ import torch
 import transformers
 from runner import Failure, binary, expect, run_checks
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -677,6 +678,25 @@ def encoder_checks(work):
         yield f"encoder {name}, trained by rlhf reward: scores", check
 
 
+def gguf_checks(work):
+    """Folders that `rlhf convert` made, read by transformers."""
+    for name in ("llama", "llama3", "qwen2", "qwen3"):
+
+        def check(name=name):
+            folder, golden = work / f"gguf_{name}", load_file(GOLDEN / "gguf" / f"{name}.safetensors")
+            rlhf("convert", GOLDEN / "gguf" / f"{name}.gguf", folder)
+            with torch.no_grad():
+                found = load(AutoModelForCausalLM, folder)(golden["input_ids"]).logits
+            worst = (found - golden["logits"]).abs().max().item()
+            expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+            cases = json.loads((GOLDEN / "gguf" / "texts.json").read_text())[name]
+            for case in cases or []:
+                ids = AutoTokenizer.from_pretrained(folder)(case["text"])["input_ids"]
+                expect(ids == case["ids"], f"ids of {case['text']!r}: {ids}, expected {case['ids']}")
+
+        yield f"gguf {name}, converted: logits and ids", check
+
+
 def pipeline_checks(work, family, layout, demonstrations):
     """A model that went through `sft`, `reward` and `ppo`, each output read by transformers."""
     source = Once(lambda: build(work / "source", family, **LAYOUTS[layout]))
@@ -922,7 +942,7 @@ def main():
     warnings.simplefilter("ignore", FutureWarning)
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
-        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work))
+        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work)) + list(gguf_checks(work))
         checks += example_checks(work)
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")

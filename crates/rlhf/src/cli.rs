@@ -8,6 +8,7 @@ mod attack;
 pub(crate) mod chat;
 mod commands;
 mod config_file;
+pub(crate) mod convert;
 mod deepspeed_chat;
 pub(crate) mod doctor;
 mod errors;
@@ -45,8 +46,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig,
-    PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig,
+    PpoConfig, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -75,6 +76,7 @@ pub(crate) enum Task {
     Score(ScoreConfig),
     Eval(EvaluateConfig),
     Merge(MergeConfig),
+    Convert(ConvertConfig),
     Push(PushConfig),
     Report(ReportConfig),
     Chat(ChatConfig),
@@ -201,6 +203,7 @@ impl Task {
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
             "eval" => Task::Eval(EvaluateConfig::from_arg_matches(flags)?),
+            "convert" => Task::Convert(ConvertConfig::from_arg_matches(flags)?),
             "push" => Task::Push(PushConfig::from_arg_matches(flags)?),
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
@@ -227,6 +230,7 @@ impl Task {
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
             Task::Eval(config) => config.check(),
+            Task::Convert(config) => config.check(),
             Task::Push(config) => config.check(),
             Task::Report(config) => config.check(),
             Task::Chat(config) => config.check(),

@@ -30,6 +30,7 @@
 //! | the memory and time of a run before it starts | [`plan::plan`] |
 //! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
 //! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
+//! | a model folder from a GGUF file | [`convert::convert`] |
 //! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
 //! | the state of the machine and of this build | [`doctor::examine`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
@@ -39,6 +40,7 @@
 #![forbid(unsafe_code)]
 
 pub mod compat;
+pub mod convert;
 pub mod data;
 pub mod device;
 pub mod dist;
@@ -48,6 +50,7 @@ pub mod eval;
 pub mod files;
 pub mod flag;
 pub mod generate;
+mod gguf;
 mod http_server;
 pub mod hub;
 pub mod merge;

@@ -110,6 +110,7 @@ fn run(task: &Task) -> Result<u8> {
         // These need one process.
         Task::Eval(_)
         | Task::Merge(_)
+        | Task::Convert(_)
         | Task::Push(_)
         | Task::Report(_)
         | Task::Watch(_)
@@ -123,6 +124,7 @@ fn run(task: &Task) -> Result<u8> {
         }
         Task::Eval(config) => cli::evaluate::evaluate(config, console),
         Task::Merge(config) => rlhf::merge::merge(config),
+        Task::Convert(config) => cli::convert::convert(config),
         Task::Push(config) => cli::push::push(config),
         Task::Report(config) => cli::report::report(config),
         Task::Watch(config) => cli::watch::watch(config),

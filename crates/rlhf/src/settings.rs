@@ -7,6 +7,7 @@
 mod chat;
 mod check;
 mod compute;
+mod convert;
 mod doctor;
 mod evaluate;
 mod generate;
@@ -32,6 +33,7 @@ mod watch;
 
 pub use chat::ChatConfig;
 pub use compute::ComputeConfig;
+pub use convert::ConvertConfig;
 pub use doctor::DoctorConfig;
 pub use evaluate::{EvaluateConfig, JudgeConfig};
 pub use generate::{Format, GenerateConfig};

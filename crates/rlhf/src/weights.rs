@@ -216,7 +216,8 @@ pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a s
         let what = "a pickle, which can run code and is never opened; ";
         found_only(name, what) + convert + ").save_pretrained(new_dir)`"
     } else if let Some(name) = ends_with(&[".gguf"]) {
-        let what = "llama.cpp's format; fetch the model's safetensors, or ";
+        let what =
+            "llama.cpp's format; make a model folder of it: `rlhf convert FILE new_dir`, or for other quantizations ";
         found_only(name, what) + convert + &format!(", gguf_file={name:?}).save_pretrained(new_dir)`")
     } else if let Some(name) = ends_with(&[".h5", ".msgpack"]) {
         found_only(name, "weights of TensorFlow or Flax; fetch the model's safetensors")
@@ -567,6 +568,9 @@ pub(crate) fn write_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
 pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
     let found = match dir {
         dir if dir.is_dir() => "none in this folder",
+        dir if dir.is_file() && dir.extension().is_some_and(|end| end == "gguf") => {
+            "a GGUF file, of which `rlhf convert FILE new_dir` makes such a folder"
+        }
         dir if dir.exists() => "a file in place of the folder",
         _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
@@ -644,7 +648,7 @@ mod tests {
             ("pytorch_model.bin.index.json", ["pickle", "save_pretrained(new_dir)"]),
             ("consolidated.00.pth", ["pickle", "save_pretrained(new_dir)"]),
             ("model.pt", ["pickle", "save_pretrained(new_dir)"]),
-            ("model-Q4_K_M.gguf", ["llama.cpp", "gguf_file=\"model-Q4_K_M.gguf\""]),
+            ("model-Q4_K_M.gguf", ["`rlhf convert FILE new_dir`", "gguf_file=\"model-Q4_K_M.gguf\""]),
             ("tf_model.h5", ["TensorFlow", "fetch the model's safetensors"]),
             ("adapter_model.safetensors", ["adapter", "without its base model"]),
         ] {

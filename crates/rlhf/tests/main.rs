@@ -6,6 +6,7 @@ mod chat;
 mod checkpoint;
 mod cli;
 mod commands;
+mod convert;
 mod data;
 mod deepspeed_chat;
 mod distributed;

@@ -26,6 +26,7 @@ fn base(command: &str) -> &'static str {
         "score" => "--model_name_or_path judge --dataset_name rows.jsonl",
         "merge" => "--model_name_or_path policy --output_dir out",
         "eval" => "--model_name_or_path policy --dataset_name rows.jsonl --reward json --output_dir out",
+        "convert" => "a.gguf out",
         "report" | "watch" => "run",
         "replay" => "run --update 1",
         "chat" | "serve" => "policy",

@@ -4,9 +4,9 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig,
-    SftConfig,
+    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig,
+    MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig,
+    ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -115,6 +115,13 @@ Examples:
 const MERGE_HELP: &str = "\
 Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
+
+const CONVERT_HELP: &str = "\
+config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made from the vocabulary
+where its rules are known; else a note names the files to copy. Files of Q4_K and other quantizations are refused.
+
+Example:
+  rlhf convert SmolLM2-135M-Instruct-Q8_0.gguf models/smollm2 --dtype bfloat16";
 
 const PUSH_HELP: &str = "\
 The model, its tokenizer, card and configuration, in one commit; of a run also config.yaml and
@@ -236,6 +243,7 @@ pub(super) fn rlhf_command() -> Command {
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flag::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
         flag::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
@@ -416,6 +424,7 @@ mod tests {
                  batch_size dtype device num_threads config help"
             ))
         );
+        assert_eq!(flags("convert"), sorted("file output_dir dtype max_shard_size config help"));
         assert_eq!(flags("push"), sorted("folder name private revision commit_message hub_token config help"));
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
         let compute = "dtype device num_threads config help";
@@ -468,6 +477,8 @@ mod tests {
         assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
         let logprobs = parse_words(&["logprobs", "--model", "m"]).unwrap();
         assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
+        let convert = parse_words(&["convert", "a.gguf", "b"]).unwrap();
+        assert_eq!(convert, Task::Convert(ConvertConfig::new("a.gguf", "b")));
         assert_eq!(parse_words(&["push", "a", "me/x"]).unwrap(), Task::Push(PushConfig::new("a", "me/x")));
         let report = parse_words(&["report", "a", "b"]).unwrap();
         assert_eq!(report, Task::Report(ReportConfig::new(["a", "b"])));

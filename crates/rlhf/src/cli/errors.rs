@@ -95,7 +95,7 @@ pub(super) fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, push, report, watch, replay, chat, serve, plan, doctor and launch";
+        line += "; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor and launch";
     }
     line
 }
@@ -137,7 +137,7 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, push, report, watch, replay, chat, serve, plan, doctor and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor and launch"
         );
     }
 

@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 20] = [
+const COMMON: [(&str, &[&str], &[&str]); 21] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -168,6 +168,7 @@ const COMMON: [(&str, &[&str], &[&str]); 20] = [
         ],
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("convert", &[], &["dtype", "max_shard_size", "config"]),
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),

@@ -111,7 +111,7 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
     let name = word.to_string_lossy();
     match name.as_ref() {
         known if COMMANDS.contains(&known) => Ok(()),
-        "eval" | "merge" | "push" | "report" | "watch" | "plan" | "chat" | "serve" | "doctor" => {
+        "eval" | "merge" | "convert" | "push" | "report" | "watch" | "plan" | "chat" | "serve" | "doctor" => {
             usage(format!("launch: {name} is done by one process: run rlhf {name} without launch"))
         }
         LAUNCH => usage("launch: found launch in it again: expected the command that each rank runs".into()),

@@ -64,6 +64,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "eval" => {
             vec![command, "--model", "m", "--dataset_name", "d", "--reward", "json", "--output_dir", "o"]
         }
+        "convert" => vec![command, "a.gguf", "o"],
         "report" | "watch" => vec![command, "run"],
         "replay" => vec![command, "run", "--update", "1"],
         "chat" | "serve" => vec![command, "policy"],

@@ -93,6 +93,11 @@ impl ModelConfig {
         let Value::Object(raw) = read_json(path)? else {
             return Err(Error::invalid(path, "expected a JSON object"));
         };
+        Self::from_json(path, raw)
+    }
+
+    /// Reads the content of a configuration file; errors name `path`.
+    pub(crate) fn from_json(path: &Path, raw: Map<String, Value>) -> Result<Self> {
         let is_part = raw.get("model_type").is_some_and(|name| name == GEMMA3);
         let raw = if is_part { text_part(path, &raw)? } else { raw };
         let family = family(path, &raw)?;

@@ -145,6 +145,22 @@ impl ModelSizes {
         Self::of(builder, &mut decoder, config, false)
     }
 
+    /// Names and shapes of the parameters of the language model that `config` describes, in the order of the model.
+    ///
+    /// # Errors
+    /// If the family has no language models.
+    pub(crate) fn shapes_of_causal_lm(config: &ModelConfig, place: &Path) -> Result<Vec<(String, Vec<i64>)>> {
+        config.check_causal_lm(place)?;
+        let names = &config.family.names;
+        let mut builder = Builder::new(Source::Shapes(Kind::Float), names, Device::Cpu, Some(Kind::Float));
+        let _decoder = Decoder::new(config, &mut builder, Kind::Float)?;
+        if !config.tie_word_embeddings {
+            let shape = [config.vocab_size, config.embedding_size];
+            drop(builder.tensor(names.lm_head.into(), &shape, Init::Zeros, true)?);
+        }
+        Ok(builder.finish(&[])?.into_iter().map(|param| (param.name, param.tensor.size())).collect())
+    }
+
     /// Sizes of the sequence classifier that `config` describes, with a head for one label if `new_head` is set.
     ///
     /// # Errors

@@ -4,10 +4,11 @@ use super::folders::{Dice, mutate, mutate_text};
 use super::{Outcomes, cases};
 use crate::checkpoint::ppo_config;
 use crate::support::{Child, golden};
+use rlhf::convert::convert;
 use rlhf::data::{Dataset, RowReader};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::run::Console;
-use rlhf::settings::Resume;
+use rlhf::settings::{ConvertConfig, Resume};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::io::{BufReader, Write};
@@ -81,6 +82,51 @@ fn child_reads_damaged_tokenizers() {
 #[test]
 fn no_chat_template_makes_the_program_panic_or_take_time_and_memory() {
     in_a_process("child_renders_hostile_templates");
+}
+
+#[test]
+fn no_damage_to_a_gguf_file_makes_it_panic_or_take_memory() {
+    in_a_process("child_converts_damaged_files");
+}
+
+#[test]
+#[ignore = "a process of its own, started by no_damage_to_a_gguf_file_makes_it_panic_or_take_memory"]
+fn child_converts_damaged_files() {
+    // The header has the metadata and the list of tensors.
+    const HEADER: usize = 6000;
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    let mut outcomes = Outcomes::default();
+    for case in 0..cases(300) {
+        let mut dice = Dice(case);
+        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3"]);
+        let mut bytes = std::fs::read(golden().join("gguf").join(name).with_extension("gguf")).unwrap();
+        for _ in 0..=dice.roll(3) {
+            let at = dice.roll(HEADER.min(bytes.len() - 8));
+            match dice.roll(6) {
+                0 => bytes.truncate(at.max(8)),
+                1 => bytes[at] = dice.roll(256) as u8,
+                2 => bytes[at] ^= 1 << dice.roll(8),
+                // A size, a count or an offset.
+                3 => bytes[at..at + 8].copy_from_slice(&(dice.roll(usize::MAX) as u64 >> dice.roll(64)).to_le_bytes()),
+                4 => bytes[at..at + 4].copy_from_slice(&(dice.roll(40) as u32).to_le_bytes()),
+                _ => drop(bytes.drain(at..at + 1 + dice.roll(7))),
+            }
+            if bytes.len() < 16 {
+                break;
+            }
+        }
+        std::fs::write(&from, &bytes).unwrap();
+        outcomes.note(&format!("case {case}: {name}"), || {
+            convert(&ConvertConfig::new(&from, &out))?;
+            if out.join("tokenizer.json").is_file() {
+                Tokenizer::from_pretrained(&out)?.encode("The film was good, \u{1f600}")?;
+            }
+            CausalLm::from_pretrained(&out, ModelOptions::default())?.logits(&[vec![1i64, 2]]).map(drop)
+        });
+        let _ = std::fs::remove_dir_all(&out);
+    }
+    Child::reports(&outcomes.report());
 }
 
 /// A template of pieces that do not belong together.

@@ -1,0 +1,162 @@
+//! `rlhf convert`: makes a model folder of a GGUF file.
+
+mod description;
+mod vocabulary;
+
+use crate::gguf::Gguf;
+use crate::model::{ModelConfig, ModelSizes};
+use crate::run::output_dir::{check_folder, claim_folder};
+use crate::safe_text::beginning;
+use crate::settings::ConvertConfig;
+use crate::weights::{TensorSpec, pretty, replace_files, save_of, write_text};
+use crate::{Error, Result};
+use description::{Description, describe};
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+use tch::{Kind, Tensor};
+use vocabulary::Vocabulary;
+
+/// Outcome of `rlhf convert`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConvertReport {
+    /// The number of tensors that were written.
+    pub tensors: usize,
+    /// The reason why there is no tokenizer, and the files to copy.
+    pub note: Option<String>,
+}
+
+/// Writes the model in the GGUF file `config.file` to `config.output_dir`, in Hugging Face format: weights, configuration and, where
+/// its rules are known, the tokenizer.
+///
+/// # Errors
+/// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty. Nothing is written
+/// then.
+pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
+    config.check()?;
+    let out = config.output_dir.as_path();
+    check_new(out)?;
+    check_folder(out, false, &[config.file.as_path()])?;
+    let file = Gguf::open(&config.file)?;
+    let described = describe(&file)?;
+    let model = ModelConfig::from_json(file.path(), described.config.clone())?;
+    let kind = config.dtype.kind().unwrap_or(Kind::Float);
+    let plan = plan(&file, &described, &model, kind)?;
+    let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
+    let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
+    let mut tensor = |i: usize| read(&file, &described, &plan[i].1, kind);
+    let _hold = claim_folder(out, false, config)?;
+    replace_files(out, |dir| {
+        save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
+        model.save(dir, kind)?;
+        if let Vocabulary::Known { tokenizer, settings } = &vocabulary {
+            write_text(&dir.join("tokenizer.json"), &pretty(tokenizer))?;
+            write_text(&dir.join("tokenizer_config.json"), &pretty(settings))?;
+        }
+        Ok(())
+    })?;
+    let note = match vocabulary {
+        Vocabulary::Known { .. } => None,
+        Vocabulary::Unknown(reason) => Some(format!(
+            "no tokenizer was written ({reason}): copy tokenizer.json and tokenizer_config.json of the original model to {}",
+            out.display()
+        )),
+    };
+    Ok(ConvertReport { tensors: specs.len(), note })
+}
+
+/// Checks that the folder `dir` does not exist or is empty.
+fn check_new(dir: &Path) -> Result<()> {
+    let mut entries = match std::fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(Error::io("read the folder", dir))?,
+    };
+    match entries.next() {
+        None => Ok(()),
+        Some(entry) => {
+            let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
+            let message = format!("expected a new or an empty folder, found one with `{}`", name.to_string_lossy());
+            Err(Error::invalid(dir, message))
+        }
+    }
+}
+
+/// The tensors to write, each with its name in the GGUF file, in the order of the model.
+fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<(TensorSpec, String)>> {
+    let mut by_name = BTreeMap::new();
+    for (name, entry) in file.tensors() {
+        if described.unused.contains(&name.as_str()) {
+            continue;
+        }
+        let shown = beginning(name, 120);
+        let own = renamed(name).ok_or_else(|| {
+            file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
+        })?;
+        by_name.insert(own, (name, &entry.shape));
+    }
+    let expected = ModelSizes::shapes_of_causal_lm(model, file.path())?;
+    let mut plan = Vec::new();
+    for (name, shape) in expected {
+        let (stored, found) =
+            by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
+        if *found != shape {
+            let stored = beginning(stored, 120);
+            return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
+        }
+        plan.push((TensorSpec { name, kind, shape }, stored.clone()));
+    }
+    match by_name.values().next() {
+        None => Ok(plan),
+        Some((stored, _)) => Err(file
+            .error(format!("tensor `{}`: a model of the file's settings has no such tensor", beginning(stored, 120)))),
+    }
+}
+
+/// The name in a model folder of a tensor of a GGUF file.
+fn renamed(name: &str) -> Option<String> {
+    let whole = match name {
+        "token_embd.weight" => Some("model.embed_tokens.weight"),
+        "output_norm.weight" => Some("model.norm.weight"),
+        "output.weight" => Some("lm_head.weight"),
+        _ => None,
+    };
+    if let Some(whole) = whole {
+        return Some(whole.into());
+    }
+    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+    let layer: usize = layer.parse().ok()?;
+    let (part, end) = rest.rsplit_once('.')?;
+    let own = match part {
+        "attn_norm" => "input_layernorm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "attn_output" => "self_attn.o_proj",
+        "ffn_norm" => "post_attention_layernorm",
+        "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        _ => return None,
+    };
+    ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{own}.{end}"))
+}
+
+/// Reads a tensor, with the rows of queries and keys in the order of a model folder.
+fn read(file: &Gguf, described: &Description, name: &str, kind: Kind) -> Result<Tensor> {
+    let tensor = file.read(name, kind)?;
+    let heads = match name.split('.').nth(2) {
+        Some("attn_q") => described.heads,
+        Some("attn_k") => described.kv_heads,
+        _ => return Ok(tensor),
+    };
+    if !described.interleaved {
+        return Ok(tensor);
+    }
+    // llama.cpp rotates dimensions 2i and 2i + 1 of a head together, transformers i and i + half.
+    let mut shape = tensor.size();
+    let whole = shape.clone();
+    shape.splice(0..1, [heads, whole[0] / heads / 2, 2]);
+    Ok(tensor.f_view(shape.as_slice())?.transpose(1, 2).f_reshape(whole.as_slice())?)
+}

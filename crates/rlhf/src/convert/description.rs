@@ -1,0 +1,249 @@
+//! The metadata of a GGUF file as a `config.json`.
+
+use crate::Result;
+use crate::gguf::{Gguf, Value as Meta};
+use crate::safe_text::beginning;
+use serde_json::{Map, Value, json};
+use tch::Kind;
+
+/// Factors of the angles for longer texts, as Llama 3.1 and later have them; they are not in the metadata.
+const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Settings of an architecture that are read, or change nothing.
+const KNOWN: [&str; 20] = [
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "tensor_data_layout",
+    "vocab_size",
+];
+
+/// A model as its file describes it.
+#[derive(Debug)]
+pub(super) struct Description {
+    /// The content of its `config.json`.
+    pub(super) config: Map<String, Value>,
+    /// Number of query heads.
+    pub(super) heads: i64,
+    /// Number of key and value heads.
+    pub(super) kv_heads: i64,
+    /// Whether neighbouring dimensions of queries and keys are rotated together.
+    pub(super) interleaved: bool,
+    /// Tensors that become part of the configuration.
+    pub(super) unused: Vec<&'static str>,
+}
+
+/// Reads a file's metadata.
+///
+/// # Errors
+/// If a setting is missing, has another type, or is not supported.
+pub(super) fn describe(file: &Gguf) -> Result<Description> {
+    if file.integer("split.count")?.is_some_and(|count| count > 1) {
+        return Err(
+            file.error("expected a whole model, found a part of a split one: merge it with llama-gguf-split --merge")
+        );
+    }
+    let architecture = file.text("general.architecture")?.unwrap_or_default();
+    let class = match architecture {
+        "llama" => "LlamaForCausalLM",
+        "qwen2" => "Qwen2ForCausalLM",
+        "qwen3" => "Qwen3ForCausalLM",
+        other => {
+            let other = beginning(other, 120);
+            return Err(file.error(format!("`general.architecture`: expected llama, qwen2 or qwen3, found {other:?}")));
+        }
+    };
+    let settings = Settings { file, architecture };
+    settings.check_known()?;
+    let (heads, hidden) = (settings.size("attention.head_count")?, settings.size("embedding_length")?);
+    let kv_heads = settings.optional("attention.head_count_kv")?.unwrap_or(heads);
+    let head_dim = settings.head_dim(hidden, heads)?;
+    let embedding = file.tensors().get("token_embd.weight").map(|entry| entry.shape[0]);
+    let vocab = embedding.ok_or_else(|| file.error("expected the tensor `token_embd.weight`, found none"))?;
+    let eps = settings.key("attention.layer_norm_rms_epsilon");
+    let eps = file.number(&eps)?.ok_or_else(|| file.error(format!("expected the key `{eps}`, found none")))?;
+    let theta = file.number(&settings.key("rope.freq_base"))?.unwrap_or(10_000.0);
+    let (rope_scaling, unused) = settings.rope_scaling(head_dim, theta)?;
+    let mut config = Map::from_iter([
+        ("architectures".into(), json!([class])),
+        ("model_type".into(), json!(architecture)),
+        ("vocab_size".into(), json!(vocab)),
+        ("hidden_size".into(), json!(hidden)),
+        ("intermediate_size".into(), json!(settings.size("feed_forward_length")?)),
+        ("num_hidden_layers".into(), json!(settings.size("block_count")?)),
+        ("num_attention_heads".into(), json!(heads)),
+        ("num_key_value_heads".into(), json!(kv_heads)),
+        ("head_dim".into(), json!(head_dim)),
+        ("hidden_act".into(), json!("silu")),
+        ("max_position_embeddings".into(), json!(settings.size("context_length")?)),
+        ("rms_norm_eps".into(), json!(eps)),
+        ("rope_theta".into(), json!(theta)),
+        ("tie_word_embeddings".into(), json!(!file.tensors().contains_key("output.weight"))),
+        ("torch_dtype".into(), json!("float32")),
+    ]);
+    let has = |name: &str| file.tensors().contains_key(name);
+    if architecture != "qwen2" {
+        config.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
+    }
+    if architecture == "llama" {
+        config.insert("mlp_bias".into(), json!(has("blk.0.ffn_down.bias")));
+    }
+    config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
+    config.extend(settings.special_tokens()?);
+    Ok(Description { config, heads, kv_heads, interleaved: architecture == "llama", unused })
+}
+
+/// The settings of a file's architecture.
+struct Settings<'a> {
+    file: &'a Gguf,
+    architecture: &'a str,
+}
+
+impl Settings<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    /// Refuses settings that might change what the model computes.
+    fn check_known(&self) -> Result<()> {
+        let prefix = self.key("");
+        let own = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
+        match own.clone().find(|name| !KNOWN.contains(name)) {
+            Some(name) => {
+                Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
+            }
+            None if self.optional("expert_count")?.is_some_and(|count| count > 0) => Err(self
+                .file
+                .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported"))),
+            None => Ok(()),
+        }
+    }
+
+    /// An integer from 1, at most 2^28; `None` if the key is not set.
+    fn optional(&self, name: &str) -> Result<Option<i64>> {
+        let key = self.key(name);
+        match self.file.integer(&key)? {
+            Some(n) if !(0..=1 << 28).contains(&n) => {
+                Err(self.file.error(format!("`{key}`: expected an integer from 0 to {}, found {n}", 1 << 28)))
+            }
+            found => Ok(found),
+        }
+    }
+
+    fn size(&self, name: &str) -> Result<i64> {
+        match self.optional(name)? {
+            Some(n @ 1..) => Ok(n),
+            Some(n) => Err(self.file.error(format!("`{}`: expected an integer from 1, found {n}", self.key(name)))),
+            None => Err(self.file.error(format!("expected the key `{}`, found none", self.key(name)))),
+        }
+    }
+
+    /// The width of a head; all of it is rotated.
+    fn head_dim(&self, hidden: i64, heads: i64) -> Result<i64> {
+        let key = self.optional("attention.key_length")?;
+        let head_dim = match key.or(self.optional("rope.dimension_count")?) {
+            Some(n @ 1..) => n,
+            Some(n) => return Err(self.file.error(format!("the width of a head: expected 1 or more, found {n}"))),
+            None if hidden % heads == 0 => hidden / heads,
+            None => {
+                let message =
+                    format!("`{}`: expected a multiple of {heads} heads, found {hidden}", self.key("embedding_length"));
+                return Err(self.file.error(message));
+            }
+        };
+        for name in ["rope.dimension_count", "attention.value_length"] {
+            if let Some(found) = self.optional(name)?.filter(|&found| found != head_dim) {
+                let message = format!("`{}`: expected {head_dim}, the width of a head, found {found}", self.key(name));
+                return Err(self.file.error(message));
+            }
+        }
+        Ok(head_dim)
+    }
+
+    /// The scaling of rotary angles, and the tensors that it is made of.
+    fn rope_scaling(&self, head_dim: i64, theta: f64) -> Result<(Option<Value>, Vec<&'static str>)> {
+        if self.file.tensors().contains_key(ROPE_FACTORS) {
+            return Ok((Some(self.llama3(head_dim, theta)?), vec![ROPE_FACTORS]));
+        }
+        let factor_key = self.key("rope.scaling.factor");
+        let factor = || -> Result<f64> {
+            let found = self.file.number(&factor_key)?;
+            found.ok_or_else(|| self.file.error(format!("expected the key `{factor_key}`, found none")))
+        };
+        let key = self.key("rope.scaling.type");
+        let scaling = match self.file.text(&key)? {
+            None | Some("none") => match self.file.number(&self.key("rope.scale_linear"))? {
+                Some(factor) if factor != 1.0 => Some(json!({"rope_type": "linear", "factor": factor})),
+                _ => None,
+            },
+            Some("linear") => Some(json!({"rope_type": "linear", "factor": factor()?})),
+            Some("yarn") => Some(json!({
+                "rope_type": "yarn", "factor": factor()?,
+                "original_max_position_embeddings": self.size("rope.scaling.original_context_length")?,
+            })),
+            Some(other) => {
+                let other = Meta::Text(other.into()).brief();
+                return Err(self.file.error(format!("`{key}`: expected none, linear or yarn, found {other}")));
+            }
+        };
+        Ok((scaling, Vec::new()))
+    }
+
+    /// Llama 3.1's scaling, from the factor of each angle: all known models have the same bands, and differ in the largest factor.
+    fn llama3(&self, head_dim: i64, theta: f64) -> Result<Value> {
+        const LOW: f64 = 1.0;
+        const HIGH: f64 = 4.0;
+        let found = Vec::<f32>::try_from(self.file.read(ROPE_FACTORS, Kind::Float)?.f_view([-1])?)?;
+        let largest = found.iter().copied().fold(1.0, f32::max);
+        let expected = |original: f64, at: usize| {
+            let frequency = theta.powf(-2.0 * at as f64 / head_dim as f64);
+            let turns = original * frequency / std::f64::consts::TAU;
+            let fast = ((turns - LOW) / (HIGH - LOW)).clamp(0.0, 1.0);
+            1.0 / (fast + (1.0 - fast) / f64::from(largest))
+        };
+        let fits = |original: &f64| {
+            let near = |(at, &found): (usize, &f32)| (f64::from(found) / expected(*original, at) - 1.0).abs() < 1e-3;
+            found.len() as i64 == head_dim / 2 && found.iter().enumerate().all(near)
+        };
+        // Powers of two from 64 to 2^20.
+        let original = (6..=20).map(|power| f64::from(1 << power)).find(fits).ok_or_else(|| {
+            self.file
+                .error(format!("tensor `{ROPE_FACTORS}`: expected the factors of Llama 3.1's scaling, found others"))
+        })?;
+        Ok(json!({
+            "rope_type": "llama3", "factor": f64::from(largest), "low_freq_factor": LOW, "high_freq_factor": HIGH,
+            "original_max_position_embeddings": original as i64,
+        }))
+    }
+
+    /// The ids of special tokens. A token that ends a turn ends a text too.
+    fn special_tokens(&self) -> Result<Map<String, Value>> {
+        let id = |name: &str| self.file.integer(&format!("tokenizer.ggml.{name}_token_id"));
+        let mut ids = Map::new();
+        ids.extend(id("bos")?.map(|id| ("bos_token_id".to_string(), json!(id))));
+        ids.extend(id("padding")?.map(|id| ("pad_token_id".to_string(), json!(id))));
+        let mut ends: Vec<i64> = id("eos")?.into_iter().chain(id("eot")?).collect();
+        ends.dedup();
+        match ends[..] {
+            [] => {}
+            [only] => drop(ids.insert("eos_token_id".into(), json!(only))),
+            _ => drop(ids.insert("eos_token_id".into(), json!(ends))),
+        }
+        Ok(ids)
+    }
+}

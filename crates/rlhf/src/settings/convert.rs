@@ -1,0 +1,42 @@
+//! Settings of `rlhf convert`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::Result;
+use crate::flag::{ByteSize, RUN, Setting, defaults, expect, required};
+use crate::model::Dtype;
+
+/// Settings of `rlhf convert`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ConvertConfig {
+    /// GGUF file of a Llama, Qwen2 or Qwen3 model, in F32, F16, BF16, Q4_0, Q4_1, Q6_K or Q8_0.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Folder for the model, new or empty.
+    #[arg(value_name = "OUTPUT")]
+    pub output_dir: PathBuf,
+    /// Dtype of the weights: float32 loses nothing.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "float32")]
+    pub dtype: Dtype,
+    /// Maximum size of each file of saved weights, such as 5GB or 500MB.
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
+    pub max_shard_size: ByteSize,
+}
+
+impl ConvertConfig {
+    /// Creates a configuration with every default, for this file and this output folder.
+    pub fn new(file: impl Into<PathBuf>, output_dir: impl Into<PathBuf>) -> Self {
+        Self { file: file.into(), output_dir: output_dir.into(), ..defaults() }
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        expect(self.dtype != Dtype::Auto, "dtype", self.dtype.name(), "float32, bfloat16 or float16")
+    }
+}

@@ -1,0 +1,248 @@
+//! `rlhf convert`: GGUF files that the `gguf` package wrote, against its numbers and transformers' logits.
+
+use crate::cli::Scratch;
+use crate::support::{Tensors, assert_close, golden, read_json};
+use rlhf::convert::convert;
+use rlhf::model::{CausalLm, Dtype, ModelOptions};
+use rlhf::settings::ConvertConfig;
+use rlhf::tokenizer::Tokenizer;
+use rlhf::weights::Checkpoint;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+use tch::{Device, Kind};
+
+const NAMES: [&str; 4] = ["llama", "llama3", "qwen2", "qwen3"];
+
+fn file(name: &str) -> PathBuf {
+    golden().join("gguf").join(format!("{name}.gguf"))
+}
+
+fn values(name: &str) -> Tensors {
+    Tensors::read(&golden().join("gguf").join(format!("{name}.safetensors")))
+}
+
+/// The error of converting a file with these bytes; nothing is written.
+#[track_caller]
+fn refused(bytes: &[u8]) -> String {
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    std::fs::write(&from, bytes).unwrap();
+    let error = convert(&ConvertConfig::new(&from, &out)).unwrap_err().to_string();
+    assert!(!out.exists(), "{error}");
+    assert!(error.contains("model.gguf: ") && !error.contains('\n'), "{error}");
+    error
+}
+
+/// The bytes of a file with `new`, of the same length, in place of the first `old`.
+fn replaced(name: &str, old: &[u8], new: &[u8]) -> Vec<u8> {
+    let mut bytes = std::fs::read(file(name)).unwrap();
+    let at = bytes.windows(old.len()).position(|part| part == old).unwrap();
+    bytes[at..at + old.len()].copy_from_slice(new);
+    bytes
+}
+
+/// The bytes of `llama.gguf` with 4 bytes replaced at `offset` after the tensor's name.
+fn with_tensor(tensor: &str, offset: usize, number: u32) -> Vec<u8> {
+    let mut bytes = std::fs::read(file("llama")).unwrap();
+    let name = tensor.as_bytes();
+    let at = bytes.windows(name.len()).position(|part| part == name).unwrap() + name.len() + offset;
+    bytes[at..at + 4].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_transformers() {
+    for name in NAMES {
+        let scratch = tempfile::tempdir().unwrap();
+        let out = scratch.path().join("out");
+        let report = convert(&ConvertConfig::new(file(name), &out)).unwrap();
+        let golden = values(name);
+        let model = CausalLm::from_pretrained(&out, ModelOptions::default()).unwrap();
+        assert_eq!(report.tensors, model.params().len(), "{name}");
+        let checkpoint = Checkpoint::open(&out).unwrap();
+        let mut kinds = 0;
+        for stored in golden.names().filter(|stored| !["input_ids", "logits"].contains(stored)) {
+            let (kind, tensor) = stored.split_once('.').unwrap();
+            let found = checkpoint.read(tensor, Device::Cpu, Kind::Float).unwrap();
+            // To the bit: a product and a sum of f32.
+            assert_eq!(&found, golden.get(stored), "{name}: {kind}, {tensor}");
+            kinds += 1;
+        }
+        assert_eq!(kinds, [7, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
+        let ids = golden.rows("input_ids");
+        let logits = golden.get("logits").get(0);
+        let scale = logits.abs().max().double_value(&[]).max(1.0);
+        assert_close(name, &model.logits(&ids).unwrap()[0], &logits, 2e-5 * scale);
+    }
+}
+
+#[test]
+fn weights_are_rounded_once_to_the_dtype_that_is_set() {
+    for (dtype, kind) in [(Dtype::BFloat16, Kind::BFloat16), (Dtype::Float16, Kind::Half)] {
+        let scratch = tempfile::tempdir().unwrap();
+        let out = scratch.path().join("out");
+        convert(&ConvertConfig { dtype, ..ConvertConfig::new(file("llama"), &out) }).unwrap();
+        let (golden, checkpoint) = (values("llama"), Checkpoint::open(&out).unwrap());
+        for stored in golden.names().filter(|stored| stored.contains("model.")) {
+            let tensor = stored.split_once('.').unwrap().1;
+            let found = checkpoint.read(tensor, Device::Cpu, kind).unwrap();
+            assert_eq!(found, golden.get(stored).to_kind(kind), "{stored}");
+        }
+        let name = if kind == Kind::Half { "float16" } else { "bfloat16" };
+        assert_eq!(read_json(&out.join("config.json"))["torch_dtype"], name);
+    }
+}
+
+#[test]
+fn a_converted_tokenizer_gives_the_ids_of_the_one_that_the_file_was_made_of() {
+    let texts = read_json(&golden().join("gguf/texts.json"));
+    for name in NAMES {
+        let scratch = tempfile::tempdir().unwrap();
+        let out = scratch.path().join("out");
+        let report = convert(&ConvertConfig::new(file(name), &out)).unwrap();
+        let Some(cases) = texts[name].as_array() else {
+            let note = report.note.unwrap();
+            assert!(
+                note.starts_with("no tokenizer was written (the file has no vocabulary): copy tokenizer.json"),
+                "{note}"
+            );
+            assert!(!out.join("tokenizer.json").exists());
+            continue;
+        };
+        assert_eq!(report.note, None, "{name}");
+        let tokenizer = Tokenizer::from_pretrained(&out).unwrap();
+        for case in cases {
+            let ids: Vec<i64> = case["ids"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
+            assert_eq!(tokenizer.encode(case["text"].as_str().unwrap()).unwrap(), ids, "{name}: {case}");
+        }
+        let config = read_json(&out.join("config.json"));
+        assert_eq!(config["eos_token_id"], json!(tokenizer.eos().unwrap()), "{name}");
+        assert_eq!(tokenizer.has_chat_template(), name == "llama");
+    }
+    // Rules that are not known make no tokenizer: another one would give other ids.
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    std::fs::write(&from, replaced("llama3", b"llama-bpe", b"viking-xx")).unwrap();
+    let note = convert(&ConvertConfig::new(&from, &out)).unwrap().note.unwrap();
+    assert!(note.contains("`tokenizer.ggml.pre` = \"viking-xx\": its rules are not known"), "{note}");
+    assert!(!out.join("tokenizer.json").exists() && out.join("config.json").exists());
+}
+
+#[test]
+fn a_chat_template_and_special_tokens_come_along() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
+    convert(&ConvertConfig::new(file("llama"), &out)).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(&out).unwrap();
+    assert_eq!((tokenizer.eos(), tokenizer.pad()), (Some(2), Some(3)));
+    let (text, _) = tokenizer.encode_chat(&[json!({"role": "user", "content": "hi"})], true, &Map::new()).unwrap();
+    assert_eq!(text, "hi");
+    let expected = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400, "hidden_size": 32,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+        "tie_word_embeddings": false, "torch_dtype": "float32", "attention_bias": false, "mlp_bias": false,
+        "bos_token_id": 1, "pad_token_id": 3, "eos_token_id": 2,
+    });
+    assert_eq!(read_json(&out.join("config.json")), expected);
+    let scaled = scratch.path().join("scaled");
+    convert(&ConvertConfig::new(file("llama3"), &scaled)).unwrap();
+    let expected = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    });
+    assert_eq!(read_json(&scaled.join("config.json"))["rope_scaling"], expected);
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
+    let whole = std::fs::read(file("llama")).unwrap();
+    let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 12));
+    let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q6_K or Q8_0, found Q4_K: this \
+                   quantization is not supported";
+    assert!(error.ends_with(message), "{error}");
+    for (bytes, message) in [
+        (
+            replaced("llama", b"llama", b"mamba"),
+            "`general.architecture`: expected llama, qwen2 or qwen3, found \"mamba\"",
+        ),
+        (
+            replaced("llama", b"llama.rope.freq_base", b"llama.rope.freq_size"),
+            "`llama.rope.freq_size`: this setting is not supported",
+        ),
+        (
+            replaced("llama", b"llama.block_count", b"llama.vocab_sizes"),
+            "`llama.vocab_sizes`: this setting is not supported",
+        ),
+        (
+            replaced("llama", b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"),
+            "tensor `blk.1.ffn_xx.weight`: a `llama` model has no such tensor",
+        ),
+        (
+            replaced("llama", b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight"),
+            "expected a tensor for `model.layers.1.mlp.up_proj.weight`, found none",
+        ),
+        (
+            replaced("llama", b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"),
+            "the tensor `blk.0.ffn_up.weight` is there twice",
+        ),
+        (
+            with_tensor("blk.0.attn_q.weight", 12, 31),
+            "tensor `blk.0.attn_q.weight`: expected [32, 32] for `model.layers.0.self_attn.q_proj.weight`, found [31, 32]",
+        ),
+        (
+            with_tensor("blk.0.attn_q.weight", 4, 48),
+            "tensor `blk.0.attn_q.weight`: expected rows of a multiple of 32, found [48, 32]",
+        ),
+        ([&b"GGUF"[..], &1u32.to_le_bytes()[..], &whole[8..]].concat(), "expected GGUF version 2 or 3, found 1"),
+        (
+            [&b"GGUF"[..], &3u32.to_be_bytes()[..], &whole[8..]].concat(),
+            "expected little-endian numbers, found a big-endian GGUF file",
+        ),
+        ([&b"GGML"[..], &whole[4..]].concat(), "expected a GGUF file, found another format"),
+        (whole[..whole.len() - 1].to_vec(), "truncated or damaged"),
+        (Vec::new(), "truncated or damaged: expected 4 bytes or more, found 0"),
+        // A count of keys beyond the file takes no memory.
+        ([&whole[..16], &u64::MAX.to_le_bytes(), &whole[24..]].concat(), "damaged: expected at most 1048576 keys"),
+        ([&whole[..8], &(1u64 << 20).to_le_bytes(), &whole[16..]].concat(), "truncated or damaged"),
+    ] {
+        let error = refused(&bytes);
+        assert!(error.contains(message), "{error}");
+    }
+    // Version 2 has the same layout.
+    let scratch = tempfile::tempdir().unwrap();
+    let from = scratch.path().join("two.gguf");
+    std::fs::write(&from, [&b"GGUF"[..], &2u32.to_le_bytes()[..], &whole[8..]].concat()).unwrap();
+    convert(&ConvertConfig::new(&from, scratch.path().join("out"))).unwrap();
+}
+
+#[test]
+fn every_truncation_of_a_header_is_one_error() {
+    let whole = std::fs::read(file("qwen3")).unwrap();
+    for len in (0..2000).step_by(7) {
+        let error = refused(&whole[..len]);
+        assert!(error.contains("truncated or damaged"), "{len} bytes: {error}");
+    }
+}
+
+#[test]
+fn the_command_writes_a_folder_that_other_commands_read_and_overwrites_none() {
+    let scratch = Scratch::new();
+    std::fs::copy(file("llama"), scratch.path("model.gguf")).unwrap();
+    let stdout = scratch.succeeds("convert model.gguf made --dtype bfloat16");
+    assert_eq!(stdout, "21 tensors written to made\n");
+    let lines = scratch.succeeds("generate --model_name_or_path made --dataset_name prompts.jsonl --max_new_tokens 3");
+    assert!(!lines.is_empty());
+    scratch.refuses("convert model.gguf made", 1, &["made: expected a new or an empty folder, found one with `"]);
+    scratch.refuses("convert model.gguf policy", 1, &["policy: expected a new or an empty folder"]);
+    scratch.refuses("convert missing.gguf new", 1, &["missing.gguf: cannot read"]);
+    scratch.refuses("convert model.gguf new --dtype auto", 2, &["dtype = auto: expected float32, bfloat16 or float16"]);
+    scratch.refuses("convert prompts.jsonl new", 1, &["prompts.jsonl: expected a GGUF file, found another format"]);
+    assert!(!scratch.path("new").exists());
+    let ran = scratch.run(&format!("convert {} plain", file("qwen3").display()));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.starts_with("note: no tokenizer was written (the file has no vocabulary)"), "{}", ran.stderr);
+    let config: Value = serde_json::from_str(&scratch.read("plain/config.json")).unwrap();
+    assert_eq!(config["head_dim"], 16);
+    assert!(Path::new(&scratch.path("plain/model.safetensors")).is_file());
+}
