@@ -454,11 +454,7 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(
-                    arg.get_help_heading().is_none(),
-                    ["prompts", "runs", "run", "model", "folder", "name"].contains(&id),
-                    "{id}"
-                );
+                assert_eq!(arg.get_help_heading().is_none(), arg.is_positional(), "{id}");
             }
         }
     }
