@@ -119,6 +119,17 @@ fn a_converted_tokenizer_gives_the_ids_of_the_one_that_the_file_was_made_of() {
         assert_eq!(config["eos_token_id"], json!(tokenizer.eos().unwrap()), "{name}");
         assert_eq!(tokenizer.has_chat_template(), name == "llama");
     }
+    // GPT-2's rules, with the same vocabulary.
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    let pre = |name: &str| [b"tokenizer.ggml.pre\x08\0\0\0\x05\0\0\0\0\0\0\0".as_slice(), name.as_bytes()].concat();
+    std::fs::write(&from, replaced("qwen2", &pre("qwen2"), &pre("gpt-2"))).unwrap();
+    convert(&ConvertConfig::new(&from, &out)).unwrap();
+    let [found, expected] = [out, golden().join("models/gpt2")].map(|dir| Tokenizer::from_pretrained(&dir).unwrap());
+    for case in texts["qwen2"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        assert_eq!(found.encode(text).unwrap(), expected.encode(text).unwrap(), "{text}");
+    }
     // Rules that are not known make no tokenizer: another one would give other ids.
     let scratch = tempfile::tempdir().unwrap();
     let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));

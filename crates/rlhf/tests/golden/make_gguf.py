@@ -20,7 +20,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Config
 
 HERE = Path(__file__).resolve().parent
 FILES = HERE / "gguf"
@@ -142,7 +142,7 @@ SPECS = {
         dict.fromkeys(["token_embd", "attn_q", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
         "models/gpt2",
         "gpt2",
-        "gpt-2",
+        "qwen2",
     ),
     "qwen3": Spec(
         Qwen3Config(
@@ -328,6 +328,9 @@ def texts(name):
     if SPECS[name].tokenizer is None:
         return None
     tokenizer = AutoTokenizer.from_pretrained(HERE / SPECS[name].tokenizer)
+    if SPECS[name].pre == "qwen2":  # the same vocabulary with Qwen2's rules
+        model = json.loads((HERE / SPECS[name].tokenizer / "tokenizer.json").read_text())["model"]
+        tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
     return [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
 
 
