@@ -343,10 +343,18 @@ fn generate_by<P: AsRef<[i64]>>(
     each: &mut Each<'_>,
 ) -> Result<Vec<Response>> {
     config.check()?;
-    let context = model.config().max_position_embeddings;
+    let (context, pairs) = (model.config().max_position_embeddings, model.config().is_encoder_decoder());
     for (row, prompt) in prompts.iter().enumerate() {
         let len = prompt.as_ref().len();
-        if len.saturating_add(config.max_new_tokens) > context {
+        // The decoder reads a start token, and the encoder the prompt.
+        if pairs && (len > context || config.max_new_tokens >= context) {
+            return Err(Error::Run(format!(
+                "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {}",
+                context - 1,
+                config.max_new_tokens
+            )));
+        }
+        if !pairs && len.saturating_add(config.max_new_tokens) > context {
             return Err(Error::Run(format!(
                 "prompt {row}: {len} tokens and {} new ones exceed the model's context of {context}",
                 config.max_new_tokens
@@ -435,8 +443,7 @@ impl<'a> Prefill<'a> {
         config: &'a GenerationConfig,
     ) -> Result<Self> {
         let prompts: Vec<&[i64]> = batch.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
-        let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-        let (cache, logits) = model.prefill(&prompts, longest + config.max_new_tokens)?;
+        let (cache, logits) = model.prefill(&prompts, config.max_new_tokens)?;
         Ok(Self { model, config, batch, prompts, cache: Some(cache), logits })
     }
 
@@ -455,8 +462,10 @@ impl<'a> Prefill<'a> {
             logits = logits.index_select(0, &Tensor::from_slice(&copied).to_device(logits.device()));
         }
         let seen = (config.repetition_penalty != 1.0).then(|| {
-            let prompts: Vec<&[i64]> = copied.iter().map(|&prompt| self.prompts[prompt as usize]).collect();
-            Seen::new(&prompts, &logits)
+            // As in transformers, an encoder's tokens do not count.
+            let start = self.model.config().decoder_start_token_id.filter(|_| self.model.config().is_encoder_decoder());
+            let tokens = |&prompt: &i64| start.as_ref().map_or(self.prompts[prompt as usize], std::slice::from_ref);
+            Seen::new(&copied.iter().map(tokens).collect::<Vec<_>>(), &logits)
         });
         let numbers: Vec<usize> =
             rows.iter().map(|row| self.batch[row / per_prompt] * per_prompt + row % per_prompt).collect();
@@ -766,7 +775,7 @@ fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModelOptions;
+    use crate::model::{Batch, ModelOptions};
     use crate::weights::read_json;
     use serde_json::Value;
     use std::path::Path;
@@ -942,7 +951,7 @@ mod tests {
                 // As a pass over the whole text has them, which is another order of sums.
                 let text = [&prompts()[prompt / 3][..], &expected.tokens[..]].concat();
                 let span = text.len() - tokens.len()..text.len();
-                let whole = model.top_logprobs(&[&text], &[span], k).unwrap();
+                let whole = model.top_logprobs(Batch::new(&[&text], &[span]), k).unwrap();
                 for (token, whole) in tokens.iter().zip(Alternatives::on_host(&whole)) {
                     let found = token.alternatives.as_ref().unwrap();
                     assert!((found.logprob - whole.logprob).abs() < 1e-5, "{found:?} {whole:?}");

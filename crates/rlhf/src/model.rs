@@ -7,6 +7,7 @@
 mod adapter_folder;
 mod batch;
 mod batches;
+mod bias;
 mod body;
 mod causal_lm;
 mod classifier;
@@ -45,7 +46,7 @@ pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
-pub use shape::{Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, Rope, RopeScaling, Shape};
+pub use shape::{Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, RelativeBias, Rope, RopeScaling, Shape};
 pub use shard::Shards;
 pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};

@@ -742,7 +742,7 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
     let spans: Vec<_> = sequences.iter().map(|row| 0..row.len()).collect();
     assert_close("v_head.summary", &model.values_at(&sequences, &spans).unwrap(), &expected, TOLERANCE);
     let (from_2, from_1): (Vec<_>, Vec<_>) = sequences.iter().map(|row| (2..row.len(), 1..row.len())).unzip();
-    let batch = JointBatch { sequences: &sequences, token_spans: &from_2, value_spans: &from_1 };
+    let batch = JointBatch { sequences: &sequences, token_spans: &from_2, value_spans: &from_1, prompt_lens: None };
     let (logprobs, values) = model.logprobs_and_values(batch, 1.0, false).unwrap();
     let alone = model.lm().token_logprobs(&sequences, &from_2, 1.0, false).unwrap().logprobs;
     assert_close("logprobs", &logprobs.logprobs, &alone, TOLERANCE);

@@ -153,8 +153,11 @@ impl AdapterFolder {
 
     /// Checks that the adapter is for this kind of model.
     pub(super) fn check_task(&self, classifier: bool) -> Result<()> {
-        let task = if classifier { "SEQ_CLS" } else { "CAUSAL_LM" };
-        self.expect("task_type", |v| v.is_null() || v == task, task)
+        let (tasks, expected): (&[&str], _) = match classifier {
+            true => (&["SEQ_CLS"], "SEQ_CLS"),
+            false => (&["CAUSAL_LM", "SEQ_2_SEQ_LM"], "CAUSAL_LM"),
+        };
+        self.expect("task_type", |v| v.is_null() || tasks.iter().any(|task| v == task), expected)
     }
 
     /// The content of `adapter_config.json`, with the path under which the base was found. For a language model's adapter on a

@@ -14,6 +14,8 @@ pub struct Batch<'a, S> {
     /// Number of first tokens of each sequence that are those of the sequence before it, and are computed once; `None`: each
     /// sequence is computed by itself.
     pub(super) shared_lens: Option<&'a [usize]>,
+    /// Number of tokens of each sequence's prompt, which an encoder reads, for an encoder-decoder.
+    pub(super) prompt_lens: Option<&'a [usize]>,
     /// Dropout before the adapters; backward passes only.
     pub(super) dropout: Option<&'a DropoutRows>,
 }
@@ -47,7 +49,15 @@ impl<S> Copy for Batch<'_, S> {}
 impl<'a, S> Batch<'a, S> {
     /// A batch of whole sequences without padding or dropout; one span per sequence, in positions of that sequence.
     pub fn new(sequences: &'a [S], spans: &'a [Range<usize>]) -> Self {
-        Self { sequences, spans, unpadded_lens: None, shared_lens: None, dropout: None }
+        Self { sequences, spans, unpadded_lens: None, shared_lens: None, prompt_lens: None, dropout: None }
+    }
+
+    /// Sets the number of tokens of each sequence's prompt: the encoder of an encoder-decoder reads the prompt, and its decoder the start
+    /// token and the response, which is the rest. Positions are those of the whole sequence: the hidden state that predicts
+    /// the first token of the response is at the last position of the prompt. A model of one stack ignores these lengths.
+    #[must_use]
+    pub fn with_prompts(self, prompt_lens: Option<&'a [usize]>) -> Self {
+        Self { prompt_lens, ..self }
     }
 
     /// Treats the tokens of each sequence behind the first `unpadded_lens` as padding: padding attends to the text, and
@@ -93,6 +103,8 @@ pub struct JointBatch<'a, S> {
     pub token_spans: &'a [Range<usize>],
     /// The positions of each sequence whose values are computed.
     pub value_spans: &'a [Range<usize>],
+    /// As in [`Batch::with_prompts`].
+    pub prompt_lens: Option<&'a [usize]>,
 }
 
 impl<S> Clone for JointBatch<'_, S> {

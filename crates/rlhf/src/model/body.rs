@@ -247,8 +247,8 @@ impl Body {
     }
 
     /// Checks the input for mistakes of the caller on which libtorch would fail.
-    pub(super) fn check<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<()> {
-        let (vocab, most) = (self.config.vocab_size, self.config.max_position_embeddings);
+    pub(super) fn check<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<()> {
+        let (sequences, vocab) = (batch.sequences, self.config.vocab_size);
         if let Some(param) = self.trainable_params().find(|param| param.tensor.kind() != Kind::Float) {
             return Err(Error::Run(format!(
                 "`{}` is held in {:?} and trainable: expected f32 (Dtype::Float32), or an adapter on frozen weights",
@@ -259,9 +259,11 @@ impl Body {
         if sequences.is_empty() {
             return Err(Error::Run("expected at least one sequence, found none".into()));
         }
+        let most = self.config.max_position_embeddings;
+        let longest = if self.config.is_encoder_decoder() { usize::MAX } else { most };
         for (row, sequence) in sequences.iter().enumerate() {
             let sequence = sequence.as_ref();
-            if sequence.is_empty() || sequence.len() > most {
+            if sequence.is_empty() || sequence.len() > longest {
                 let found = sequence.len();
                 return Err(Error::Run(format!("sequence {row}: expected 1 to {most} tokens, found {found}")));
             }
@@ -270,16 +272,47 @@ impl Body {
                 return Err(Error::Run(message));
             }
         }
+        if self.config.is_encoder_decoder() { self.check_prompts(batch) } else { Ok(()) }
+    }
+
+    /// Checks the prompts and responses of an encoder-decoder.
+    fn check_prompts<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<()> {
+        let (family, most) = (self.config.family.name, self.config.max_position_embeddings);
+        let wrong = |message: String| Err(Error::Run(message));
+        let Some(prompts) = batch.prompt_lens else {
+            return wrong(format!("`{family}` is an encoder-decoder: expected the length of each prompt, found none"));
+        };
+        if batch.unpadded_lens.is_some() {
+            return wrong(format!("`{family}` is an encoder-decoder: expected sequences without padding"));
+        }
+        if prompts.len() != batch.sequences.len() {
+            let (expected, found) = (batch.sequences.len(), prompts.len());
+            return wrong(format!("expected {expected} prompt lengths, one per sequence, found {found}"));
+        }
+        for (row, (sequence, &prompt)) in batch.sequences.iter().zip(prompts).enumerate() {
+            let len = sequence.as_ref().len();
+            if prompt == 0 || prompt > len {
+                return wrong(format!("sequence {row}: expected a prompt of 1 to {len} tokens, found {prompt}"));
+            }
+            let response = len - prompt;
+            if prompt > most || response >= most {
+                return wrong(format!(
+                    "sequence {row}: expected a prompt of at most {most} tokens and a response of at most {}, found {prompt} and {response}",
+                    most - 1
+                ));
+            }
+        }
         Ok(())
     }
 
-    /// Checks that each sequence has one span, within the sequence and not before `first`.
-    pub(super) fn check_spans<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        spans: &[Range<usize>],
-        first: usize,
-    ) -> Result<()> {
+    /// Checks that each sequence has one span, within the sequence and not before `first`; in an encoder-decoder `first` counts from the
+    /// last token of the prompt.
+    pub(super) fn check_spans<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, first: usize) -> Result<()> {
+        let Batch { sequences, spans, .. } = batch;
+        let prompts = batch.prompt_lens.filter(|_| self.config.is_encoder_decoder());
+        if self.config.is_encoder_decoder() {
+            self.check_prompts(batch)?;
+        }
         if spans.len() != sequences.len() {
             return Err(Error::Run(format!(
                 "expected {} spans, one per sequence, found {}",
@@ -289,6 +322,8 @@ impl Body {
         }
         for (row, (sequence, span)) in sequences.iter().zip(spans).enumerate() {
             let len = sequence.as_ref().len();
+            let before = prompts.and_then(|prompts| prompts.get(row)).map_or(0, |prompt| prompt.saturating_sub(1));
+            let first = before + first;
             if span.start < first || span.start > span.end || span.end > len {
                 return Err(Error::Run(format!(
                     "sequence {row}: expected a span within {first}..{len}, found {span:?}"
@@ -305,7 +340,7 @@ impl Body {
 
     /// The division of the parameters over ranks.
     pub(super) fn shards(&self) -> &Shards {
-        &self.decoder.shards
+        self.decoder.shards()
     }
 
     /// Divides the model over the ranks of `world`; see [`Shards::divide`]. Leading parameters whose memory this model shares
@@ -314,12 +349,10 @@ impl Body {
         if self.shared > 0 && self.shared >= self.params.len() {
             return;
         }
-        let prefix = format!("{}.", self.config.family.names.layers);
-        let layer_of = |name: &str| name.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
         let shared = self.shared.max(self.num_frozen);
-        let layers = self.config.num_hidden_layers as usize;
         self.decoder.drop_copies();
-        self.shards().divide((world, stage), &self.params[shared..], layers, layer_of);
+        let layer_of = |name: &str| self.decoder.layer_of(name);
+        self.shards().divide((world, stage), &self.params[shared..], self.decoder.num_layers(), layer_of);
     }
 
     /// Gathers all parameters; `head` is the linear head.
@@ -339,7 +372,7 @@ impl Body {
         sequences: &[S],
         head: Option<&'a Linear>,
     ) -> Result<(Layout, Hidden<'a>)> {
-        self.check(sequences)?;
+        self.check(Batch::new(sequences, &[]))?;
         let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = Layout::new(sequences, self.device);
         let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None))?;
@@ -353,7 +386,7 @@ impl Body {
         shift: i64,
         head: Option<&'a Linear>,
     ) -> Result<Hidden<'a>> {
-        self.check(batch.sequences)?;
+        self.check(batch)?;
         let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = self.layout_of(&batch.with_dropout(None), shift);
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
@@ -378,7 +411,7 @@ impl Body {
         head: Option<&Linear>,
         gradient_of: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        self.check(batch.sequences)?;
+        self.check(batch)?;
         if self.trainable_params().next().is_none() {
             return Err(Error::Run("the model is frozen, so it has no gradients; call set_trainable first".into()));
         }
@@ -398,6 +431,9 @@ impl Body {
 
     /// The layout of a batch for a pass with outputs at its spans only.
     fn layout_of<S: AsRef<[i64]>>(&self, batch: &Batch<'_, S>, shift: i64) -> Layout {
+        if let (Some(start), Some(prompts)) = (self.start_token(), batch.prompt_lens) {
+            return self.layout_of_pairs(batch, (start, prompts), shift);
+        }
         match (batch.unpadded_lens, batch.dropout) {
             (Some(unpadded_lens), _) => {
                 // As in transformers. OPT's padding has position -1, as its positions count unpadded tokens.
@@ -418,8 +454,49 @@ impl Body {
         }
     }
 
+    /// The layout of an encoder-decoder: the encoder reads each prompt, and each different one once, the decoder the token `start` and the
+    /// response, up to the last token that the outputs depend on.
+    fn layout_of_pairs<S: AsRef<[i64]>>(
+        &self,
+        batch: &Batch<'_, S>,
+        (start, prompts): (i64, &[usize]),
+        shift: i64,
+    ) -> Layout {
+        let rows = batch.sequences.iter().map(AsRef::as_ref).zip(prompts);
+        let decoded = rows.clone().zip(batch.spans).map(|((sequence, &prompt), span)| {
+            let end = match (batch.dropout, span.is_empty()) {
+                // Dropout draws for whole sequences, so that the draws do not depend on the spans.
+                (Some(_), _) => sequence.len(),
+                (None, true) => prompt,
+                (None, false) => (span.end as i64 + shift) as usize,
+            };
+            [&[start], &sequence[prompt..end]].concat()
+        });
+        let decoded: Vec<Vec<i64>> = decoded.collect();
+        let firsts = prompts.iter().map(|&prompt| prompt as i64 - 1).collect();
+        let prompts: Vec<&[i64]> = rows.map(|(sequence, &prompt)| &sequence[..prompt]).collect();
+        Layout::pairs(&decoded, firsts, &prompts, batch.dropout.is_none(), self.device)
+    }
+
+    /// The token that the decoder of an encoder-decoder starts with.
+    pub(super) fn start_token(&self) -> Option<i64> {
+        self.config.decoder_start_token_id.filter(|_| self.config.is_encoder_decoder())
+    }
+
+    /// The layout of prompts before their responses, with outputs at some rows only. Checks the prompts.
+    pub(super) fn layout_of_prompts<S: AsRef<[i64]>>(&self, prompts: &[S]) -> Result<Layout> {
+        let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
+        let spans = vec![0..0; prompts.len()];
+        let batch = Batch::new(prompts, &spans).with_prompts(Some(&lens));
+        self.check(batch)?;
+        Ok(match self.start_token() {
+            Some(start) => self.layout_of_pairs(&batch, (start, &lens), 0),
+            None => self.padded_layout(prompts),
+        })
+    }
+
     /// The layout for a pass with outputs at some rows only.
-    pub(super) fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
+    fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
         self.padded(Layout::new(sequences, self.device))
     }
 

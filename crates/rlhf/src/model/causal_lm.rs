@@ -86,6 +86,10 @@ impl CausalLm {
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
+        // As in transformers 5: an encoder-decoder without a stored head has the embedding as head.
+        if config.is_encoder_decoder() && builder.lacks(names.lm_head) {
+            config.tie();
+        }
         builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         // As in transformers 5: a stored head whose values differ from the embedding's is a separate head.
@@ -103,7 +107,7 @@ impl CausalLm {
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
         let rounded = builder.has_rounded();
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
-        let lm_head = LmHead::new(head, config.final_softcap, compute);
+        let lm_head = LmHead::new(head, &config, compute);
         let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
         Ok((Self { body, lm_head }, extra))
     }
@@ -175,8 +179,14 @@ impl CausalLm {
     /// their memory.
     ///
     /// # Errors
-    /// If no trainable layer would be left.
+    /// If no trainable layer would be left; for an encoder-decoder.
     pub fn share_lower_layers(&mut self, layers: usize) -> Result<Self> {
+        if self.config().is_encoder_decoder() {
+            return Err(Error::Usage(format!(
+                "num_shared_layers = {layers}: expected a model of one stack, found `{}`, an encoder-decoder",
+                self.config().family.name
+            )));
+        }
         let first = format!("{}.{layers}.", self.body.config.family.names.layers);
         let Some(shared) = self.body.params.iter().position(|param| param.name.starts_with(&first)) else {
             let most = self.body.config.num_hidden_layers - 1;
@@ -219,7 +229,7 @@ impl CausalLm {
         let (mut model, ()) = Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?;
         (model.body.kind, model.body.shared) = (self.body.kind, shared);
         if shared == self.body.params.len() {
-            model.body.decoder.shards = self.body.decoder.shards.clone();
+            model.body.decoder.set_shards(self.body.shards().clone());
         }
         Ok(model)
     }
@@ -279,6 +289,15 @@ impl CausalLm {
         Ok(self.lm_head.forward(&hidden.states).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
     }
 
+    /// Logits at the positions of the batch's spans, M in all, row after row: `[M, vocab]` f32, all of them in memory.
+    ///
+    /// # Errors
+    /// As [`CausalLm::logits`]; if a span is not within its sequence.
+    pub fn logits_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
+        self.body.check_spans(batch, 0)?;
+        Ok(self.lm_head.forward(&self.hidden_at(batch, 0)?.states).to_kind(Kind::Float))
+    }
+
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
     pub fn hidden_states<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
         let (layout, hidden) = self.body.hidden(sequences, None)?;
@@ -314,7 +333,7 @@ impl CausalLm {
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
         let Batch { sequences, spans, .. } = batch;
-        self.body.check_spans(sequences, spans, 1)?;
+        self.body.check_spans(batch, 1)?;
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let targets = Targets::new(&self.lm_head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
@@ -338,7 +357,7 @@ impl CausalLm {
         loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         let Batch { sequences, spans, .. } = batch;
-        self.body.check_spans(sequences, spans, 1)?;
+        self.body.check_spans(batch, 1)?;
         let targets = Targets::new(&self.lm_head, sequences, spans, options.into())?;
         let mut found = None;
         self.body.backward(batch, -1, Some(&self.lm_head.linear), |hidden| {
@@ -359,16 +378,14 @@ impl CausalLm {
     pub fn kl_to<'a, S: AsRef<[i64]>>(
         &self,
         other: &Self,
-        sequences: &[S],
-        spans: &[Range<usize>],
+        batch: Batch<'_, S>,
         sampled: impl Into<Sampled<'a>>,
     ) -> Result<Tensor> {
         check_vocabulary(self.config().vocab_size, other.config().vocab_size)?;
-        self.body.check_spans(sequences, spans, 1)?;
+        self.body.check_spans(batch, 1)?;
         let sampled = sampled.into();
-        sampled.check(spans.iter().map(|span| span.len() as i64).sum())?;
+        sampled.check(batch.spans.iter().map(|span| span.len() as i64).sum())?;
         tch::no_grad(|| {
-            let batch = Batch::new(sequences, spans);
             let (hidden, others) = (self.hidden_at(batch, -1)?, other.hidden_at(batch, -1)?);
             Ok(self.lm_head.kl_at(&hidden.states, (&other.lm_head, &others.states), sampled))
         })
@@ -381,14 +398,9 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`]; if all spans are empty.
-    pub fn top_logprobs<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        spans: &[Range<usize>],
-        k: usize,
-    ) -> Result<TopLogprobs> {
-        self.body.check_spans(sequences, spans, 1)?;
-        let pairs = sequences.iter().zip(spans);
+    pub fn top_logprobs<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, k: usize) -> Result<TopLogprobs> {
+        self.body.check_spans(batch, 1)?;
+        let pairs = batch.sequences.iter().zip(batch.spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         if ids.is_empty() {
             return Err(Error::Run(
@@ -397,7 +409,7 @@ impl CausalLm {
         }
         let ids = Tensor::from_slice(&ids).to_device(self.device());
         tch::no_grad(|| {
-            let hidden = self.hidden_at(Batch::new(sequences, spans), -1)?;
+            let hidden = self.hidden_at(batch, -1)?;
             Ok(self.lm_head.top_logprobs(&hidden.states, &ids, k))
         })
     }
@@ -407,31 +419,40 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
-    pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
+    pub fn distributions<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Distributions> {
         let divided = self.body.shards().are_params_divided();
-        if sequences.is_empty() && !divided {
+        if batch.sequences.is_empty() && !divided {
             return Ok(Distributions::none(&self.lm_head));
         }
-        if sequences.is_empty() {
+        if batch.sequences.is_empty() {
             // Only a pass holds the head, of which the distributions have a copy.
             let span = 1..2;
-            let pass = tch::no_grad(|| self.hidden_at(Batch::new(&[[0, 0]], std::slice::from_ref(&span)), -1))?;
+            let batch = Batch::new(&[[0, 0]], std::slice::from_ref(&span)).with_prompts(Some(&[1]));
+            let pass = tch::no_grad(|| self.hidden_at(batch, -1))?;
             return Ok(Distributions::new(&self.lm_head, &pass.states, &[], true));
         }
-        self.body.check_spans(sequences, spans, 1)?;
-        let hidden = tch::no_grad(|| self.hidden_at(Batch::new(sequences, spans), -1))?;
-        let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
+        self.body.check_spans(batch, 1)?;
+        let hidden = tch::no_grad(|| self.hidden_at(batch, -1))?;
+        let lens: Vec<i64> = batch.spans.iter().map(|span| span.len() as i64).collect();
         Ok(Distributions::new(&self.lm_head, &hidden.states, &lens, divided))
     }
 
-    /// Starts decoding: reads the prompts into a cache of `capacity` tokens per row.
+    /// Starts decoding: reads the prompts into a cache that `new_tokens` tokens per row can be appended to.
     ///
     /// Returns the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
-    pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
-        self.body.check(prompts)?;
-        let layout = self.body.padded_layout(prompts);
-        let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
-        let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
+    pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], new_tokens: usize) -> Result<(KvCache, Tensor)> {
+        self.read(prompts, |width| width + new_tokens)
+    }
+
+    /// [`CausalLm::prefill`] with a cache whose rows have the capacity that `capacity` returns for the longest of them.
+    fn read<S: AsRef<[i64]>>(
+        &self,
+        prompts: &[S],
+        capacity: impl FnOnce(usize) -> usize,
+    ) -> Result<(KvCache, Tensor)> {
+        let layout = self.body.layout_of_prompts(prompts)?;
+        let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
+        let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);
         let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
         let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None)?;
@@ -445,7 +466,7 @@ impl CausalLm {
         if rows.is_empty() {
             return Ok(logits);
         }
-        let (again, new) = self.prefill(&sequences, cache.capacity())?;
+        let (again, new) = self.read(&sequences, |_| cache.capacity())?;
         cache.replace_rows(&rows, &again);
         let rows = Tensor::from_slice(&rows).to_device(logits.device());
         Ok(logits.index_copy(0, &rows, &new))

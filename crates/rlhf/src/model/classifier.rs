@@ -348,7 +348,7 @@ impl SequenceClassifier {
     /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as that.
     pub(crate) fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
         let score = self.value_head()?;
-        self.body.check_spans(batch.sequences, batch.spans, 0)?;
+        self.body.check_spans(batch, 0)?;
         Ok(score.forward(&self.body.hidden_at(batch, 0, Some(score))?.states).squeeze_dim(1))
     }
 
@@ -363,7 +363,7 @@ impl SequenceClassifier {
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         let score = self.value_head()?;
-        self.body.check_spans(batch.sequences, batch.spans, 0)?;
+        self.body.check_spans(batch, 0)?;
         self.body.backward(batch, 0, Some(score), |hidden| {
             loss(&score.forward(hidden).squeeze_dim(1)).backward();
             hidden.grad()

@@ -30,8 +30,7 @@ impl std::ops::Deref for ModelConfig {
 }
 
 /// Names of encoder-decoders whose files do not state it.
-const ENCODER_DECODERS: [&str; 12] = [
-    "t5",
+const ENCODER_DECODERS: [&str; 11] = [
     "mt5",
     "umt5",
     "longt5",
@@ -55,8 +54,12 @@ impl ModelConfig {
         if !path.is_file() {
             return Err(no_such_file(dir, "config.json"));
         }
-        let mut config = Self::from_file(&path)?;
+        let mut config = Self::read(&path)?;
         config.read_generation(dir)?;
+        let fields = Fields { path: &dir.join("generation_config.json"), raw: &config.generation, family: config.family };
+        let start = fields.ids("decoder_start_token_id")?.first().copied();
+        config.shape.decoder_start_token_id = config.shape.decoder_start_token_id.or(start);
+        config.check_start(&path)?;
         Ok(config)
     }
 
@@ -90,6 +93,12 @@ impl ModelConfig {
 
     /// Reads a configuration file; errors as [`ModelConfig::from_dir`].
     pub fn from_file(path: &Path) -> Result<Self> {
+        let config = Self::read(path)?;
+        config.check_start(path)?;
+        Ok(config)
+    }
+
+    fn read(path: &Path) -> Result<Self> {
         let Value::Object(raw) = read_json(path)? else {
             return Err(Error::invalid(path, "expected a JSON object"));
         };
@@ -238,6 +247,11 @@ impl ModelConfig {
             shape.num_key_value_heads = if halves(groups) { groups / 2 } else { 1 };
         }
         config
+    }
+
+    /// Ties the LM head to the embedding.
+    pub(crate) fn tie(&mut self) {
+        self.shape.tie_word_embeddings = true;
     }
 
     /// Unties the LM head from the embedding.

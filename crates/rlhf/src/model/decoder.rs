@@ -6,10 +6,11 @@ use super::lora::Dropout;
 use super::mlp::Mlp;
 use super::params::{Builder, Init};
 use super::relative::RelativePositions;
-use super::shape::{Names, Order, QkNorm, Qkv, Shape};
+use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
 use super::uses_kernels;
 use crate::Result;
+use crate::rng::Stream;
 use tch::{Kind, Tensor};
 
 #[derive(Debug)]
@@ -23,11 +24,23 @@ struct Layer {
     output_norms: Option<[Norm; 2]>,
     mlp: Mlp,
     scores: Scores,
+    cross: Option<CrossAttention>,
+}
+
+/// Attention of a decoder's layer to the encoder's hidden states.
+#[derive(Debug)]
+struct CrossAttention {
+    norm: Norm,
+    qkv: [Linear; 3],
+    out: Linear,
+    scores: Scores,
 }
 
 /// A model without its head: maps tokens to hidden states.
 #[derive(Debug)]
 pub(crate) struct Decoder {
+    /// The encoder of an encoder-decoder, with the same embedding.
+    encoder: Option<Box<Decoder>>,
     embed: Tensor,
     positions: Option<Tensor>,
     token_types: Option<Tensor>,
@@ -35,13 +48,17 @@ pub(crate) struct Decoder {
     relative: Option<RelativePositions>,
     /// Projections from the width of the embeddings to that of the layers, and back.
     project: Option<[Linear; 2]>,
+    /// Table of the bias of scores by distance, `[buckets, heads]`.
+    bias_table: Option<Tensor>,
     layers: Vec<Layer>,
+    /// Number of the first layer among those of the model: an encoder's come before its decoder's.
+    first_layer: usize,
     final_norm: Option<Norm>,
     shape: Shape,
     /// Dtype of products and attention; the residual stream is f32 in any case.
     pub(crate) compute: Kind,
     /// The division of the model's parameters over ranks.
-    pub(crate) shards: Shards,
+    shards: Shards,
 }
 
 /// The keys and values that the tokens of one forward pass attend to.
@@ -66,18 +83,56 @@ struct Pass<'a> {
     attention: Attention<'a>,
     /// Cosines and sines of each of the model's rotary positions.
     rotations: Vec<(Tensor, Tensor)>,
+    /// The bias of scores by distance, `[rows or 1, heads, queries, keys]` f32.
+    bias: Option<Tensor>,
+    memory: Option<Memory>,
     dropout: Option<&'a Dropout>,
+}
+
+/// The encoder's hidden states `[N, hidden size]` f32, which a decoder attends to.
+struct Memory {
+    states: Tensor,
+    /// Dropout before the adapters of their projections.
+    dropout: Option<Dropout>,
+}
+
+/// The forward pass of a stack whose layers have backward passes of their own.
+struct StoredLayers {
+    /// The input of each layer, its output if that has a graph, and the state of dropout before it.
+    layers: Vec<(Tensor, Option<Tensor>, Option<Vec<Stream>>)>,
+    /// The state of dropout before the embedding.
+    first_state: Option<Vec<Stream>>,
+    /// The output of the last layer, a leaf.
+    top: Tensor,
+    /// The bias by distance with its graph, and the leaf that the layers have.
+    bias: Option<(Tensor, Tensor)>,
+    memory: Option<Memory>,
 }
 
 impl Decoder {
     pub(crate) fn new(shape: &Shape, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
-        b.check_layers(shape.num_hidden_layers)?;
+        b.check_layers(shape.num_hidden_layers + shape.encoder_layers.unwrap_or(0))?;
         let names = &shape.family.names;
+        let embed = [shape.vocab_size, shape.embedding_size];
+        let embed = b.tensor(format!("{}.weight", names.embed), &embed, Init::Normal(shape.initializer_range), true)?;
+        let encoder = match (shape.of_encoder(), names.encoder) {
+            (Some(shape), Some(names)) => Some(Self::stack(&shape, names, &embed, b, compute)?),
+            _ => None,
+        };
+        let mut decoder = Self::stack(shape, names, &embed, b, compute)?;
+        decoder.first_layer = encoder.as_ref().map_or(0, |encoder| encoder.layers.len());
+        decoder.encoder = encoder.map(Box::new);
+        let shards = decoder.shards.clone();
+        decoder.set_shards(shards);
+        Ok(decoder)
+    }
+
+    /// One stack of layers with the embedding `embed`.
+    fn stack(shape: &Shape, names: &Names, embed: &Tensor, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
         let (width, std) = (shape.embedding_size, shape.initializer_range);
         let table = |b: &mut Builder<'_>, base: &str, rows: i64, width: i64| {
             b.tensor(format!("{base}.weight"), &[rows, width], Init::Normal(std), true)
         };
-        let embed = table(b, names.embed, shape.vocab_size, width)?;
         let rows = (shape.max_position_embeddings as i64).saturating_add(shape.position_offset);
         let positions = names.positions.filter(|_| shape.learned_positions);
         let positions = positions.map(|base| table(b, base, rows, shape.hidden_size)).transpose()?;
@@ -95,27 +150,64 @@ impl Decoder {
                 Some([between(b, inward, width, shape.hidden_size)?, between(b, outward, shape.hidden_size, width)?])
             }
         };
+        let bias_table = match (shape.relative_bias, names.relative_bias) {
+            (Some(bias), Some(base)) => {
+                let init = Init::Normal(std * (shape.hidden_size as f64).powf(-0.5));
+                let sizes = [bias.buckets, shape.num_attention_heads];
+                Some(b.tensor(format!("{}.0.{base}.weight", names.layers), &sizes, init, true)?)
+            }
+            _ => None,
+        };
         let layers = (0..shape.num_hidden_layers).map(|i| Layer::new(i as usize, shape, names, b, compute));
         let layers = layers.collect::<Result<_>>()?;
         let final_norm = match shape.order {
             Order::Post => None,
             _ => Some(Norm::build(b, names.final_norm, shape.hidden_size, shape)?),
         };
-        let shape = shape.clone();
-        let shards = Shards::default();
         Ok(Self {
-            embed,
+            encoder: None,
+            embed: embed.shallow_clone(),
             positions,
             token_types,
             embed_norm,
             relative,
             project,
+            bias_table,
             layers,
+            first_layer: 0,
             final_norm,
-            shape,
+            shape: shape.clone(),
             compute,
-            shards,
+            shards: Shards::default(),
         })
+    }
+
+    /// The division of the model's parameters over ranks.
+    pub(crate) fn shards(&self) -> &Shards {
+        &self.shards
+    }
+
+    /// Sets the division of the model's parameters: that of a model whose memory this one shares.
+    pub(crate) fn set_shards(&mut self, shards: Shards) {
+        self.encoder.iter_mut().for_each(|encoder| encoder.shards = shards.clone());
+        self.shards = shards;
+    }
+
+    /// Number of the layer that the parameter `name` is part of, an encoder's before its decoder's; `None` outside the layers.
+    pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
+        let names = &self.shape.family.names;
+        // The bias by distance is that of all layers of its stack.
+        if names.relative_bias.is_some_and(|bias| name.ends_with(&format!(".{bias}.weight"))) {
+            return None;
+        }
+        let of = |names: &Names| name.strip_prefix(names.layers)?.strip_prefix('.')?.split('.').next()?.parse().ok();
+        let of_decoder = of(names).map(|layer: usize| layer + self.first_layer);
+        of_decoder.or_else(|| names.encoder.and_then(of))
+    }
+
+    /// Number of layers, with those of an encoder.
+    pub(crate) fn num_layers(&self) -> usize {
+        self.first_layer + self.layers.len()
     }
 
     /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
@@ -125,22 +217,33 @@ impl Decoder {
 
     /// The linear layers, which can have adapters.
     pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
-        self.project.iter_mut().flatten().chain(self.layers.iter_mut().flat_map(Layer::linears_mut))
+        let Self { encoder, project, layers, .. } = self;
+        let encoder = encoder.as_deref_mut().map(|encoder| (&mut encoder.project, &mut encoder.layers));
+        let stacks = encoder.into_iter().chain([(project, layers)]);
+        stacks.flat_map(|(project, layers)| {
+            project.iter_mut().flatten().chain(layers.iter_mut().flat_map(Layer::linears_mut))
+        })
     }
 
-    /// The linear layers outside the layers of the stack.
+    /// The encoder, if there is one, and the decoder.
+    fn stacks(&self) -> impl Iterator<Item = &Self> {
+        self.encoder.as_deref().into_iter().chain([self])
+    }
+
+    /// The linear layers outside the layers of the stacks.
     pub(crate) fn root_linears(&self) -> impl Iterator<Item = &Linear> {
-        self.project.iter().flatten()
+        self.stacks().flat_map(|stack| stack.project.iter().flatten())
     }
 
     /// Frees the copies of weights in the dtype of products.
     pub(crate) fn drop_copies(&self) {
-        self.root_linears().chain(self.layers.iter().flat_map(Layer::linears)).for_each(Linear::drop_copies);
+        let layers = self.stacks().flat_map(|stack| &stack.layers);
+        self.root_linears().chain(layers.flat_map(Layer::linears)).for_each(Linear::drop_copies);
     }
 
     /// Gathers layer `i`, if its parameters are divided over ranks.
     fn whole_layer(&self, i: usize) -> Result<WholeLayer<'_>> {
-        Ok(WholeLayer { _guard: self.shards.layer(i)?, decoder: self, i })
+        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i)?, decoder: self, i })
     }
 
     /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
@@ -158,8 +261,16 @@ impl Decoder {
         if let Some(cache) = &mut cache {
             cache.begin_sequences(layout);
         }
+        let memory = match (&self.encoder, &layout.source) {
+            (Some(encoder), Some(source)) => {
+                let dropout = dropout.map(|dropout| dropout.over(&source.layout.lens));
+                Some(Memory { states: encoder.forward(&source.layout, None, None, dropout.as_ref())?, dropout })
+            }
+            _ => None,
+        };
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
+        (pass.bias, pass.memory) = (self.bias(layout), memory);
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, rows);
@@ -171,7 +282,9 @@ impl Decoder {
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let positions = cache.begin_step(tokens);
         let mut x = self.embed(tokens, &positions, None);
+        let distances = self.bias_table.is_some().then(|| cache.distances());
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
+        pass.bias = distances.and_then(|distances| self.bias_at(&distances));
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, None);
@@ -213,13 +326,49 @@ impl Decoder {
         options: BackwardOptions<'_>,
         gradient_of: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        let (rows, dropout) = (Some(rows), options.dropout);
+        let encoded = match (&self.encoder, &layout.source) {
+            (Some(encoder), Some(source)) => {
+                let dropout = options.dropout.map(|dropout| dropout.over(&source.layout.lens));
+                let options = BackwardOptions { dropout: dropout.as_ref(), ..options };
+                let stored = encoder.store_layers((&source.layout, None), options, None)?;
+                let hidden = encoder.finish(stored.top.shallow_clone(), None, options.dropout);
+                let memory = Memory { states: hidden.detach().set_requires_grad(true), dropout };
+                Some(((encoder, &source.layout, stored, hidden), memory))
+            }
+            _ => None,
+        };
+        let (encoded, memory) = encoded.unzip();
+        let stored = self.store_layers((layout, Some(rows)), options, memory)?;
+        let hidden = self.finish(stored.top.shallow_clone(), Some(rows), options.dropout);
+        let gradient = gradient_of(&hidden);
+        tch_ext::backward(&hidden, &gradient);
+        let memory = self.backward_layers((layout, Some(rows)), options, stored)?;
+        let (Some((encoder, layout, stored, hidden)), Some(memory)) = (encoded, memory) else { return Ok(()) };
+        tch_ext::backward(&hidden, &memory.states.grad());
+        let options = BackwardOptions { dropout: memory.dropout.as_ref(), ..options };
+        encoder.backward_layers((layout, None), options, stored).map(drop)
+    }
+
+    /// Whether layers are computed again in their backward pass.
+    fn recomputes(&self, options: BackwardOptions<'_>) -> bool {
         let has_copies = || self.layers.iter().flat_map(Layer::linears).any(Linear::uses_copies);
-        let recomputes = options.gradient_checkpointing || (self.shards.releases() && has_copies());
+        options.gradient_checkpointing || (self.shards.releases() && has_copies())
+    }
+
+    /// The forward pass of [`Decoder::backward_by_layer`] through the layers of this stack.
+    fn store_layers(
+        &self,
+        (layout, rows): (&Layout, Option<&Tensor>),
+        options: BackwardOptions<'_>,
+        memory: Option<Memory>,
+    ) -> Result<StoredLayers> {
+        let (recomputes, dropout) = (self.recomputes(options), options.dropout);
         let state = || dropout.map(Dropout::state);
-        let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
+        let bias = self.bias(layout);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
-        let mut stored = Vec::with_capacity(self.layers.len());
+        pass.bias = bias.as_ref().map(|bias| bias.detach().set_requires_grad(bias.requires_grad()));
+        pass.memory = memory;
+        let mut layers = Vec::with_capacity(self.layers.len());
         let first_state = state();
         let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
         for i in 0..self.layers.len() {
@@ -230,17 +379,30 @@ impl Decoder {
                 false => self.layer(i, &input, &mut pass, rows),
             };
             x = out.detach();
-            stored.push((input, (!recomputes).then_some(out), state));
+            layers.push((input, (!recomputes).then_some(out), state));
         }
-        let top = x.set_requires_grad(true);
-        let hidden = self.finish(top.shallow_clone(), rows, dropout);
-        let gradient = gradient_of(&hidden);
-        tch_ext::backward(&hidden, &gradient);
+        let Pass { bias: leaf, memory, .. } = pass;
+        Ok(StoredLayers { layers, first_state, top: x.set_requires_grad(true), bias: bias.zip(leaf), memory })
+    }
+
+    /// The backward passes of stored layers, after the one to their `top`. Returns the encoder's hidden states, with their gradient.
+    fn backward_layers(
+        &self,
+        (layout, rows): (&Layout, Option<&Tensor>),
+        options: BackwardOptions<'_>,
+        stored: StoredLayers,
+    ) -> Result<Option<Memory>> {
+        let dropout = options.dropout;
+        let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
+        let StoredLayers { mut layers, first_state, top, bias, memory } = stored;
+        let (bias, leaf) = bias.unzip();
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
+        (pass.bias, pass.memory) = (leaf, memory);
         let mut gradient = top.grad();
-        while let Some((x, out, state)) = stored.pop() {
-            let i = stored.len();
+        while let Some((x, out, state)) = layers.pop() {
+            let i = layers.len();
             let _whole = self.whole_layer(i)?;
-            self.shards.lend_gradients(Some(i))?;
+            self.shards.lend_gradients(Some(self.first_layer + i))?;
             let out = out.unwrap_or_else(|| {
                 restore(state);
                 self.layer(i, &x, &mut pass, rows)
@@ -248,14 +410,17 @@ impl Decoder {
             tch_ext::backward(&out, &gradient);
             drop(out);
             gradient = x.grad();
-            self.shards.reduce_lent(Some(i))?;
+            self.shards.reduce_lent(Some(self.first_layer + i))?;
+        }
+        if let (Some(bias), Some(leaf)) = (bias.filter(Tensor::requires_grad), &pass.bias) {
+            tch_ext::backward(&bias, &leaf.grad());
         }
         restore(first_state);
         let x = self.embed(&layout.tokens, &layout.positions, dropout);
         if x.requires_grad() {
             tch_ext::backward(&x, &gradient);
         }
-        Ok(())
+        Ok(pass.memory)
     }
 
     /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
@@ -275,7 +440,23 @@ impl Decoder {
     }
 
     fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
-        Pass { rotations: self.rotations(positions, &attention), attention, dropout }
+        Pass { rotations: self.rotations(positions, &attention), attention, bias: None, memory: None, dropout }
+    }
+
+    /// The bias by distance of whole sequences, `[rows or 1, heads, width, width]` f32, with -inf where no key is visible; differentiable.
+    fn bias(&self, layout: &Layout) -> Option<Tensor> {
+        let bias = self.bias_at(&layout.distances())?;
+        // In a causal stack no token attends to slots after a row's end.
+        match layout.slots_with_tokens().filter(|_| !self.shape.causal) {
+            Some(tokens) => Some(bias.masked_fill(&tokens.logical_not(), f64::NEG_INFINITY)),
+            None => Some(bias),
+        }
+    }
+
+    /// The bias `[rows, heads, queries, keys]` f32 at `distances` `[rows, queries, keys]`.
+    fn bias_at(&self, distances: &Tensor) -> Option<Tensor> {
+        let (relative, table) = (self.shape.relative_bias?, self.bias_table.as_ref()?);
+        Some(relative.scores(table, distances, self.shape.causal))
     }
 
     /// The residual stream after layer `i`.
@@ -285,6 +466,8 @@ impl Decoder {
         // After the last layer's attention only the selected rows are computed. With dropout all rows are, so that its draws do
         // not depend on the selection.
         let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
+        // Attention to the encoder is over whole sequences, and after it the rows are selected.
+        let (rows, late) = if layer.cross.is_some() { (None, rows) } else { (rows, None) };
         let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
         let mut attend =
             |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
@@ -299,6 +482,7 @@ impl Decoder {
             (Order::Post, _) => {
                 let attended = attend(x);
                 let x = layer.input(&add(&select(x), &attended, None), Kind::Float);
+                let x = self.attend_to_encoder(i, x, pass, late);
                 layer.mlp_norm.forward(&add(&x, &layer.mlp.forward(&x, dropout), None), Kind::Float)
             }
             (Order::Output, _) => {
@@ -315,10 +499,45 @@ impl Decoder {
             (Order::Pre | Order::Sandwich, _) => {
                 let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &attended, None);
+                let x = self.attend_to_encoder(i, x, pass, late);
                 let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &fed, None)
             }
         }
+    }
+
+    /// The residual stream after layer `i`'s attention to the encoder's hidden states, at `rows`; `x` in a stack without an encoder.
+    fn attend_to_encoder(&self, i: usize, x: Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
+        let Some(cross) = &self.layers[i].cross else { return x };
+        let sum = match self.shape.order {
+            Order::Post => {
+                let sum = add(&x, &self.cross_attention(i, cross, &x, pass), None);
+                cross.norm.forward(&sum, Kind::Float)
+            }
+            _ => add(&x, &self.cross_attention(i, cross, &cross.norm.forward(&x, self.compute), pass), None),
+        };
+        rows.map_or_else(|| sum.shallow_clone(), |rows| sum.index_select(0, rows))
+    }
+
+    fn cross_attention(&self, i: usize, cross: &CrossAttention, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let [to_queries, to_keys, to_values] = &cross.qkv;
+        let by_head = |x: Tensor| x.view([-1, self.shape.num_attention_heads, self.shape.head_dim]).to_kind(self.compute);
+        let queries = by_head(to_queries.forward_dropping(x, pass.dropout));
+        let attended = match &mut pass.attention {
+            Attention::Step(cache) => cache.attend_to_source(i, &cross.scores, &queries),
+            Attention::Sequences(layout, cache) => {
+                let (memory, source) = (pass.memory.as_ref(), layout.source.as_ref());
+                let (memory, source) = memory.zip(source).expect("a decoder's batch has prompts");
+                let [keys, values] = [to_keys, to_values].map(|linear| {
+                    source.by_row(&by_head(linear.forward_dropping(&memory.states, memory.dropout.as_ref())))
+                });
+                if let Some(cache) = cache {
+                    cache.store_source(&keys, &values, source.mask(self.compute));
+                }
+                layout.attend_to_source(&cross.scores, &queries, &keys, &values)
+            }
+        };
+        cross.out.forward_dropping(&attended, pass.dropout)
     }
 
     /// The final norm and projection; selects `rows` if the last layer did not.
@@ -381,7 +600,7 @@ impl Decoder {
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
         let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
-        let has_kernel = self.relative.is_none() && (layer.scores.causal || layer.scores.window.is_none());
+        let has_kernel = self.has_kernel() && (layer.scores.causal || layer.scores.window.is_none());
         let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
@@ -391,6 +610,11 @@ impl Decoder {
             Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
             Attention::Sequences(..) | Attention::Step(_) => attended,
         }
+    }
+
+    /// Whether kernels may compute the self-attention: they add nothing to the scores.
+    fn has_kernel(&self) -> bool {
+        self.relative.is_none() && self.bias_table.is_none()
     }
 
     fn attend_by_kernels(
@@ -442,14 +666,14 @@ impl Decoder {
         };
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
         match &mut pass.attention {
-            Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, &k, &v),
+            Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, (&k, &v), pass.bias.as_ref()),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
                 }
                 let of_layer = |all: &RelativePositions| all.of_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
                 let relative = self.relative.as_ref().map(of_layer);
-                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref())
+                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), pass.bias.as_ref())
             }
         }
     }
@@ -477,11 +701,13 @@ impl Layer {
     }
 
     fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.qkv.iter().chain([&self.attention_out]).chain(self.mlp.linears())
+        let cross = self.cross.iter().flat_map(|cross| cross.qkv.iter().chain([&cross.out]));
+        self.qkv.iter().chain([&self.attention_out]).chain(cross).chain(self.mlp.linears())
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
-        self.qkv.iter_mut().chain([&mut self.attention_out]).chain(self.mlp.linears_mut())
+        let cross = self.cross.iter_mut().flat_map(|cross| cross.qkv.iter_mut().chain([&mut cross.out]));
+        self.qkv.iter_mut().chain([&mut self.attention_out]).chain(cross).chain(self.mlp.linears_mut())
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
@@ -495,9 +721,12 @@ impl Layer {
         let norm = |b: &mut Builder<'_>, name: &str, width: i64| Norm::build(b, &at(name), width, shape);
         let linear = |b: &mut Builder<'_>, name: &str, widths: [i64; 2], bias: bool, std: f64| {
             let [width_in, width_out] = widths;
+            let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
             let shape = LinearShape { width_in, width_out, bias, transposed: names.transposed, std };
             Linear::build(b, &at(name), shape, compute)
         };
+        // T5 initializes queries with a smaller deviation, as it does not scale scores.
+        let query_std = if shape.scale_init_by_width { std / (shape.head_dim as f64).sqrt() } else { std };
         let two_norms = |b: &mut Builder<'_>, [first, second]: [&str; 2], widths: [i64; 2]| -> Result<[Norm; 2]> {
             Ok([norm(b, first, widths[0])?, norm(b, second, widths[1])?])
         };
@@ -505,10 +734,10 @@ impl Layer {
         let has_norm = i > 0 || shape.first_norm;
         let input_norm = has_norm.then(|| norm(b, names.input_norm, hidden)).transpose()?;
         let parts = match &names.qkv {
-            Qkv::Separate([q, k, v]) => vec![(*q, heads_width), (*k, kv_width), (*v, kv_width)],
-            Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width)],
+            Qkv::Separate([q, k, v]) => vec![(*q, heads_width, query_std), (*k, kv_width, std), (*v, kv_width, std)],
+            Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
         };
-        let qkv = parts.into_iter().map(|(name, width)| linear(b, name, [hidden, width], shape.qkv_bias, std));
+        let qkv = parts.into_iter().map(|(name, width, std)| linear(b, name, [hidden, width], shape.qkv_bias, std));
         let qkv = qkv.collect::<Result<_>>()?;
         let qk_norm = match names.qk_norm {
             None => None,
@@ -517,6 +746,18 @@ impl Layer {
         };
         let attention_out =
             linear(b, names.attention_out, [heads_width, hidden], shape.attention_out_bias, residual_std)?;
+        let cross = match names.cross {
+            None => None,
+            Some(CrossNames { norm: name, qkv: [q, k, v], out }) => {
+                let (width, bias) = (heads_width, shape.qkv_bias);
+                let norm = norm(b, name, hidden)?;
+                let queries = linear(b, q, [hidden, width], bias, query_std)?;
+                let qkv = [queries, linear(b, k, [hidden, width], bias, std)?, linear(b, v, [hidden, width], bias, std)?];
+                let out = linear(b, out, [width, hidden], shape.attention_out_bias, residual_std)?;
+                let scores = Scores { scale: shape.attention_scale, softcap: None, window: None, causal: false };
+                Some(CrossAttention { norm, qkv, out, scores })
+            }
+        };
         let mlp_norm = norm(b, names.mlp_norm, hidden)?;
         let output_norms = names.output_norms.map(|names| two_norms(b, names, [hidden; 2])).transpose()?;
         let mlp = Mlp::build(i, shape, names, b, (compute, residual_std))?;
@@ -526,7 +767,7 @@ impl Layer {
             window: shape.windows[i],
             causal: shape.causal,
         };
-        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores })
+        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores, cross })
     }
 }
 

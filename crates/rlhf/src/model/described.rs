@@ -116,6 +116,15 @@ fn bounded(bytes: f64) -> usize {
     bytes.min((1u64 << 58) as f64) as usize
 }
 
+/// Checks that the model has one stack of layers.
+fn check_stack(config: &ModelConfig) -> Result<()> {
+    let family = config.family.name;
+    match config.is_encoder_decoder() {
+        false => Ok(()),
+        true => Err(Error::Run(format!("a plan of `{family}`, an encoder-decoder: its memory is not estimated"))),
+    }
+}
+
 impl Held {
     /// Adds a trained head of `parameters` parameters.
     pub(crate) fn add_head(&mut self, parameters: usize) {
@@ -135,6 +144,7 @@ impl ModelSizes {
     /// If the family has no language models.
     pub(crate) fn of_causal_lm(config: ModelConfig, kind: Kind, place: &Path) -> Result<Self> {
         config.check_causal_lm(place)?;
+        check_stack(&config)?;
         let names = &config.family.names;
         let mut builder = Builder::new(Source::Shapes(kind), names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
@@ -166,6 +176,7 @@ impl ModelSizes {
     /// # Errors
     /// None for a configuration that was read.
     pub(crate) fn of_classifier(config: ModelConfig, kind: Kind, new_head: bool) -> Result<Self> {
+        check_stack(&config)?;
         let mut builder = Builder::new(Source::Shapes(kind), &config.family.names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
         let labels = if new_head || config.labels.is_empty() { 1 } else { config.labels.len() };

@@ -4,10 +4,10 @@
 
 use super::rope::{ROPE, RopeKeys};
 use super::shape::{
-    ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, QkNorm,
-    Qkv, RelativeAttention, Shape,
+    CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, QkNorm,
+    Qkv, RelativeAttention, RelativeBias, Shape,
 };
-use crate::Result;
+use crate::{Error, Result};
 
 /// The supported families.
 pub(crate) static FAMILIES: &[Family] = &[
@@ -302,7 +302,102 @@ pub(crate) static FAMILIES: &[Family] = &[
             ..LLAMA
         },
     },
+    t5_family(t5_names(&T5_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi"))),
 ];
+
+/// The other forms of T5: with a gated MLP, as a classifier, and both. The classifiers' names start with `transformer.`.
+static T5_FORMS: [Family; 3] = [
+    t5_family(t5_names(&T5_GATED_ENCODER, T5_GATED_MLP)),
+    t5_family(of_t5_classifier(t5_names(&T5_CLASSIFIER_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi")))),
+    t5_family(of_t5_classifier(t5_names(&T5_GATED_CLASSIFIER_ENCODER, T5_GATED_MLP))),
+];
+
+/// The form of `family` whose names are those of its classifiers.
+pub(super) fn of_classifiers(family: &'static Family) -> &'static Family {
+    match (family.name, family.names.mlp_in) {
+        ("t5", MlpIn::Gated(_)) => &T5_FORMS[2],
+        ("t5", _) => &T5_FORMS[1],
+        _ => family,
+    }
+}
+
+const T5_GATED_MLP: MlpIn = MlpIn::Gated(["layer.2.DenseReluDense.wi_0", "layer.2.DenseReluDense.wi_1"]);
+
+const fn t5_family(names: Names) -> Family {
+    Family {
+        name: "t5",
+        causal_lm_class: Some("T5ForConditionalGeneration"),
+        classifier_class: "T5ForSequenceClassification",
+        shape: t5,
+        names,
+    }
+}
+
+const fn t5_names(encoder: &'static Names, mlp_in: MlpIn) -> Names {
+    Names {
+        layers: "decoder.block",
+        cross: Some(CrossNames {
+            norm: "layer.1.layer_norm",
+            qkv: ["layer.1.EncDecAttention.q", "layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"],
+            out: "layer.1.EncDecAttention.o",
+        }),
+        mlp_norm: "layer.2.layer_norm",
+        mlp_in,
+        mlp_out: "layer.2.DenseReluDense.wo",
+        final_norm: "decoder.final_layer_norm",
+        encoder: Some(encoder),
+        ..T5_ENCODER
+    }
+}
+
+/// The same names with the classifiers' prefix.
+const fn of_t5_classifier(names: Names) -> Names {
+    Names {
+        prefix: "transformer.",
+        embed: "transformer.shared",
+        layers: "transformer.decoder.block",
+        final_norm: "transformer.decoder.final_layer_norm",
+        ..names
+    }
+}
+
+/// The names of T5's encoder, and of the self-attention of its decoder.
+const T5_ENCODER: Names = Names {
+    prefix: "",
+    embed: "shared",
+    layers: "encoder.block",
+    input_norm: "layer.0.layer_norm",
+    qkv: Qkv::Separate(["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"]),
+    attention_out: "layer.0.SelfAttention.o",
+    mlp_norm: "layer.1.layer_norm",
+    mlp_in: MlpIn::Up("layer.1.DenseReluDense.wi"),
+    mlp_out: "layer.1.DenseReluDense.wo",
+    final_norm: "encoder.final_layer_norm",
+    relative_bias: Some("layer.0.SelfAttention.relative_attention_bias"),
+    lora_targets: &["q", "v"],
+    head: HeadNames::Dense {
+        inner: "classification_head.dense",
+        activation: HeadActivation::Tanh,
+        norm: None,
+        out: "classification_head.out_proj",
+    },
+    // Copies of the embedding, and a table that no version uses.
+    harmless: &[".embed_tokens.weight", ".EncDecAttention.relative_attention_bias.weight"],
+    ..LLAMA
+};
+
+const T5_GATED_ENCODER: Names = Names {
+    mlp_in: MlpIn::Gated(["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"]),
+    ..T5_ENCODER
+};
+
+const T5_CLASSIFIER_ENCODER: Names = Names {
+    layers: "transformer.encoder.block",
+    final_norm: "transformer.encoder.final_layer_norm",
+    ..T5_ENCODER
+};
+
+const T5_GATED_CLASSIFIER_ENCODER: Names = Names { mlp_in: T5_GATED_ENCODER.mlp_in, ..T5_CLASSIFIER_ENCODER };
 
 /// Llama's names, which most later decoders share.
 const LLAMA: Names = Names {
@@ -324,6 +419,9 @@ const LLAMA: Names = Names {
     mlp_out: "mlp.down_proj",
     experts: None,
     final_norm: "model.norm",
+    relative_bias: None,
+    cross: None,
+    encoder: None,
     lm_head: "lm_head.weight",
     transposed: false,
     lora_targets: &["q_proj", "v_proj"],
@@ -887,5 +985,55 @@ fn modernbert(f: &Fields<'_>) -> Result<Shape> {
         pooling,
         head_bias: f.flag("classifier_bias", false)?,
         ..shape
+    })
+}
+
+/// Tokens of T5's pretraining texts: the limit where a file states none. Its positions are relative, so `n_positions` can be raised.
+const T5_POSITIONS: i64 = 512;
+
+fn t5(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("is_encoder_decoder", true)?;
+    f.must_be("is_decoder", false)?;
+    let (hidden_size, heads) = (f.size_as("d_model", "hidden_size", 512)?, f.size_as("num_heads", "num_attention_heads", 8)?);
+    let encoder_layers = f.size_as("num_layers", "num_hidden_layers", 6)?;
+    let layers = f.size("num_decoder_layers", encoder_layers)?;
+    let (activation, gated) = f.feed_forward()?;
+    let buckets = f.size("relative_attention_num_buckets", 32)?;
+    let max_distance = f.size("relative_attention_max_distance", 128)?;
+    if buckets < 4 || buckets % 2 != 0 || max_distance <= buckets / 2 {
+        let message = format!(
+            "`relative_attention_num_buckets`: expected an even number from 4, half of it below \
+             relative_attention_max_distance = {max_distance}, found {buckets}"
+        );
+        return Err(Error::invalid(f.path, message));
+    }
+    // Before transformers 5 an untied head meant that hidden states are not scaled.
+    let tied = f.flag("tie_word_embeddings", true)?;
+    let scaled = f.flag("scale_decoder_outputs", tied)?;
+    let family = match gated {
+        true => &T5_FORMS[0],
+        false => f.family,
+    };
+    let is_classifier = f.names_classifier();
+    Ok(Shape {
+        family: if is_classifier { of_classifiers(family) } else { family },
+        intermediate_size: f.size("d_ff", 2048)?,
+        head_dim: f.size_as("d_kv", "head_dim", 64)?,
+        max_position_embeddings: f.size("n_positions", T5_POSITIONS)? as usize,
+        norm: NormKind::Rms,
+        norm_eps: f.number("layer_norm_epsilon", 1e-6)?,
+        activation,
+        relative_bias: Some(RelativeBias { buckets, max_distance }),
+        encoder_layers: Some(encoder_layers),
+        decoder_start_token_id: f.ids("decoder_start_token_id")?.first().copied(),
+        attention_scale: 1.0,
+        qkv_bias: false,
+        attention_out_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: tied,
+        lm_head_scale: if scaled { (hidden_size as f64).powf(-0.5) } else { 1.0 },
+        initializer_range: f.number("initializer_factor", 1.0)?,
+        scale_init_by_width: true,
+        ..Shape::biased(f, f.size("vocab_size", 32128)?, hidden_size, heads, layers)?
     })
 }

@@ -3,6 +3,7 @@
 use super::plain;
 use crate::Result;
 use std::cell::OnceCell;
+use std::collections::HashMap;
 use tch::{Device, Kind, Tensor};
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
@@ -138,10 +139,41 @@ pub(crate) struct Layout {
     unpadded: Option<Vec<i64>>,
     /// Beginnings that sequences share, if they are computed once.
     pub(crate) shared: Option<SharedPrefixes>,
+    /// The position in each whole sequence of its first token here, if that is not 0: a decoder's part of prompt and response.
+    firsts: Option<Vec<i64>>,
+    /// The tokens of the encoder, if these are the decoder's.
+    pub(crate) source: Option<Source>,
     /// Packed index of each slot of [rows, width], and slot of each packed token; computed on first use.
     slots: OnceCell<(Tensor, Tensor)>,
     /// `starts` on the device, i32; computed on first use.
     device_starts: OnceCell<Tensor>,
+}
+
+/// The prompts that the encoder reads, each once.
+pub(crate) struct Source {
+    /// The prompts.
+    pub(crate) layout: Box<Layout>,
+    /// The prompt of each of the decoder's sequences, `[rows]` i64; `None`: they are in the same order.
+    of_rows: Option<Tensor>,
+    /// The mask of [`Source::mask`]; computed on first use.
+    mask: OnceCell<Option<Tensor>>,
+}
+
+impl Source {
+    /// Numbers of the prompts' packed tokens, `[N, heads, head_dim]`, for each of the decoder's sequences: `[rows, heads, width, head_dim]`.
+    pub(crate) fn by_row(&self, packed: &Tensor) -> Tensor {
+        let padded = self.layout.pad(packed).transpose(1, 2);
+        self.of_rows.as_ref().map_or_else(|| padded.shallow_clone(), |rows| padded.index_select(0, rows))
+    }
+
+    /// The additive mask of the slots of [`Source::by_row`] that have no token, `[rows, 1, 1, width]`; `None` if all have one.
+    pub(crate) fn mask(&self, kind: Kind) -> Option<Tensor> {
+        let mask = self.mask.get_or_init(|| {
+            let mask = mask_of(&self.layout.slots_with_tokens()?, kind);
+            Some(self.of_rows.as_ref().map_or_else(|| mask.shallow_clone(), |rows| mask.index_select(0, rows)))
+        });
+        mask.as_ref().map(|mask| mask.to_kind(kind))
+    }
 }
 
 /// Tokens at the beginning of several sequences that are computed once: `tokens` and `positions` of the [`Layout`] have them once, and
@@ -205,9 +237,48 @@ impl Layout {
         self.shared.as_ref().map_or(&self.positions, |shared| &shared.positions)
     }
 
+    /// The layout of a decoder whose sequences, `decoded`, start at the positions `firsts` of whole sequences, and whose encoder reads
+    /// `prompts`, one for each; with `once`, equal prompts are computed once.
+    pub(crate) fn pairs(
+        decoded: &[Vec<i64>],
+        firsts: Vec<i64>,
+        prompts: &[&[i64]],
+        once: bool,
+        device: Device,
+    ) -> Self {
+        let mut places: HashMap<&[i64], i64> = HashMap::new();
+        let mut different: Vec<&[i64]> = Vec::new();
+        let mut of_rows: Vec<i64> = Vec::new();
+        for &prompt in prompts {
+            let next = different.len() as i64;
+            let place = if once { *places.entry(prompt).or_insert(next) } else { next };
+            if place == next {
+                different.push(prompt);
+            }
+            of_rows.push(place);
+        }
+        let of_rows = (different.len() < prompts.len()).then(|| Tensor::from_slice(&of_rows).to_device(device));
+        let layout = Box::new(Self::new(&different, device));
+        let source = Source { layout, of_rows, mask: OnceCell::new() };
+        Self { firsts: Some(firsts), source: Some(source), ..Self::new(decoded, device) }
+    }
+
+    /// Distances of all pairs of slots, the key's position minus the query's, `[1, width, width]` i64.
+    pub(crate) fn distances(&self) -> Tensor {
+        let slots = Tensor::arange(self.width, (Kind::Int64, self.tokens.device()));
+        (slots.unsqueeze(0) - slots.unsqueeze(1)).unsqueeze(0)
+    }
+
+    /// Which slots of [rows, width] have a token, bool `[rows, 1, 1, width]`; `None` if all have one.
+    pub(crate) fn slots_with_tokens(&self) -> Option<Tensor> {
+        let device = self.tokens.device();
+        let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
+        self.is_ragged().then(|| Tensor::arange(self.width, (Kind::Int64, device)).lt_tensor(&lens()))
+    }
+
     /// Index of the computed token at position `at` of sequence `row`.
     pub(crate) fn index_of(&self, row: usize, at: i64) -> i64 {
-        let packed = self.starts[row] + at;
+        let packed = self.starts[row] + at - self.firsts.as_ref().map_or(0, |firsts| firsts[row]);
         self.shared.as_ref().map_or(packed, |shared| shared.indices[packed as usize])
     }
 
@@ -232,6 +303,8 @@ impl Layout {
             width,
             unpadded: None,
             shared: None,
+            firsts: None,
+            source: None,
             slots: OnceCell::new(),
             device_starts: OnceCell::new(),
         }
@@ -303,9 +376,18 @@ impl Layout {
 
     /// Attention within each sequence, with the scores of relative positions if there are any; `q` [N, heads, head_dim], result
     /// [N, heads * head_dim].
-    pub(crate) fn attend(&self, scores: &Scores, [q, k, v]: [&Tensor; 3], relative: Option<&RelativeScores>) -> Tensor {
+    ///
+    /// `bias` [rows or 1, heads, width, width], if there is one, is added to the scores; it has -inf where no key is visible.
+    pub(crate) fn attend(
+        &self,
+        scores: &Scores,
+        [q, k, v]: [&Tensor; 3],
+        relative: Option<&RelativeScores>,
+        bias: Option<&Tensor>,
+    ) -> Tensor {
         let heads = q.size()[1];
-        if !plain() && !self.has_padding() && relative.is_none() && flash_takes(scores, q, self.width) {
+        let plain_scores = relative.is_none() && bias.is_none();
+        if !plain() && plain_scores && !self.has_padding() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
             return tch_ext::flash_attention_varlen(&attention, q, k, v, self.device_starts(), self.width)
                 .flatten(1, 2);
@@ -319,13 +401,24 @@ impl Layout {
             let shape = [rows, kv_heads, heads / kv_heads, width, head_dim];
             padded.unsqueeze(2).expand(shape, false).reshape([rows, heads, width, head_dim])
         };
-        let mask = self.visible(scores).map(|visible| mask_of(&visible, q.kind()));
+        let mask = match bias {
+            Some(bias) => Some(bias.to_kind(q.kind())),
+            None => self.visible(scores).map(|visible| mask_of(&visible, q.kind())),
+        };
         let causal = scores.causal && mask.is_none();
         let [q, k, v] = [by_head(q), by_head(k), by_head(v)];
         let out = match relative {
             Some(relative) => weighted_sum(relative.with_content(&q, &k) * scores.scale, mask.as_ref(), &v),
             None => scores.attend([&q, &k, &v], mask.as_ref(), causal),
         };
+        self.unpad(&out.transpose(1, 2).flatten(2, 3))
+    }
+
+    /// Attention of a decoder's tokens to the encoder's; `q` [N, heads, head_dim], `k` and `v` from [`Source::by_row`], result
+    /// [N, heads * head_dim].
+    pub(crate) fn attend_to_source(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        let mask = self.source.as_ref().and_then(|source| source.mask(q.kind()));
+        let out = scores.attend([&self.pad(q).transpose(1, 2), k, v], mask.as_ref(), false);
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
@@ -336,8 +429,7 @@ impl Layout {
         let slots = || Tensor::arange(self.width, (Kind::Int64, device));
         if !scores.causal {
             // Slots after a short row's end are not visible.
-            let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
-            let real = self.is_ragged().then(|| slots().lt_tensor(&lens()));
+            let real = self.slots_with_tokens();
             let Some(window) = scores.window.filter(|&window| window < self.width) else { return real };
             let near = (slots().unsqueeze(1) - slots().unsqueeze(0)).abs().lt(window);
             // A slot after the end of a row repeats its last token, and attends to itself, as each query must attend to a key.
@@ -416,6 +508,8 @@ pub(crate) struct KvCache {
     step: Option<Step>,
     /// The tokens of the rows, for models that read a row again at some length.
     history: Option<History>,
+    /// The encoder's keys and values, if there is an encoder.
+    source: Option<SourceCache>,
 }
 
 /// The tokens of the rows of a cache.
@@ -424,6 +518,28 @@ struct History {
     tokens: Tensor,
     /// A row that exceeds this length is read again.
     switch: i64,
+}
+
+/// The keys and values of the encoder's tokens, for each row of a cache.
+struct SourceCache {
+    /// Keys and values of each layer, `[rows, heads, width, head_dim]`.
+    layers: Vec<(Tensor, Tensor)>,
+    /// The additive mask of slots without a token, `[rows, 1, 1, width]`, if there are any.
+    mask: Option<Tensor>,
+}
+
+impl SourceCache {
+    fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self { layers: layers.collect(), mask: self.mask.as_ref().map(Tensor::shallow_clone) }
+    }
+
+    fn keep_rows(&mut self, index: &Tensor) {
+        for (keys, values) in &mut self.layers {
+            (*keys, *values) = (keys.index_select(0, index), values.index_select(0, index));
+        }
+        self.mask = self.mask.as_ref().map(|mask| mask.index_select(0, index));
+    }
 }
 
 /// One decoding step: one more token in every row of a cache, for libtorch's operations.
@@ -468,7 +584,7 @@ impl KvCache {
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         let (filled, places, step, history) = (None, None, None, None);
-        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history })
+        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history, source: None })
     }
 
     /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
@@ -484,6 +600,7 @@ impl KvCache {
     pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
+        self.source = None;
         if let Some(history) = &self.history {
             let rows: Vec<Tensor> =
                 layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
@@ -514,6 +631,31 @@ impl KvCache {
                 let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
             }
         }
+    }
+
+    /// Stores the keys and values of the encoder's tokens for the next layer, `[rows, heads, width, head_dim]` each, with the mask of slots
+    /// without a token.
+    pub(crate) fn store_source(&mut self, keys: &Tensor, values: &Tensor, mask: Option<Tensor>) {
+        let source = self.source.get_or_insert_with(|| SourceCache { layers: Vec::new(), mask });
+        source.layers.push((keys.shallow_clone(), values.shallow_clone()));
+    }
+
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to the encoder's tokens; returns [rows, heads * head_dim].
+    pub(crate) fn attend_to_source(&self, layer: usize, scores: &Scores, queries: &Tensor) -> Tensor {
+        let source = self.source.as_ref().expect("the prompts were read by the encoder");
+        let (keys, values) = &source.layers[layer];
+        let out = scores.attend([&queries.unsqueeze(2), keys, values], source.mask.as_ref(), false);
+        out.reshape([queries.size()[0], -1])
+    }
+
+    /// Distances of each row's cached tokens to its new one, 0 and less where there is a token, `[rows, 1, width]` i64; `[1, 1, width]`
+    /// if all rows have equally many.
+    pub(crate) fn distances(&self) -> Tensor {
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let width = self.lens.iter().copied().max().unwrap_or(0);
+        let filled = if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
+        let keys = Tensor::arange(width, (Kind::Int64, self.device)).view([1, 1, -1]);
+        keys - (filled - 1).view([-1, 1, 1])
     }
 
     /// Stores whole sequences, [N, kv_heads, head_dim] each.
@@ -577,13 +719,15 @@ impl KvCache {
     }
 
     /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim].
+    ///
+    /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
     pub(crate) fn attend_step(
         &mut self,
         layer: usize,
         scores: &Scores,
         queries: &Tensor,
-        keys: &Tensor,
-        values: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
+        bias: Option<&Tensor>,
     ) -> Tensor {
         let mut step = self.step.take().unwrap_or_else(|| self.new_step());
         self.write(layer, &step.places, keys, values);
@@ -595,7 +739,10 @@ impl KvCache {
         // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
         let window = scores.window.filter(|&window| window < step.width);
-        let mask = step.mask(window, keys.kind());
+        let mask = match bias {
+            Some(bias) => bias.to_kind(keys.kind()),
+            None => step.mask(window, keys.kind()),
+        };
         let out = scores.attend([&grouped, &keys, &values], Some(&mask), false);
         self.step = Some(step);
         out.reshape([rows, -1])
@@ -614,6 +761,7 @@ impl KvCache {
                 .history
                 .as_ref()
                 .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
+            source: self.source.as_ref().map(SourceCache::shallow_clone),
             ..*self
         }
     }
@@ -628,6 +776,7 @@ impl KvCache {
                 *cache = wide.view([kept.len() as i64 * self.capacity, -1]);
             }
         }
+        self.source.iter_mut().for_each(|source| source.keep_rows(&index));
         self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
         self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
         if let Some(history) = &mut self.history {

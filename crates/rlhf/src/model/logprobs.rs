@@ -4,6 +4,7 @@
 use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
+use super::shape::Shape;
 use super::uses_kernels;
 use crate::dist::World;
 use crate::{Error, Result};
@@ -82,6 +83,8 @@ impl From<f64> for LogprobOptions<'_> {
 #[derive(Debug)]
 pub(super) struct LmHead {
     pub(super) linear: Linear,
+    /// Factor of hidden states.
+    scale: f64,
     /// Logits `x` become `cap * tanh(x / cap)`.
     softcap: Option<f64>,
     /// Dtype of products.
@@ -100,11 +103,11 @@ impl Distributions {
     /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens. They share the memory of the
     /// head, or have a copy if `copies_head`.
     pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64], copies_head: bool) -> Self {
-        let LmHead { linear, softcap, compute } = head;
+        let LmHead { linear, compute, .. } = head;
         let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
         let weight = linear.held().detach();
         let weight = if copies_head { weight.copy() } else { weight };
-        Self { hidden, head: LmHead::new(weight, *softcap, *compute) }
+        Self { hidden, head: head.with_weight(weight) }
     }
 
     /// Distributions of no tokens, to which others can be appended.
@@ -235,8 +238,20 @@ impl Slices {
 }
 
 impl LmHead {
-    pub(super) fn new(weight: Tensor, softcap: Option<f64>, compute: Kind) -> Self {
-        Self { linear: Linear::new(weight, None, compute), softcap, compute }
+    /// The head with the weight `[vocab, embedding size]` of a model of this shape.
+    pub(super) fn new(weight: Tensor, shape: &Shape, compute: Kind) -> Self {
+        let (scale, softcap) = (shape.lm_head_scale, shape.final_softcap);
+        Self { linear: Linear::new(weight, None, compute), scale, softcap, compute }
+    }
+
+    /// A head of the same form with another weight.
+    fn with_weight(&self, weight: Tensor) -> Self {
+        Self { linear: Linear::new(weight, None, self.compute), ..*self }
+    }
+
+    /// Hidden states as they are multiplied with the weight.
+    fn scaled(&self, hidden: &Tensor) -> Tensor {
+        if self.scale == 1.0 { hidden.shallow_clone() } else { hidden * self.scale }
     }
 
     fn vocab_size(&self) -> i64 {
@@ -245,7 +260,7 @@ impl LmHead {
 
     /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32 under a soft cap.
     pub(super) fn forward(&self, hidden: &Tensor) -> Tensor {
-        let logits = self.linear.forward(hidden);
+        let logits = self.linear.forward(&self.scaled(hidden));
         match self.softcap {
             Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
             None => logits,
@@ -376,6 +391,7 @@ impl LmHead {
 
 /// Forward and backward pass through the LM head by fused kernels; the gradient of the logits replaces the logits in place.
 struct SliceKernels<'m> {
+    head: &'m LmHead,
     /// The head's weight as it is held, which accumulates the gradient.
     weight: &'m Tensor,
     /// The head's weight in the dtype of products, `[vocab, embedding size]`.
@@ -387,7 +403,7 @@ struct SliceKernels<'m> {
 impl<'m> SliceKernels<'m> {
     fn new(head: &'m LmHead) -> Self {
         let (weight, used) = head.linear.weight();
-        Self { weight, used, buffer: None }
+        Self { head, weight, used, buffer: None }
     }
 
     /// Writes the gradient of the loss with respect to `hidden` to `gradient`, both `[count, embedding size]`.
@@ -399,10 +415,10 @@ impl<'m> SliceKernels<'m> {
         loss: &mut impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
         gradient: &mut Tensor,
     ) -> TokenLogprobs {
-        let Self { weight, used, buffer } = self;
+        let Self { head, weight, used, buffer } = self;
         let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
         let temperature = targets.sampled.temperature;
-        let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
+        let hidden = with_rounded_rows(&head.scaled(hidden).to_kind(used.kind()));
         let rows = hidden.size()[0];
         let shape = [rows, used.size()[0]];
         let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
@@ -424,7 +440,7 @@ impl<'m> SliceKernels<'m> {
         let _ = all.narrow(0, count, rows - count).zero_();
         let mut of_hidden = hidden.empty_like();
         tch_ext::product_into(&mut of_hidden, &all, used);
-        gradient.copy_(&of_hidden.narrow(0, 0, count));
+        gradient.copy_(&head.scaled(&of_hidden.narrow(0, 0, count)));
         if weight.requires_grad() {
             tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
         }

@@ -9,6 +9,7 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
+use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 /// Suffixes of the names of an adapter's two tensors.
@@ -74,7 +75,7 @@ impl LoraConfig {
             "peft_type": "LORA",
             "r": self.r,
             "target_modules": targets,
-            "task_type": if classifier { "SEQ_CLS" } else { "CAUSAL_LM" },
+            "task_type": family.peft_task(classifier),
             "use_dora": false,
             "use_rslora": self.use_rslora,
         });
@@ -272,33 +273,40 @@ pub(crate) struct DropoutRows {
 /// depend on the batching.
 pub(crate) struct Dropout {
     share: f64,
-    rows: RefCell<Vec<(Stream, i64)>>,
+    streams: Rc<RefCell<Vec<Stream>>>,
+    /// The lengths of the sequences.
+    lens: Vec<i64>,
 }
 
 impl Dropout {
     /// `lens` are the lengths of the sequences.
     pub(super) fn new(rows: &DropoutRows, lens: &[i64]) -> Self {
         let stream = |&row| Stream::new(rows.seed, Purpose::Dropout, rows.update, row);
-        let streams = rows.rows.iter().map(stream).zip(lens.iter().copied());
-        Self { share: rows.share, rows: RefCell::new(streams.collect()) }
+        let streams = Rc::new(RefCell::new(rows.rows.iter().map(stream).collect()));
+        Self { share: rows.share, streams, lens: lens.to_vec() }
+    }
+
+    /// Dropout with the same streams for other tokens of the same rows: those of an encoder.
+    pub(super) fn over(&self, lens: &[i64]) -> Self {
+        Self { share: self.share, streams: self.streams.clone(), lens: lens.to_vec() }
     }
 
     /// The state of the random streams.
-    pub(super) fn state(&self) -> Vec<(Stream, i64)> {
-        self.rows.borrow().clone()
+    pub(super) fn state(&self) -> Vec<Stream> {
+        self.streams.borrow().clone()
     }
 
     /// Restores a [`Dropout::state`], so that a recomputed layer drops the same elements.
-    pub(super) fn set_state(&self, state: Vec<(Stream, i64)>) {
-        *self.rows.borrow_mut() = state;
+    pub(super) fn set_state(&self, state: Vec<Stream>) {
+        *self.streams.borrow_mut() = state;
     }
 
     /// `x` `[N, width]` with some elements set to 0 and the others scaled, so that the expectation is unchanged.
     fn apply(&self, x: &Tensor) -> Tensor {
         let width = x.size()[1];
         let mut dropped = Vec::with_capacity(x.numel());
-        for (stream, len) in self.rows.borrow_mut().iter_mut() {
-            dropped.extend(stream.chances((*len * width) as usize, self.share));
+        for (stream, len) in self.streams.borrow_mut().iter_mut().zip(&self.lens) {
+            dropped.extend(stream.chances((len * width) as usize, self.share));
         }
         let dropped = Tensor::from_slice(&dropped).view([-1, width]).to_device(x.device());
         x.masked_fill(&dropped, 0.0) / (1.0 - self.share)

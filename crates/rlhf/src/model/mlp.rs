@@ -118,6 +118,7 @@ impl Dense {
         let (hidden, inner) = (shape.hidden_size, sizes.inner);
         let transposed = shape.family.names.transposed;
         let mut linear = |name: &str, width_in: i64, width_out: i64, std: f64| {
+            let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
             let shape = LinearShape { width_in, width_out, bias: shape.mlp_bias, transposed, std };
             Linear::build(b, &at(name), shape, compute)
         };

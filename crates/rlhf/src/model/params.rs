@@ -111,6 +111,11 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// Whether there is a checkpoint, without the tensor `name`.
+    pub(crate) fn lacks(&self, name: &str) -> bool {
+        matches!(self.source, Source::Checkpoint(checkpoint) if checkpoint.shape(name).is_none())
+    }
+
     /// The first of `names` that the checkpoint contains; the first name if there is no checkpoint or it contains none.
     pub(crate) fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
         let stored = |name: &&&str| match self.source {

@@ -16,6 +16,9 @@ const MOST_EXPERTS: i64 = 100_000;
 /// Maximum number of layers, so that a hostile file cannot make building take hours.
 pub(super) const MOST_LAYERS: i64 = 10_000;
 
+/// End of the names of transformers' classes of sequence classifiers.
+const CLASSIFIER: &str = "ForSequenceClassification";
+
 /// The non-linearity of an MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
@@ -27,6 +30,22 @@ pub enum Activation {
     Silu,
     /// max(x, 0).
     Relu,
+}
+
+/// The names of the activations.
+const ACTIVATIONS: &str = "gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, silu, swish, relu";
+
+impl Activation {
+    /// The activation of this name in transformers.
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "gelu" | "gelu_python" => Some(Self::Gelu),
+            "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Some(Self::GeluTanh),
+            "silu" | "swish" => Some(Self::Silu),
+            "relu" => Some(Self::Relu),
+            _ => None,
+        }
+    }
 }
 
 /// Rotary position embedding.
@@ -175,6 +194,17 @@ pub struct Experts {
     pub layers: Vec<bool>,
 }
 
+/// A learned bias of attention scores by the distance of two tokens (T5).
+///
+/// Small distances have a bucket each; larger ones share buckets whose width grows with the distance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RelativeBias {
+    /// Number of buckets; in an encoder, half of them are for later tokens.
+    pub buckets: i64,
+    /// The distance from which on all share the last bucket.
+    pub max_distance: i64,
+}
+
 /// The shape of a model, with a value for every field.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
@@ -226,6 +256,12 @@ pub struct Shape {
     pub ropes: Vec<Rope>,
     /// Index in `ropes` of the rotary positions of each layer; `None`: the layer has none.
     pub layer_ropes: Vec<Option<usize>>,
+    /// Bias of the scores of self-attention by distance, the same in all layers of a stack.
+    pub relative_bias: Option<RelativeBias>,
+    /// Number of layers of the encoder of an encoder-decoder, whose other sizes are those of the decoder; `None`: there is one stack.
+    pub encoder_layers: Option<i64>,
+    /// The id that the decoder of an encoder-decoder reads before the response.
+    pub decoder_start_token_id: Option<i64>,
     /// Whether a token attends only to itself and the tokens before it.
     pub causal: bool,
     /// Number of tokens, itself included, that a token attends to in each layer, in each direction if the model is not causal;
@@ -249,8 +285,12 @@ pub struct Shape {
     pub head_bias: bool,
     /// Whether the LM head is the embedding.
     pub tie_word_embeddings: bool,
+    /// Factor of the final hidden states before the LM head.
+    pub lm_head_scale: f64,
     /// Standard deviation of newly initialized weights.
     pub initializer_range: f64,
+    /// Whether the initial weights of linear layers shrink with the width of their input, as T5's do.
+    pub scale_init_by_width: bool,
     /// Whether the initial weights of projections into the residual stream shrink with the depth.
     pub scale_residual_init: bool,
     /// The ids that end a text; the first is appended to texts.
@@ -307,6 +347,9 @@ impl Shape {
             activation: Activation::Gelu,
             ropes: Vec::new(),
             layer_ropes: vec![None; layers as usize],
+            relative_bias: None,
+            encoder_layers: None,
+            decoder_start_token_id: None,
             causal: true,
             windows: vec![None; layers as usize],
             attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
@@ -318,7 +361,9 @@ impl Shape {
             pooling: Pooling::First,
             head_bias: true,
             tie_word_embeddings: false,
+            lm_head_scale: 1.0,
             initializer_range: 0.02,
+            scale_init_by_width: false,
             scale_residual_init: false,
             eos_token_ids: Vec::new(),
             architectures: Vec::new(),
@@ -352,6 +397,9 @@ impl Shape {
                 return Err(Error::invalid(path, message));
             }
         }
+        if self.encoder_layers.is_some_and(|layers| layers > MOST_LAYERS) {
+            return Err(Error::invalid(path, format!("expected at most {MOST_LAYERS} layers of the encoder")));
+        }
         if self.head_dim == 0 || !self.attention_scale.is_finite() {
             return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
         }
@@ -367,9 +415,33 @@ impl Shape {
         }
     }
 
+    /// Whether the model has an encoder and a decoder.
+    pub fn is_encoder_decoder(&self) -> bool {
+        self.encoder_layers.is_some()
+    }
+
+    /// Checks that an encoder-decoder has a token that its decoder starts with.
+    pub(super) fn check_start(&self, path: &Path) -> Result<()> {
+        let expected = format!("a token id below vocab_size = {}", self.vocab_size);
+        let message = match self.decoder_start_token_id {
+            _ if !self.is_encoder_decoder() => return Ok(()),
+            Some(start) if (0..self.vocab_size).contains(&start) => return Ok(()),
+            Some(start) => format!("`decoder_start_token_id`: expected {expected}, found {start}"),
+            None => format!("`decoder_start_token_id`: expected {expected}, found none; T5's is its pad token, 0"),
+        };
+        Err(Error::invalid(path, message))
+    }
+
+    /// The shape of the encoder's stack; `None` if there is one stack.
+    pub(super) fn of_encoder(&self) -> Option<Self> {
+        let num_hidden_layers = self.encoder_layers?;
+        let (windows, layer_ropes) = (vec![None; num_hidden_layers as usize], vec![None; num_hidden_layers as usize]);
+        Some(Self { num_hidden_layers, windows, layer_ropes, causal: false, encoder_layers: None, ..self.clone() })
+    }
+
     /// Whether the configuration is that of a sequence classifier (a reward or value model).
     pub fn is_sequence_classifier(&self) -> bool {
-        self.architectures.iter().any(|name| name.ends_with("ForSequenceClassification"))
+        self.architectures.iter().any(|name| name.ends_with(CLASSIFIER))
     }
 }
 
@@ -384,6 +456,17 @@ pub struct Family {
     pub(crate) classifier_class: &'static str,
     pub(super) shape: fn(&Fields<'_>) -> Result<Shape>,
     pub(crate) names: Names,
+}
+
+impl Family {
+    /// PEFT's name of the task of an adapter.
+    pub(super) fn peft_task(&self, classifier: bool) -> &'static str {
+        match (classifier, self.names.encoder) {
+            (true, _) => "SEQ_CLS",
+            (false, Some(_)) => "SEQ_2_SEQ_LM",
+            (false, None) => "CAUSAL_LM",
+        }
+    }
 }
 
 impl PartialEq for Family {
@@ -421,6 +504,12 @@ pub(crate) struct Names {
     /// Experts in the place of the MLP.
     pub(crate) experts: Option<ExpertNames>,
     pub(crate) final_norm: &'static str,
+    /// Table of the bias by distance, within the first layer.
+    pub(crate) relative_bias: Option<&'static str>,
+    /// Attention of a decoder's layer to the encoder's hidden states.
+    pub(crate) cross: Option<CrossNames>,
+    /// Names of the encoder's stack, which has the embedding of the decoder.
+    pub(crate) encoder: Option<&'static Names>,
     /// Full name of the LM head's weight.
     pub(crate) lm_head: &'static str,
     /// Whether linear weights are stored as `[in, out]` instead of `[out, in]`.
@@ -430,6 +519,14 @@ pub(crate) struct Names {
     pub(crate) head: HeadNames,
     /// Name suffixes of unused tensors in old checkpoints: masks, rotary tables, position numbers.
     pub(crate) harmless: &'static [&'static str],
+}
+
+/// Names of a layer's attention to the encoder's hidden states.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CrossNames {
+    pub(crate) norm: &'static str,
+    pub(crate) qkv: [&'static str; 3],
+    pub(crate) out: &'static str,
 }
 
 /// Projections of queries, keys and values.
@@ -638,13 +735,27 @@ impl Fields<'_> {
     }
 
     pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
-        match self.present(name).map_or(Some(default), Value::as_str) {
-            Some("gelu" | "gelu_python") => Ok(Activation::Gelu),
-            Some("gelu_new" | "gelu_fast" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
-            Some("silu" | "swish") => Ok(Activation::Silu),
-            Some("relu") => Ok(Activation::Relu),
-            _ => Err(self.wrong(name, "one of gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, silu, swish, relu")),
-        }
+        let found = self.present(name).map_or(Some(default), Value::as_str);
+        found.and_then(Activation::named).ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}")))
+    }
+
+    /// The activation that T5's `feed_forward_proj` names, and whether a second projection gates it.
+    pub(super) fn feed_forward(&self) -> Result<(Activation, bool)> {
+        let name = "feed_forward_proj";
+        let found = self.present(name).map_or(Some("relu"), Value::as_str);
+        let read = found.and_then(|found| match found.strip_prefix("gated-") {
+            // As in transformers, where gated-gelu means the approximation.
+            Some("gelu") => Some((Activation::GeluTanh, true)),
+            Some(gated) => Activation::named(gated).map(|activation| (activation, true)),
+            None => Activation::named(found).map(|activation| (activation, false)),
+        });
+        read.ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}, or one of them after gated-")))
+    }
+
+    /// Whether `architectures` names a sequence classifier.
+    pub(super) fn names_classifier(&self) -> bool {
+        let names = self.present("architectures").and_then(Value::as_array);
+        names.into_iter().flatten().filter_map(Value::as_str).any(|name| name.ends_with(CLASSIFIER))
     }
 
     pub(super) fn ids(&self, name: &str) -> Result<Vec<i64>> {

@@ -163,7 +163,7 @@ impl ValueHead {
     }
 
     fn values<S: AsRef<[i64]>>(&self, lm: &CausalLm, batch: Batch<'_, S>) -> Result<Tensor> {
-        lm.body.check_spans(batch.sequences, batch.spans, 0)?;
+        lm.body.check_spans(batch, 0)?;
         Ok(self.values_of(&lm.hidden_at(batch, 0)?.states))
     }
 
@@ -178,7 +178,7 @@ impl ValueHead {
     ) -> Result<(TokenLogprobs, Tensor)> {
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let (joint, targets) = Self::joint(lm, batch, options)?;
-        let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans), 0)?;
+        let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans).with_prompts(batch.prompt_lens), 0)?;
         let values = self.values_of(&hidden.states.index_select(0, &joint.values));
         Ok((lm.lm_head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
     }
@@ -199,7 +199,8 @@ impl ValueHead {
         let (joint, targets) = Self::joint(lm, batch, options.into())?;
         let JointSpans { spans, tokens, values } = &joint;
         let mut found = None;
-        lm.body.backward(Batch::new(batch.sequences, spans), 0, Some(&lm.lm_head.linear), |hidden| {
+        let rows = Batch::new(batch.sequences, spans).with_prompts(batch.prompt_lens);
+        lm.body.backward(rows, 0, Some(&lm.lm_head.linear), |hidden| {
             let read = hidden.index_select(0, values).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
             let (logprobs, of_tokens) =
@@ -215,8 +216,9 @@ impl ValueHead {
         batch: JointBatch<'_, S>,
         options: LogprobOptions<'a>,
     ) -> Result<(JointSpans, Targets<'a>)> {
-        lm.body.check_spans(batch.sequences, batch.token_spans, 1)?;
-        lm.body.check_spans(batch.sequences, batch.value_spans, 0)?;
+        let rows = |spans| Batch::new(batch.sequences, spans).with_prompts(batch.prompt_lens);
+        lm.body.check_spans(rows(batch.token_spans), 1)?;
+        lm.body.check_spans(rows(batch.value_spans), 0)?;
         let targets = Targets::new(&lm.lm_head, batch.sequences, batch.token_spans, options)?;
         Ok((JointSpans::new(&batch, lm.device()), targets))
     }

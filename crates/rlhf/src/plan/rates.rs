@@ -247,7 +247,7 @@ impl Trial {
         let of_steps = |count: usize| {
             seconds(|| {
                 tch::no_grad(|| {
-                    let (mut cache, _) = self.model.prefill(&prompts, context + STEPS + 1)?;
+                    let (mut cache, _) = self.model.prefill(&prompts, STEPS + 1)?;
                     (0..count).try_for_each(|_| self.model.decode(&tokens, &mut cache).map(drop))
                 })
             })

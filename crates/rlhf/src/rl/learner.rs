@@ -519,7 +519,7 @@ impl Learner {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
             }
             (ValueModel::Head(head), None) => {
-                let batch = JointBatch { sequences, token_spans, value_spans };
+                let batch = JointBatch { sequences, token_spans, value_spans, prompt_lens: None };
                 Some(head.backward(&self.policy, batch, options, policy_loss, value_loss)?)
             }
             // Two models share nothing, so the policy's activations are freed before the value model's forward pass.

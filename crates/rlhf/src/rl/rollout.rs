@@ -227,17 +227,17 @@ impl<'a> Passes<'a> {
     /// KL(policy || reference) over the whole vocabulary at each response token.
     fn full_kl(&self) -> Result<Tensor> {
         let (policy, reference) = (self.models.policy, self.reference()?);
-        self.per_token(|batch| policy.kl_to(reference, &batch.sequences, &batch.tokens, self.sampled(batch)))
+        self.per_token(|batch| policy.kl_to(reference, model::Batch::new(&batch.sequences, &batch.tokens), self.sampled(batch)))
     }
 
     /// The reference model's distributions at the response tokens of this rank's rows.
     fn distributions(&self) -> Result<Distributions> {
         let rows = self.rows();
         let reference = self.reference()?;
-        let mut all = reference.distributions::<Vec<i64>>(&[], &[])?;
+        let mut all = reference.distributions::<Vec<i64>>(model::Batch::new(&[], &[]))?;
         for part in batches(rows.len(), self.settings.batch_size) {
             let batch = self.batch(rows.start + part.start..rows.start + part.end);
-            all.extend(reference.distributions(&batch.sequences, &batch.tokens)?);
+            all.extend(reference.distributions(model::Batch::new(&batch.sequences, &batch.tokens))?);
         }
         Ok(all)
     }
@@ -259,7 +259,7 @@ impl<'a> Passes<'a> {
         let values = RefCell::new(Vec::new());
         let logprobs = self.per_token(|batch| {
             let joint =
-                JointBatch { sequences: &batch.sequences, token_spans: &batch.tokens, value_spans: &batch.values };
+                JointBatch { sequences: &batch.sequences, token_spans: &batch.tokens, value_spans: &batch.values, prompt_lens: None };
             let (found, of_states) = head.logprobs_and_values(policy, joint, self.sampled(batch), false)?;
             values.borrow_mut().push(of_states);
             Ok(found.logprobs)

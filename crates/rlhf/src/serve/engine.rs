@@ -5,7 +5,7 @@ use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
 use crate::generate::{Alternatives, GenerationConfig, Token, generate_with};
 use crate::http_server::{EventStream, Events};
-use crate::model::CausalLm;
+use crate::model::{Batch, CausalLm};
 use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
@@ -282,7 +282,7 @@ impl Engine {
             return Ok(Vec::new());
         }
         let span = 1..prompt.len();
-        Ok(Alternatives::on_host(&self.model.top_logprobs(&[prompt], std::slice::from_ref(&span), k)?))
+        Ok(Alternatives::on_host(&self.model.top_logprobs(Batch::new(&[prompt], std::slice::from_ref(&span)), k)?))
     }
 }
 

@@ -432,7 +432,7 @@ fn the_kl_over_the_vocabulary_is_that_of_the_softmaxes_in_f64() {
         let sequences = [vec![5i64, 9, 2, 7, 1, 3], vec![4, 4, 8], vec![6, 11]];
         let spans = [2..6, 1..3, 1..1];
         for temperature in [0.7, 1.0] {
-            let found = policy.kl_to(&reference, &sequences, &spans, temperature).unwrap();
+            let found = policy.kl_to(&reference, Batch::new(&sequences, &spans), temperature).unwrap();
             let logprobs = |model: &CausalLm| {
                 let logits = tch::no_grad(|| model.logits(&sequences)).unwrap();
                 // Each token is predicted at the position before it.
@@ -445,12 +445,12 @@ fn the_kl_over_the_vocabulary_is_that_of_the_softmaxes_in_f64() {
             assert_eq!(found.size(), [6]);
             assert!(expected.min().double_value(&[]) > 1e-5, "the two models differ");
             assert_close(family, &found.to_kind(Kind::Double), &expected, 1e-5);
-            let itself = policy.kl_to(&policy, &sequences, &spans, temperature).unwrap();
+            let itself = policy.kl_to(&policy, Batch::new(&sequences, &spans), temperature).unwrap();
             assert_eq!(itself.abs().max().double_value(&[]), 0.0);
         }
     }
     let larger = CausalLm::from_pretrained(&golden().join("models/gpt_neox"), ModelOptions::default()).unwrap();
-    let error = policy("llama_policy").kl_to(&larger, &[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0);
+    let error = policy("llama_policy").kl_to(&larger, Batch::new(&[[1i64, 2]], std::slice::from_ref(&(1..2))), 1.0);
     let message = "KL over the vocabulary: vocabulary sizes differ: 320 and 352";
     assert_eq!(error.unwrap_err().to_string(), message);
 }
@@ -472,9 +472,9 @@ fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_
         let (found, expected) = (load(), load());
         // The rows in another order than they are learnt in, and one more.
         let [a, b, c] = [0, 1, 2].map(|row: usize| (vec![ids[row].clone()], vec![spans[row].clone()]));
-        let mut states = reference.distributions(&b.0, &b.1).unwrap();
+        let mut states = reference.distributions(Batch::new(&b.0, &b.1)).unwrap();
         for (ids, spans) in [&b, &c, &a] {
-            states.extend(reference.distributions(ids, spans).unwrap());
+            states.extend(reference.distributions(Batch::new(ids, spans)).unwrap());
         }
         let options = LogprobOptions { kl_to: Some((&states, &[3, 0, 2])), ..0.7.into() };
         let learnt = found
@@ -483,7 +483,7 @@ fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_
                 (now.kl.as_ref().unwrap() * here).sum(Kind::Float)
             })
             .unwrap();
-        let kl = found.kl_to(&reference, &ids, &spans, 0.7).unwrap();
+        let kl = found.kl_to(&reference, Batch::new(&ids, &spans), 0.7).unwrap();
         assert_close(name, &learnt.kl.unwrap(), &kl, 1e-5);
 
         let logprobs = |model: &CausalLm| {
@@ -512,7 +512,7 @@ fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_
                 });
             };
             move_by(step);
-            let kl = found.kl_to(&reference, &ids, &spans, 0.7).unwrap().to_kind(Kind::Double);
+            let kl = found.kl_to(&reference, Batch::new(&ids, &spans), 0.7).unwrap().to_kind(Kind::Double);
             move_by(-step);
             (kl * slopes.to_kind(Kind::Double)).sum(Kind::Double).double_value(&[])
         };
@@ -521,7 +521,7 @@ fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_
         assert!((slope / square - 1.0).abs() < 2e-2, "{name}: {slope} is not {square}");
     }
     let reference = policy("llama_ref");
-    let states = reference.distributions(&ids[..1], &spans[..1]).unwrap();
+    let states = reference.distributions(Batch::new(&ids[..1], &spans[..1])).unwrap();
     let mut learner = policy("llama_policy");
     learner.set_trainable(true);
     for rows in [&[][..], &[1], &[0, 0]] {
@@ -541,7 +541,7 @@ fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
     let (e, targets) = (&update.experience, update.targets());
     let sequences: Vec<_> = (0..e.rows()).map(|row| e.sequence(row)).collect();
     let spans: Vec<_> = (0..e.rows()).map(|row| e.token_span(row)).collect();
-    let kl = update.learner.policy.kl_to(&update.reference, &sequences, &spans, update.config.temperature).unwrap();
+    let kl = update.learner.policy.kl_to(&update.reference, Batch::new(&sequences, &spans), update.config.temperature).unwrap();
     assert_close("KL", &targets.kl.masked_select(&e.masks.response), &kl, 1e-6);
     let outside = targets.kl.masked_fill(&e.masks.response, 0.0);
     assert_eq!(outside.abs().max().double_value(&[]), 0.0);

@@ -1,0 +1,234 @@
+//! Encoder-decoders (T5) against transformers' values (`golden/models/t5*`, `make_t5.py`), and against themselves.
+
+use crate::support::{Tensors, assert_close, golden, read_json};
+use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
+use rlhf::model::{Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use tch::{Kind, Tensor};
+
+const TOLERANCE: f64 = 2e-5;
+const MODELS: [&str; 3] = ["t5", "t5_v11", "t5_v11_untied"];
+
+fn folder(name: &str) -> PathBuf {
+    golden().join("models").join(name)
+}
+
+fn load(name: &str) -> CausalLm {
+    CausalLm::from_pretrained(&folder(name), ModelOptions::default()).unwrap()
+}
+
+/// Prompts with their responses.
+struct Pairs {
+    prompts: Vec<Vec<i64>>,
+    sequences: Vec<Vec<i64>>,
+    prompt_lens: Vec<usize>,
+}
+
+impl Pairs {
+    fn of(golden: &Tensors) -> Self {
+        let part = |name: &str| -> Vec<Vec<i64>> {
+            let lens = Vec::<i64>::try_from(golden.get(&format!("{name}_lens"))).unwrap();
+            let rows = golden.rows(&format!("{name}s")).into_iter().zip(lens);
+            rows.map(|(row, len)| row[..len as usize].to_vec()).collect()
+        };
+        let (prompts, responses) = (part("prompt"), part("response"));
+        let sequences = prompts.iter().zip(&responses).map(|(prompt, response)| [&prompt[..], response].concat());
+        let prompt_lens = prompts.iter().map(Vec::len).collect();
+        Self { sequences: sequences.collect(), prompts, prompt_lens }
+    }
+
+    /// The tokens of the responses.
+    fn tokens(&self) -> Vec<Range<usize>> {
+        self.prompt_lens.iter().zip(&self.sequences).map(|(&prompt, sequence)| prompt..sequence.len()).collect()
+    }
+
+    /// The positions that the decoder reads.
+    fn positions(&self) -> Vec<Range<usize>> {
+        self.tokens().into_iter().map(|tokens| tokens.start - 1..tokens.end).collect()
+    }
+
+    fn batch<'a>(&'a self, spans: &'a [Range<usize>]) -> Batch<'a, Vec<i64>> {
+        Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens))
+    }
+
+    /// The rows of a padded golden tensor `[rows, width, ...]` at `count(row)` first slots, one after another.
+    fn packed(&self, padded: &Tensor, count: impl Fn(&Range<usize>) -> usize) -> Tensor {
+        let rows = self.tokens().into_iter().enumerate();
+        let rows: Vec<_> = rows.map(|(i, tokens)| padded.get(i as i64).narrow(0, 0, count(&tokens) as i64)).collect();
+        Tensor::cat(&rows, 0)
+    }
+}
+
+#[test]
+fn logits_and_log_probabilities_equal_transformers_whatever_the_batch() {
+    for name in MODELS {
+        let (golden, model) = (Tensors::read(&folder(name).join("golden.safetensors")), load(name));
+        let pairs = Pairs::of(&golden);
+        let (positions, tokens) = (pairs.positions(), pairs.tokens());
+        let logits = model.logits_at(pairs.batch(&positions)).unwrap();
+        let part = golden.part("logits");
+        assert_close(name, &part.of(&logits), &pairs.packed(part.tensor, |tokens| tokens.len() + 1), TOLERANCE);
+        let found = model.logprobs_of(pairs.batch(&tokens), 1.0, true).unwrap();
+        let expected = pairs.packed(golden.get("next_logprobs"), ExactSizeIterator::len);
+        assert_close(name, &found.logprobs, &expected, TOLERANCE);
+        // A row alone, and a part of its tokens.
+        let (row, span) = (1, tokens[1].start + 3..tokens[1].end - 2);
+        let alone = Batch::new(&pairs.sequences[row..=row], std::slice::from_ref(&span));
+        let alone = model.logprobs_of(alone.with_prompts(Some(&pairs.prompt_lens[row..=row])), 1.0, false).unwrap();
+        let of_row = expected.narrow(0, tokens[0].len() as i64 + 3, span.len() as i64);
+        assert_close(name, &alone.logprobs, &of_row, TOLERANCE);
+    }
+}
+
+#[test]
+fn greedy_tokens_equal_transformers_generate() {
+    for name in MODELS {
+        let (golden, model) = (Tensors::read(&folder(name).join("golden.safetensors")), load(name));
+        let pairs = Pairs::of(&golden);
+        for (batch_size, num_return_sequences) in [(8, 1), (2, 1), (8, 3)] {
+            let config = GenerationConfig {
+                stop_token_ids: vec![1],
+                min_new_tokens: 4,
+                batch_size,
+                num_return_sequences,
+                ..GenerationConfig::new(Sampling::Greedy, 12)
+            };
+            let responses = generate(&model, &pairs.prompts, &config).unwrap();
+            assert_eq!(responses.len(), pairs.prompts.len() * num_return_sequences);
+            for (i, response) in responses.iter().enumerate() {
+                let expected = &golden.rows("greedy.tokens")[i / num_return_sequences];
+                let len = expected.iter().position(|&id| id == 1).map_or(expected.len(), |at| at + 1);
+                assert_eq!(response.tokens, expected[..len], "{name}: {i}");
+                assert_eq!(response.finish == FinishReason::Stop, expected.contains(&1), "{name}: {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_log_probabilities_of_sampled_tokens_are_those_of_a_pass_over_them() {
+    for name in MODELS {
+        let model = load(name);
+        let prompts = Pairs::of(&Tensors::read(&folder(name).join("golden.safetensors"))).prompts;
+        let config = GenerationConfig {
+            stop_token_ids: vec![1, 7, 8],
+            num_return_sequences: 2,
+            ..GenerationConfig::new(Sampling::at_temperature(0.8), 20)
+        };
+        let responses = generate(&model, &prompts, &config).unwrap();
+        let of = |i: usize| &prompts[i / 2];
+        let rows = responses.iter().enumerate();
+        let sequences: Vec<Vec<i64>> = rows.map(|(i, response)| [&of(i)[..], &response.tokens].concat()).collect();
+        let prompt_lens: Vec<usize> = (0..responses.len()).map(|i| of(i).len()).collect();
+        let spans: Vec<_> = prompt_lens.iter().zip(&sequences).map(|(&len, sequence)| len..sequence.len()).collect();
+        let batch = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
+        let found = model.logprobs_of(batch, 0.8, false).unwrap().logprobs;
+        let expected: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.clone()).collect();
+        assert_close(name, &found, &Tensor::from_slice(&expected), TOLERANCE);
+    }
+}
+
+/// The gradients of minus the sum of the log-probabilities of all responses, by the names of the parameters.
+fn gradients(model: &CausalLm, pairs: &Pairs) -> Vec<(String, Tensor)> {
+    let tokens = pairs.tokens();
+    model.logprobs_backward(pairs.batch(&tokens), 1.0, |_, now| -now.logprobs.sum(Kind::Float)).unwrap();
+    let gradient = |param: &Param| (param.name.clone(), param.tensor.grad().copy());
+    let found = model.trainable_params().map(gradient).collect();
+    model.trainable_params().for_each(|param| drop(param.tensor.grad().zero_()));
+    found
+}
+
+#[test]
+fn gradients_of_every_parameter_equal_transformers_with_and_without_checkpointing() {
+    for name in MODELS {
+        let golden = Tensors::read(&folder(name).join("grads.safetensors"));
+        let pairs = Pairs::of(&Tensors::read(&folder(name).join("golden.safetensors")));
+        let info = read_json(&folder(name).join("grads.json"));
+        let number = |key: &str| info[key].as_f64().unwrap();
+        let tolerance = (5.0 * number("rounding")).max(2e-5 * number("max_abs"));
+        for checkpointing in [false, true] {
+            let mut model = load(name);
+            model.set_trainable(true);
+            model.set_gradient_checkpointing(checkpointing);
+            let found = gradients(&model, &pairs);
+            assert_eq!(found.len(), golden.names().count(), "{name}");
+            for (param, gradient) in found {
+                let part = golden.part(&param);
+                assert_close(&format!("{name}: {param}"), &part.of(&gradient), part.tensor, tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_adapters_are_the_parts_of_those_of_the_merged_weights() {
+    let pairs = Pairs::of(&Tensors::read(&folder("t5").join("golden.safetensors")));
+    for checkpointing in [false, true] {
+        let mut model = load("t5");
+        model.add_adapter(&LoraConfig { r: 2, alpha: 2.0, ..LoraConfig::default() }, 7).unwrap();
+        model.set_trainable(true);
+        model.set_gradient_checkpointing(checkpointing);
+        for (i, param) in model.trainable_params().enumerate() {
+            let mut tensor = param.tensor.shallow_clone();
+            let values = Tensor::arange(tensor.numel() as i64, (Kind::Float, tensor.device())) * (0.3 * (i + 1) as f64);
+            tch::no_grad(|| tensor.copy_(&(values.sin() * 0.3).view_as(&tensor)));
+        }
+        let matrices: HashMap<String, Tensor> =
+            model.trainable_params().map(|param| (param.name.clone(), param.tensor.detach().copy())).collect();
+        // q and v of the self-attention of two encoder layers, and of both attentions of two decoder layers.
+        assert_eq!(matrices.len(), 2 * (2 * 2 + 2 * 4));
+        let found: HashMap<_, _> = gradients(&model, &pairs).into_iter().collect();
+        model.merge_adapter();
+        model.set_trainable(true);
+        let of_weights: HashMap<_, _> = gradients(&model, &pairs).into_iter().collect();
+        for (name, gradient) in &found {
+            let layer = name.rsplit_once(".lora_").unwrap().0;
+            let weight = &of_weights[&format!("{layer}.weight")];
+            let matrix = |end: &str| &matrices[&format!("{layer}.{end}.weight")];
+            let expected = match name.ends_with("lora_A.weight") {
+                true => matrix("lora_B").tr().matmul(weight),
+                false => weight.matmul(&matrix("lora_A").tr()),
+            };
+            let largest = expected.abs().max().double_value(&[]);
+            assert!(largest > 1e-3, "{name}");
+            assert_close(name, gradient, &expected, 2e-5 * largest.max(1.0));
+        }
+    }
+}
+
+#[test]
+fn the_config_of_transformers_4_gives_the_same_model() {
+    for name in MODELS.into_iter().chain(["t5_cls"]) {
+        let read = |file: &str| ModelConfig::from_file(&folder(name).join(file)).unwrap();
+        let (new, old) = (read("config.json"), read("config_v4.json"));
+        // Before transformers 5 the same flag meant a head of its own, which a file may lack.
+        let tied = rlhf::model::Shape { tie_word_embeddings: new.tie_word_embeddings, ..(*old).clone() };
+        assert_eq!(*new, tied, "{name}");
+    }
+}
+
+#[test]
+fn a_batch_without_prompts_and_a_prompt_beyond_the_limit_are_one_line() {
+    let model = load("t5");
+    let error = |result: rlhf::Result<Tensor>| {
+        let text = result.unwrap_err().to_string();
+        assert_eq!(text.lines().count(), 1, "{text}");
+        text
+    };
+    let (sequences, spans) = ([vec![5, 6, 1, 7, 8]], [3..5]);
+    let of = |lens: Option<&[usize]>| model.logits_at(Batch::new(&sequences, &spans).with_prompts(lens));
+    assert!(of(Some(&[3])).is_ok());
+    assert!(error(of(None)).contains("`t5` is an encoder-decoder: expected the length of each prompt, found none"));
+    assert!(error(of(Some(&[3, 1]))).contains("expected 1 prompt lengths"));
+    assert!(error(of(Some(&[0]))).contains("expected a prompt of 1 to 5 tokens, found 0"));
+    assert!(error(of(Some(&[6]))).contains("expected a prompt of 1 to 5 tokens, found 6"));
+    assert!(error(of(Some(&[5]))).contains("expected a span within 4..5"), "the decoder does not read the prompt");
+    let long = [vec![5; 513]];
+    let error = model.logits_at(Batch::new(&long, &[512..513]).with_prompts(Some(&[513]))).unwrap_err().to_string();
+    assert!(error.contains("expected a prompt of at most 512 tokens"), "{error}");
+    let config = GenerationConfig::new(Sampling::Greedy, 4);
+    let error = generate(&model, &long, &config).unwrap_err().to_string();
+    assert!(error.contains("prompt 0: expected at most 512 tokens for the encoder and 511 new ones"), "{error}");
+}
