@@ -46,7 +46,9 @@ pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
-pub use shape::{Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, RelativeBias, Rope, RopeScaling, Shape};
+pub use shape::{
+    Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, RelativeBias, Rope, RopeScaling, Shape,
+};
 pub use shard::Shards;
 pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};

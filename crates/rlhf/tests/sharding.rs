@@ -224,7 +224,12 @@ fn classifiers_and_value_heads_are_divided_too() {
         let mut optimizer = AdamW::of_model(policy.trainable_params(), policy.shards(), &optimizer(), false);
         let spans = spans();
         for _ in 0..2 {
-            let batch = rlhf::model::JointBatch { sequences: &SEQUENCES, token_spans: &spans, value_spans: &spans, prompt_lens: None };
+            let batch = rlhf::model::JointBatch {
+                sequences: &SEQUENCES,
+                token_spans: &spans,
+                value_spans: &spans,
+                prompt_lens: None,
+            };
             let of_tokens = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float);
             let of_values = |values: &Tensor| (values - 1.0).square().sum(Kind::Float);
             head.backward(&policy, batch, 1.0, of_tokens, of_values).unwrap();

@@ -445,11 +445,7 @@ impl CausalLm {
     }
 
     /// [`CausalLm::prefill`] with a cache whose rows have the capacity that `capacity` returns for the longest of them.
-    fn read<S: AsRef<[i64]>>(
-        &self,
-        prompts: &[S],
-        capacity: impl FnOnce(usize) -> usize,
-    ) -> Result<(KvCache, Tensor)> {
+    fn read<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: impl FnOnce(usize) -> usize) -> Result<(KvCache, Tensor)> {
         let layout = self.body.layout_of_prompts(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();

@@ -56,7 +56,8 @@ impl ModelConfig {
         }
         let mut config = Self::read(&path)?;
         config.read_generation(dir)?;
-        let fields = Fields { path: &dir.join("generation_config.json"), raw: &config.generation, family: config.family };
+        let fields =
+            Fields { path: &dir.join("generation_config.json"), raw: &config.generation, family: config.family };
         let start = fields.ids("decoder_start_token_id")?.first().copied();
         config.shape.decoder_start_token_id = config.shape.decoder_start_token_id.or(start);
         config.check_start(&path)?;

@@ -521,7 +521,8 @@ impl Decoder {
 
     fn cross_attention(&self, i: usize, cross: &CrossAttention, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let [to_queries, to_keys, to_values] = &cross.qkv;
-        let by_head = |x: Tensor| x.view([-1, self.shape.num_attention_heads, self.shape.head_dim]).to_kind(self.compute);
+        let by_head =
+            |x: Tensor| x.view([-1, self.shape.num_attention_heads, self.shape.head_dim]).to_kind(self.compute);
         let queries = by_head(to_queries.forward_dropping(x, pass.dropout));
         let attended = match &mut pass.attention {
             Attention::Step(cache) => cache.attend_to_source(i, &cross.scores, &queries),
@@ -752,7 +753,8 @@ impl Layer {
                 let (width, bias) = (heads_width, shape.qkv_bias);
                 let norm = norm(b, name, hidden)?;
                 let queries = linear(b, q, [hidden, width], bias, query_std)?;
-                let qkv = [queries, linear(b, k, [hidden, width], bias, std)?, linear(b, v, [hidden, width], bias, std)?];
+                let qkv =
+                    [queries, linear(b, k, [hidden, width], bias, std)?, linear(b, v, [hidden, width], bias, std)?];
                 let out = linear(b, out, [width, hidden], shape.attention_out_bias, residual_std)?;
                 let scores = Scores { scale: shape.attention_scale, softcap: None, window: None, causal: false };
                 Some(CrossAttention { norm, qkv, out, scores })

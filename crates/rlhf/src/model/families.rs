@@ -4,8 +4,8 @@
 
 use super::rope::{ROPE, RopeKeys};
 use super::shape::{
-    CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, QkNorm,
-    Qkv, RelativeAttention, RelativeBias, Shape,
+    CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order,
+    Pooling, QkNorm, Qkv, RelativeAttention, RelativeBias, Shape,
 };
 use crate::{Error, Result};
 
@@ -386,16 +386,11 @@ const T5_ENCODER: Names = Names {
     ..LLAMA
 };
 
-const T5_GATED_ENCODER: Names = Names {
-    mlp_in: MlpIn::Gated(["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"]),
-    ..T5_ENCODER
-};
+const T5_GATED_ENCODER: Names =
+    Names { mlp_in: MlpIn::Gated(["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"]), ..T5_ENCODER };
 
-const T5_CLASSIFIER_ENCODER: Names = Names {
-    layers: "transformer.encoder.block",
-    final_norm: "transformer.encoder.final_layer_norm",
-    ..T5_ENCODER
-};
+const T5_CLASSIFIER_ENCODER: Names =
+    Names { layers: "transformer.encoder.block", final_norm: "transformer.encoder.final_layer_norm", ..T5_ENCODER };
 
 const T5_GATED_CLASSIFIER_ENCODER: Names = Names { mlp_in: T5_GATED_ENCODER.mlp_in, ..T5_CLASSIFIER_ENCODER };
 
@@ -994,7 +989,8 @@ const T5_POSITIONS: i64 = 512;
 fn t5(f: &Fields<'_>) -> Result<Shape> {
     f.must_be("is_encoder_decoder", true)?;
     f.must_be("is_decoder", false)?;
-    let (hidden_size, heads) = (f.size_as("d_model", "hidden_size", 512)?, f.size_as("num_heads", "num_attention_heads", 8)?);
+    let (hidden_size, heads) =
+        (f.size_as("d_model", "hidden_size", 512)?, f.size_as("num_heads", "num_attention_heads", 8)?);
     let encoder_layers = f.size_as("num_layers", "num_hidden_layers", 6)?;
     let layers = f.size("num_decoder_layers", encoder_layers)?;
     let (activation, gated) = f.feed_forward()?;

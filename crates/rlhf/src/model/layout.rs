@@ -653,7 +653,8 @@ impl KvCache {
     pub(crate) fn distances(&self) -> Tensor {
         let filled = self.filled.as_ref().expect("a step has begun");
         let width = self.lens.iter().copied().max().unwrap_or(0);
-        let filled = if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
+        let filled =
+            if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
         let keys = Tensor::arange(width, (Kind::Int64, self.device)).view([1, 1, -1]);
         keys - (filled - 1).view([-1, 1, 1])
     }

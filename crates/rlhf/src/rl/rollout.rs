@@ -227,7 +227,9 @@ impl<'a> Passes<'a> {
     /// KL(policy || reference) over the whole vocabulary at each response token.
     fn full_kl(&self) -> Result<Tensor> {
         let (policy, reference) = (self.models.policy, self.reference()?);
-        self.per_token(|batch| policy.kl_to(reference, model::Batch::new(&batch.sequences, &batch.tokens), self.sampled(batch)))
+        self.per_token(|batch| {
+            policy.kl_to(reference, model::Batch::new(&batch.sequences, &batch.tokens), self.sampled(batch))
+        })
     }
 
     /// The reference model's distributions at the response tokens of this rank's rows.
@@ -258,8 +260,12 @@ impl<'a> Passes<'a> {
         };
         let values = RefCell::new(Vec::new());
         let logprobs = self.per_token(|batch| {
-            let joint =
-                JointBatch { sequences: &batch.sequences, token_spans: &batch.tokens, value_spans: &batch.values, prompt_lens: None };
+            let joint = JointBatch {
+                sequences: &batch.sequences,
+                token_spans: &batch.tokens,
+                value_spans: &batch.values,
+                prompt_lens: None,
+            };
             let (found, of_states) = head.logprobs_and_values(policy, joint, self.sampled(batch), false)?;
             values.borrow_mut().push(of_states);
             Ok(found.logprobs)

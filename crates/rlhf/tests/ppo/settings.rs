@@ -541,7 +541,11 @@ fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
     let (e, targets) = (&update.experience, update.targets());
     let sequences: Vec<_> = (0..e.rows()).map(|row| e.sequence(row)).collect();
     let spans: Vec<_> = (0..e.rows()).map(|row| e.token_span(row)).collect();
-    let kl = update.learner.policy.kl_to(&update.reference, Batch::new(&sequences, &spans), update.config.temperature).unwrap();
+    let kl = update
+        .learner
+        .policy
+        .kl_to(&update.reference, Batch::new(&sequences, &spans), update.config.temperature)
+        .unwrap();
     assert_close("KL", &targets.kl.masked_select(&e.masks.response), &kl, 1e-6);
     let outside = targets.kl.masked_fill(&e.masks.response, 0.0);
     assert_eq!(outside.abs().max().double_value(&[]), 0.0);
