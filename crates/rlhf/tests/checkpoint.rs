@@ -174,6 +174,25 @@ fn a_run_stopped_after_any_update_resumes_to_the_same_bits() {
 }
 
 #[test]
+fn a_run_of_an_encoder_decoder_stopped_after_any_update_resumes_to_the_same_bits() {
+    let t5 = golden().join("trl_legacy/init/t5_ref");
+    ppo_resumes(|config| {
+        (config.sft_model_path, config.model_name_or_path) = (t5.clone(), None);
+        (config.reward_model_path, config.stop_token_id) = (None, Some(1));
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let demos = dir.path().join("demos.jsonl");
+    write_rows(&demos, |p| json!({"prompt": p, "completion": "and then some"}));
+    resumes_from_everywhere(3, |with| {
+        let mut config = SftConfig::new(&t5, &demos, dir.path().join("sft/whole"));
+        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(3), 2, Some(4));
+        config.peft.use_peft = true; // with dropout
+        with(&mut config.run);
+        rlhf::train::sft(&config, Console::Silent).unwrap();
+    });
+}
+
+#[test]
 fn a_run_with_adapters_stopped_after_any_update_resumes_to_the_same_bits() {
     ppo_resumes(|config| config.peft.use_peft = true);
 }

@@ -11,6 +11,7 @@ mod data;
 mod deepspeed_chat;
 mod distributed;
 mod doctor;
+mod encoder_decoder_training;
 mod encoder_decoders;
 mod eval;
 mod examples;

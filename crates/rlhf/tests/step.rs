@@ -309,6 +309,37 @@ fn lower_layers_that_are_shared_never_move_and_are_held_once() {
 }
 
 #[test]
+fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token() {
+    let options = ModelOptions::default();
+    let load = || CausalLmWithValueHead::from_pretrained(&init("t5_vhead"), ValueHeadInit::Checkpoint, options);
+    let tokenizer = || Tokenizer::from_pretrained(&init("t5_ref")).unwrap();
+    let config = StepConfig { learning_rate: 1e-3, batch_size: 4, mini_batch_size: 2, ..StepConfig::default() };
+    let mut trainer = StepTrainer::new(config.clone(), load().unwrap(), None, tokenizer()).unwrap();
+    assert!(trainer.tokenizer.is_of_encoder_decoder());
+    let queries = [vec![5, 6, 7, 1], vec![8, 1], vec![9, 10, 1], vec![11, 12, 13, 14, 1]];
+    let how = Generate { generate_ref_response: true, sampling: Sampling::Greedy, ..Generate::new(6) };
+    let found = trainer.generate(&queries, &how).unwrap();
+    assert_eq!(found.ref_responses.as_ref(), Some(&found.responses));
+    let before = weights(&trainer.learner.policy);
+    let scores = [1.0, -1.0, 0.5, 2.0];
+    let stats = trainer.step(&queries, &found.responses, &scores, None).unwrap();
+    assert!(stats.get("objective/kl").unwrap().abs() < 1e-5, "{stats:?}");
+    let moved = moved(&before, &trainer.learner.policy);
+    for part in ["encoder.block.0", "EncDecAttention", "shared", "v_head.summary.weight"] {
+        assert!(moved.iter().any(|name| name.contains(part)), "{part}: {moved:?}");
+    }
+    let started: Vec<Vec<i64>> = found.responses.iter().map(|response| [&[0], &response[..]].concat()).collect();
+    let error = trainer.step(&queries, &started, &scores, None).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "responses: expected them without the decoder's start token, which the model adds, found 0 first in each"
+    );
+    let shared = StepConfig { num_shared_layers: Some(1), ..config };
+    let error = StepTrainer::new(shared, load().unwrap(), None, tokenizer()).unwrap_err().to_string();
+    assert!(error.starts_with("num_shared_layers = 1: expected a model of one stack"), "{error}");
+}
+
+#[test]
 fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are_what_learns() {
     let (queries, responses, scores) = rows();
     let mut lm = CausalLm::from_pretrained(&init("policy_vhead"), ModelOptions::default()).unwrap();

@@ -241,6 +241,8 @@ impl StepTrainer {
         config.check()?;
         let ppo = config.ppo();
         let (mut policy, head) = model.into_parts();
+        let mut tokenizer = tokenizer;
+        tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let reference = match (reference, config.num_shared_layers) {
             (Some(_), Some(layers)) => {
                 return Err(Error::Usage(format!(
@@ -340,7 +342,9 @@ impl StepTrainer {
     /// The errors of [`Dataset::prompts`].
     pub fn prepare_dataloader(&self, dataset: &Dataset) -> Result<DataLoader> {
         let policy = self.learner.policy.config();
-        let prompts = dataset.prompts(&self.tokenizer, policy.vocab_size, policy.max_position_embeddings - 1)?;
+        // A decoder reads the response behind the prompt.
+        let most = policy.max_position_embeddings - usize::from(!policy.is_encoder_decoder());
+        let prompts = dataset.prompts(&self.tokenizer, policy.vocab_size, most)?;
         let seed = self.config.seed;
         let order = move |pass, rows| Stream::new(seed, Purpose::DataOrder, pass, 0).permutation(rows);
         Ok(DataLoader { prompts, batch_size: self.config.batch_size, order: Box::new(order), pass: 0 })
@@ -385,6 +389,8 @@ impl StepTrainer {
 
     /// Runs one PPO step on `queries`, `responses` and `scores`, any number of rows; returns its statistics. With several ranks every
     /// rank passes the same rows, those of the whole batch, and the passes over them are divided.
+    ///
+    /// A response of an encoder-decoder has no start token before it.
     ///
     /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL
     /// below -1 makes
@@ -477,6 +483,7 @@ impl StepTrainer {
         if queries.is_empty() {
             return Err(Error::Run("expected at least one row, found none".into()));
         }
+        self.check_starts(responses)?;
         let longest = responses.iter().map(Vec::len).max().unwrap_or(0);
         let response = |tokens: &Vec<i64>| Response {
             tokens: tokens.clone(),
@@ -495,6 +502,18 @@ impl StepTrainer {
             experience.leave_out(kept)?;
         }
         Ok(experience)
+    }
+
+    /// Refuses responses that all start with the decoder's start token, as those that transformers generates do: the model adds it.
+    fn check_starts(&self, responses: &[Vec<i64>]) -> Result<()> {
+        let policy = self.learner.policy.config();
+        let start = policy.decoder_start_token_id.filter(|_| policy.is_encoder_decoder());
+        match start.filter(|start| responses.iter().all(|response| response.first() == Some(start))) {
+            Some(start) => Err(Error::Run(format!(
+                "responses: expected them without the decoder's start token, which the model adds, found {start} first in each"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// The group of each row: `num_generations` rows of the same query, one after another.

@@ -36,18 +36,34 @@ impl PromptLimit {
         Self { max_length, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
     }
 
-    /// Creates the limit that the settings define; `room` is the maximum, in tokens: the context minus `response_length`.
+    /// Limits prompts to `max_length`, the most tokens of an encoder, which the response does not share; a longer prompt is an error.
+    pub fn of_encoder(max_length: usize) -> Self {
+        Self { reason: "the encoder's limit", ..Self::of_context(max_length) }
+    }
+
+    /// The most tokens of a prompt.
+    pub fn max_length(&self) -> usize {
+        self.max_length
+    }
+
+    /// Origin of the limit, for messages.
+    pub(crate) fn reason(&self) -> &'static str {
+        self.reason
+    }
+
+    /// Creates the limit that the settings define, within `room`, that of the models.
     ///
     /// # Errors
     /// If `max_prompt_length` is above `room`.
-    pub fn new(config: &PromptLengthConfig, room: usize) -> Result<Self> {
+    pub fn new(config: &PromptLengthConfig, room: Self) -> Result<Self> {
         let (long, hint) = (config.long_prompts, "; --long_prompts can drop or truncate such prompts");
         match config.max_prompt_length {
-            Some(max_length) if max_length > room => Err(Error::Usage(format!(
-                "max_prompt_length = {max_length}: expected at most {room}, the models' context less response_length"
+            Some(max_length) if max_length > room.max_length => Err(Error::Usage(format!(
+                "max_prompt_length = {max_length}: expected at most {}, {}",
+                room.max_length, room.reason
             ))),
             Some(max_length) => Ok(Self { max_length, long, reason: "max_prompt_length", hint }),
-            None => Ok(Self { long, hint, ..Self::of_context(room) }),
+            None => Ok(Self { long, hint, ..room }),
         }
     }
 
@@ -94,7 +110,11 @@ impl Dataset {
     /// If a row has none of these fields, its prompt is empty or has more than `max_length` tokens, or an id is not below
     /// `vocab`.
     pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, max_length: usize) -> Result<Vec<Prompt>> {
-        Ok(self.prompts_within(tokenizer, vocab, PromptLimit::of_context(max_length))?.0)
+        let limit = match tokenizer.is_of_encoder_decoder() {
+            true => PromptLimit::of_encoder(max_length),
+            false => PromptLimit::of_context(max_length),
+        };
+        Ok(self.prompts_within(tokenizer, vocab, limit)?.0)
     }
 
     /// As [`Dataset::prompts`], with a treatment of long prompts. Also returns a message with the number of prompts that were

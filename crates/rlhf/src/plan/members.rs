@@ -154,6 +154,11 @@ impl Models {
         Tokenizer::from_pretrained(&hub::tokenizer_dir(&self.tokenizer, None)?)
     }
 
+    /// The configuration of the policy, or of the model that is trained.
+    pub(super) fn policy(&self) -> &ModelConfig {
+        self.main.sizes.config()
+    }
+
     /// The longest sequence that all models take.
     pub(super) fn context(&self) -> usize {
         let others = self.value.iter().chain(&self.rewards);

@@ -9,9 +9,9 @@ use crate::model::{PassTokens, shared_lens};
 use crate::optim::micro_batch::micro_batches;
 use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::tokenizer::Tokenizer;
-use crate::train::ppo::max_prompt_len;
+use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::leave_out_long;
-use crate::train::sft::{into_blocks, learned, shorten};
+use crate::train::sft::{into_blocks, learned, max_row_length, shorten};
 
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;
@@ -70,7 +70,7 @@ impl Rows {
         if let Some(file) = &config.chat_template_path {
             tokenizer.use_chat_template(file)?;
         }
-        let max_length = config.max_length.min(models.context());
+        let max_length = max_row_length(config, models.policy())?;
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         let (train, _) = sources.read(config.run.seed, Stage::Sft)?;
         let mut lens = Vec::new();
@@ -99,7 +99,8 @@ impl Rows {
     }
 
     fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
-        let (tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
+        let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
+        tokenizer.set_encoder_decoder(false);
         let max_length = config.max_length.min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         let (train, _) = sources.read(config.run.seed, Stage::Reward)?;

@@ -55,15 +55,16 @@ impl RewardModel {
         model.choose_label(label, dir)?;
         model.hold_as_computed();
         let mut own = None;
-        if Tokenizer::is_in(dir)? || !model.config().causal || policy.is_of_encoder_decoder() {
+        let whole = reads_whole(&model);
+        if Tokenizer::is_in(dir)? || whole || policy.is_of_encoder_decoder() {
             let mut tokenizer = Tokenizer::from_pretrained(dir)?;
             tokenizer.set_encoder_decoder(false);
             let apart = policy.is_of_encoder_decoder();
-            let other_ids = apart || !model.config().causal || policy.difference(&tokenizer) > 0;
+            let other_ids = apart || whole || policy.difference(&tokenizer) > 0;
             if other_ids || tokenizer.has_other_chat_template(policy) {
                 tokenizer.check_fits(model.config(), dir)?;
                 // Leaves room for the EOS that is appended for decoders.
-                let room = model.config().max_position_embeddings - usize::from(model.config().causal);
+                let room = model.config().max_position_embeddings - usize::from(!whole);
                 tokenizer.keep_last(room)?;
                 own = Some(OwnTokenizer { tokenizer, policy: policy.clone(), other_ids });
             }
@@ -145,7 +146,7 @@ impl RewardModel {
             false => own.policy.decode(ids)?,
         };
         // An encoder needs the special tokens of its tokenizer. A decoder was trained to score at EOS if the text has one.
-        if !self.model.config().causal {
+        if reads_whole(&self.model) {
             return own.tokenizer.encode(&text);
         }
         let mut translated = own.tokenizer.encode_prompt(&text)?;
@@ -157,6 +158,11 @@ impl RewardModel {
         }
         Ok(translated)
     }
+}
+
+/// Returns true if the model needs the special tokens of its own tokenizer: it has an encoder.
+fn reads_whole(model: &SequenceClassifier) -> bool {
+    !model.config().causal || model.config().is_encoder_decoder()
 }
 
 impl OwnTokenizer {

@@ -471,7 +471,7 @@ impl Learner {
         let of_entropy = settings.top_entropy_quantile < 1.0;
         let (mut previews, mut entropies) = (Vec::new(), Vec::new());
         let passes = batches.into_iter().try_for_each(|batch| {
-            let rows = Batch::new(&batch.sequences, &batch.token_spans).sharing(batch.shared_lens.as_deref());
+            let rows = batch.at(&batch.token_spans);
             let now = tch::no_grad(|| self.policy.logprobs_of(rows, batch.sampled(settings), of_entropy))?;
             entropies.extend(now.entropy.iter().flat_map(|entropy| batch.counted(entropy)));
             previews.push(Preview { logprobs: now.logprobs, entropy: now.entropy });
@@ -504,7 +504,7 @@ impl Learner {
     ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
         let settings = &self.settings.loss;
         let sampled = batch.sampled(settings);
-        let (sequences, token_spans, value_spans) = (&batch.sequences, &batch.token_spans, &batch.value_spans);
+        let (token_spans, value_spans) = (&batch.token_spans, &batch.value_spans);
         // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
         let mut value_sums = Sums::default();
         let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, weights, sums);
@@ -519,24 +519,22 @@ impl Learner {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
             }
             (ValueModel::Head(head), None) => {
-                let batch = JointBatch { sequences, token_spans, value_spans, prompt_lens: None };
+                let (sequences, prompt_lens) = (&batch.sequences, Some(&batch.prompt_lens[..]));
+                let batch = JointBatch { sequences, token_spans, value_spans, prompt_lens };
                 Some(head.backward(&self.policy, batch, options, policy_loss, value_loss)?)
             }
             // Two models share nothing, so the policy's activations are freed before the value model's forward pass.
             (ValueModel::Model(value), _) => {
                 let now = if trains_policy {
-                    let batch = Batch::new(sequences, token_spans).sharing(batch.shared_lens.as_deref());
-                    Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
+                    Some(self.policy.logprobs_backward(batch.at(token_spans), options, policy_loss)?)
                 } else {
                     None
                 };
-                let batch = Batch::new(sequences, value_spans).sharing(batch.shared_lens.as_deref());
-                value.values_backward(batch, value_loss)?;
+                value.values_backward(batch.at(value_spans), value_loss)?;
                 now
             }
             (ValueModel::None, _) => {
-                let batch = Batch::new(sequences, token_spans).sharing(batch.shared_lens.as_deref());
-                Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
+                Some(self.policy.logprobs_backward(batch.at(token_spans), options, policy_loss)?)
             }
         };
         sums.add_values_of(value_sums);

@@ -1,6 +1,6 @@
 //! The losses of one micro-batch: the policy's objective with KL and entropy terms, the clipped value loss.
 
-use crate::model::{Sampled, TokenLogprobs, TokenSet};
+use crate::model::{Batch, Sampled, TokenLogprobs, TokenSet};
 use crate::rl::experience::{Experience, from_slots};
 use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, PolicyClip, Ratios};
 use crate::rl::shaping::Targets;
@@ -80,6 +80,8 @@ pub(crate) struct MicroBatch {
     pub(crate) sequences: Vec<Vec<i64>>,
     pub(crate) token_spans: Vec<Range<usize>>,
     pub(crate) value_spans: Vec<Range<usize>>,
+    /// Number of tokens of each row's prompt.
+    pub(crate) prompt_lens: Vec<usize>,
     /// Beginnings of sequences that the policy computes once.
     pub(crate) shared_lens: Option<Vec<usize>>,
     sets: Option<Vec<TokenSet>>,
@@ -138,6 +140,7 @@ impl MicroBatch {
             sequences: rows.iter().map(|&row| e.sequence(row)).collect(),
             token_spans: rows.iter().map(|&row| e.token_span(row)).collect(),
             value_spans: rows.iter().map(|&row| e.value_span(row)).collect(),
+            prompt_lens: rows.iter().map(|&row| e.prompts[row].len()).collect(),
             shared_lens: e.shared_lens(rows),
             sets: e.sets_of(rows.iter().copied()),
             old_logprobs,
@@ -153,6 +156,12 @@ impl MicroBatch {
             gate: None,
             high_entropy: None,
         }
+    }
+
+    /// The positions `spans` of the sequences, for a model.
+    pub(crate) fn at<'b>(&'b self, spans: &'b [Range<usize>]) -> Batch<'b, Vec<i64>> {
+        let rows = Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens));
+        rows.sharing(self.shared_lens.as_deref())
     }
 
     pub(crate) fn sampled(&self, settings: &LossSettings) -> Sampled<'_> {

@@ -129,8 +129,16 @@ struct Batch {
     sequences: Vec<Vec<i64>>,
     tokens: Vec<Range<usize>>,
     values: Vec<Range<usize>>,
+    prompt_lens: Vec<usize>,
     shared_lens: Option<Vec<usize>>,
     sets: Option<Vec<TokenSet>>,
+}
+
+impl Batch {
+    /// The positions `spans` of the sequences, for a model.
+    fn at<'b>(&'b self, spans: &'b [Range<usize>]) -> model::Batch<'b, Vec<i64>> {
+        model::Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens))
+    }
 }
 
 impl<'a> Passes<'a> {
@@ -190,6 +198,7 @@ impl<'a> Passes<'a> {
             sequences: rows.clone().map(|row| e.sequence(row)).collect(),
             tokens: rows.clone().map(|row| e.token_span(row)).collect(),
             values: rows.clone().map(|row| e.value_span(row)).collect(),
+            prompt_lens: rows.clone().map(|row| e.prompts[row].len()).collect(),
             shared_lens: e.shared_lens(&rows.clone().collect::<Vec<_>>()),
             sets: e.sets_of(rows),
         }
@@ -207,7 +216,7 @@ impl<'a> Passes<'a> {
     /// Log-probabilities of the response tokens under `model`.
     fn logprobs(&self, model: &CausalLm) -> Result<Tensor> {
         self.per_token(|batch| {
-            let rows = model::Batch::new(&batch.sequences, &batch.tokens).sharing(batch.shared_lens.as_deref());
+            let rows = batch.at(&batch.tokens).sharing(batch.shared_lens.as_deref());
             Ok(model.logprobs_of(rows, self.sampled(batch), false)?.logprobs)
         })
     }
@@ -227,9 +236,7 @@ impl<'a> Passes<'a> {
     /// KL(policy || reference) over the whole vocabulary at each response token.
     fn full_kl(&self) -> Result<Tensor> {
         let (policy, reference) = (self.models.policy, self.reference()?);
-        self.per_token(|batch| {
-            policy.kl_to(reference, model::Batch::new(&batch.sequences, &batch.tokens), self.sampled(batch))
-        })
+        self.per_token(|batch| policy.kl_to(reference, batch.at(&batch.tokens), self.sampled(batch)))
     }
 
     /// The reference model's distributions at the response tokens of this rank's rows.
@@ -239,7 +246,7 @@ impl<'a> Passes<'a> {
         let mut all = reference.distributions::<Vec<i64>>(model::Batch::new(&[], &[]))?;
         for part in batches(rows.len(), self.settings.batch_size) {
             let batch = self.batch(rows.start + part.start..rows.start + part.end);
-            all.extend(reference.distributions(model::Batch::new(&batch.sequences, &batch.tokens))?);
+            all.extend(reference.distributions(batch.at(&batch.tokens))?);
         }
         Ok(all)
     }
@@ -247,7 +254,7 @@ impl<'a> Passes<'a> {
     fn values(&self) -> Result<Tensor> {
         let RolloutModels { policy, value, .. } = self.models;
         let values = self.in_batches(|batch| {
-            let rows = model::Batch::new(&batch.sequences, &batch.values).sharing(batch.shared_lens.as_deref());
+            let rows = batch.at(&batch.values).sharing(batch.shared_lens.as_deref());
             value.values_of(policy, rows)
         })?;
         Ok(self.values_to_slots(&values))
@@ -264,7 +271,7 @@ impl<'a> Passes<'a> {
                 sequences: &batch.sequences,
                 token_spans: &batch.tokens,
                 value_spans: &batch.values,
-                prompt_lens: None,
+                prompt_lens: Some(&batch.prompt_lens),
             };
             let (found, of_states) = head.logprobs_and_values(policy, joint, self.sampled(batch), false)?;
             values.borrow_mut().push(of_states);

@@ -4,9 +4,9 @@
 //! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
 use super::check_held_out;
-use super::ppo::{check_ends, max_prompt_len, ppo, require_reward};
+use super::ppo::{check_encoder_decoder, check_ends, check_same_kind, ppo, prompt_limit, require_reward};
 use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, reward};
-use super::sft::{into_blocks, learned, sft, shorten};
+use super::sft::{into_blocks, learned, max_row_length, sft, shorten};
 use crate::data::{PromptLimit, Sources};
 use crate::dist::World;
 use crate::hub::push::Destination;
@@ -442,7 +442,8 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     }
     let place = config.model_name_or_path.as_deref().or(config.config_name.as_deref());
     reading.tokenizer.check_fits(&reading.shape, place.unwrap_or(Path::new("")))?;
-    let most = config.max_length.min(reading.shape.max_position_embeddings);
+    reading.tokenizer.set_encoder_decoder(reading.shape.is_encoder_decoder());
+    let most = max_row_length(config, &reading.shape)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Sft)?;
     let mut rows = 0;
     for dataset in &train {
@@ -488,7 +489,10 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let policy = reading_of(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
     let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
     let own = own.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
-    let tokenizer = own.as_ref().unwrap_or(&policy.tokenizer);
+    check_encoder_decoder(config, &policy.shape)?;
+    let mut tokenizer = own.unwrap_or_else(|| policy.tokenizer.clone());
+    tokenizer.set_encoder_decoder(policy.shape.is_encoder_decoder());
+    let tokenizer = &tokenizer;
     tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
     let (mut context, vocab) = (policy.shape.max_position_embeddings, policy.shape.vocab_size);
     let value = config.value_model_path.as_deref();
@@ -503,7 +507,11 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             return Err(Error::invalid(dir, message));
         }
         // Any other model reads text, of any length.
-        if value == Some(dir) || (model.shape.causal && differing == 0) {
+        let reads_ids = model.shape.causal && differing == 0 && !tokenizer.is_of_encoder_decoder();
+        if value == Some(dir) {
+            check_same_kind("value_model_path", &policy.shape, &model.shape)?;
+        }
+        if value == Some(dir) || (reads_ids && !model.shape.is_encoder_decoder()) {
             if model.shape.vocab_size < vocab {
                 let found = model.shape.vocab_size;
                 let message = format!("vocab_size: expected at least the policy's {vocab}, found {found}");
@@ -512,7 +520,8 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let limit = PromptLimit::new(&config.prompt_length, max_prompt_len(context, config.response_length)?)?;
+    let room = prompt_limit(&policy.shape, context, config.response_length)?;
+    let limit = PromptLimit::new(&config.prompt_length, room)?;
     check_ends(config, tokenizer, vocab, &config.stop_tokens(tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     let mut prompts = 0;

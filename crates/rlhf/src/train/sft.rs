@@ -56,7 +56,7 @@ fn load_run<'a>(
     check_held_out(&config.eval, &sources, &config.data)?;
     let Parts { mut model, tokenizer, model_dir, files } = load(config)?;
 
-    let max_length = config.max_length.min(model.config().max_position_embeddings);
+    let max_length = max_row_length(config, model.config())?;
     let read = |dataset: &Dataset| read_rows(dataset, config, &tokenizer, max_length);
     let (train_data, eval_data) = sources.read(config.run.seed, Stage::Sft)?;
     let mut inputs = Inputs::default();
@@ -191,9 +191,33 @@ fn load(config: &SftConfig) -> Result<Parts> {
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }
+    tokenizer.set_encoder_decoder(model.config().is_encoder_decoder());
     let place = model_dir.as_deref().or(config.config_name.as_deref());
     tokenizer.check_fits(model.config(), place.unwrap_or(Path::new("")))?;
     Ok(Parts { model, tokenizer, model_dir, files })
+}
+
+/// Returns the most tokens of a row, or of each prompt and each response of an encoder-decoder.
+///
+/// # Errors
+/// If a setting cannot be had with an encoder-decoder.
+pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<usize> {
+    let most = model.max_position_embeddings;
+    if !model.is_encoder_decoder() {
+        return Ok(config.max_length.min(most));
+    }
+    let refused = [
+        ("packing = true: expected false", config.packing),
+        ("completion_only_loss = false: expected true", !config.completion_only_loss),
+        ("assistant_only_loss = true: expected false", config.assistant_only_loss),
+    ];
+    match refused.iter().find(|(_, on)| *on) {
+        Some((setting, _)) => Err(Error::Usage(format!(
+            "{setting} for an encoder-decoder: each row is a prompt for the encoder and a response, which is learned, for the decoder"
+        ))),
+        // The decoder reads a start token before the response.
+        None => Ok(config.max_length.min(most.saturating_sub(1))),
+    }
 }
 
 /// Reads the demonstrations of a dataset. Returns them, cut to `max_length`, with warnings.
@@ -269,9 +293,9 @@ impl Supervised for FineTuning<'_> {
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: batch.update, rows };
-            let (sequences, spans) = counted_tokens(micro_batch);
+            let inputs = RowBatch::new(micro_batch);
             let weights = weights(micro_batch, model.device());
-            let inputs = Batch::new(&sequences, &spans).with_dropout(Some(&dropout));
+            let inputs = inputs.of_model().with_dropout(Some(&dropout));
             let found = model.logprobs_backward(inputs, 1.0, |part, now| {
                 let weights = weights.as_ref().map(|all| all.narrow(0, part.start, part.end - part.start));
                 -total(&now.logprobs, weights.as_ref()) / (counted as f64 / batch.loss_scale)
@@ -368,9 +392,26 @@ fn total(logprobs: &Tensor, weights: Option<&Tensor>) -> Tensor {
     }
 }
 
-/// Returns the rows' tokens, and the span of each that is in the loss.
-fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Range<usize>>) {
-    rows.iter().map(|row| (&row.tokens, row.loss_start..row.tokens.len())).unzip()
+/// Rows as the model takes them.
+struct RowBatch<'r> {
+    sequences: Vec<&'r Vec<i64>>,
+    /// The tokens in the loss.
+    spans: Vec<Range<usize>>,
+    prompt_lens: Vec<usize>,
+}
+
+impl<'r> RowBatch<'r> {
+    fn new(rows: &[&'r Demonstration]) -> Self {
+        Self {
+            sequences: rows.iter().map(|row| &row.tokens).collect(),
+            spans: rows.iter().map(|row| row.loss_start..row.tokens.len()).collect(),
+            prompt_lens: rows.iter().map(|row| row.prompt_len).collect(),
+        }
+    }
+
+    fn of_model(&self) -> Batch<'_, &'r Vec<i64>> {
+        Batch::new(&self.sequences, &self.spans).with_prompts(Some(&self.prompt_lens))
+    }
 }
 
 /// Returns the mean negative log-likelihood per token in the loss, over the rows of all ranks.
@@ -387,8 +428,7 @@ fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size:
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
         let batch = batch.iter().collect::<Vec<_>>();
-        let (sequences, spans) = counted_tokens(&batch);
-        let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, 1.0, false))?;
+        let found = tch::no_grad(|| model.logprobs_of(RowBatch::new(&batch).of_model(), 1.0, false))?;
         loss -= total(&found.logprobs, weights(&batch, model.device()).as_ref()).double_value(&[]);
     }
     Ok(loss)

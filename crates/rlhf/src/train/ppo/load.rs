@@ -8,7 +8,8 @@ use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
 use crate::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, ValueModel,
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier,
+    ValueModel,
 };
 use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
@@ -203,9 +204,12 @@ impl PpoParts {
         }
         self.rewards.shard(&self.learner.world, config.frozen_stage());
         let vocab = self.learner.policy.config().vocab_size;
-        let longest = max_prompt_len_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
-        check_prompts("prompts", &self.prompts, longest, vocab)?;
-        check_prompts("eval_prompts", &self.eval_prompts, longest, vocab)?;
+        check_encoder_decoder(config, self.learner.policy.config())?;
+        self.tokenizer.set_encoder_decoder(self.learner.policy.config().is_encoder_decoder());
+        let limit = prompt_limit_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
+        let longest = limit.max_length();
+        check_prompts("prompts", &self.prompts, limit, vocab)?;
+        check_prompts("eval_prompts", &self.eval_prompts, limit, vocab)?;
         for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
             if is_empty {
                 return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
@@ -264,8 +268,10 @@ impl Loaded {
         let Folders { policy: dir, value: value_dir, tokenizer, specs } =
             Folders::find(config, more.is_empty(), &mut inputs)?;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
-        let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         let (policy, reference) = load_policy(config, &dir, frozen)?;
+        check_encoder_decoder(config, policy.config())?;
+        tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let mut notes = roundings(&dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
@@ -286,8 +292,8 @@ impl Loaded {
             tokenizer.check_same(&value.dir)?;
             Learner::new(policy, value.model, config.learner())
         };
-        let longest = max_prompt_len_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
-        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, longest)?);
+        let room = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         notes.extend(prompts.notes);
         check_cuts(config, &rewards, &notes, [&prompts.train, &prompts.eval])?;
@@ -521,16 +527,46 @@ pub(in crate::train) fn require_reward(none: bool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the maximum number of tokens of a prompt, so that a response fits into the context with it.
+/// Returns the limit on the tokens of a prompt: a response has to fit into the `context` of a decoder with it. An encoder has the whole
+/// `context` for the prompt, and its decoder has it for a start token and the response.
 ///
 /// # Errors
-/// If no token is left for a prompt.
-pub(crate) fn max_prompt_len(context: usize, response_length: usize) -> Result<usize> {
-    context.checked_sub(response_length).filter(|&len| len > 0).ok_or_else(|| {
-        Error::Usage(format!(
+/// If no token is left for a prompt, or for a start token.
+pub(crate) fn prompt_limit(policy: &ModelConfig, context: usize, response_length: usize) -> Result<PromptLimit> {
+    let left = context.checked_sub(response_length).filter(|&len| len > 0);
+    match (left, policy.is_encoder_decoder()) {
+        (Some(_), true) => Ok(PromptLimit::of_encoder(context)),
+        (Some(left), false) => Ok(PromptLimit::of_context(left)),
+        (None, true) => Err(Error::Usage(format!(
+            "response_length = {response_length}: expected at most {}, the decoder's limit of {context} tokens less its start token",
+            context.saturating_sub(1)
+        ))),
+        (None, false) => Err(Error::Usage(format!(
             "response_length = {response_length} leaves no token for a prompt in the models' context of {context} tokens"
-        ))
-    })
+        ))),
+    }
+}
+
+/// Refuses settings that an encoder-decoder as the policy cannot have.
+///
+/// # Errors
+/// If there is one.
+pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) -> Result<()> {
+    if !policy.is_encoder_decoder() {
+        return Ok(());
+    }
+    let texts = config.unsupervised.unsupervised_dataset_name.as_ref();
+    let refused = if config.apply_chat_template {
+        Some("apply_chat_template = true: expected false: no chat template divides the prompt from the response".to_string())
+    } else if let Some(layers) = config.legacy.num_shared_layers {
+        Some(format!("num_shared_layers = {layers}: expected none: only the layers of a single stack can be shared"))
+    } else {
+        texts.map(|name| format!("unsupervised_dataset_name = {}: expected none: its texts have no prompts", name.display()))
+    };
+    match refused {
+        Some(refused) => Err(Error::Usage(format!("{refused}, for a policy with an encoder and a decoder"))),
+        None => Ok(()),
+    }
 }
 
 /// Checks that the tokenizer has what a response is to end with, and the policy's vocabulary of `vocab` ids the token that is given.
@@ -549,16 +585,17 @@ pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vo
     Ok(())
 }
 
-/// Returns [`max_prompt_len`] for the smallest context of all models that read ids.
+/// Returns [`prompt_limit`] for the smallest context of all models that read ids.
 ///
 /// # Errors
-/// As there, and if a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
-fn max_prompt_len_of(
+/// As there, and if a model cannot read what the policy writes: it is on another device, knows fewer tokens, or only one of the two is an
+/// encoder-decoder.
+fn prompt_limit_of(
     learner: &Learner,
     reference: Option<&CausalLm>,
     rewards: &Rewards,
     response_length: usize,
-) -> Result<usize> {
+) -> Result<PromptLimit> {
     let policy = &learner.policy;
     let value = learner.value.model();
     let of_value = value.map(|value| ("value model", value.device()));
@@ -581,9 +618,22 @@ fn max_prompt_len_of(
             let message = format!("{name}: vocab_size: expected at least the policy's {expected}, found {found}");
             return Err(Error::Run(message));
         }
+        check_same_kind(&name, policy.config(), model)?;
         context = context.min(model.max_position_embeddings);
     }
-    max_prompt_len(context, response_length)
+    prompt_limit(policy.config(), context, response_length)
+}
+
+/// Refuses a model of the policy's tokens that has an encoder where the policy has none, or the other way round.
+pub(in crate::train) fn check_same_kind(name: &str, policy: &ModelConfig, model: &ModelConfig) -> Result<()> {
+    let kind = |model: &ModelConfig| match model.is_encoder_decoder() {
+        true => "an encoder-decoder",
+        false => "a single stack of layers",
+    };
+    if policy.is_encoder_decoder() == model.is_encoder_decoder() {
+        return Ok(());
+    }
+    Err(Error::Run(format!("{name}: expected {}, as the policy is, found {}", kind(policy), kind(model))))
 }
 
 fn is_same_folder(a: &Path, b: &Path) -> bool {
@@ -591,13 +641,14 @@ fn is_same_folder(a: &Path, b: &Path) -> bool {
 }
 
 /// Checks the prompts of [`PpoParts`] that have this name there.
-fn check_prompts(name: &str, prompts: &[Prompt], longest: usize, vocab: i64) -> Result<()> {
+fn check_prompts(name: &str, prompts: &[Prompt], limit: PromptLimit, vocab: i64) -> Result<()> {
+    let longest = limit.max_length();
     for (row, Prompt { tokens, .. }) in prompts.iter().enumerate() {
         let (found, strange) = (tokens.len(), tokens.iter().find(|id| !(0..vocab).contains(*id)));
         let problem = match strange {
             Some(id) => format!("ids below the policy's vocabulary of {vocab}, found {id}"),
             None if (1..=longest).contains(&found) => continue,
-            None => format!("1 to {longest} tokens, the models' context less the response, found {found}"),
+            None => format!("1 to {longest} tokens, {}, found {found}", limit.reason()),
         };
         return Err(Error::Usage(format!("PpoParts::{name}: row {row}: expected {problem}")));
     }

@@ -1,0 +1,147 @@
+//! Training of encoder-decoders: SFT and PPO of a tiny T5, and the settings that they refuse.
+
+use crate::cli::{Scratch, json_lines};
+use crate::support::{golden, near};
+use rlhf::data::Dataset;
+use rlhf::model::{Batch, CausalLm, ModelOptions};
+use rlhf::tokenizer::Tokenizer;
+use std::path::Path;
+use tch::Kind;
+
+const SFT: &str = "sft --model_name_or_path t5 --dataset_name demos.jsonl --output_dir out --per_device_train_batch_size 8 \
+                   --max_steps 2 --logging_steps 1 --learning_rate 1e-2";
+const PPO: &str = "ppo --sft_model_path t5 --dataset_name demos.jsonl --output_dir out --response_length 8 \
+                   --per_device_train_batch_size 4 --total_episodes 8 --learning_rate 1e-3 --stop_token eos";
+
+/// A folder with a decoder-only `policy` and its `reward`, and with `t5`.
+fn scratch() -> Scratch {
+    let scratch = Scratch::new();
+    std::fs::create_dir(scratch.path("t5")).unwrap();
+    for (name, from) in [
+        ("config.json", "trl_legacy/init/t5_ref/config.json"),
+        ("model.safetensors", "trl_legacy/init/t5_ref/model.safetensors"),
+        ("tokenizer.json", "tokenizers/t5/tokenizer.json"),
+        ("tokenizer_config.json", "tokenizers/t5/tokenizer_config.json"),
+    ] {
+        std::fs::copy(golden().join(from), scratch.path("t5").join(name)).unwrap();
+    }
+    scratch
+}
+
+/// Mean negative log-likelihood of the completions of `demos.jsonl`, by the model in `dir`.
+fn loss(scratch: &Scratch, dir: &Path) -> f64 {
+    let tokenizer = Tokenizer::from_pretrained(dir).unwrap();
+    assert!(tokenizer.is_of_encoder_decoder());
+    let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+    let rows = json_lines(&scratch.read("demos.jsonl"));
+    let pairs = rows.iter().map(|row| {
+        let text = |name: &str| tokenizer.encode(row[name].as_str().unwrap()).unwrap();
+        (text("prompt"), text("completion"))
+    });
+    let (mut sum, mut tokens) = (0.0, 0);
+    for (prompt, response) in pairs {
+        let (sequences, prompt_lens) = ([[&prompt[..], &response].concat()], [prompt.len()]);
+        let spans = [prompt.len()..prompt.len() + response.len()];
+        let batch = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
+        let found = tch::no_grad(|| model.logprobs_of(batch, 1.0, false)).unwrap();
+        sum -= found.logprobs.sum(Kind::Double).double_value(&[]);
+        tokens += response.len();
+    }
+    sum / tokens as f64
+}
+
+#[test]
+fn sft_lowers_the_loss_of_the_completions_given_the_encoded_prompts() {
+    let scratch = scratch();
+    let before = loss(&scratch, &scratch.path("t5"));
+    for (out, flags) in [("full", ""), ("stored", "--gradient_checkpointing"), ("lora", "--use_peft")] {
+        scratch.succeeds(&format!("{SFT} --output_dir {out} {flags}"));
+        let losses: Vec<f64> = scratch.metrics(out).iter().map(|row| row["loss"].as_f64().unwrap()).collect();
+        near(out, losses[0], before, 1e-5);
+        assert!(losses[1] < losses[0], "{out}: {losses:?}");
+    }
+    let (full, stored) = (scratch.metrics("full"), scratch.metrics("stored"));
+    near("gradient checkpointing", stored[1]["loss"].as_f64().unwrap(), full[1]["loss"].as_f64().unwrap(), 1e-5);
+    let after = loss(&scratch, &scratch.path("full"));
+    assert!(after < before - 0.01, "{before} to {after}");
+    // An adapter has its base's configuration.
+    scratch.succeeds("merge --model_name_or_path lora --output_dir merged");
+    assert!(loss(&scratch, &scratch.path("merged")) < before);
+}
+
+#[test]
+fn rows_are_cut_at_the_ends_of_prompt_and_completion() {
+    let scratch = scratch();
+    let ran = scratch.run(&format!("{SFT} --max_length 3"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.contains("8 of 8 rows were cut at max_length = 3 tokens"), "{}", ran.stderr);
+}
+
+#[test]
+fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_critic() {
+    let scratch = scratch();
+    for (out, flags) in [
+        ("value_model", "--reward rouge_l:completion --eval_steps 1 --num_eval_prompts 2 --eval_split_size 2"),
+        ("value_head", "--reward rouge_l:completion --value_head"),
+        ("lora", "--reward rouge_l:completion --use_peft --value_head"),
+        ("reward_model", "--reward_model_path reward --score_position last_token"),
+        ("groups", "--reward rouge_l:completion --preset grpo --num_generations 2 --learning_rate 1e-3"),
+        ("full_kl", "--reward rouge_l:completion --kl_estimator full --gradient_checkpointing"),
+    ] {
+        let ran = scratch.run(&format!("{PPO} {flags} --output_dir {out}"));
+        assert_eq!(ran.code, 0, "{out}: {}", ran.stderr);
+        let metrics = scratch.metrics(out);
+        assert_eq!(metrics.len(), 2, "{out}");
+        // The policy that sampled is the one that learns: the first KL is 0.
+        if let Some(kl) = metrics[0].get("objective/kl") {
+            near(out, kl.as_f64().unwrap(), 0.0, 1e-4);
+        }
+    }
+    let tokenizer = Tokenizer::from_pretrained(&scratch.path("value_model")).unwrap();
+    let samples = json_lines(&scratch.read("value_model/samples/update-000000.jsonl"));
+    let prompts = Dataset::read(&scratch.path("demos.jsonl"), "train").unwrap().prompts(&tokenizer, 72, 64).unwrap();
+    assert!(samples.iter().all(|row| prompts.iter().any(|prompt| row["prompt"] == prompt.text.as_str())));
+    scratch.succeeds("generate --model_name_or_path value_head --dataset_name demos.jsonl --max_new_tokens 4");
+}
+
+#[test]
+fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
+    let scratch = scratch();
+    scratch.write("texts.jsonl", "{\"text\": \"The movie was great\"}\n");
+    let rule = "--reward rouge_l:completion";
+    for (line, code, words) in [
+        (format!("{SFT} --packing"), 2, "packing = true: expected false for an encoder-decoder"),
+        (format!("{SFT} --completion_only_loss false"), 2, "completion_only_loss = false: expected true"),
+        (format!("{SFT} --assistant_only_loss"), 2, "assistant_only_loss = true: expected false"),
+        (format!("{SFT} --dataset_name texts.jsonl"), 1, "expected a field `prompt` with a text for the encoder"),
+        (format!("{PPO} {rule} --apply_chat_template"), 2, "apply_chat_template = true: expected false"),
+        (format!("{PPO} {rule} --value_head --num_shared_layers 1"), 2, "num_shared_layers = 1: expected none"),
+        (format!("{PPO} {rule} --unsupervised_dataset_name texts.jsonl"), 2, "its texts have no prompts"),
+        (format!("{PPO} {rule} --response_length 512"), 2, "response_length = 512: expected at most 511"),
+        (format!("{PPO} {rule} --max_prompt_length 513"), 2, "expected at most 512, the encoder's limit"),
+    ] {
+        scratch.refuses(&line, code, &[words]);
+    }
+    let long = format!("{{\"prompt\": \"{}\", \"completion\": \"x\"}}\n", "the capital of France. ".repeat(80));
+    scratch.write("long.jsonl", &long);
+    let words = ["long.jsonl: line 1", "the prompt is too long: expected at most 512 tokens (the encoder's limit)"];
+    scratch.refuses(&format!("{PPO} {rule} --dataset_name long.jsonl"), 1, &words);
+    scratch.succeeds(&format!("{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"));
+}
+
+#[test]
+fn models_of_the_other_kind_are_one_line() {
+    let scratch = scratch();
+    // The same tokens, so that only the kind differs.
+    std::fs::copy(scratch.path("policy/tokenizer.json"), scratch.path("t5/tokenizer.json")).unwrap();
+    std::fs::remove_file(scratch.path("t5/tokenizer_config.json")).unwrap();
+    scratch.edit_config("t5", "vocab_size", 352);
+    let rule = "--reward rouge_l:completion";
+    scratch.edit_tensors("t5", |tensors| {
+        let shared = &tensors["shared.weight"];
+        let more = shared.repeat([5, 1]).narrow(0, 0, 352);
+        tensors.insert("shared.weight".into(), more);
+    });
+    let words = ["value model: expected an encoder-decoder, as the policy is, found a single stack of layers"];
+    scratch.refuses(&format!("{PPO} {rule} --value_model_path reward"), 1, &words);
+}
