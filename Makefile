@@ -32,6 +32,7 @@ test-setup: setup
 	python3 examples/sentiment/test_example.py
 	python3 examples/gpt2-sentiment/test_example.py
 	python3 examples/code_reward/test_example.py
+	python3 examples/t5-summary/test_example.py
 	python3 examples/smollm2/test_example.py
 
 test-kills: setup ## kill a run fifty times at random moments, resume it each time, compare every bit

@@ -126,7 +126,14 @@ impl Tokenizer {
         }
         let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
         let special = SpecialTokens::read(dir, inner.as_ref(), &tokenizer_config)?;
-        let SpecialTokens { named, eos, pad, apart } = special;
+        let SpecialTokens { named, eos, pad, mut apart } = special;
+        // An adapter has the configuration of its base, which need not be there for its tokenizer.
+        if !dir.join("config.json").is_file()
+            && let Ok(Some(adapter)) = AdapterFolder::find(dir)
+            && let Ok(base) = adapter.base_dir()
+        {
+            apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
+        }
         let mut tokenizer =
             Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
         if dir.join(CHAT_TEMPLATE).is_file() {

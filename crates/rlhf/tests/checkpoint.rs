@@ -188,7 +188,7 @@ fn a_run_of_an_encoder_decoder_stopped_after_any_update_resumes_to_the_same_bits
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(3), 2, Some(4));
         config.peft.use_peft = true; // with dropout
         with(&mut config.run);
-        rlhf::train::sft(&config, Console::Silent).unwrap();
+        rlhf::train::sft::sft(&config, Console::Silent).unwrap();
     });
 }
 

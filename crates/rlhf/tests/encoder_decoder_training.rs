@@ -64,7 +64,7 @@ fn sft_lowers_the_loss_of_the_completions_given_the_encoded_prompts() {
     near("gradient checkpointing", stored[1]["loss"].as_f64().unwrap(), full[1]["loss"].as_f64().unwrap(), 1e-5);
     let after = loss(&scratch, &scratch.path("full"));
     assert!(after < before - 0.01, "{before} to {after}");
-    // An adapter has its base's configuration.
+    assert!(loss(&scratch, &scratch.path("lora")) < before);
     scratch.succeeds("merge --model_name_or_path lora --output_dir merged");
     assert!(loss(&scratch, &scratch.path("merged")) < before);
 }

@@ -2,7 +2,7 @@
 
 use crate::dist::{World, ZeroStage};
 use crate::model::{
-    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs,
+    CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs,
     ValueModel,
 };
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
