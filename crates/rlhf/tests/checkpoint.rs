@@ -179,6 +179,7 @@ fn a_run_of_an_encoder_decoder_stopped_after_any_update_resumes_to_the_same_bits
     ppo_resumes(|config| {
         (config.sft_model_path, config.model_name_or_path) = (t5.clone(), None);
         (config.reward_model_path, config.stop_token_id) = (None, Some(1));
+        config.legacy.value_head = true;
     });
     let dir = tempfile::tempdir().unwrap();
     let demos = dir.path().join("demos.jsonl");

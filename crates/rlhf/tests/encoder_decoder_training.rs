@@ -78,15 +78,14 @@ fn rows_are_cut_at_the_ends_of_prompt_and_completion() {
 }
 
 #[test]
-fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_critic() {
+fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_reward_and_adapter() {
     let scratch = scratch();
     for (out, flags) in [
-        ("value_model", "--reward rouge_l:completion --eval_steps 1 --num_eval_prompts 2 --eval_split_size 2"),
-        ("value_head", "--reward rouge_l:completion --value_head"),
+        ("rule", "--reward rouge_l:completion --value_head --eval_steps 1 --num_eval_prompts 2 --eval_split_size 2"),
         ("lora", "--reward rouge_l:completion --use_peft --value_head"),
-        ("reward_model", "--reward_model_path reward --score_position last_token"),
+        ("reward_model", "--reward_model_path reward --value_head --score_position last_token"),
         ("groups", "--reward rouge_l:completion --preset grpo --num_generations 2 --learning_rate 1e-3"),
-        ("full_kl", "--reward rouge_l:completion --kl_estimator full --gradient_checkpointing"),
+        ("full_kl", "--reward rouge_l:completion --value_head --kl_estimator full --gradient_checkpointing"),
     ] {
         let ran = scratch.run(&format!("{PPO} {flags} --output_dir {out}"));
         assert_eq!(ran.code, 0, "{out}: {}", ran.stderr);
@@ -97,23 +96,24 @@ fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_critic() {
             near(out, kl.as_f64().unwrap(), 0.0, 1e-4);
         }
     }
-    let tokenizer = Tokenizer::from_pretrained(&scratch.path("value_model")).unwrap();
-    let samples = json_lines(&scratch.read("value_model/samples/update-000000.jsonl"));
+    let tokenizer = Tokenizer::from_pretrained(&scratch.path("rule")).unwrap();
+    let samples = json_lines(&scratch.read("rule/samples/update-000000.jsonl"));
     let prompts = Dataset::read(&scratch.path("demos.jsonl"), "train").unwrap().prompts(&tokenizer, 72, 64).unwrap();
     assert!(samples.iter().all(|row| prompts.iter().any(|prompt| row["prompt"] == prompt.text.as_str())));
-    scratch.succeeds("generate --model_name_or_path value_head --dataset_name demos.jsonl --max_new_tokens 4");
+    scratch.succeeds("generate --model_name_or_path lora --dataset_name demos.jsonl --max_new_tokens 4");
 }
 
 #[test]
 fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
     let scratch = scratch();
     scratch.write("texts.jsonl", "{\"text\": \"The movie was great\"}\n");
-    let rule = "--reward rouge_l:completion";
+    let rule = "--reward rouge_l:completion --value_head";
     for (line, code, words) in [
         (format!("{SFT} --packing"), 2, "packing = true: expected false for an encoder-decoder"),
         (format!("{SFT} --completion_only_loss false"), 2, "completion_only_loss = false: expected true"),
         (format!("{SFT} --assistant_only_loss"), 2, "assistant_only_loss = true: expected false"),
         (format!("{SFT} --dataset_name texts.jsonl"), 1, "expected a field `prompt` with a text for the encoder"),
+        (format!("{PPO} --reward rouge_l:completion"), 2, "value_head = false: expected true: the critic is a head"),
         (format!("{PPO} {rule} --apply_chat_template"), 2, "apply_chat_template = true: expected false"),
         (format!("{PPO} {rule} --value_head --num_shared_layers 1"), 2, "num_shared_layers = 1: expected none"),
         (format!("{PPO} {rule} --unsupervised_dataset_name texts.jsonl"), 2, "its texts have no prompts"),
@@ -127,21 +127,4 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
     let words = ["long.jsonl: line 1", "the prompt is too long: expected at most 512 tokens (the encoder's limit)"];
     scratch.refuses(&format!("{PPO} {rule} --dataset_name long.jsonl"), 1, &words);
     scratch.succeeds(&format!("{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"));
-}
-
-#[test]
-fn models_of_the_other_kind_are_one_line() {
-    let scratch = scratch();
-    // The same tokens, so that only the kind differs.
-    std::fs::copy(scratch.path("policy/tokenizer.json"), scratch.path("t5/tokenizer.json")).unwrap();
-    std::fs::remove_file(scratch.path("t5/tokenizer_config.json")).unwrap();
-    scratch.edit_config("t5", "vocab_size", 352);
-    let rule = "--reward rouge_l:completion";
-    scratch.edit_tensors("t5", |tensors| {
-        let shared = &tensors["shared.weight"];
-        let more = shared.repeat([5, 1]).narrow(0, 0, 352);
-        tensors.insert("shared.weight".into(), more);
-    });
-    let words = ["value model: expected an encoder-decoder, as the policy is, found a single stack of layers"];
-    scratch.refuses(&format!("{PPO} {rule} --value_model_path reward"), 1, &words);
 }

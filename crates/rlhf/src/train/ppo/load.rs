@@ -556,7 +556,9 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
         return Ok(());
     }
     let texts = config.unsupervised.unsupervised_dataset_name.as_ref();
-    let refused = if config.apply_chat_template {
+    let refused = if config.needs_critic() && !config.legacy.value_head {
+        Some("value_head = false: expected true: the critic is a head on the policy's decoder".to_string())
+    } else if config.apply_chat_template {
         Some("apply_chat_template = true: expected false: no chat template divides the prompt from the response".to_string())
     } else if let Some(layers) = config.legacy.num_shared_layers {
         Some(format!("num_shared_layers = {layers}: expected none: only the layers of a single stack can be shared"))
