@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 
 summaries() { # MODEL FILE
     "$binary" generate --model_name_or_path "$1" --dataset_name $demo/data/prompts_test.jsonl --output_file "$2" \
-        --max_new_tokens 12 --temperature 0 --overwrite_output_file
+        --max_new_tokens 12 --temperature 0.7 --seed "$seed" --overwrite_output_file
 }
 
 "$binary" sft --config $demo/sft.yaml --output_dir "$out/sft" --seed "$seed" --overwrite_output_dir

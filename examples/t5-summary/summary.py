@@ -1,4 +1,4 @@
-"""Summarizes a run of this example: did PPO raise ROUGE-L, also of greedy summaries of held-out documents?
+"""Summarizes a run of this example: did PPO raise ROUGE-L, also of summaries of held-out documents?
 
     python3 summary.py FOLDER
 
@@ -45,7 +45,7 @@ def summarise(folder, references):
         held_out.append(mean(rouge_l(row["completion"], reference) for row, reference in zip(rows, references)))
     return {
         "sampled summaries, first and last tenth of the updates": (mean(scores[:tenth]), mean(scores[-tenth:])),
-        "greedy summaries of held-out documents": tuple(held_out),
+        "summaries of 128 held-out documents": tuple(held_out),
     }
 
 
