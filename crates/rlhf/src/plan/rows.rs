@@ -123,7 +123,8 @@ impl Rows {
     }
 
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
-        let limit = PromptLimit::new(&config.prompt_length, max_prompt_len(models.context(), config.response_length)?)?;
+        let room = prompt_limit(models.policy(), models.context(), config.response_length)?;
+        let limit = PromptLimit::new(&config.prompt_length, room)?;
         let (prompts, lens, notes) = match Sources::find(&config.data, None) {
             Ok(sources) => {
                 let (prompts, lens) = read_prompts(&sources, config, models, limit)?;
