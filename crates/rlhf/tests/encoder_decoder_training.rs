@@ -127,5 +127,7 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
     scratch.write("long.jsonl", &long);
     let words = ["long.jsonl: line 1", "the prompt is too long: expected at most 512 tokens (the encoder's limit)"];
     scratch.refuses(&format!("{PPO} {rule} --dataset_name long.jsonl"), 1, &words);
-    scratch.succeeds(&format!("{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"));
+    scratch.succeeds(&format!(
+        "{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"
+    ));
 }

@@ -469,7 +469,6 @@ fn golden_runs() -> Vec<PathBuf> {
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.join("data.safetensors").is_file() && !path.ends_with("seq2seq_t5"))
-
         .collect();
     dirs.sort();
     assert!(!dirs.is_empty(), "{}: no golden run", dir.display());

@@ -559,11 +559,16 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
     let refused = if config.needs_critic() && !config.legacy.value_head {
         Some("value_head = false: expected true: the critic is a head on the policy's decoder".to_string())
     } else if config.apply_chat_template {
-        Some("apply_chat_template = true: expected false: no chat template divides the prompt from the response".to_string())
+        Some(
+            "apply_chat_template = true: expected false: no chat template divides the prompt from the response"
+                .to_string(),
+        )
     } else if let Some(layers) = config.legacy.num_shared_layers {
         Some(format!("num_shared_layers = {layers}: expected none: only the layers of a single stack can be shared"))
     } else {
-        texts.map(|name| format!("unsupervised_dataset_name = {}: expected none: its texts have no prompts", name.display()))
+        texts.map(|name| {
+            format!("unsupervised_dataset_name = {}: expected none: its texts have no prompts", name.display())
+        })
     };
     match refused {
         Some(refused) => Err(Error::Usage(format!("{refused}, for a policy with an encoder and a decoder"))),
