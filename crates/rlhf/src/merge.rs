@@ -5,7 +5,7 @@ use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassif
 use crate::run::output_dir::{check_folder, claim_folder};
 use crate::settings::MergeConfig;
 use crate::tokenizer::Tokenizer;
-use crate::weights::replace_files;
+use crate::weights::{adapters_below, replace_files};
 use crate::{Error, Result};
 use std::path::Path;
 
@@ -20,7 +20,8 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let (dir, out) =
         (&hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, config.output_dir.as_path());
     let folder = AdapterFolder::find(dir)?.ok_or_else(|| {
-        Error::invalid(dir, "expected an adapter (an adapter_config.json and no model beside it), found none")
+        let found = adapters_below(dir).unwrap_or_else(|| "none".into());
+        Error::invalid(dir, format!("expected an adapter (an adapter_config.json and no model beside it), found {found}"))
     })?;
     check_folder(out, config.overwrite_output_dir, &[dir])?;
     let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };
@@ -30,13 +31,11 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     // The model is in memory before anything is written.
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
-        model.merge_adapter();
-        model.hold_as_computed();
+        model.merge_rounded();
         Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
-        model.merge_adapter();
-        model.hold_as_computed();
+        model.merge_rounded();
         Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     };
     let _hold = claim_folder(out, config.overwrite_output_dir, config)?;

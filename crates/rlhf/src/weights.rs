@@ -566,6 +566,9 @@ pub(crate) fn write_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// The error for a model folder without one of its files; includes a hint if the path looks like a name on the hub.
 pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
+    if let Some(adapters) = adapters_below(dir) {
+        return Error::invalid(dir, format!("expected a model folder with a {name}, found {adapters}"));
+    }
     let found = match dir {
         dir if dir.is_dir() => "none in this folder",
         dir if dir.is_file() && dir.extension().is_some_and(|end| end == "gguf") => {
@@ -575,6 +578,19 @@ pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
         _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
     Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
+}
+
+/// A hint with the names of the adapters in subfolders of `dir`, where PEFT saves several adapters of one model; `None` if there
+/// are none.
+pub(crate) fn adapters_below(dir: &Path) -> Option<String> {
+    let entries = std::fs::read_dir(dir).ok()?.flatten();
+    let adapters = entries.filter(|entry| entry.path().join("adapter_config.json").is_file());
+    let mut names: Vec<String> = adapters.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    let first = dir.join(names.first()?);
+    let listed: Vec<String> = names.iter().take(8).map(|name| brief(name).into_owned()).collect();
+    let more = if names.len() > 8 { format!(" and {} more", names.len() - 8) } else { String::new() };
+    Some(format!("adapters in its subfolders: {}{more}; give the path of one of them, as {}", listed.join(", "), first.display()))
 }
 
 #[cfg(test)]

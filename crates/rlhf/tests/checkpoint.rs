@@ -199,6 +199,14 @@ fn a_run_with_adapters_stopped_after_any_update_resumes_to_the_same_bits() {
 }
 
 #[test]
+fn a_run_with_dora_and_modules_that_are_trained_in_full_resumes_to_the_same_bits() {
+    ppo_resumes(|config| {
+        (config.peft.use_peft, config.peft.use_dora) = (true, true);
+        config.peft.lora_modules_to_save = vec!["embed_tokens".into(), "lm_head".into()];
+    });
+}
+
+#[test]
 fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_starts_late_resumes_to_the_same_bits() {
     ppo_resumes(|config| {
         config.kl.adap_kl_ctrl = true;

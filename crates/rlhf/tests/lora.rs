@@ -10,15 +10,25 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-const TOLERANCE: f64 = 2e-5;
-const ADAPTERS: [&str; 4] = ["gpt2", "gpt_neox", "llama_untied", "llama_untied_rslora_all"];
-const IDS: [[i64; 6]; 1] = [[5, 6, 7, 8, 9, 10]];
+pub(crate) const TOLERANCE: f64 = 2e-5;
+const ADAPTERS: [&str; 8] = [
+    "gpt2",
+    "gpt_neox",
+    "llama_untied",
+    "llama_untied_rslora_all",
+    "gpt2_dora",
+    "llama_untied_dora_all",
+    "gpt_neox_patterns",
+    "llama_tied_saved",
+];
+const CLASSIFIERS: [&str; 2] = ["llama_untied_cls", "llama_untied_cls_saved"];
+pub(crate) const IDS: [[i64; 6]; 1] = [[5, 6, 7, 8, 9, 10]];
 
-fn adapter(name: &str) -> PathBuf {
+pub(crate) fn adapter(name: &str) -> PathBuf {
     golden().join("lora").join(name)
 }
 
-fn base_of(name: &str) -> PathBuf {
+pub(crate) fn base_of(name: &str) -> PathBuf {
     golden().join(read_json(&adapter(name).join("info.json"))["base"].as_str().unwrap())
 }
 
@@ -26,18 +36,17 @@ fn base_rows(name: &str) -> Vec<Vec<i64>> {
     Tensors::read(&base_of(name).join("golden.safetensors")).rows("unpadded.input_ids")
 }
 
-fn lm(name: &str) -> CausalLm {
+pub(crate) fn lm(name: &str) -> CausalLm {
     let mut model = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
     model.load_adapter(&adapter(name)).unwrap();
     model
 }
 
-fn model(name: &str) -> CausalLm {
+pub(crate) fn model(name: &str) -> CausalLm {
     CausalLm::from_pretrained(&golden().join("models").join(name), ModelOptions::default()).unwrap()
 }
 
-fn classifier() -> SequenceClassifier {
-    let name = "llama_untied_cls";
+fn classifier(name: &str) -> SequenceClassifier {
     let mut model = SequenceClassifier::from_pretrained(&base_of(name), None, ModelOptions::default()).unwrap();
     model.load_adapter(&adapter(name)).unwrap();
     model
@@ -63,19 +72,19 @@ fn assert_gradients<'a>(name: &str, params: impl Iterator<Item = &'a Param>) {
 }
 
 /// The fresh adapter that most tests put on a model.
-fn config() -> LoraConfig {
+pub(crate) fn config() -> LoraConfig {
     LoraConfig { r: 4, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() }
 }
 
 /// Makes the adapter do something: B is zeros at first.
-fn stir(params: &[Param]) {
+pub(crate) fn stir(params: &[Param]) {
     for param in params.iter().filter(|param| param.name.ends_with("lora_B.weight")) {
         let numbers = Tensor::arange(param.tensor.numel() as i64, (Kind::Float, Device::Cpu)).sin() * 0.1;
         tch::no_grad(|| param.tensor.shallow_clone().copy_(&numbers.view_as(&param.tensor)));
     }
 }
 
-fn bits(params: &[Param]) -> Vec<(String, Tensor)> {
+pub(crate) fn bits(params: &[Param]) -> Vec<(String, Tensor)> {
     params.iter().map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
 }
 
@@ -102,12 +111,14 @@ fn logits_with_an_adapter_equal_pefts() {
             assert_close(merged, &param.tensor, golden.get(&format!("merged.{merged}")), 1e-6);
         }
     }
-    let golden = Tensors::read(&adapter("llama_untied_cls").join("golden.safetensors"));
-    let mut model = classifier();
-    let expected = golden.get("reward_logits").view([-1]);
-    assert_close("classifier", &values_of(&model, &base_rows("llama_untied_cls")), &expected, TOLERANCE);
-    model.merge_adapter();
-    assert_close("classifier", &values_of(&model, &base_rows("llama_untied_cls")), &expected, TOLERANCE);
+    for name in CLASSIFIERS {
+        let golden = Tensors::read(&adapter(name).join("golden.safetensors"));
+        let mut model = classifier(name);
+        let expected = golden.get("reward_logits").view([-1]);
+        assert_close(name, &values_of(&model, &base_rows(name)), &expected, TOLERANCE);
+        model.merge_adapter();
+        assert_close(name, &values_of(&model, &base_rows(name)), &expected, TOLERANCE);
+    }
 }
 
 #[test]
@@ -119,12 +130,14 @@ fn gradients_reach_what_peft_trains_and_equal_its_own() {
         let spans: Vec<_> = rows.iter().map(|row| 1..row.len()).collect();
         (-model.token_logprobs(&rows, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float)).backward();
         assert_gradients(name, model.trainable_params());
-        assert!(model.params().iter().all(|p| p.name.contains("lora_") || !p.tensor.grad().defined()));
+        assert!(model.params().iter().all(|p| p.tensor.requires_grad() || !p.tensor.grad().defined()));
     }
-    let mut model = classifier();
-    model.set_trainable(true);
-    model.scores(&base_rows("llama_untied_cls")).unwrap().sum(Kind::Float).backward();
-    assert_gradients("llama_untied_cls", model.trainable_params());
+    for name in CLASSIFIERS {
+        let mut model = classifier(name);
+        model.set_trainable(true);
+        model.scores(&base_rows(name)).unwrap().sum(Kind::Float).backward();
+        assert_gradients(name, model.trainable_params());
+    }
 }
 
 #[test]
@@ -134,9 +147,11 @@ fn an_adapter_of_peft_is_saved_as_it_was_read() {
         lm(name).save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         assert_same_adapter(out.path(), &adapter(name));
     }
-    let out = tempfile::tempdir().unwrap();
-    classifier().save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
-    assert_same_adapter(out.path(), &adapter("llama_untied_cls"));
+    for name in CLASSIFIERS {
+        let out = tempfile::tempdir().unwrap();
+        classifier(name).save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        assert_same_adapter(out.path(), &adapter(name));
+    }
 }
 
 /// The same bytes, but for the line end that closes the JSON.
@@ -328,15 +343,22 @@ fn refusal(key: &str, value: Value) -> String {
 fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
     assert_eq!(refusal("revision", json!("main")), "opened");
     assert_eq!(refusal("target_modules", json!(".*(q|v)_proj")), "opened"); // the tensors' names determine the layers
+    assert_eq!(refusal("exclude_modules", json!(".*up_proj")), "opened");
+    assert_eq!(refusal("alpha_pattern", json!({"q_proj": 8})), "opened");
+    assert_eq!(refusal("layers_pattern", json!("layers")), "opened");
     for (key, value) in [
         ("peft_type", json!("IA3")),
         ("bias", json!("all")),
-        ("use_dora", json!(true)),
-        ("rank_pattern", json!({"q_proj": 8})),
-        ("alpha_pattern", json!({"q_proj": 8})),
-        ("modules_to_save", json!(["lm_head"])),
+        ("use_dora", json!("yes")),
+        ("rank_pattern", json!({"q_proj": 0})),
+        ("rank_pattern", json!([8])),
+        ("alpha_pattern", json!({"q_proj": "8"})),
+        ("modules_to_save", json!("lm_head")),
+        ("layers_to_transform", json!([-1])),
+        ("layers_pattern", json!("h")),
+        ("exclude_modules", json!([0])),
+        ("trainable_token_indices", json!([0])),
         ("init_lora_weights", json!("pissa")),
-        ("layers_to_transform", json!([0])),
         ("a_setting_of_tomorrow", json!("on")),
         ("task_type", json!("SEQ_CLS")),
         ("r", json!(0)),
@@ -349,6 +371,13 @@ fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
         assert!(!error.contains('\n'), "{error}");
     }
     for (key, value, message) in [
+        ("use_dora", json!(true), "missing `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector`"),
+        ("rank_pattern", json!({"q_proj": 8}), "q_proj.lora_A.weight`: expected [8, 32], found [4, 32]"),
+        ("rank_pattern", json!({"(q": 8}), "rank_pattern: expected regular expressions of names, without look-around, found `(q`"),
+        ("modules_to_save", json!(["norms"]), "json: modules_to_save: expected modules of llama, found `norms`; there are down_proj, "),
+        ("modules_to_save", json!(["lm_head"]), "missing `base_model.model.lm_head.weight`"),
+        ("layers_to_transform", json!([0]), "unexpected `base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight`"),
+        ("exclude_modules", json!(["v_proj"]), "unexpected `base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight`"),
         ("r", json!(8), "lora_A.weight`: expected [8, 32], found [4, 32]"),
         (
             "target_modules",
@@ -488,23 +517,23 @@ fn the_base_of_an_adapter_never_changes_also_when_a_finished_run_is_resumed() {
     assert!(state("other/value_model/base_model/model.safetensors").0 == before[0].0);
 }
 
-const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 3 --logging_steps 1 --use_peft \
+pub(crate) const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 3 --logging_steps 1 --use_peft \
                    --learning_rate 0.01 --lora_r 4";
-const PPO: &str = "ppo --reward_model_path reward --dataset_name prompts.jsonl --response_length 8 --total_episodes 8 \
+pub(crate) const PPO: &str = "ppo --reward_model_path reward --dataset_name prompts.jsonl --response_length 8 --total_episodes 8 \
                    --per_device_train_batch_size 4 --use_peft --learning_rate 0.01 --num_sample_generations 0";
 
 /// The log-probabilities that `rlhf logprobs` gives for a few completions.
-fn logprobs(scratch: &Scratch, model: &str) -> Vec<f64> {
+pub(crate) fn logprobs(scratch: &Scratch, model: &str) -> Vec<f64> {
     let rows = json_lines(&scratch.succeeds(&format!("logprobs --model {model} --dataset_name demos.jsonl")));
     rows.iter().flat_map(|row| row["logprobs"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap())).collect()
 }
 
-fn scores(scratch: &Scratch, model: &str) -> Vec<f64> {
+pub(crate) fn scores(scratch: &Scratch, model: &str) -> Vec<f64> {
     let rows = json_lines(&scratch.succeeds(&format!("score --model {model} --dataset_name demos.jsonl")));
     rows.iter().map(|row| row["score"].as_f64().unwrap()).collect()
 }
 
-fn gap(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn gap(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }

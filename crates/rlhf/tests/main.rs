@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module per subject.
 
+mod adapters;
 mod alarms;
 mod attack;
 mod chat;

@@ -105,10 +105,17 @@ fn every_stage_trains_every_kind_of_model_alike() {
 
 #[test]
 fn adapters_are_divided_beside_their_base() {
+    let of_embedding = ["embed_tokens", "norm"].map(str::to_string).to_vec();
+    let dora = LoraConfig { use_dora: true, modules_to_save: of_embedding, ..LoraConfig::default() };
+    assert_divided_adapter("llama_untied", &LoraConfig::default());
+    assert_divided_adapter("llama_tied", &dora);
+}
+
+fn assert_divided_adapter(name: &str, lora: &LoraConfig) {
     let run = |stage| {
         let dir = tempfile::tempdir().unwrap();
-        let mut model = load("llama_untied", Precision::F32);
-        model.add_adapter(&LoraConfig::default(), 7).unwrap();
+        let mut model = load(name, Precision::F32);
+        model.add_adapter(lora, 7).unwrap();
         let base = model.base().unwrap();
         let before = tch::no_grad(|| base.token_logprobs(&SEQUENCES, &spans(), 1.0, false).unwrap().logprobs);
         let learned = learn(&mut model, stage, false, dir.path());
@@ -354,6 +361,7 @@ fn adapters_a_value_head_bf16_and_lockstep_decoding_run_at_stage_3() {
     let dir = tempfile::tempdir().unwrap();
     let cases = [
         ("lora", "--use_peft --lora_r 4"),
+        ("dora", "--use_peft --lora_r 4 --use_dora --lora_modules_to_save embed_tokens,lm_head"),
         ("head", "--value_head true"),
         ("lockstep", "--ds3_gather_for_generation false"),
         ("offload", "--offload_optimizer true"),

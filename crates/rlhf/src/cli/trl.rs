@@ -223,23 +223,12 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
     (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
     (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
-    (Only(OFF, "adapters are plain LoRA"), TRAIN, &["use_dora"]),
     (
         Only(OFF, "weights are not quantized; dtype = bfloat16 halves frozen ones"),
         TRAIN,
         &["load_in_8bit", "load_in_4bit"],
     ),
     (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
-    (
-        Only(&["none", "score"], "only the head is trained in full beside the adapters"),
-        REWARD,
-        &["lora_modules_to_save"],
-    ),
-    (
-        Only(UNSET, "only adapters are trained where there are any"),
-        &["sft", "ppo", "grpo", "rloo"],
-        &["lora_modules_to_save"],
-    ),
     (Only(&["none", "causal_lm", "seq_cls"], "the command decides the task"), TRAIN, &["lora_task_type"]),
     (
         Only(UNSET, "dtype sets the dtype, and the model's folder the rest"),

@@ -3,13 +3,15 @@
 use super::BASE_MODEL;
 use super::linear::Linear;
 use super::lora::{
-    ALL_LINEAR, Adapter, ENDS, HEADS, LoraConfig, VALUE_HEAD, is_all_linear, is_below, is_in_head, is_named, is_trained,
+    Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, is_below, is_head, is_in_head, is_in_module,
 };
+use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, layer_of};
 use super::params::Param;
+use super::shape::Family;
 use crate::hub;
 use crate::weights::{self, Checkpoint, TensorSpec, pretty, read_json, write_text};
 use crate::{Error, Result};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
@@ -28,14 +30,18 @@ pub(crate) struct AdapterFolder {
 
 /// Settings of `adapter_config.json` that do not affect the numbers or are checked one by one. Every other setting
 /// must be off, as it means an adapter of another kind.
-const SETTINGS: [&str; 19] = [
+const SETTINGS: [&str; 25] = [
+    "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
     "bias",
     "ensure_weight_tying",
+    "exclude_modules",
     "fan_in_fan_out",
     "inference_mode",
     "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
     "lora_alpha",
     "lora_dropout",
     "megatron_core",
@@ -44,9 +50,11 @@ const SETTINGS: [&str; 19] = [
     "peft_version",
     "qalora_group_size",
     "r",
+    "rank_pattern",
     "revision",
     "target_modules",
     "task_type",
+    "use_dora",
     "use_rslora",
 ];
 
@@ -75,11 +83,9 @@ impl AdapterFolder {
         folder.expect(
             "init_lora_weights",
             drawn,
-            "true, false, gaussian, orthogonal or eva: others change the base",
+            "true, false, gaussian, orthogonal or eva: others change the base's weights, which this folder does not hold; \
+             PEFT converts such an adapter, save_pretrained with path_initial_model_for_weight_conversion",
         )?;
-        let heads = |v: &Value| HEADS.iter().any(|head| v == head);
-        let heads = |v: &Value| v.is_null() || v.as_array().is_some_and(|names| names.iter().all(heads));
-        folder.expect("modules_to_save", heads, "none but the head, classifier or score")?;
         let off = |v: &Value| match v {
             Value::Null | Value::Bool(false) => true,
             Value::Object(map) => map.is_empty(),
@@ -161,12 +167,13 @@ impl AdapterFolder {
     }
 
     /// The content of `adapter_config.json`, with the path under which the base was found. For a language model's adapter on a
-    /// classifier, the content with which it will be saved.
-    pub(super) fn described(&self, classifier: bool) -> Map<String, Value> {
+    /// classifier, the content with which it will be saved: `modules` are those of the base that it saves.
+    pub(super) fn described(&self, classifier: bool, modules: &[String]) -> Map<String, Value> {
         let mut described = self.described.clone();
         if classifier && self.check_task(true).is_err() {
+            let saved = modules.iter().map(String::as_str).chain(HEADS);
             described.insert("task_type".into(), "SEQ_CLS".into());
-            described.insert("modules_to_save".into(), json!(HEADS));
+            described.insert("modules_to_save".into(), saved.collect());
         }
         let named = described.get("base_model_name_or_path").and_then(Value::as_str).map(PathBuf::from);
         if let Some(name) = named.filter(|name| !name.is_dir())
@@ -178,21 +185,95 @@ impl AdapterFolder {
         described
     }
 
+    /// Whether an embedding that is trained in full stays the LM head.
+    pub(super) fn keeps_tie(&self) -> bool {
+        ties(&self.described)
+    }
+
     /// The settings that affect the numbers.
-    fn config(&self) -> Result<LoraConfig> {
+    pub(super) fn config(&self) -> Result<LoraConfig> {
         let get = |name: &str| self.described.get(name).unwrap_or(&Value::Null);
-        let r = get("r").as_u64().filter(|&r| r > 0 && r <= u32::MAX.into());
-        let r = r.ok_or_else(|| self.wrong("r", "a whole number of at least 1"))? as usize;
+        let r = whole(get("r")).ok_or_else(|| self.wrong("r", "a whole number of at least 1"))?;
         let alpha = get("lora_alpha").as_f64().ok_or_else(|| self.wrong("lora_alpha", "a number"))?;
         let dropout = get("lora_dropout").as_f64().unwrap_or(0.0);
         let target_modules = match get("target_modules") {
+            // A regular expression of excluded layers: the stored tensors determine the layers.
+            _ if get("exclude_modules").as_str().is_some_and(|text| !text.is_empty()) => None,
             Value::Array(names) => Some(names.iter().filter_map(|n| Some(n.as_str()?.to_string())).collect()),
             Value::String(name) if name.eq_ignore_ascii_case(ALL_LINEAR) => Some(vec![name.clone()]),
             // An expression, or PEFT's default: the stored tensors determine the layers.
             _ => None,
         };
-        let use_rslora = get("use_rslora") == &Value::Bool(true);
-        Ok(LoraConfig { r, alpha, dropout, target_modules, use_rslora })
+        let layers = match get("layers_to_transform") {
+            Value::Null => Some(Vec::new()),
+            Value::Array(layers) => layers.iter().map(|layer| Some(layer.as_u64()? as usize)).collect(),
+            layer => layer.as_u64().map(|layer| vec![layer as usize]),
+        };
+        Ok(LoraConfig {
+            r,
+            alpha,
+            dropout,
+            target_modules,
+            use_rslora: self.flag("use_rslora")?,
+            use_dora: self.flag("use_dora")?,
+            modules_to_save: self.names("modules_to_save")?,
+            rank_pattern: self.pattern("rank_pattern", "whole numbers of at least 1", whole)?,
+            alpha_pattern: self.pattern("alpha_pattern", "numbers", Value::as_f64)?,
+            exclude_modules: self.names("exclude_modules").or_else(|error| match get("exclude_modules") {
+                Value::String(_) => Ok(Vec::new()),
+                _ => Err(error),
+            })?,
+            layers_to_transform: layers
+                .ok_or_else(|| self.wrong("layers_to_transform", "the number of a layer, or a list of these"))?,
+        })
+    }
+
+    /// A setting that is true or false; false if it is missing.
+    fn flag(&self, name: &str) -> Result<bool> {
+        match self.described.get(name).unwrap_or(&Value::Null) {
+            Value::Null => Ok(false),
+            Value::Bool(on) => Ok(*on),
+            _ => Err(self.wrong(name, "true or false")),
+        }
+    }
+
+    /// A setting that is a list of names; empty if it is missing.
+    fn names(&self, name: &str) -> Result<Vec<String>> {
+        let found = match self.described.get(name).unwrap_or(&Value::Null) {
+            Value::Null => Some(Vec::new()),
+            Value::Array(names) => names.iter().map(|name| Some(name.as_str()?.to_string())).collect(),
+            _ => None,
+        };
+        found.ok_or_else(|| self.wrong(name, "a list of names"))
+    }
+
+    /// A setting that has values by the names of layers; empty if it is missing.
+    fn pattern<T>(
+        &self,
+        name: &str,
+        expected: &str,
+        value: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Vec<(String, T)>> {
+        let found = match self.described.get(name).unwrap_or(&Value::Null) {
+            Value::Null => Some(Vec::new()),
+            Value::Object(of) => of.iter().map(|(layer, v)| Some((layer.clone(), value(v)?))).collect(),
+            _ => None,
+        };
+        found.ok_or_else(|| self.wrong(name, &format!("{expected} by the names of layers")))
+    }
+
+    /// Checks that the list of layers that `layers_to_transform` counts is the model's.
+    fn check_list(&self, linears: &[&mut Linear]) -> Result<()> {
+        let lists = match self.described.get("layers_pattern").unwrap_or(&Value::Null) {
+            Value::String(list) if list.is_empty() => Vec::new(),
+            Value::String(list) => vec![list.clone()],
+            _ => self.names("layers_pattern")?,
+        };
+        let list = linears.iter().find_map(|linear| Some(layer_of(linear.name())?.0.to_string()));
+        match list.filter(|list| !lists.is_empty() && !lists.contains(list)) {
+            Some(list) => Err(self.wrong("layers_pattern", &format!("{list}, the name of the model's list of layers"))),
+            None => Ok(()),
+        }
     }
 
     /// Whether the weights hold the head `name`.
@@ -213,41 +294,94 @@ impl AdapterFolder {
         Err(Error::invalid(&self.dir, format!("expected {WEIGHTS}, found {found}")))
     }
 
-    /// Adds the adapter to `linears` and its matrices to `params`, and loads the head that was saved with it into `params`.
-    /// Changes nothing on an error.
+    /// Adds the adapter to `linears`; returns its tensors, and those of the modules that were saved with it. Changes nothing on an
+    /// error.
     ///
     /// # Errors
-    /// One error that lists all tensors that are missing, of another shape or unexpected.
-    pub(super) fn apply(&self, linears: Vec<&mut Linear>, params: &mut Vec<Param>, device: Device) -> Result<()> {
+    /// One error that lists all tensors that are missing, of another shape or unexpected; if a setting does not fit the model.
+    pub(super) fn apply(&self, linears: Vec<&mut Linear>, target: AdapterTarget<'_>) -> Result<LoadedAdapter> {
         let config = self.config()?;
+        self.check_list(&linears)?;
+        let AdapterTarget { family, classifier, .. } = target;
+        // The settings have the names of PEFT's, without the prefix of the flags.
+        let here = |error: Error| {
+            let message = error.to_string();
+            Error::invalid(self.dir.join(CONFIG), message.strip_prefix("lora_").unwrap_or(&message))
+        };
+        let sizes = config.sizes().map_err(here)?;
         let weights = self.weights()?;
-        let mut tensors = AdapterTensors { weights: &weights, device, read: Vec::new(), problems: Vec::new() };
-        let (mut adapters, mut heads) = (Vec::new(), Vec::new());
+        let (read, problems) = (Vec::new(), Vec::new());
+        let mut tensors = AdapterTensors { weights: &weights, device: target.device, read, problems };
+        let mut adapters = Vec::new();
         for linear in linears {
-            if let Some(adapter) = tensors.adapter(linear, &config)? {
+            if let Some(adapter) = tensors.adapter(linear, &config, &sizes)? {
                 adapters.push((linear, adapter));
             }
         }
-        let saves_head = self.described.get("modules_to_save").is_some_and(|v| !v.is_null());
-        for param in params.iter().filter(|param| is_trained(&param.name)) {
+        let lm_head = family.names.lm_head;
+        // Classifiers have no LM head, and one of PEFT's names of heads.
+        let (heads, modules): (Vec<String>, Vec<String>) = config.modules_to_save.iter().cloned().partition(|module| {
+            classifier
+                && (HEADS.contains(&module.as_str()) || is_in_module(lm_head, std::slice::from_ref(module)))
+        });
+        let of_base = LoraConfig { modules_to_save: modules, ..config };
+        let params = || target.params.iter().map(|param| param.name.as_str());
+        let saved = of_base.saved_params(family, params(), classifier).map_err(here)?;
+        let saves_head = heads.iter().any(|module| HEADS.contains(&module.as_str()));
+        let mut values = Vec::new();
+        for param in target.params {
             let name = stored_name(&param.name);
-            if !saves_head && weights.shape(&name).is_none() {
-                continue;
-            }
-            if let Some(head) = tensors.get(name, &param.tensor.size())? {
-                heads.push((param.tensor.shallow_clone(), head));
+            let of_head = is_head(&param.name) && (saves_head || weights.shape(&name).is_some());
+            if (of_head || saved.contains(&param.name))
+                && let Some(value) = tensors.get(name, &param.tensor.size())?
+            {
+                values.push((param.name.clone(), value));
             }
         }
+        if classifier || (target.tied && ties(&self.described)) {
+            tensors.read.push(stored_name(lm_head));
+        }
         tensors.finish(&self.dir)?;
+        let mut params = Vec::new();
         for (linear, adapter) in adapters {
             params.extend(adapter.params(linear.name()));
             linear.set_adapter(adapter);
         }
-        for (mut held, head) in heads {
-            tch::no_grad(|| held.copy_(&head));
-        }
-        Ok(())
+        Ok(LoadedAdapter { params, values, saved, modules: of_base.modules_to_save })
     }
+}
+
+/// A model that gets the adapter of a folder.
+#[derive(Clone, Copy)]
+pub(super) struct AdapterTarget<'a> {
+    pub(super) params: &'a [Param],
+    pub(super) device: Device,
+    pub(super) family: &'static Family,
+    pub(super) classifier: bool,
+    /// Whether the LM head is the embedding.
+    pub(super) tied: bool,
+}
+
+/// The tensors of an adapter's folder.
+pub(super) struct LoadedAdapter {
+    /// Those of the adapter.
+    pub(super) params: Vec<Param>,
+    /// The values of parameters of the base that were trained in full, f32.
+    pub(super) values: Vec<(String, Tensor)>,
+    /// The names of those that `modules_to_save` selects.
+    pub(super) saved: Vec<String>,
+    /// The modules of the base that were saved with the adapter, without heads that the base lacks.
+    pub(super) modules: Vec<String>,
+}
+
+/// Whether an embedding that is trained in full stays the LM head, by the content of `adapter_config.json`.
+pub(super) fn ties(described: &Map<String, Value>) -> bool {
+    described.get("ensure_weight_tying") == Some(&Value::Bool(true))
+}
+
+/// A whole number of at least 1 that fits a size.
+fn whole(value: &Value) -> Option<usize> {
+    value.as_u64().filter(|&number| number > 0 && number <= u32::MAX.into()).map(|number| number as usize)
 }
 
 /// Reads the tensors of an adapter's file and collects the problems.
@@ -278,19 +412,23 @@ impl AdapterTensors<'_> {
     }
 
     /// The adapter of `linear`, if `config` targets this layer.
-    fn adapter(&mut self, linear: &Linear, config: &LoraConfig) -> Result<Option<Adapter>> {
+    fn adapter(&mut self, linear: &Linear, config: &LoraConfig, sizes: &LayerSizes) -> Result<Option<Adapter>> {
         let base = stored_name(linear.name());
         let targeted = match config.target_modules.as_deref() {
-            Some(targets) => is_all_linear(targets) || targets.iter().any(|target| is_named(linear.name(), target)),
+            Some(targets) => config.targets(linear.name(), targets),
             None => ENDS.iter().any(|end| self.weights.shape(&format!("{base}.{end}")).is_some()),
         };
         if !targeted {
             return Ok(None);
         }
-        let ([width_in, width_out], r) = (linear.widths(), config.r as i64);
-        let a = self.get(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
-        let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
-        Ok(a.zip(b).map(|(a, b)| Adapter { a, b, scale: config.scale() }))
+        let ([width_in, width_out], LayerSize { r, scale }) = (linear.widths(), sizes.of(linear.name()));
+        let a = self.get(format!("{base}.{}", ENDS[0]), &[r as i64, width_in])?;
+        let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r as i64])?;
+        let magnitude = match config.use_dora {
+            true => self.get(format!("{base}.{MAGNITUDE}"), &[width_out])?.map(Magnitude::new),
+            false => None,
+        };
+        Ok(a.zip(b).map(|(a, b)| Adapter { a, b, scale, magnitude }))
     }
 
     /// Fails if there were problems, or if the file in `dir` has unexpected tensors.
@@ -324,18 +462,22 @@ pub(super) fn stored_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`, `tensor` returns a parameter's values.
+/// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`, `params` are the stored parameters with
+/// their names, `tensor` returns a parameter's values.
 pub(super) fn save(
     dir: &Path,
     described: &Map<String, Value>,
-    params: &[Param],
+    params: &[(&str, &Param)],
     mut tensor: impl FnMut(&Param) -> Result<Tensor>,
 ) -> Result<()> {
-    let trained: Vec<&Param> = params.iter().filter(|param| is_trained(&param.name)).collect();
-    let spec = |p: &&Param| TensorSpec { name: stored_name(&p.name), kind: Kind::Float, shape: p.tensor.size() };
-    let specs: Vec<TensorSpec> = trained.iter().map(spec).collect();
+    let spec = |(name, param): &(&str, &Param)| TensorSpec {
+        name: stored_name(name),
+        kind: Kind::Float,
+        shape: param.tensor.size(),
+    };
+    let specs: Vec<TensorSpec> = params.iter().map(spec).collect();
     weights::save_file_of(&dir.join(WEIGHTS), &specs, &mut |i| {
-        let tensor = tensor(trained[i])?.to_kind(Kind::Float);
+        let tensor = tensor(params[i].1)?.to_kind(Kind::Float);
         weights::check_finite(&specs[i].name, &tensor)?;
         Ok(tensor)
     })?;

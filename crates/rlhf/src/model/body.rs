@@ -1,12 +1,13 @@
 //! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
-use super::adapter_folder::AdapterFolder;
+use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::Batch;
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
 use super::layout::{Layout, rounded};
 use super::linear::Linear;
-use super::lora::{self, Adapter, Dropout, LoraConfig};
+use super::lora::{self, Adapter, Dropout};
+use super::lora_config::LoraConfig;
 use super::params::Param;
 use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
@@ -37,8 +38,8 @@ pub(super) struct Body {
     pub(super) origin: Option<PathBuf>,
     /// The content of `adapter_config.json`, if there is an adapter; without the base if the base is `origin`.
     pub(super) adapter: Option<Map<String, Value>>,
-    /// The base's heads, which are trained in full beside an adapter, as they were before training.
-    pub(super) base_head: Vec<(String, Tensor)>,
+    /// The base's values of the parameters that are trained in full beside an adapter: heads, and modules that are saved with it.
+    pub(super) originals: Vec<(String, Tensor)>,
     /// Whether training stores only the input of each layer and recomputes the layer in the backward pass.
     pub(super) gradient_checkpointing: bool,
     /// Number of leading parameters that are never trained.
@@ -105,7 +106,7 @@ impl Body {
             shared: 0,
             origin: None,
             adapter: None,
-            base_head: Vec::new(),
+            originals: Vec::new(),
             gradient_checkpointing: false,
             num_frozen: 0,
         }
@@ -149,10 +150,33 @@ impl Body {
         self.kind = Kind::Float;
     }
 
-    /// Copies of the heads that are trained in full beside an adapter.
-    fn heads(&self) -> Vec<(String, Tensor)> {
-        let heads = self.params.iter().filter(|param| lora::is_head(&param.name));
-        heads.map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
+    /// Whether a parameter is trained beside the frozen base.
+    pub(super) fn is_trained(&self, name: &str) -> bool {
+        lora::is_trained(name) || self.original(name).is_some()
+    }
+
+    /// The base's value of a parameter that is trained in full beside an adapter.
+    pub(super) fn original(&self, name: &str) -> Option<&Tensor> {
+        self.originals.iter().find(|(of, _)| of == name).map(|(_, tensor)| tensor)
+    }
+
+    /// Gives the parameters `names`, and the heads, memory of their own in f32, with the base's values or those of `values`. The
+    /// base keeps the memory that they had.
+    fn train_in_full(&mut self, names: &[String], values: Vec<(String, Tensor)>) {
+        for param in &mut self.params {
+            let is_head = lora::is_head(&param.name);
+            if !is_head && !names.contains(&param.name) {
+                continue;
+            }
+            let original = param.tensor.detach();
+            let value = values.iter().find(|(name, _)| *name == param.name).map(|(_, value)| value.shallow_clone());
+            let value = value.unwrap_or_else(|| original.to_kind(Kind::Float).copy());
+            // In all its handles, of which the layers have one.
+            param.tensor.set_data(&value);
+            self.originals.push((param.name.clone(), original));
+        }
+        // `set_data` does not change the version by which copies are renewed.
+        self.decoder.drop_copies();
     }
 
     /// The dtype that the base of an adapter was rounded to, if the run has to save that base.
@@ -160,12 +184,13 @@ impl Body {
         (self.narrowed && self.adapter.is_some() && self.origin.is_none()).then_some(self.kind)
     }
 
-    /// Sets which parameters require gradients. With an adapter only the adapter and a classifier's or value head do.
+    /// Sets which parameters require gradients. With an adapter only the adapter, what is saved with it and a classifier's or value
+    /// head do.
     pub(super) fn set_trainable(&mut self, trainable: bool) {
         let all = self.adapter.is_none();
-        for (at, param) in self.params.iter_mut().enumerate() {
-            let learns = trainable && at >= self.num_frozen && (all || lora::is_trained(&param.name));
-            let _ = param.tensor.requires_grad_(learns);
+        for (at, param) in self.params.iter().enumerate() {
+            let learns = trainable && at >= self.num_frozen && (all || self.is_trained(&param.name));
+            let _ = param.tensor.shallow_clone().requires_grad_(learns);
         }
     }
 
@@ -193,18 +218,21 @@ impl Body {
         classifier: bool,
     ) -> Result<()> {
         let (family, device) = (self.config.family, self.device);
+        let saved = config.saved_params(family, self.params.iter().map(|param| param.name.as_str()), classifier)?;
         let mut params = Vec::new();
         let mut linears = self.linears(head)?;
         let names: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
-        let chosen = config.choose(family, &names)?;
-        let mut linears: Vec<_> = linears.drain(..).zip(chosen).filter_map(|(l, chosen)| chosen.then_some(l)).collect();
-        for (index, linear) in linears.iter_mut().enumerate() {
-            let adapter = Adapter::fresh(config, linear.widths(), device, seed, index as u64)?;
+        let sizes = config.choose(family, &names)?;
+        let linears = linears.drain(..).zip(sizes).filter_map(|(linear, size)| Some((linear, size?)));
+        let mut layers = Vec::new();
+        for (index, (linear, size)) in linears.enumerate() {
+            let mut adapter = Adapter::fresh(size, linear.widths(), device, seed, index as u64)?;
+            adapter.magnitude = config.use_dora.then(|| linear.magnitude(&adapter));
             params.extend(adapter.params(linear.name()));
             linear.set_adapter(adapter);
+            layers.push(linear.name().to_string());
         }
-        let layers: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
-        self.base_head = self.heads();
+        self.train_in_full(&saved, Vec::new());
         self.params.extend(params);
         self.adapter = Some(config.describe(family, &layers, classifier));
         self.set_trainable(false);
@@ -218,14 +246,15 @@ impl Body {
         folder: &AdapterFolder,
         classifier: bool,
     ) -> Result<()> {
-        let heads = self.heads();
-        let mut params = std::mem::take(&mut self.params);
-        let device = self.device;
-        let applied = self.linears(head).and_then(|linears| folder.apply(linears, &mut params, device));
+        let params = std::mem::take(&mut self.params);
+        let (device, family) = (self.device, self.config.family);
+        let target = AdapterTarget { params: &params, device, family, classifier, tied: self.config.tie_word_embeddings };
+        let applied = self.linears(head).and_then(|linears| folder.apply(linears, target));
         self.params = params;
-        applied?;
-        self.base_head = heads;
-        self.adapter = Some(folder.described(classifier));
+        let loaded = applied?;
+        self.train_in_full(&loaded.saved, loaded.values);
+        self.params.extend(loaded.params);
+        self.adapter = Some(folder.described(classifier, &loaded.modules));
         self.set_trainable(false);
         Ok(())
     }
@@ -239,11 +268,24 @@ impl Body {
                 // f32, so that saving does not round the sum.
                 self.kind = Kind::Float;
             }
-            self.base_head.clear();
+            self.originals.clear();
             self.params.retain(|param| !lora::is_lora(&param.name));
             self.origin = None;
             self.set_trainable(false);
         }
+    }
+
+    /// Merges the adapter and rounds the model to the dtypes of its base, for saving; `lm_head` is a head of its own.
+    pub(super) fn merge_rounded(&mut self, adapted_head: Option<&mut Linear>, lm_head: Option<&mut Linear>) {
+        let originals = std::mem::take(&mut self.originals);
+        self.merge_adapter(adapted_head);
+        self.hold_as_computed(lm_head);
+        for param in self.params.iter_mut().filter(|param| !lora::is_head(&param.name)) {
+            if let Some((_, original)) = originals.iter().find(|(name, _)| *name == param.name) {
+                param.tensor.set_data(&param.tensor.detach().to_kind(original.kind()));
+            }
+        }
+        self.decoder.drop_copies();
     }
 
     /// Checks the input for mistakes of the caller on which libtorch would fail.

@@ -7,7 +7,8 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layout::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
-use super::lora::LoraConfig;
+use super::lora;
+use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
 use super::shape::Shape;
@@ -51,7 +52,7 @@ impl CausalLm {
         if let Some(folder) = AdapterFolder::find(dir)? {
             folder.check_task(false)?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, options)?;
-            model.body.load_adapter(None, &folder, false)?;
+            model.put_adapter(&folder)?;
             model.body.config.read_generation(dir)?;
             return Ok(model);
         }
@@ -114,10 +115,12 @@ impl CausalLm {
 
     /// Adds a new adapter, drawn from `seed`, and freezes the other weights. The adapter has no effect until it is trained.
     ///
+    /// An LM head that is tied to the embedding becomes a tensor of its own if the adapter saves one of the two, as in PEFT.
+    ///
     /// # Errors
-    /// If a target matches no layer; if the model has an adapter.
+    /// If a target, a pattern or a module to save matches nothing; if the model has an adapter.
     pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
-        self.body.add_adapter(None, config, seed, false)
+        self.untied_for(&config.modules_to_save, |model| model.body.add_adapter(None, config, seed, false))
     }
 
     /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.
@@ -127,13 +130,51 @@ impl CausalLm {
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
         let folder = AdapterFolder::open(dir)?;
         folder.check_task(false)?;
-        self.body.load_adapter(None, &folder, false)
+        self.put_adapter(&folder)
+    }
+
+    fn put_adapter(&mut self, folder: &AdapterFolder) -> Result<()> {
+        let modules = if folder.keeps_tie() { Vec::new() } else { folder.config()?.modules_to_save };
+        self.untied_for(&modules, |model| model.body.load_adapter(None, folder, false))
+    }
+
+    /// Calls `add`, with a head of its own if the head is the embedding and `modules` select one of the two. Without effect on an
+    /// error.
+    fn untied_for(&mut self, modules: &[String], add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let names = &self.body.config.family.names;
+        let embedding = format!("{}.weight", names.embed);
+        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_module(name, modules));
+        if !self.body.config.tie_word_embeddings || !unties || self.body.adapter.is_some() {
+            let added = add(self);
+            self.lm_head.linear.drop_copies();
+            return added;
+        }
+        let (config, softcap) = (self.body.config.clone(), self.body.config.final_softcap);
+        let head = |weight: &Tensor| LmHead::new(weight.shallow_clone(), softcap, self.body.decoder.compute);
+        // It shares the memory of the embedding until one of the two gets memory of its own.
+        let weight = self.body.decoder.embedding().detach();
+        let (tied, own) = (head(&self.body.decoder.embedding()), head(&weight));
+        self.lm_head = own;
+        self.body.config.untie();
+        self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true });
+        let added = add(self);
+        if added.is_err() {
+            (self.body.config, self.lm_head) = (config, tied);
+            self.body.params.pop();
+        }
+        added
     }
 
     /// Merges the adapter, if there is one, into the weights. The sums are computed and held in f32, so a low-precision model is
     /// saved in f32 unless [`CausalLm::hold_as_computed`] rounds it again.
     pub fn merge_adapter(&mut self) {
         self.body.merge_adapter(None);
+    }
+
+    /// Merges the adapter and rounds the model to the dtypes of its base, for saving.
+    pub(crate) fn merge_rounded(&mut self) {
+        let own_head = !self.body.config.tie_word_embeddings;
+        self.body.merge_rounded(None, own_head.then_some(&mut self.lm_head.linear));
     }
 
     /// Whether the model has an adapter.
@@ -166,13 +207,18 @@ impl CausalLm {
         self.body.rounded_base()
     }
 
-    /// The model without its adapter: a view of the same weights. It takes no memory except for copies of weights in the dtype of
-    /// products, where that dtype is narrower.
+    /// The model without its adapter: a view of the same weights, and of the base's values of modules that are saved with the
+    /// adapter. It takes no memory except for copies of weights in the dtype of products, where that dtype is narrower.
     ///
     /// # Errors
     /// None for a model that was built.
     pub fn base(&self) -> Result<Self> {
-        self.viewing(&self.body.params, self.body.params.len())
+        let params = self.body.params.iter().map(|Param { name, tensor, decay }| {
+            let tensor = self.body.original(name).unwrap_or(tensor).shallow_clone();
+            Param { name: name.clone(), tensor, decay: *decay }
+        });
+        let params: Vec<Param> = params.collect();
+        self.viewing(&params, params.len())
     }
 
     /// Freezes the embeddings and the first `layers` layers permanently and returns a frozen copy of the model that shares

@@ -7,7 +7,8 @@ use super::body::{Body, Gathered};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape, Norm};
-use super::lora::{DropoutRows, LoraConfig};
+use super::lora::DropoutRows;
+use super::lora_config::LoraConfig;
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::shape::{HeadActivation, HeadNames, Pooling};
 use super::shard::Shards;
@@ -226,6 +227,11 @@ impl SequenceClassifier {
     /// Merges the adapter, if there is one, as [`super::CausalLm::merge_adapter`].
     pub fn merge_adapter(&mut self) {
         self.body.merge_adapter(self.head.inner());
+    }
+
+    /// As [`super::CausalLm::merge_rounded`].
+    pub(crate) fn merge_rounded(&mut self) {
+        self.body.merge_rounded(self.head.inner(), None);
     }
 
     /// As [`super::CausalLm::hold_as_computed`]; the head's product is always computed in f32.

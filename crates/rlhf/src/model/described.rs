@@ -4,7 +4,8 @@ use super::body::activation_bytes;
 use super::classifier::{Head, SCORE_HEADS};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
-use super::lora::{self, LoraConfig};
+use super::lora::{self, LayerSize};
+use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Source};
 use super::shape::{Activation, ExpertNames, MlpIn, Order};
 use crate::{Error, Result};
@@ -72,6 +73,8 @@ pub(crate) struct Held {
     pub(crate) trained: usize,
     /// Bytes of the weights.
     pub(crate) weights: usize,
+    /// Bytes of the base's values of modules that are trained in full beside an adapter, which no rank divides.
+    pub(crate) originals: usize,
     /// Bytes of the permanent copies in a narrower dtype of products.
     pub(crate) copies: usize,
     /// Bytes of the largest temporary copy in a wider dtype of products.
@@ -259,9 +262,19 @@ impl ModelSizes {
                 }
             }
         };
-        let (mut copies, mut widened, mut widened_layers) = (0, 0, 0);
+        let (mut copies, mut widened, mut widened_layers, mut originals) = (0, 0, 0, 0);
         let first = self.first_own(holding);
-        for (at, tensor) in self.tensors.iter().enumerate() {
+        let (tensors, saved) = self.with_saved(holding)?;
+        for (at, tensor) in tensors.iter().enumerate() {
+            if saved.contains(&tensor.name) {
+                // Trained in f32; the base's own values stay beside it.
+                add(tensor.layer, tensor.numel, Kind::Float, true);
+                originals += tensor.numel * holding.kind(tensor, dtype, compute).elt_size_in_bytes();
+                if compute != Kind::Float && matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding) {
+                    copies += tensor.numel * compute.elt_size_in_bytes();
+                }
+                continue;
+            }
             let own = at >= first || matches!(holding, Holding::Trained(_));
             // Memory that is shared with a trained model is f32.
             let kind = if own { holding.kind(tensor, dtype, compute) } else { Kind::Float };
@@ -280,13 +293,18 @@ impl ModelSizes {
             }
         }
         if let Holding::Adapted(lora) = holding {
-            for linear in self.adapted(lora)? {
-                add(self.layer_of(&linear.name), lora.r * (linear.widths[0] + linear.widths[1]), Kind::Float, true);
+            for (linear, size) in self.adapted(lora)? {
+                let magnitudes = if lora.use_dora { linear.widths[1] } else { 0 };
+                let numel = size.r * (linear.widths[0] + linear.widths[1]) + magnitudes;
+                add(self.layer_of(&linear.name), numel, Kind::Float, true);
             }
         }
         held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
         held.trained_layer = layers.values().map(|[_, trained]| *trained).max().unwrap_or(0);
         (held.copies, held.widened, held.widened_layers) = (copies, widened, widened_layers);
+        // A head that was tied shares the memory of the embedding until both are trained.
+        let shared = tensors.len() > self.tensors.len() && originals > 0;
+        held.originals = originals - if shared { self.tied_bytes(holding, dtype, compute) } else { 0 };
         Ok(held)
     }
 
@@ -299,18 +317,46 @@ impl ModelSizes {
             .unwrap_or(self.tensors.len())
     }
 
+    /// The tensors, and the names of those that are trained in full beside an adapter, without heads. A tied LM head is among the
+    /// tensors if it is trained apart from the embedding.
+    fn with_saved(&self, holding: Holding<'_>) -> Result<(Vec<TensorSize>, Vec<String>)> {
+        let mut tensors = self.tensors.clone();
+        let Holding::Adapted(lora) = holding else { return Ok((tensors, Vec::new())) };
+        let tied = self.tied().map(|at| (at, self.config.family.names.lm_head));
+        let is_saved = |name: &str| lora::is_in_module(name, &lora.modules_to_save);
+        if let Some((at, lm_head)) = tied.filter(|(at, lm_head)| is_saved(lm_head) || is_saved(&tensors[*at].name)) {
+            tensors.push(TensorSize { name: lm_head.into(), ..tensors[at].clone() });
+            tensors[at].role = TensorRole::Other;
+        }
+        let names = tensors.iter().map(|tensor| tensor.name.as_str());
+        let mut saved = lora.saved_params(self.config.family, names, self.is_classifier)?;
+        saved.retain(|name| !lora::is_head(name));
+        Ok((tensors, saved))
+    }
+
+    /// Place of the embedding that is the LM head too.
+    fn tied(&self) -> Option<usize> {
+        self.tensors.iter().position(|tensor| tensor.role == TensorRole::TiedEmbedding)
+    }
+
+    /// Bytes of the embedding that is the LM head too.
+    fn tied_bytes(&self, holding: Holding<'_>, dtype: Option<Kind>, compute: Kind) -> usize {
+        let tied = self.tied().map(|at| &self.tensors[at]);
+        tied.map_or(0, |tensor| tensor.numel * holding.kind(tensor, dtype, compute).elt_size_in_bytes())
+    }
+
     fn layer_of(&self, linear: &str) -> Option<usize> {
         self.tensors.iter().find(|tensor| tensor.name.strip_suffix(".weight") == Some(linear))?.layer
     }
 
-    /// The linear layers that get an adapter.
-    fn adapted(&self, lora: &LoraConfig) -> Result<Vec<&LinearSize>> {
+    /// The linear layers that get an adapter, with its size.
+    fn adapted(&self, lora: &LoraConfig) -> Result<Vec<(&LinearSize, LayerSize)>> {
         let experts = self.config.family.names.experts;
         let linears: Vec<&LinearSize> =
             self.linears.iter().filter(|linear| !experts.is_some_and(|experts| experts.has(&linear.name))).collect();
         let names: Vec<String> = linears.iter().map(|linear| linear.name.clone()).collect();
         let chosen = lora.choose(self.config.family, &names)?;
-        Ok(linears.into_iter().zip(chosen).filter_map(|(linear, chosen)| chosen.then_some(linear)).collect())
+        Ok(linears.into_iter().zip(chosen).filter_map(|(linear, size)| Some((linear, size?))).collect())
     }
 
     /// Activation bytes per token, by which the size of micro-batches is chosen.
@@ -359,7 +405,14 @@ impl ModelSizes {
                     (false, true) => 1,
                     (false, false) => 0,
                 };
-                let of_linear = |linear: &&LinearSize| lora.r * 4 + linear.widths[0] * held;
+                // DoRA stores both products in f32, and its input.
+                let dora = |linear: &LinearSize| match lora.use_dora {
+                    true => 8 * linear.widths[1] + if drops { 0 } else { 4 * linear.widths[0] },
+                    false => 0,
+                };
+                let of_linear = |(linear, size): &(&LinearSize, LayerSize)| {
+                    size.r * 4 + linear.widths[0] * held + dora(linear)
+                };
                 self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / c.num_hidden_layers.max(1) as usize
             }
         };
@@ -530,6 +583,36 @@ mod tests {
                 assert_eq!(held(Holding::Trained(1), None)[2], real(trained.params())[2], "{name}");
                 let upper = &reference.params()[reference.body.shared..];
                 assert_eq!(held(Holding::Frozen(1), Some(Kind::Float))[1], real(upper)[1], "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_with_dora_and_modules_that_are_trained_in_full_are_those_of_the_real_tensors() {
+        for (name, modules) in [
+            ("llama_tied", "embed_tokens"),
+            ("llama_tied", "lm_head norm"),
+            ("llama_tied", "embed_tokens lm_head"),
+            ("llama_untied", "embed_tokens lm_head mlp"),
+        ] {
+            let modules: Vec<String> = modules.split(' ').map(str::to_string).collect();
+            let lora = LoraConfig { use_dora: true, modules_to_save: modules.clone(), ..lora() };
+            let dir = golden(name);
+            let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
+            for (precision, compute) in [(Precision::F32, Kind::Float), (Precision::Bf16, Kind::BFloat16)] {
+                let options = ModelOptions { dtype: Dtype::BFloat16, precision, ..Default::default() };
+                let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
+                model.prepare(true);
+                model.add_adapter(&lora, 1).unwrap();
+                model.set_trainable(true);
+                let held = sizes.held(Holding::Adapted(&lora), Some(Kind::BFloat16), compute).unwrap();
+                assert_eq!(planned(held), real(model.params()), "{name}, {modules:?}");
+                // The base's values in bf16, and a view of them in a reference model.
+                let embedding = 2 * sizes.products()[1];
+                let both = modules.len() > 1 && modules[1] == "lm_head";
+                let expected = if name == "llama_tied" { if both { embedding } else { 0 } } else { held.originals };
+                let norm = if modules.contains(&"norm".to_string()) { 2 * 32 * 5 } else { 0 };
+                assert_eq!(held.originals, expected + norm, "{name}, {modules:?}");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Layers with weights: linear layers and norms, with weights held in any float dtype.
 
-use super::lora::{Adapter, Dropout};
+use super::lora::{Adapter, Dropout, Magnitude};
 use super::params::{Builder, Init};
 use super::shape::{NormKind, Shape};
 use super::{plain, uses_kernels};
@@ -131,14 +131,36 @@ impl Linear {
         self.adapter = Some(adapter);
     }
 
+    /// The magnitudes with which `adapter` changes nothing: the norms of the rows of the adapted weight.
+    pub(super) fn magnitude(&self, adapter: &Adapter) -> Magnitude {
+        Magnitude::new(tch::no_grad(|| self.norms(&self.adapted(&self.used(), adapter)).view([-1])))
+    }
+
+    /// The weight that products use, in f32.
+    fn used(&self) -> Tensor {
+        self.weight.used(self.compute).to_kind(Kind::Float)
+    }
+
+    /// W + `scale * B A` in the layout of the weight, for W in f32.
+    fn adapted(&self, weight: &Tensor, adapter: &Adapter) -> Tensor {
+        let delta = adapter.delta();
+        weight + if self.transposed { delta.tr() } else { delta }
+    }
+
+    /// The norms of the rows of `[out, in]` as a column; for a weight in GPT-2's layout those of its columns, as a row.
+    fn norms(&self, weight: &Tensor) -> Tensor {
+        weight.norm_scalaropt_dim(2, [if self.transposed { 0i64 } else { 1 }], true)
+    }
+
     /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32. Returns whether the weight had
     /// lower precision.
     pub(crate) fn merge(&mut self) -> bool {
         let Some(adapter) = self.adapter.take() else { return false };
         let sum = tch::no_grad(|| {
-            let delta = adapter.delta();
-            let delta = if self.transposed { delta.tr() } else { delta };
-            self.weight.held.to_kind(Kind::Float) + delta
+            let sum = self.adapted(&self.weight.held.to_kind(Kind::Float), &adapter);
+            let Some(magnitude) = &adapter.magnitude else { return sum };
+            let norms = self.norms(&sum);
+            sum * (magnitude.weight().view_as(&norms) / norms)
         });
         let narrow = self.weight.held.kind() != Kind::Float;
         match narrow {
@@ -163,24 +185,45 @@ impl Linear {
 
     /// [`Linear::forward`] with dropout before the adapter.
     pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        // On every device: this kernel reuses the copy of the weight and accumulates its gradient in place.
-        let out = if !plain() {
+        let Some(adapter) = &self.adapter else { return self.product(x, true) };
+        if dropout.is_none() && adapter.magnitude.is_none() && !plain() {
             let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
-            if let Some(adapter) = self.adapter.as_ref().filter(|_| dropout.is_none()) {
-                return tch_ext::adapted_linear(x, &weight, bias.as_ref(), self.transposed, adapter.low_rank());
-            }
-            let bias = self.bias.as_ref().map(|b| &b.held).zip(bias.as_ref());
-            tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed)
-        } else {
-            let weight = self.weight.held.to_kind(self.compute);
-            let weight = if self.transposed { weight.tr() } else { weight };
-            let bias = self.bias.as_ref().map(|bias| bias.held.to_kind(self.compute));
-            x.to_kind(self.compute).linear(&weight, bias.as_ref())
-        };
-        match &self.adapter {
-            Some(adapter) => (out + adapter.forward(x, dropout)).to_kind(self.compute),
-            None => out,
+            return tch_ext::adapted_linear(x, &weight, bias.as_ref(), self.transposed, adapter.low_rank());
         }
+        let out = self.product(x, true);
+        let x = x.to_kind(Kind::Float);
+        let x = dropout.map_or_else(|| x.shallow_clone(), |dropout| dropout.apply(&x));
+        let out = match &adapter.magnitude {
+            None => out + adapter.product(&x),
+            Some(magnitude) => {
+                let versions = [&adapter.a, &adapter.b, &self.weight.held].map(Tensor::internal_version);
+                let norms = || self.norms(&self.adapted(&self.used(), adapter)).view([-1]);
+                let factor = magnitude.factor(versions, norms);
+                // As in PEFT: the bias is not scaled, and with dropout the scaled product is that of the remaining inputs.
+                let product = match (dropout, &self.bias) {
+                    (Some(_), _) => self.product(&x, false).to_kind(Kind::Float),
+                    (None, Some(bias)) => out.to_kind(Kind::Float) - bias.used(self.compute),
+                    (None, None) => out.to_kind(Kind::Float),
+                };
+                out + (&factor - 1.0) * product + factor * adapter.product(&x)
+            }
+        };
+        out.to_kind(self.compute)
+    }
+
+    /// The layer's product without its adapter, in the dtype of products.
+    fn product(&self, x: &Tensor, with_bias: bool) -> Tensor {
+        let bias = self.bias.as_ref().filter(|_| with_bias);
+        // On every device: this kernel reuses the copy of the weight and accumulates its gradient in place.
+        if !plain() {
+            let (weight, used) = (self.weight.used(self.compute), bias.map(|b| b.used(self.compute)));
+            let bias = bias.map(|b| &b.held).zip(used.as_ref());
+            return tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed);
+        }
+        let weight = self.weight.held.to_kind(self.compute);
+        let weight = if self.transposed { weight.tr() } else { weight };
+        let bias = bias.map(|bias| bias.held.to_kind(self.compute));
+        x.to_kind(self.compute).linear(&weight, bias.as_ref())
     }
 
     /// Whether products use a copy of a tensor in another dtype.

@@ -1,19 +1,17 @@
-//! Low-rank adapters (LoRA): small trained matrices beside frozen weights, and their settings.
+//! Low-rank adapters (LoRA and DoRA): small trained tensors beside frozen weights, and the dropout before them.
 
 use super::params::Param;
-use super::shape::Family;
-use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
+use crate::Result;
 use crate::rng::{Purpose, Stream};
-use crate::{Error, Result};
-use clap::Args;
-use serde::Serialize;
-use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// Suffixes of the names of an adapter's two tensors.
+/// Suffixes of the names of an adapter's two matrices.
 pub(super) const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+
+/// Suffix of the name of DoRA's magnitudes, as PEFT stores them.
+pub(super) const MAGNITUDE: &str = "lora_magnitude_vector";
 
 /// PEFT's names of classifiers' heads, which are trained in full and saved with the adapter.
 pub(super) const HEADS: [&str; 2] = ["classifier", "score"];
@@ -21,173 +19,12 @@ pub(super) const HEADS: [&str; 2] = ["classifier", "score"];
 /// Name of the value head on the trunk of a language model.
 pub(super) const VALUE_HEAD: &str = "v_head";
 
-/// Target that selects every linear layer except the output head.
-pub(super) const ALL_LINEAR: &str = "all-linear";
-
-/// Configuration of a new low-rank adapter; the defaults are those of TRL.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LoraConfig {
-    /// The rank.
-    pub r: usize,
-    /// The adapter's product is scaled by `alpha / r`.
-    pub alpha: f64,
-    /// Dropout probability of the adapter's inputs in SFT and reward training; PPO applies no dropout.
-    pub dropout: f64,
-    /// The linear layers with adapters: suffixes of their names, or `all-linear`; `None` selects the family's default.
-    pub target_modules: Option<Vec<String>>,
-    /// Scale by `alpha / sqrt(r)` (rank-stabilized LoRA), so that a higher rank does not mean smaller steps.
-    pub use_rslora: bool,
-}
-
-impl Default for LoraConfig {
-    fn default() -> Self {
-        Self { r: 16, alpha: 32.0, dropout: 0.05, target_modules: None, use_rslora: false }
-    }
-}
-
-impl LoraConfig {
-    pub(super) fn scale(&self) -> f64 {
-        let r = self.r as f64;
-        self.alpha / if self.use_rslora { r.sqrt() } else { r }
-    }
-
-    /// The content of `adapter_config.json` for an adapter of `layers`, without the base.
-    pub(super) fn describe(&self, family: &Family, layers: &[String], classifier: bool) -> Map<String, Value> {
-        // PEFT does not know suffixes that end with a dot, so the layers are listed.
-        let all = self
-            .target_modules
-            .as_deref()
-            .is_some_and(|names| is_all_linear(names) || names.iter().any(|n| is_part(n)));
-        let targets = match &self.target_modules {
-            Some(names) if !all => json!(names),
-            Some(_) => json!(layers),
-            None => json!(family.names.lora_targets),
-        };
-        let alpha = if self.alpha.fract() == 0.0 { json!(self.alpha as i64) } else { json!(self.alpha) };
-        let described = json!({
-            "bias": "none",
-            "fan_in_fan_out": family.names.transposed,
-            "inference_mode": true,
-            "init_lora_weights": true,
-            "lora_alpha": alpha,
-            "lora_dropout": self.dropout,
-            "modules_to_save": classifier.then_some(HEADS),
-            "peft_type": "LORA",
-            "r": self.r,
-            "target_modules": targets,
-            "task_type": family.peft_task(classifier),
-            "use_dora": false,
-            "use_rslora": self.use_rslora,
-        });
-        described.as_object().cloned().unwrap_or_default()
-    }
-
-    /// Selects the linear layers that get an adapter: one entry per layer.
-    ///
-    /// # Errors
-    /// If a target matches none of them; if the rank is 0.
-    pub(super) fn choose(&self, family: &Family, layers: &[String]) -> Result<Vec<bool>> {
-        if self.r == 0 {
-            return Err(Error::Usage("lora_r = 0: expected at least 1".into()));
-        }
-        let own = || family.names.lora_targets.iter().map(ToString::to_string).collect();
-        let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(own);
-        if is_all_linear(&targets) {
-            return Ok(vec![true; layers.len()]);
-        }
-        if let Some(target) = targets.iter().find(|target| !layers.iter().any(|layer| is_named(layer, target))) {
-            let mut known: Vec<&str> = layers.iter().filter_map(|layer| layer.rsplit('.').next()).collect();
-            known.sort_unstable();
-            known.dedup();
-            return Err(Error::Usage(format!(
-                "lora_target_modules: expected linear layers of {}, found `{target}`; there are {}, and {ALL_LINEAR}",
-                family.name,
-                known.join(", ")
-            )));
-        }
-        Ok(layers.iter().map(|layer| targets.iter().any(|target| is_named(layer, target))).collect())
-    }
-}
-
-/// Maximum rank of an adapter: above any model's width.
-pub(crate) const MOST_RANK: usize = 1 << 16;
-
-/// Settings of low-rank adapters (LoRA) that are trained in place of all weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct PeftConfig {
-    /// Train LoRA adapters; the model's own weights are frozen and stay in the checkpoint's dtype.
-    #[arg(long, help_heading = LORA)]
-    pub use_peft: bool,
-    /// Rank of the LoRA adapters.
-    #[arg(long, help_heading = LORA, default_value_t = 16)]
-    pub lora_r: usize,
-    /// LoRA alpha: an adapter's product is scaled by `lora_alpha / lora_r`.
-    #[arg(long, help_heading = LORA, default_value_t = 32)]
-    pub lora_alpha: usize,
-    /// Dropout of the adapters' inputs in SFT and reward training. PPO applies none: its first probability ratios must be 1.
-    #[arg(long, help_heading = LORA, default_value_t = 0.05)]
-    pub lora_dropout: f64,
-    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: those usual for the model family].
-    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
-    pub lora_target_modules: Vec<String>,
-    /// Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.
-    #[arg(long, help_heading = LORA)]
-    pub use_rslora: bool,
-}
-
-impl PeftConfig {
-    /// Returns the adapter of these settings; `None` without `use_peft`.
-    pub fn lora(&self) -> Option<LoraConfig> {
-        let targets = &self.lora_target_modules;
-        self.use_peft.then(|| LoraConfig {
-            r: self.lora_r,
-            alpha: self.lora_alpha as f64,
-            dropout: self.lora_dropout,
-            target_modules: (!targets.is_empty()).then(|| targets.clone()),
-            use_rslora: self.use_rslora,
-        })
-    }
-
-    pub(crate) fn check(&self) -> Result<()> {
-        if !self.use_peft && *self != defaults() {
-            return usage(
-                "settings of LoRA are given, and use_peft = false: set --use_peft, else all weights are trained",
-            );
-        }
-        let below_one = (0.0..1.0).contains(&self.lora_dropout);
-        all([
-            at_least_one("lora_r", self.lora_r),
-            expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}")),
-            at_least_one("lora_alpha", self.lora_alpha),
-            expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1"),
-        ])
-    }
-}
-
-pub(super) fn is_all_linear(targets: &[String]) -> bool {
-    matches!(targets, [only] if only.eq_ignore_ascii_case(ALL_LINEAR))
-}
-
-/// Whether a target matches any part of a layer's name, as DeepSpeed-Chat's `decoder.layers.` does.
-fn is_part(target: &str) -> bool {
-    target.ends_with('.')
-}
-
-/// Whether `target` is the layer's whole name or its last parts; if it ends with a dot, any part.
-pub(super) fn is_named(layer: &str, target: &str) -> bool {
-    if is_part(target) {
-        return layer.contains(target);
-    }
-    layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-}
-
-/// Whether a parameter of this name is one of an adapter's matrices.
+/// Whether a parameter of this name is one of an adapter's tensors.
 pub(super) fn is_lora(name: &str) -> bool {
-    ENDS.iter().any(|end| name.ends_with(end))
+    ENDS.iter().any(|end| name.ends_with(end)) || name.ends_with(MAGNITUDE)
 }
 
-/// Whether a parameter of this name is trained beside a frozen base: an adapter's matrix, or a classifier's or value head.
+/// Whether a parameter of this name is trained beside any frozen base: an adapter's tensor, or a classifier's or value head.
 pub(super) fn is_trained(name: &str) -> bool {
     is_lora(name) || is_below(name, VALUE_HEAD) || HEADS.iter().any(|head| is_below(name, head))
 }
@@ -202,12 +39,25 @@ pub(super) fn is_below(name: &str, module: &str) -> bool {
     name.strip_prefix(module).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
+/// Whether `name` is a tensor or a layer of a module whose name ends with one of `modules`, as PEFT selects `modules_to_save`.
+pub(super) fn is_in_module(name: &str, modules: &[String]) -> bool {
+    let parents = name.match_indices('.').map(|(at, _)| &name[..at]);
+    parents.into_iter().any(|parent| modules.iter().any(|module| parent.ends_with(module)))
+}
+
 /// Whether the layer is part of a head that is trained in full, which gets no adapter.
 pub(super) fn is_in_head(layer: &str) -> bool {
     HEADS.iter().any(|head| is_below(layer, head))
 }
 
-/// The two matrices beside one weight: `scale * B A` is added to it. They are always f32.
+/// Rank and scale of the adapter of one layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct LayerSize {
+    pub(super) r: usize,
+    pub(super) scale: f64,
+}
+
+/// The tensors beside one weight W, which becomes W + `scale * B A`. They are always f32.
 #[derive(Debug)]
 pub(crate) struct Adapter {
     /// `[r, in]`.
@@ -215,27 +65,61 @@ pub(crate) struct Adapter {
     /// `[out, r]`.
     pub(super) b: Tensor,
     pub(super) scale: f64,
+    /// The magnitudes of DoRA; `None` for LoRA.
+    pub(super) magnitude: Option<Magnitude>,
+}
+
+/// DoRA's trained norms of the rows of a weight, whose directions are those of W + `scale * B A` (Liu et al. 2024, eq. 5).
+#[derive(Debug)]
+pub(super) struct Magnitude {
+    /// `[out]`.
+    weight: Tensor,
+    /// The norms of the rows of W + `scale * B A`, `[out]`, with the versions of A, B and W that they were computed from.
+    norms: RefCell<Option<([i64; 3], Tensor)>>,
+}
+
+impl Magnitude {
+    pub(super) fn new(weight: Tensor) -> Self {
+        Self { weight, norms: RefCell::new(None) }
+    }
+
+    pub(super) fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The trained norms divided by the norms that A, B and W have in these `versions`, `[out]`. The latter are constants in the
+    /// backward pass (section 4.3 of the paper), and are computed again by `norms` only after an optimizer step.
+    pub(super) fn factor(&self, versions: [i64; 3], norms: impl FnOnce() -> Tensor) -> Tensor {
+        let mut known = self.norms.borrow_mut();
+        if known.as_ref().is_none_or(|(of, _)| *of != versions) {
+            *known = Some((versions, tch::no_grad(norms)));
+        }
+        let (_, norms) = known.as_ref().expect("it was just computed");
+        &self.weight / norms
+    }
 }
 
 impl Adapter {
-    /// Initializes an adapter without effect: A as PEFT draws it, uniform within 1 / sqrt(in), B zeros.
-    pub(super) fn fresh(config: &LoraConfig, widths: [i64; 2], device: Device, seed: u64, index: u64) -> Result<Self> {
-        let ([width_in, width_out], r) = (widths, config.r as i64);
+    /// Initializes an adapter without effect: A as PEFT draws it, uniform within 1 / sqrt(in), B zeros; no magnitudes.
+    pub(super) fn fresh(size: LayerSize, widths: [i64; 2], device: Device, seed: u64, index: u64) -> Result<Self> {
+        let ([width_in, width_out], r) = (widths, size.r as i64);
         let mut stream = Stream::new(seed, Purpose::Adapter, index, 0);
         let bound = (width_in as f64).sqrt().recip();
         let drawn: Vec<f32> = (0..r * width_in).map(|_| ((2.0 * stream.uniform() - 1.0) * bound) as f32).collect();
         let a = Tensor::f_from_slice(&drawn)?.view([r, width_in]).to_device(device);
         let b = Tensor::f_zeros([width_out, r], (Kind::Float, device))?;
-        Ok(Self { a, b, scale: config.scale() })
+        Ok(Self { a, b, scale: size.scale, magnitude: None })
     }
 
-    pub(super) fn params(&self, layer: &str) -> [Param; 2] {
-        let param = |end: &str, tensor: &Tensor| Param {
+    pub(super) fn params(&self, layer: &str) -> Vec<Param> {
+        let magnitude = self.magnitude.as_ref().map(|magnitude| (MAGNITUDE, &magnitude.weight));
+        let tensors = [(ENDS[0], &self.a), (ENDS[1], &self.b)].into_iter().chain(magnitude);
+        let param = |(end, tensor): (&str, &Tensor)| Param {
             name: format!("{layer}.{end}"),
             tensor: tensor.shallow_clone(),
             decay: true,
         };
-        [param(ENDS[0], &self.a), param(ENDS[1], &self.b)]
+        tensors.map(param).collect()
     }
 
     /// The matrices, for the kernel.
@@ -243,10 +127,8 @@ impl Adapter {
         tch_ext::LowRank { a: &self.a, b: &self.b, scale: self.scale }
     }
 
-    /// The term added to the layer's output, f32.
-    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let x = x.to_kind(Kind::Float);
-        let x = dropout.map_or_else(|| x.shallow_clone(), |dropout| dropout.apply(&x));
+    /// `scale * (x A^T) B^T`, f32, for `x` in f32.
+    pub(super) fn product(&self, x: &Tensor) -> Tensor {
         x.linear::<&Tensor>(&self.a, None).linear::<&Tensor>(&self.b, None) * self.scale
     }
 
@@ -302,7 +184,7 @@ impl Dropout {
     }
 
     /// `x` `[N, width]` with some elements set to 0 and the others scaled, so that the expectation is unchanged.
-    fn apply(&self, x: &Tensor) -> Tensor {
+    pub(super) fn apply(&self, x: &Tensor) -> Tensor {
         let width = x.size()[1];
         let mut dropped = Vec::with_capacity(x.numel());
         for (stream, len) in self.streams.borrow_mut().iter_mut().zip(&self.lens) {
@@ -341,8 +223,11 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_a_whole_name_or_its_last_parts() {
-        assert!(is_named("h.0.attn.c_attn", "c_attn") && is_named("h.0.attn.c_attn", "attn.c_attn"));
-        assert!(is_named("c_attn", "c_attn") && !is_named("h.0.attn.c_attn", "attn") && !is_named("xc_attn", "c_attn"));
+    fn a_module_is_selected_by_the_end_of_its_name_with_all_its_tensors_as_in_peft() {
+        let is = |name: &str, module: &str| is_in_module(name, &[module.to_string()]);
+        assert!(is("model.embed_tokens.weight", "embed_tokens") && is("model.norm.weight", "norm"));
+        assert!(is("model.layers.0.input_layernorm.weight", "norm") && is("model.layers.0.mlp.up_proj.weight", "mlp"));
+        assert!(is("model.layers.0.mlp.up_proj.weight", "layers.0") && !is("model.layers.10.norm.weight", "layers.0"));
+        assert!(!is("lm_head.weight", "weight") && !is("lm_head.weight", "embed_tokens"));
     }
 }

@@ -45,8 +45,16 @@ impl Body {
             }
             described.sort_keys();
         }
+        let trained = self.params.iter().filter(|param| self.is_trained(&param.name));
+        let mut stored: Vec<(&str, &Param)> = trained.map(|param| (param.name.as_str(), param)).collect();
+        // PEFT stores an embedding that stays tied under the head's name too.
+        if self.config.tie_word_embeddings && adapter_folder::ties(&described) {
+            let names = &self.config.family.names;
+            let embedding = stored.iter().find(|(name, _)| name.strip_suffix(".weight") == Some(names.embed));
+            stored.extend(embedding.map(|(_, param)| (names.lm_head, *param)).into_iter().collect::<Vec<_>>());
+        }
         let mut gathered = self.shards().by_name(true);
-        adapter_folder::save(dir, &described, &self.params, |param| {
+        adapter_folder::save(dir, &described, &stored, |param| {
             gathered.gather(&param.name)?;
             Ok(param.tensor.detach())
         })
@@ -80,15 +88,18 @@ impl Body {
         let of_base = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
         let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && of_base(&param.name));
         let params: Vec<&Param> = params.collect();
-        let before = |param: &Param| self.base_head.iter().find(|(name, _)| *name == param.name);
         // A head is always held in f32.
-        let kind = |param: &Param| if lora::is_head(&param.name) { self.kind } else { param.tensor.kind() };
+        let kind = |param: &Param| match self.original(&param.name) {
+            _ if lora::is_head(&param.name) => self.kind,
+            Some(original) => original.kind(),
+            None => param.tensor.kind(),
+        };
         let spec = |param: &&Param| TensorSpec { name: name(param), kind: kind(param), shape: param.tensor.size() };
         let specs: Vec<TensorSpec> = params.iter().map(spec).collect();
         let mut gathered = self.shards().by_name(true);
         weights::save_of(dir, &specs, max_shard_bytes, &mut |i| {
-            let tensor = match before(params[i]) {
-                Some((_, tensor)) => tensor.shallow_clone(),
+            let tensor = match self.original(&params[i].name) {
+                Some(original) => original.shallow_clone(),
                 None => {
                     gathered.gather(&params[i].name)?;
                     params[i].tensor.detach()
@@ -119,7 +130,7 @@ impl Body {
     pub(super) fn load_trained(&mut self, dir: &Path, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
         let adapter = self.adapter.is_some();
         let file = if adapter { adapter_folder::open_weights(dir)? } else { Checkpoint::open(dir)? };
-        let is_read = |name: &str| !adapter || lora::is_trained(name);
+        let is_read = |name: &str| !adapter || self.is_trained(name);
         let read = |name: &str, tensor: &Tensor| {
             let name = match adapter {
                 true => adapter_folder::stored_name(name),

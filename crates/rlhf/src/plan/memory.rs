@@ -114,7 +114,7 @@ impl<'a> Job<'a> {
         }
         let of_params = self.sharing(stage.shards_parameters());
         let copies = if self.releases(stage) { 0 } else { held.copies };
-        let weights = held.weights / of_params + copies;
+        let weights = held.weights / of_params + copies + held.originals;
         if !member.is_trained {
             return Resident { weights, ..Resident::default() };
         }

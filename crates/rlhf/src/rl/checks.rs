@@ -187,9 +187,10 @@ fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
                 let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
                 a.size() == b.size() && a.equal(&b)
             }
-            // The product of an adapter's matrices is 0 where the second is.
+            // The product of an adapter's matrices is 0 where the second is, and DoRA's magnitudes are the norms of the weight then.
             None => {
-                param.name.ends_with("lora_A.weight") || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0
+                let any = ["lora_A.weight", "lora_magnitude_vector"].iter().any(|end| param.name.ends_with(end));
+                any || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0
             }
         };
         if !same {

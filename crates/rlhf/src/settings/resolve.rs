@@ -7,7 +7,7 @@ use crate::Result;
 use crate::dist::ZeroStage;
 use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use crate::generate::{GenerationConfig, Sampling, StopStrings};
-use crate::model::{CausalLm, LoraConfig};
+use crate::model::{CausalLm, LoraConfig, is_lm_head};
 use crate::optim::{LearningRates, OptimizerConfig, learning_rate};
 use crate::rl::advantage::{
     Advantage, AdvantageEstimator, Aggregation, Baseline, PolicyLambda, ScaleRewards, ScoreBaseline,
@@ -260,6 +260,8 @@ impl PpoConfig {
         if !own.value_lora_target_modules.is_empty() {
             peft.lora_target_modules.clone_from(&own.value_lora_target_modules);
         }
+        // A value model has no LM head.
+        peft.lora_modules_to_save.retain(|module| !is_lm_head(module));
         peft.lora()
     }
 

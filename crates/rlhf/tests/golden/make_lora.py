@@ -32,8 +32,29 @@ ADAPTERS = {
     "llama_untied": ("llama_untied", {}, 0.2, 303),  # PEFT's own choice of targets
     "llama_untied_rslora_all": ("llama_untied", dict(target_modules="all-linear", use_rslora=True), 0.1, 304),
     "llama_untied_cls": ("llama_untied_cls", dict(task_type=TaskType.SEQ_CLS, modules_to_save=["score"]), 0.2, 305),
+    "gpt2_dora": ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True), 0.2, 306),
+    "llama_untied_dora_all": ("llama_untied", dict(target_modules="all-linear", use_dora=True), 0.1, 307),
+    "gpt_neox_patterns": (
+        "gpt_neox",
+        dict(
+            target_modules=["query_key_value", "dense", "dense_h_to_4h"],
+            exclude_modules=["attention.dense"],
+            rank_pattern={"layers.1.attention.query_key_value": 2, "dense.*": 3},
+            alpha_pattern={"^gpt_neox.layers.0.*": 9, "query_key_value": 5},
+            use_rslora=True,
+        ),
+        0.1,
+        308,
+    ),
+    "llama_tied_saved": ("llama_tied", dict(modules_to_save=["embed_tokens", "norm"], layers_to_transform=[1]), 0.2, 309),
+    "llama_untied_cls_saved": (
+        "llama_untied_cls",
+        dict(task_type=TaskType.SEQ_CLS, modules_to_save=["mlp"], target_modules="all-linear", use_dora=True),
+        0.1,
+        310,
+    ),
 }
-MERGED = ("gpt2", "llama_untied")  # with the merged weights
+MERGED = ("gpt2", "llama_untied", "gpt2_dora")  # with the merged weights
 
 
 def values_of(model, base_values):
@@ -87,8 +108,10 @@ def make(name, seed):
     torch.manual_seed(seed)
     model = get_peft_model(load(base), LoraConfig(r=4, lora_alpha=6, lora_dropout=0.0, **settings)).eval()
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
+        for weight_name, weight in model.named_parameters():
+            if "lora_magnitude_vector" in weight_name or ("modules_to_save" in weight_name and "score" not in weight_name):
+                weight.mul_(1.0 + spread * torch.randn_like(weight))  # near the base's
+            elif weight.requires_grad:
                 weight.normal_(0.0, spread)
     model.peft_config["default"].base_model_name_or_path = f"models/{base}"
     model.save_pretrained(folder)
