@@ -841,12 +841,16 @@ def lora_checks(work):
             ["--lora_target_modules", "all-linear", "--use_rslora"],
             {"target_modules": "all-linear", "use_rslora": True},
         ),
+        "DoRA, embedding in full": (["--use_dora", "--lora_modules_to_save"], {"use_dora": True}),
     }
+    embeddings = {"gpt2": "wte", "gpt_neox": "embed_in", "llama": "embed_tokens"}
     common = ["--use_peft", "--lora_r", 4, "--learning_rate", 1e-2, "--max_steps", 3]
     for number, (family, (name, (flags, options)), classifier) in enumerate(
         (f, s, c) for f in ("gpt2", "gpt_neox", "llama", "mixtral") for s in settings.items() for c in (False, True)
     ):
         folder = work / f"lora-{number}"
+        if "use_dora" in options:  # GPT-2's embedding is tied to the head, which keeps the base's weights
+            flags, options = [*flags, embeddings[family]], options | {"modules_to_save": [embeddings[family]]}
         base = Once(lambda folder=folder, family=family: build(folder / "base", family))
 
         def train(folder=folder, base=base, flags=flags, classifier=classifier):

@@ -209,7 +209,7 @@ mod tests {
                     "min_response_length": 0, "eos_in_loss": "always", "last_value_in_loss": true,
                     "unsupervised_dataset_name": null, "unsupervised_dataset_config_name": null, "unsup_coef": 27.8,
                     "enable_ema": false, "ema_beta": 0.992, "value_use_peft": null, "value_lora_r": null,
-                    "value_lora_target_modules": [], "print_answers": false, "print_answers_interval": 1,
+                    "value_lora_target_modules": [], "value_lora_modules_to_save": [], "print_answers": false, "print_answers_interval": 1,
                     "enable_test_mode": false, "test_stop_step": 0, "log_rollouts": false, "rollouts_limit": null,
                     "actor_zero_stage": null, "critic_zero_stage": null, "ds3_gather_for_generation": true,
                 }),

@@ -223,6 +223,8 @@ pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a s
         found_only(name, "weights of TensorFlow or Flax; fetch the model's safetensors")
     } else if let Some(name) = names.iter().find(|name| name.starts_with("adapter_model.")) {
         found_only(name, "an adapter without its base model")
+    } else if let Some(name) = ends_with(&["/adapter_model.safetensors"]) {
+        found_only(name, "an adapter in a subfolder; download that folder and give its path")
     } else {
         format!("expected {SINGLE} or {INDEX}, found neither")
     };

@@ -276,12 +276,16 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
     assert_eq!(value["modules_to_save"], json!(["embed_in", "classifier", "score"]));
     assert!(gap(&logprobs(&scratch, "out"), &logprobs(&scratch, "sft")) > 0.01);
+    let other = "--lora_modules_to_save embed_out --value_lora_modules_to_save layers.1.mlp";
+    scratch.succeeds(&format!("{line} {other} --overwrite_output_dir").replace("--total_episodes 8", "--total_episodes 4"));
+    let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
+    assert_eq!(value["modules_to_save"], json!(["layers.1.mlp", "classifier", "score"]));
     let wrong = format!("{SFT} --lora_modules_to_save embed_tokens --output_dir never");
     scratch.refuses(&wrong, 2, &["lora_modules_to_save", "found `embed_tokens`; there are attention", "embed_in"]);
 }
 
 #[test]
-fn a_value_model_may_begin_at_a_language_models_adapter_with_saved_modules() {
+fn a_value_model_may_start_at_a_language_models_adapter_with_saved_modules() {
     let out = tempfile::tempdir().unwrap();
     let mut policy = model("llama_untied");
     policy.add_adapter(&saving(&["lm_head", "embed_tokens"]), 1).unwrap();

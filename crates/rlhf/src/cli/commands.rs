@@ -360,7 +360,7 @@ mod tests {
                  unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta value_head raw_logprobs num_shared_layers batch_size \
                  mini_batch_size early_stopping use_score_scaling use_score_norm score_clip \
                  {lora} value_use_peft value_lora_r \
-                 value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
+                 value_lora_target_modules value_lora_modules_to_save {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
                  max_skipped_updates no_checks on_alarm max_rollbacks log_rollouts rollouts_limit align_overflow compute_fp32_loss print_answers print_answers_interval \
                  enable_test_mode test_stop_step num_eval_prompts actor_zero_stage critic_zero_stage \

@@ -41,8 +41,8 @@ pub(super) fn is_below(name: &str, module: &str) -> bool {
 
 /// Whether `name` is a tensor or a layer of a module whose name ends with one of `modules`, as PEFT selects `modules_to_save`.
 pub(super) fn is_in_module(name: &str, modules: &[String]) -> bool {
-    let parents = name.match_indices('.').map(|(at, _)| &name[..at]);
-    parents.into_iter().any(|parent| modules.iter().any(|module| parent.ends_with(module)))
+    let mut parents = name.match_indices('.').map(|(at, _)| &name[..at]);
+    parents.any(|parent| modules.iter().any(|module| parent.ends_with(module)))
 }
 
 /// Whether the layer is part of a head that is trained in full, which gets no adapter.

@@ -427,9 +427,12 @@ impl PpoConfig {
     fn check_adapters(&self) -> Result<()> {
         let own = &self.value_peft;
         if self.value_lora().is_none() {
-            let of_layers = !own.value_lora_target_modules.is_empty();
-            if own.value_lora_r.is_some() || of_layers {
-                let name = if of_layers { "value_lora_target_modules" } else { "value_lora_r" };
+            let given = [
+                ("value_lora_target_modules", !own.value_lora_target_modules.is_empty()),
+                ("value_lora_modules_to_save", !own.value_lora_modules_to_save.is_empty()),
+                ("value_lora_r", own.value_lora_r.is_some()),
+            ];
+            if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
                 return usage(format!(
                     "{name} is given, and the value model gets no adapter: set value_use_peft = true"
                 ));

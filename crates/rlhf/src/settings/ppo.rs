@@ -396,6 +396,9 @@ pub struct ValuePeftConfig {
     /// Linear layers of the value model that get an adapter [default: `lora_target_modules`].
     #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
     pub value_lora_target_modules: Vec<String>,
+    /// Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head].
+    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    pub value_lora_modules_to_save: Vec<String>,
 }
 
 /// Differences of the value model's optimizer from the policy's; a setting that is not set is the policy's.

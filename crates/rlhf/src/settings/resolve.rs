@@ -262,6 +262,9 @@ impl PpoConfig {
         }
         // A value model has no LM head.
         peft.lora_modules_to_save.retain(|module| !is_lm_head(module));
+        if !own.value_lora_modules_to_save.is_empty() {
+            peft.lora_modules_to_save.clone_from(&own.value_lora_modules_to_save);
+        }
         peft.lora()
     }
 
