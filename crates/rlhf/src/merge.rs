@@ -21,7 +21,10 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         (&hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, config.output_dir.as_path());
     let folder = AdapterFolder::find(dir)?.ok_or_else(|| {
         let found = adapters_below(dir).unwrap_or_else(|| "none".into());
-        Error::invalid(dir, format!("expected an adapter (an adapter_config.json and no model beside it), found {found}"))
+        Error::invalid(
+            dir,
+            format!("expected an adapter (an adapter_config.json and no model beside it), found {found}"),
+        )
     })?;
     check_folder(out, config.overwrite_output_dir, &[dir])?;
     let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };

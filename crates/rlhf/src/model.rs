@@ -43,8 +43,8 @@ pub(crate) use layout::KvCache;
 pub(crate) use logprobs::LOGITS_CHUNK;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub(crate) use lora::DropoutRows;
-pub(crate) use lora_config::{MOST_RANK, is_lm_head};
 pub use lora_config::{LoraConfig, PeftConfig};
+pub(crate) use lora_config::{MOST_RANK, is_lm_head};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{

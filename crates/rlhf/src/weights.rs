@@ -592,7 +592,11 @@ pub(crate) fn adapters_below(dir: &Path) -> Option<String> {
     let first = dir.join(names.first()?);
     let listed: Vec<String> = names.iter().take(8).map(|name| brief(name).into_owned()).collect();
     let more = if names.len() > 8 { format!(" and {} more", names.len() - 8) } else { String::new() };
-    Some(format!("adapters in its subfolders: {}{more}; give the path of one of them, as {}", listed.join(", "), first.display()))
+    Some(format!(
+        "adapters in its subfolders: {}{more}; give the path of one of them, as {}",
+        listed.join(", "),
+        first.display()
+    ))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //! `lora.rs`.
 
 use crate::cli::Scratch;
-use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, bits, config, gap, lm, logprobs, model, scores, stir};
+use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, scores, stir};
 use crate::support::{assert_close, golden, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::weights::Checkpoint;
@@ -40,6 +40,10 @@ fn logits(model: &CausalLm) -> Tensor {
     tch::no_grad(|| model.logits(&IDS).unwrap().remove(0))
 }
 
+fn most(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
 fn names<'a>(params: impl Iterator<Item = &'a Param>) -> Vec<String> {
     params.filter(|param| !param.name.contains("lora_")).map(|param| param.name.clone()).collect()
 }
@@ -48,11 +52,9 @@ fn names<'a>(params: impl Iterator<Item = &'a Param>) -> Vec<String> {
 fn fresh_dora_changes_nothing_to_the_bit_in_any_dtype_and_learns_magnitudes() {
     for name in ["gpt2", "llama_untied", "opt", "gemma2"] {
         let dir = golden().join("models").join(name);
-        for (dtype, precision) in [
-            (Dtype::Float32, Precision::Held),
-            (Dtype::Float32, Precision::Bf16),
-            (Dtype::BFloat16, Precision::Held),
-        ] {
+        for (dtype, precision) in
+            [(Dtype::Float32, Precision::Held), (Dtype::Float32, Precision::Bf16), (Dtype::BFloat16, Precision::Held)]
+        {
             let options = ModelOptions { dtype, precision, ..ModelOptions::default() };
             let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
             let before = logits(&model);
@@ -81,13 +83,14 @@ fn a_trained_dora_adapter_opens_merges_and_is_close_in_bf16() {
     assert_close("opened", &logits(&opened), &expected, 0.0);
     opened.merge_adapter();
     assert_close("merged", &logits(&opened), &expected, TOLERANCE);
-    let mut half = CausalLm::from_pretrained(out.path(), bf16()).unwrap();
-    let of_base = logits(&half.base().unwrap());
-    let spread = (&expected - &of_base).abs().max().double_value(&[]);
-    assert_close("bf16", &logits(&half).to_kind(Kind::Float), &expected, 0.05);
-    assert!(spread > 0.5, "the adapter does more than bf16 rounds: {spread}");
+    let (expected, of_base) =
+        (logits(&lm("llama_untied_dora_all")), logits(&lm("llama_untied_dora_all").base().unwrap()));
+    let mut half = CausalLm::from_pretrained(&base_of("llama_untied_dora_all"), bf16()).unwrap();
+    half.load_adapter(&adapter("llama_untied_dora_all")).unwrap();
+    let change = most(&of_base, &expected);
+    assert!(most(&logits(&half), &expected) < change / 10.0, "{change}");
     half.merge_adapter();
-    assert_close("bf16, merged", &logits(&half).to_kind(Kind::Float), &expected, 0.05);
+    assert!(most(&logits(&half), &expected) < change / 10.0, "{change}");
 }
 
 #[test]
@@ -97,7 +100,11 @@ fn saved_modules_are_trained_in_f32_beside_a_bf16_base_that_stays_as_it_was() {
         ("llama_tied", vec!["lm_head"], vec!["lm_head.weight"]),
         ("llama_tied", vec!["embed_tokens", "lm_head"], vec!["model.embed_tokens.weight", "lm_head.weight"]),
         ("llama_untied", vec!["model.norm", "lm_head"], vec!["model.norm.weight", "lm_head.weight"]),
-        ("gpt2", vec!["wte", "ln_f"], vec!["transformer.wte.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"]),
+        (
+            "gpt2",
+            vec!["wte", "ln_f"],
+            vec!["transformer.wte.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"],
+        ),
     ] {
         let dir = golden().join("models").join(name);
         let what = format!("{name}, {modules:?}");
@@ -129,9 +136,10 @@ fn saved_modules_are_trained_in_f32_beside_a_bf16_base_that_stays_as_it_was() {
         model.merge_adapter();
         let merged = tempfile::tempdir().unwrap();
         model.save_pretrained(merged.path(), &[0], None, usize::MAX).unwrap();
-        let merged = CausalLm::from_pretrained(merged.path(), ModelOptions::default()).unwrap();
-        assert_close(&what, &logits(&merged), &logits(&model).to_kind(Kind::Float), 0.0);
-        assert_close(&what, &logits(&merged), &expected.to_kind(Kind::Float), 0.05);
+        let options = ModelOptions { dtype: Dtype::Auto, precision: Precision::Bf16, ..ModelOptions::default() };
+        let merged = CausalLm::from_pretrained(merged.path(), options).unwrap();
+        assert_close(&what, &logits(&merged), &logits(&model), 0.0);
+        assert!(most(&logits(&merged), &expected) < most(&before, &expected) / 4.0, "{what}");
     }
 }
 
@@ -185,14 +193,26 @@ fn settings_that_select_nothing_are_named_and_leave_the_model_as_it_was() {
     let patterns = |text: &str| LoraConfig { rank_pattern: vec![(text.into(), 8)], ..config() };
     let targets = |name: &str| Some(vec![name.to_string()]);
     for (lora, words) in [
-        (saving(&["norms"]), "lora_modules_to_save: expected modules of llama, found `norms`; there are down_proj, embed_tokens, "),
+        (
+            saving(&["norms"]),
+            "lora_modules_to_save: expected modules of llama, found `norms`; there are down_proj, embed_tokens, ",
+        ),
         (saving(&["score"]), "found `score`"),
         (saving(&["embed_tokens", "up"]), "found `up`"),
-        (saving(&["proj"]), "expected whole parts of the names of linear layers, found `proj`, which ends a part of model.layers.0."),
+        (
+            saving(&["proj"]),
+            "expected whole parts of the names of linear layers, found `proj`, which ends a part of model.layers.0.",
+        ),
         (saving(&["self_attn", "mlp"]), "the settings of LoRA select no layer"),
-        (patterns("up_proj"), "rank_pattern: expected layers with an adapter, found `up_proj`; there are q_proj, v_proj"),
+        (
+            patterns("up_proj"),
+            "rank_pattern: expected layers with an adapter, found `up_proj`; there are q_proj, v_proj",
+        ),
         (patterns("("), "rank_pattern: expected regular expressions of names, without look-around, found `(`"),
-        (LoraConfig { rank_pattern: vec![("q_proj".into(), 0)], ..config() }, "rank_pattern of `q_proj` = 0: expected at least 1"),
+        (
+            LoraConfig { rank_pattern: vec![("q_proj".into(), 0)], ..config() },
+            "rank_pattern of `q_proj` = 0: expected at least 1",
+        ),
         (LoraConfig { alpha_pattern: vec![("k_proj".into(), 2.0)], ..config() }, "alpha_pattern: expected layers"),
         (LoraConfig { layers_to_transform: vec![7], ..config() }, "the settings of LoRA select no layer"),
         (
@@ -224,7 +244,8 @@ fn layers_and_ranks_of_new_adapters_are_those_of_the_settings() {
     model.add_adapter(&lora, 1).unwrap();
     let adapted = model.params().iter().filter(|param| param.name.ends_with("lora_A.weight"));
     let found: Vec<(&str, i64)> = adapted.map(|param| (param.name.as_str(), param.tensor.size()[0])).collect();
-    let expected = [("model.layers.1.self_attn.q_proj.lora_A.weight", 4), ("model.layers.1.mlp.up_proj.lora_A.weight", 2)];
+    let expected =
+        [("model.layers.1.self_attn.q_proj.lora_A.weight", 4), ("model.layers.1.mlp.up_proj.lora_A.weight", 2)];
     assert_eq!(found, expected);
     stir(model.params());
     let out = tempfile::tempdir().unwrap();
@@ -259,7 +280,8 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     assert!(losses[2] < losses[0], "{losses:?}");
     scratch.succeeds("merge --model sft --output_dir merged");
     assert!(gap(&logprobs(&scratch, "sft"), &logprobs(&scratch, "merged")) < TOLERANCE);
-    let reward = "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft --new_reward_head";
+    let reward =
+        "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft --new_reward_head";
     scratch.succeeds(&format!("{reward} {flags} --learning_rate 0.01 --output_dir judge"));
     let described = read_json(&scratch.path("judge/adapter_config.json"));
     assert_eq!(described["modules_to_save"], json!(["embed_in", "final_layer_norm", "classifier", "score"]));
@@ -272,16 +294,19 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let metrics = scratch.metrics("out");
     assert!(metrics[0]["objective/kl"].as_f64().unwrap().abs() < 1e-4, "{:?}", metrics[0]["objective/kl"]);
     assert!(metrics[1]["objective/kl"].as_f64().unwrap() > 1e-3, "{:?}", metrics[1]["objective/kl"]);
-    assert!(gap(&logprobs(&scratch, "out/base_model"), &logprobs(&scratch, "sft")) < TOLERANCE);
+    let of = |name: &str| logits(&CausalLm::from_pretrained(&scratch.path(name), ModelOptions::default()).unwrap());
+    assert_close("the reference", &of("out/base_model"), &of("sft"), TOLERANCE);
     let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
     assert_eq!(value["modules_to_save"], json!(["embed_in", "classifier", "score"]));
     assert!(gap(&logprobs(&scratch, "out"), &logprobs(&scratch, "sft")) > 0.01);
     let other = "--lora_modules_to_save embed_out --value_lora_modules_to_save layers.1.mlp";
-    scratch.succeeds(&format!("{line} {other} --overwrite_output_dir").replace("--total_episodes 8", "--total_episodes 4"));
+    scratch.succeeds(
+        &format!("{line} {other} --overwrite_output_dir").replace("--total_episodes 8", "--total_episodes 4"),
+    );
     let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
     assert_eq!(value["modules_to_save"], json!(["layers.1.mlp", "classifier", "score"]));
     let wrong = format!("{SFT} --lora_modules_to_save embed_tokens --output_dir never");
-    scratch.refuses(&wrong, 2, &["lora_modules_to_save", "found `embed_tokens`; there are attention", "embed_in"]);
+    scratch.refuses(&wrong, 2, &["lora_modules_to_save", "found `embed_tokens`; there are dense, ", "embed_in"]);
 }
 
 #[test]

@@ -373,11 +373,27 @@ fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
     for (key, value, message) in [
         ("use_dora", json!(true), "missing `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector`"),
         ("rank_pattern", json!({"q_proj": 8}), "q_proj.lora_A.weight`: expected [8, 32], found [4, 32]"),
-        ("rank_pattern", json!({"(q": 8}), "rank_pattern: expected regular expressions of names, without look-around, found `(q`"),
-        ("modules_to_save", json!(["norms"]), "json: modules_to_save: expected modules of llama, found `norms`; there are down_proj, "),
+        (
+            "rank_pattern",
+            json!({"(q": 8}),
+            "rank_pattern: expected regular expressions of names, without look-around, found `(q`",
+        ),
+        (
+            "modules_to_save",
+            json!(["norms"]),
+            "json: modules_to_save: expected modules of llama, found `norms`; there are down_proj, ",
+        ),
         ("modules_to_save", json!(["lm_head"]), "missing `base_model.model.lm_head.weight`"),
-        ("layers_to_transform", json!([0]), "unexpected `base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight`"),
-        ("exclude_modules", json!(["v_proj"]), "unexpected `base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight`"),
+        (
+            "layers_to_transform",
+            json!([0]),
+            "unexpected `base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight`",
+        ),
+        (
+            "exclude_modules",
+            json!(["v_proj"]),
+            "unexpected `base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight`",
+        ),
         ("r", json!(8), "lora_A.weight`: expected [8, 32], found [4, 32]"),
         (
             "target_modules",

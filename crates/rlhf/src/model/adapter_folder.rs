@@ -248,12 +248,7 @@ impl AdapterFolder {
     }
 
     /// A setting that has values by the names of layers; empty if it is missing.
-    fn pattern<T>(
-        &self,
-        name: &str,
-        expected: &str,
-        value: impl Fn(&Value) -> Option<T>,
-    ) -> Result<Vec<(String, T)>> {
+    fn pattern<T>(&self, name: &str, expected: &str, value: impl Fn(&Value) -> Option<T>) -> Result<Vec<(String, T)>> {
         let found = match self.described.get(name).unwrap_or(&Value::Null) {
             Value::Null => Some(Vec::new()),
             Value::Object(of) => of.iter().map(|(layer, v)| Some((layer.clone(), value(v)?))).collect(),
@@ -321,8 +316,7 @@ impl AdapterFolder {
         let lm_head = family.names.lm_head;
         // Classifiers have no LM head, and one of PEFT's names of heads.
         let (heads, modules): (Vec<String>, Vec<String>) = config.modules_to_save.iter().cloned().partition(|module| {
-            classifier
-                && (HEADS.contains(&module.as_str()) || is_in_module(lm_head, std::slice::from_ref(module)))
+            classifier && (HEADS.contains(&module.as_str()) || is_in_module(lm_head, std::slice::from_ref(module)))
         });
         let of_base = LoraConfig { modules_to_save: modules, ..config };
         let params = || target.params.iter().map(|param| param.name.as_str());

@@ -248,7 +248,8 @@ impl Body {
     ) -> Result<()> {
         let params = std::mem::take(&mut self.params);
         let (device, family) = (self.device, self.config.family);
-        let target = AdapterTarget { params: &params, device, family, classifier, tied: self.config.tie_word_embeddings };
+        let target =
+            AdapterTarget { params: &params, device, family, classifier, tied: self.config.tie_word_embeddings };
         let applied = self.linears(head).and_then(|linears| folder.apply(linears, target));
         self.params = params;
         let loaded = applied?;

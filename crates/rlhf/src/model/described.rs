@@ -410,9 +410,8 @@ impl ModelSizes {
                     true => 8 * linear.widths[1] + if drops { 0 } else { 4 * linear.widths[0] },
                     false => 0,
                 };
-                let of_linear = |(linear, size): &(&LinearSize, LayerSize)| {
-                    size.r * 4 + linear.widths[0] * held + dora(linear)
-                };
+                let of_linear =
+                    |(linear, size): &(&LinearSize, LayerSize)| size.r * 4 + linear.widths[0] * held + dora(linear);
                 self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / c.num_hidden_layers.max(1) as usize
             }
         };

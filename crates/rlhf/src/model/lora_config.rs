@@ -163,7 +163,9 @@ impl LoraConfig {
     /// If a pattern is no regular expression; if a rank is 0.
     pub(super) fn sizes(&self) -> Result<LayerSizes> {
         let zero = self.rank_pattern.iter().find(|(_, r)| *r == 0);
-        if let Some(name) = zero.map(|(name, _)| format!("rank_pattern of `{name}`")).or((self.r == 0).then(|| "lora_r".into())) {
+        if let Some(name) =
+            zero.map(|(name, _)| format!("rank_pattern of `{name}`")).or((self.r == 0).then(|| "lora_r".into()))
+        {
             return Err(Error::Usage(format!("{name} = 0: expected at least 1")));
         }
         Ok(LayerSizes {
@@ -186,8 +188,7 @@ impl LoraConfig {
         classifier: bool,
     ) -> Result<Vec<String>> {
         let params: Vec<&str> = params.collect();
-        let is_found =
-            |module: &String| params.iter().any(|name| is_in_module(name, std::slice::from_ref(module)));
+        let is_found = |module: &String| params.iter().any(|name| is_in_module(name, std::slice::from_ref(module)));
         let is_head = |module: &str| classifier && HEADS.contains(&module);
         let mut modules = self.modules_to_save.iter();
         if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || is_found(module))) {
