@@ -294,3 +294,42 @@ impl Norm {
         normed.to_kind(kind)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::lora::{DropoutRows, LayerSize};
+    use tch::Device;
+
+    #[test]
+    fn with_dropout_dora_scales_the_product_of_the_remaining_inputs_as_in_peft() {
+        let numbers = |shape: [i64; 2], start: f64| {
+            (Tensor::arange(shape[0] * shape[1], (Kind::Float, Device::Cpu)) * 0.7 + start).sin().view(shape)
+        };
+        let (weight, bias, magnitude) =
+            (numbers([6, 4], 0.0), numbers([1, 6], 1.0).view([-1]), numbers([1, 6], 2.0) + 2.0);
+        let (x, b) = (numbers([3, 4], 3.0), numbers([6, 2], 4.0));
+        let rows = DropoutRows { share: 0.5, seed: 1, update: 2, rows: vec![0] };
+        let dropped = Dropout::new(&rows, &[3]).apply(&x);
+        assert_ne!(dropped, x);
+        for transposed in [false, true] {
+            let stored = if transposed { weight.tr().contiguous() } else { weight.copy() };
+            let (stored, bias_held) = (Weight::new(stored), Some(Weight::new(bias.copy())));
+            let name = String::new();
+            let mut linear =
+                Linear { name, weight: stored, bias: bias_held, transposed, compute: Kind::Float, adapter: None };
+            let mut adapter = Adapter::fresh(LayerSize { r: 2, scale: 1.5 }, [4, 6], Device::Cpu, 1, 0).unwrap();
+            adapter.b = b.copy();
+            adapter.magnitude = Some(Magnitude::new(magnitude.view([-1])));
+            let low_rank = adapter.a.copy();
+            linear.set_adapter(adapter);
+            let found = linear.forward_dropping(&x, Some(&Dropout::new(&rows, &[3])));
+            let sum = &weight + b.matmul(&low_rank) * 1.5;
+            let factor = &magnitude / (&sum * &sum).sum_dim_intlist([1i64].as_slice(), false, Kind::Float).sqrt();
+            let scaled = (&factor - 1.0) * dropped.matmul(&weight.tr());
+            let adapted = factor * dropped.matmul(&low_rank.tr()).matmul(&b.tr()) * 1.5;
+            let expected = x.matmul(&weight.tr()) + &bias + scaled + adapted;
+            assert!((found - expected).abs().max().double_value(&[]) < 1e-5, "transposed {transposed}");
+        }
+    }
+}
