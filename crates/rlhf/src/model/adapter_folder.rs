@@ -358,11 +358,11 @@ pub(super) struct AdapterTarget<'a> {
 
 /// The tensors of an adapter's folder.
 pub(super) struct LoadedAdapter {
-    /// Those of the adapter.
+    /// The tensors of the adapter.
     pub(super) params: Vec<Param>,
     /// The values of parameters of the base that were trained in full, f32.
     pub(super) values: Vec<(String, Tensor)>,
-    /// The names of those that `modules_to_save` selects.
+    /// The names of the parameters that `modules_to_save` selects.
     pub(super) saved: Vec<String>,
     /// The modules of the base that were saved with the adapter, without heads that the base lacks.
     pub(super) modules: Vec<String>,
