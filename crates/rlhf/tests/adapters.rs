@@ -2,7 +2,7 @@
 //! `lora.rs`.
 
 use crate::cli::Scratch;
-use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, scores, stir};
+use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, stir};
 use crate::support::{assert_close, golden, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::weights::Checkpoint;
@@ -279,14 +279,13 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let losses: Vec<f64> = scratch.metrics("sft").iter().map(|row| row["loss"].as_f64().unwrap()).collect();
     assert!(losses[2] < losses[0], "{losses:?}");
     scratch.succeeds("merge --model sft --output_dir merged");
-    assert!(gap(&logprobs(&scratch, "sft"), &logprobs(&scratch, "merged")) < TOLERANCE);
+    let of = |name: &str| logits(&CausalLm::from_pretrained(&scratch.path(name), ModelOptions::default()).unwrap());
+    assert_close("merged", &of("merged"), &of("sft"), TOLERANCE);
     let reward =
         "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft --new_reward_head";
     scratch.succeeds(&format!("{reward} {flags} --learning_rate 0.01 --output_dir judge"));
     let described = read_json(&scratch.path("judge/adapter_config.json"));
     assert_eq!(described["modules_to_save"], json!(["embed_in", "final_layer_norm", "classifier", "score"]));
-    scratch.succeeds("merge --model judge --output_dir judged");
-    assert!(gap(&scores(&scratch, "judge"), &scores(&scratch, "judged")) < TOLERANCE);
 
     // From SFT's adapter, whose own saved modules are in the reference; the LM head is trained in the policy alone.
     let line = format!("{PPO} --sft_model_path sft --reward_model_path judge --use_dora --output_dir out");
@@ -294,17 +293,10 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let metrics = scratch.metrics("out");
     assert!(metrics[0]["objective/kl"].as_f64().unwrap().abs() < 1e-4, "{:?}", metrics[0]["objective/kl"]);
     assert!(metrics[1]["objective/kl"].as_f64().unwrap() > 1e-3, "{:?}", metrics[1]["objective/kl"]);
-    let of = |name: &str| logits(&CausalLm::from_pretrained(&scratch.path(name), ModelOptions::default()).unwrap());
     assert_close("the reference", &of("out/base_model"), &of("sft"), TOLERANCE);
     let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
     assert_eq!(value["modules_to_save"], json!(["embed_in", "classifier", "score"]));
-    assert!(gap(&logprobs(&scratch, "out"), &logprobs(&scratch, "sft")) > 0.01);
-    let other = "--lora_modules_to_save embed_out --value_lora_modules_to_save layers.1.mlp";
-    scratch.succeeds(
-        &format!("{line} {other} --overwrite_output_dir").replace("--total_episodes 8", "--total_episodes 4"),
-    );
-    let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
-    assert_eq!(value["modules_to_save"], json!(["layers.1.mlp", "classifier", "score"]));
+    assert!(most(&of("out"), &of("sft")) > 0.01);
     let wrong = format!("{SFT} --lora_modules_to_save embed_tokens --output_dir never");
     scratch.refuses(&wrong, 2, &["lora_modules_to_save", "found `embed_tokens`; there are dense, ", "embed_in"]);
 }

@@ -327,6 +327,17 @@ mod tests {
     use crate::settings::{LrSchedulerType, ValuePeftConfig};
 
     #[test]
+    fn a_value_model_trains_the_policys_modules_in_full_without_the_lm_head_or_its_own() {
+        let mut config = ppo();
+        config.peft.use_peft = true;
+        config.peft.lora_modules_to_save = ["embed_tokens", "lm_head", "embed_out"].map(str::to_string).to_vec();
+        assert_eq!(config.value_lora().unwrap().modules_to_save, ["embed_tokens"]);
+        config.value_peft.value_lora_modules_to_save = vec!["norm".into()];
+        config.check().unwrap();
+        assert_eq!(config.value_lora().unwrap().modules_to_save, ["norm"]);
+    }
+
+    #[test]
     fn a_value_model_has_adapters_of_its_own_where_they_are_set() {
         let mut config = ppo();
         config.value_peft.value_use_peft = Some(true);
