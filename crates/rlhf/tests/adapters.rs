@@ -229,6 +229,9 @@ fn settings_that_select_nothing_are_named_and_leave_the_model_as_it_was() {
         assert_close(words, &logits(&model), &before.1, 0.0);
         model.add_adapter(&config(), 1).unwrap();
     }
+    let experts = LoraConfig { modules_to_save: vec!["block_sparse_moe".into()], ..config() };
+    let error = model("mixtral").add_adapter(&experts, 1).unwrap_err().to_string();
+    assert!(error.contains("outside its MLPs, found one with `model.layers.0.block_sparse_moe."), "{error}");
 }
 
 #[test]

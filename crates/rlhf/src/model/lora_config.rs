@@ -200,7 +200,16 @@ impl LoraConfig {
             )));
         }
         let saved = params.into_iter().filter(|name| is_in_module(name, &self.modules_to_save));
-        Ok(saved.map(str::to_string).collect())
+        let saved: Vec<String> = saved.map(str::to_string).collect();
+        let experts = family.names.experts;
+        if let Some(name) = saved.iter().find(|name| experts.is_some_and(|experts| experts.has(name))) {
+            return Err(Error::Usage(format!(
+                "lora_modules_to_save: expected modules of {} outside its MLPs, found one with `{name}`: PEFT's names of experts \
+                 differ between versions of transformers",
+                family.name
+            )));
+        }
+        Ok(saved)
     }
 }
 
