@@ -144,16 +144,25 @@ impl CausalLm {
         let names = &self.body.config.family.names;
         let embedding = format!("{}.weight", names.embed);
         let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_module(name, modules));
-        if !self.body.config.tie_word_embeddings || !unties || self.body.adapter.is_some() {
+        let tied = self.body.config.tie_word_embeddings;
+        // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
+        if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
+            return Err(Error::Usage(format!(
+                "lora_modules_to_save: expected modules of {} without its embedding or a head that is tied to it, found {}",
+                self.body.config.family.name,
+                modules.join(", ")
+            )));
+        }
+        if !tied || !unties || self.body.adapter.is_some() {
             let added = add(self);
             self.lm_head.linear.drop_copies();
             return added;
         }
-        let (config, softcap) = (self.body.config.clone(), self.body.config.final_softcap);
-        let head = |weight: &Tensor| LmHead::new(weight.shallow_clone(), softcap, self.body.decoder.compute);
+        let (config, compute) = (self.body.config.clone(), self.body.decoder.compute);
+        let embedding = self.body.decoder.embedding();
         // It shares the memory of the embedding until one of the two gets memory of its own.
-        let weight = self.body.decoder.embedding().detach();
-        let (tied, own) = (head(&self.body.decoder.embedding()), head(&weight));
+        let weight = embedding.detach();
+        let [tied, own] = [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
         self.lm_head = own;
         self.body.config.untie();
         self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true });
