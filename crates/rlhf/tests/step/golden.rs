@@ -64,9 +64,11 @@ impl Variant {
             each("response_mask").iter().map(|row| row.iter().map(|&kept| kept == 1).collect()).collect();
         if self.is_encoder_decoder() {
             assert!(responses.iter().all(|response| response[0] == 0));
-            responses.iter_mut().for_each(|response| drop(response.remove(0)));
-            masks.iter_mut().for_each(|mask| drop(mask.remove(0)));
-            masks.iter_mut().for_each(|mask| mask[0] = false);
+            for (response, mask) in responses.iter_mut().zip(&mut masks) {
+                response.remove(0);
+                mask.remove(0);
+                mask[0] = false;
+            }
         }
         // Some runs have masks and are not given them: the tokens that count tell.
         let counted: i64 = self.data.get(&format!("step{step}.masks")).sum(Kind::Int64).int64_value(&[]);
