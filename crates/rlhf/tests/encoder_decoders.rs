@@ -2,7 +2,7 @@
 
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
-use rlhf::model::{Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param};
+use rlhf::model::{Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -207,6 +207,78 @@ fn the_config_of_transformers_4_gives_the_same_model() {
         let tied = rlhf::model::Shape { tie_word_embeddings: new.tie_word_embeddings, ..(*old).clone() };
         assert_eq!(*new, tied, "{name}");
     }
+}
+
+#[test]
+fn scores_of_the_classifier_and_their_gradients_equal_transformers() {
+    let folder = folder("t5_cls");
+    let golden = Tensors::read(&folder.join("golden.safetensors"));
+    let texts = Pairs::of(&golden).prompts;
+    let mut model = SequenceClassifier::from_pretrained(&folder, None, ModelOptions::default()).unwrap();
+    assert_close("scores", &model.logits(&texts).unwrap(), golden.get("scores"), TOLERANCE);
+    model.set_trainable(true);
+    let loss = model.logits(&texts).unwrap() * Tensor::from_slice(&[1.0f32, -2.0]);
+    loss.sum(Kind::Float).backward();
+    let grads = Tensors::read(&folder.join("grads.safetensors"));
+    for param in model.params() {
+        let part = grads.part(&param.name);
+        assert_close(&param.name, &part.of(&param.tensor.grad()), part.tensor, 1e-4);
+    }
+    let error = model.values_at(&texts, &[0..1, 0..1, 0..1, 0..1]).unwrap_err().to_string();
+    assert_eq!(error.lines().count(), 1, "{error}");
+}
+
+#[test]
+fn a_saved_model_has_the_same_numbers_and_its_own_head() {
+    for name in MODELS {
+        let (golden, model) = (Tensors::read(&folder(name).join("golden.safetensors")), load(name));
+        let dir = tempfile::tempdir().unwrap();
+        model.save_pretrained(dir.path(), &[1], Some(0), usize::MAX).unwrap();
+        let again = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
+        assert_eq!(again.config().architectures, ["T5ForConditionalGeneration"]);
+        let names = |model: &CausalLm| model.params().iter().map(|param| param.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&again), names(&model));
+        assert_eq!(names(&again).contains(&"lm_head.weight".to_string()), name == "t5_v11_untied");
+        let pairs = Pairs::of(&golden);
+        let positions = pairs.positions();
+        let logits = |model: &CausalLm| model.logits_at(pairs.batch(&positions)).unwrap();
+        assert_eq!(logits(&again), logits(&model), "{name}");
+    }
+}
+
+#[test]
+fn bf16_is_close_and_finite() {
+    let golden = Tensors::read(&folder("t5").join("golden.safetensors"));
+    let pairs = Pairs::of(&golden);
+    let tokens = pairs.tokens();
+    let options = ModelOptions { precision: Precision::Bf16, ..ModelOptions::default() };
+    let mut model = CausalLm::from_pretrained(&folder("t5"), options).unwrap();
+    let found = model.logprobs_of(pairs.batch(&tokens), 1.0, false).unwrap().logprobs;
+    let expected = pairs.packed(golden.get("next_logprobs"), ExactSizeIterator::len);
+    let error = (found - expected).abs().max().double_value(&[]);
+    assert!(error < 0.3, "{error}");
+    model.set_trainable(true);
+    for (name, gradient) in gradients(&model, &pairs) {
+        assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
+    }
+}
+
+#[test]
+fn a_missing_start_token_is_one_line_and_may_be_in_the_generation_config() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = read_json(&folder("t5").join("config.json"));
+    config.as_object_mut().unwrap().remove("decoder_start_token_id");
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let error = ModelConfig::from_dir(dir.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("`decoder_start_token_id`: expected a token id below vocab_size = 80, found none"),
+        "{error}"
+    );
+    assert_eq!(error.lines().count(), 1, "{error}");
+    std::fs::write(dir.path().join("generation_config.json"), r#"{"decoder_start_token_id": 0}"#).unwrap();
+    assert_eq!(ModelConfig::from_dir(dir.path()).unwrap().decoder_start_token_id, Some(0));
+    std::fs::write(dir.path().join("generation_config.json"), r#"{"decoder_start_token_id": 80}"#).unwrap();
+    assert!(ModelConfig::from_dir(dir.path()).is_err());
 }
 
 #[test]

@@ -181,6 +181,12 @@ impl SequenceClassifier {
     }
 
     fn check_names(&self) -> Result<()> {
+        if self.config().is_encoder_decoder() {
+            return Err(Error::Run(format!(
+                "adapters of classifiers need one stack, found `{}`, an encoder-decoder",
+                self.config().family.name
+            )));
+        }
         match self.format {
             ClassifierFormat::DeepspeedChat => Err(Error::Run(
                 "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
@@ -285,7 +291,14 @@ impl SequenceClassifier {
     /// # Errors
     /// If it is an encoder or has several labels.
     pub fn check_values(&self, dir: &Path) -> Result<()> {
+        let family = self.config().family.name;
         match self.head {
+            Head::Dense { .. } if self.config().is_encoder_decoder() => Err(Error::invalid(
+                dir,
+                format!(
+                    "expected a decoder, found `{family}`, an encoder-decoder: its classifier has no value per token"
+                ),
+            )),
             Head::Dense { .. } => Err(Error::invalid(
                 dir,
                 format!(
@@ -412,12 +425,17 @@ impl SequenceClassifier {
         self.body.activation_bytes(gradient_checkpointing)
     }
 
-    /// The logits of each sequence, at its last token, for an encoder at its first or of the mean over its tokens:
+    /// The logits of each sequence: at its last token, for an encoder at its first or of the mean over its tokens; of an
+    /// encoder-decoder at the last, of which encoder and decoder both read the sequence:
     /// `[rows, labels]` f32.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
+        if self.config().is_encoder_decoder() {
+            let twice = ReadTwice::new(sequences);
+            return Ok(self.head.forward(&self.body.hidden_at(twice.batch(), 0, None)?.states));
+        }
         let spans = self.read_at(sequences);
         let tokens = sequences.iter().map(|sequence| sequence.as_ref().len()).sum();
         let shared = shared_lens(sequences.iter().map(AsRef::as_ref), tokens);
@@ -444,6 +462,13 @@ impl SequenceClassifier {
         dropout: Option<&DropoutRows>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
+        if self.config().is_encoder_decoder() {
+            let twice = ReadTwice::new(sequences);
+            return self.body.backward(twice.batch().with_dropout(dropout), 0, None, |hidden| {
+                loss(&self.chosen_of(&self.head.forward(hidden))).backward();
+                hidden.grad()
+            });
+        }
         let spans = self.read_at(sequences);
         self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
             loss(&self.chosen_of(&self.head.forward(&self.pooled(hidden, &spans)))).backward();
@@ -536,6 +561,27 @@ fn check_pickle(dir: &Path) -> Result<()> {
          `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
     );
     Err(Error::invalid(dir, message))
+}
+
+/// Texts as an encoder-decoder's classifier reads them: the encoder reads the text, the decoder the start token and the text without its
+/// last token, and the head is applied at the end. transformers' head is at the last end token, which is there.
+struct ReadTwice {
+    sequences: Vec<Vec<i64>>,
+    prompt_lens: Vec<usize>,
+    spans: Vec<Range<usize>>,
+}
+
+impl ReadTwice {
+    fn new<S: AsRef<[i64]>>(texts: &[S]) -> Self {
+        let twice = |text: &S| [text.as_ref(), &text.as_ref()[..text.as_ref().len().saturating_sub(1)]].concat();
+        let sequences: Vec<Vec<i64>> = texts.iter().map(twice).collect();
+        let spans = sequences.iter().map(|sequence| sequence.len().saturating_sub(1)..sequence.len()).collect();
+        Self { prompt_lens: texts.iter().map(|text| text.as_ref().len()).collect(), sequences, spans }
+    }
+
+    fn batch(&self) -> Batch<'_, Vec<i64>> {
+        Batch::new(&self.sequences, &self.spans).with_prompts(Some(&self.prompt_lens))
+    }
 }
 
 impl Head {
