@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// Time in which the error output of a process must be complete after the process has ended. A child that it left behind may keep it open.
@@ -80,13 +80,11 @@ impl Started {
 
     /// Passes lines on until the process ends. Returns its status and standard error; `None` if it was killed at `deadline`.
     pub(crate) fn finish(mut self, deadline: Instant, mut line: impl FnMut(String)) -> Option<(ExitStatus, String)> {
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left) {
-                Ok(text) => line(text),
-                Err(RecvTimeoutError::Timeout) => break,
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
+        let left = || deadline.saturating_duration_since(Instant::now());
+        while !left().is_zero()
+            && let Ok(text) = self.lines.recv_timeout(left())
+        {
+            line(text);
         }
         // Where its standard output is closed, it has ended, or ends now.
         loop {
@@ -119,6 +117,7 @@ mod tests {
         assert!(error.contains("no response"), "{error}");
         let ended = output(&mut shell("echo out; echo err >&2; exit 3"), Duration::from_secs(20)).unwrap();
         assert_eq!((ended.success, ended.stdout.as_str(), ended.stderr.as_str()), (false, "out\n", "err\n"));
+        assert!(output(&mut shell("while :; do echo more; done"), Duration::from_millis(200)).is_err());
         assert!(output(&mut Command::new("/nowhere/program"), Duration::from_secs(1)).is_err());
     }
 

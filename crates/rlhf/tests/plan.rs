@@ -222,6 +222,21 @@ fn a_run_that_does_not_fit_is_shown_with_remedies() {
 }
 
 #[test]
+fn times_are_sums_of_phases_with_any_precision_and_with_adapters() {
+    let scratch = Scratch::new();
+    for line in [PPO.to_string(), format!("{PPO} --use_peft --bf16"), format!("{SFT} --use_peft"), REWARD.to_string()] {
+        let plan: Value = serde_json::from_str(&scratch.succeeds(&format!("plan --json {line}"))).unwrap();
+        let seconds = |part: &str| number(&plan["time"][part]);
+        assert!(seconds("training") > 0.0 && seconds("update") < 10.0, "{line}: {}", plan["time"]);
+        let samples = line.starts_with("ppo");
+        assert_eq!([seconds("rollout") > 0.0, seconds("seconds_per_token") > 0.0], [samples; 2], "{line}");
+        let sum = seconds("rollout") + seconds("scoring") + seconds("training");
+        assert!((seconds("update") / sum - 1.0).abs() < 1e-9, "{line}");
+        assert!((seconds("total") / (number(&plan["work"]["updates"]) * sum) - 1.0).abs() < 1e-9, "{line}");
+    }
+}
+
+#[test]
 fn a_run_that_does_not_fit_warns_before_it_loads() {
     let scratch = Scratch::new();
     let shape = [

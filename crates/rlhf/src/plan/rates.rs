@@ -6,7 +6,7 @@
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use crate::model::{
-    Batch, CausalLm, DropoutRows, Dtype, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens, Precision,
+    Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens, Precision,
 };
 use crate::settings::PpoConfig;
 use crate::{Error, Result};
@@ -130,7 +130,8 @@ impl Rates {
     pub(super) fn measure(passes: &Passes<'_>) -> Result<Self> {
         let bytes = memory_rate()?;
         let rates = match passes.sizes.config().check_causal_lm(Path::new("")).is_ok() {
-            true => of_model(passes, bytes)?,
+            // A form that cannot be reduced to one layer has no passes to measure.
+            true => of_model(passes, bytes).or_else(|_| of_products(passes, bytes))?,
             false => of_products(passes, bytes)?,
         };
         tch_ext::release_memory();
@@ -175,6 +176,8 @@ struct Trial {
     sequences: Vec<Vec<i64>>,
     spans: Vec<Range<usize>>,
     dropout: Option<DropoutRows>,
+    /// PPO measures the entropy of the policy in each pass.
+    with_entropy: bool,
     sizes: ModelSizes,
     /// Weights that a token is multiplied by in the layers and in the head.
     products: [f64; 2],
@@ -210,7 +213,8 @@ impl Trial {
             update: 0,
             rows: (0..sequences.len() as u64).collect(),
         });
-        Ok(Self { model, sequences, spans, dropout, sizes, products })
+        let with_entropy = passes.decodes.is_some();
+        Ok(Self { model, sequences, spans, dropout, with_entropy, sizes, products })
     }
 
     /// Operations of a forward pass.
@@ -227,7 +231,8 @@ impl Trial {
     fn training(&self) -> Result<f64> {
         seconds(|| {
             let batch = Batch::new(&self.sequences, &self.spans).with_dropout(self.dropout.as_ref());
-            self.model.logprobs_backward(batch, 1.0, |_, found| found.logprobs.sum(Kind::Float)).map(drop)
+            let options = LogprobOptions { entropy: self.with_entropy, ..1.0.into() };
+            self.model.logprobs_backward(batch, options, |_, found| found.logprobs.sum(Kind::Float)).map(drop)
         })
     }
 
@@ -306,4 +311,41 @@ fn seconds(mut f: impl FnMut() -> Result<()>) -> Result<f64> {
         (calls, least) = (calls + 1, start.elapsed().as_secs_f64().min(least));
     }
     Ok(least.max(1e-9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_of_every_family_is_measured_also_where_it_is_narrowed() {
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+        for name in ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3"] {
+            let config = ModelConfig::from_dir(&models.join(name)).unwrap();
+            for (words, parameters) in [(FEW_WORDS, MOST_PARAMETERS), (80, 1000)] {
+                let reduced = config.reduced(words, parameters);
+                assert_eq!((reduced.num_hidden_layers, reduced.vocab_size), (1, words), "{name}");
+                assert!(parameters > 1000 || reduced.hidden_size < config.hidden_size, "{name}");
+                let sizes = ModelSizes::of_causal_lm(config.clone(), Kind::Float, Path::new(name)).unwrap();
+                let lora = LoraConfig { r: 2, dropout: 0.1, ..LoraConfig::default() };
+                let passes = Passes {
+                    sizes: &sizes,
+                    held: Kind::BFloat16,
+                    compute: Kind::BFloat16,
+                    factor: Some(2.0),
+                    adapter: Some((lora, true)),
+                    gradient_checkpointing: false,
+                    tokens: 12,
+                    len: 4,
+                    counted: 0.5,
+                    decodes: Some((2, 5)),
+                };
+                let trial = Trial::new(&passes, &reduced).unwrap_or_else(|e| panic!("{name}: {e}"));
+                let batch = Batch::new(&trial.sequences, &trial.spans).with_dropout(trial.dropout.as_ref());
+                let found = trial.model.logprobs_backward(batch, 1.0, |_, found| found.logprobs.sum(Kind::Float));
+                assert_eq!(found.unwrap().logprobs.size(), [6], "{name}");
+                assert!(trial.operations().layers > 0.0 && trial.operations().head > 0.0, "{name}");
+            }
+        }
+    }
 }
