@@ -327,7 +327,7 @@ mod tests {
                 assert_eq!((reduced.num_hidden_layers, reduced.vocab_size), (1, words), "{name}");
                 assert!(parameters > 1000 || reduced.hidden_size < config.hidden_size, "{name}");
                 let sizes = ModelSizes::of_causal_lm(config.clone(), Kind::Float, Path::new(name)).unwrap();
-                let lora = LoraConfig { r: 2, dropout: 0.1, ..LoraConfig::default() };
+                let lora = LoraConfig { r: 4, dropout: 0.1, ..LoraConfig::default() };
                 let passes = Passes {
                     sizes: &sizes,
                     held: Kind::BFloat16,
