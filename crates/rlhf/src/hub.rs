@@ -375,7 +375,7 @@ impl Hub {
         }
     }
 
-    /// Returns the wait after `failed` attempts, at least what the server has `asked` for and `longest` at most.
+    /// Returns the wait after `failed` attempts, at least the `asked` one of the server and `longest` at most.
     fn delay(&self, failed: u32, asked: Option<Duration>, longest: Duration) -> Duration {
         let wait = self.pause * 2u32.pow(failed - 1);
         wait.max(asked.unwrap_or_default()).min(longest)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// value for all of it.
 static STOP: AtomicU8 = AtomicU8::new(0);
 
-/// Whether the run of this process is complete: a signal is then answered in other words.
+/// Whether the run of this process is complete: the message at a signal is then another one.
 static COMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Requests that the running training loop ends after its current update and saves. Returns whether that had been requested

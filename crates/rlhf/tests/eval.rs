@@ -390,7 +390,7 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
 }
 
 #[test]
-fn ctrl_c_ends_an_evaluation_with_a_line_that_says_how_it_continues() {
+fn ctrl_c_ends_an_evaluation_with_a_line_on_how_to_continue_it() {
     let scratch = scratch();
     write_judge(&scratch, &format!("time.sleep(3) if pair['prompt'] == 'do' else {LONGER}"));
     let mut command = scratch.command(PAIRS);

@@ -291,7 +291,7 @@ fn files_that_gitignore_excludes_are_reported_and_never_a_part_of_the_model() {
     let dir = folder(&server);
     fs::write(dir.join(".gitignore"), "*.txt\n").unwrap();
     assert_eq!(push(&server, &dir).unwrap().ignored, ["empty.txt"]);
-    // That of the repository counts too.
+    // The `.gitignore` of the repository counts too.
     fs::remove_file(dir.join(".gitignore")).unwrap();
     assert_eq!(push(&server, &dir).unwrap().ignored, ["empty.txt"]);
     for pattern in ["*.safetensors", "config.json", "*"] {
@@ -635,7 +635,7 @@ fn a_run_that_may_not_push_does_not_start_and_one_that_cannot_push_loses_nothing
 }
 
 #[test]
-fn ctrl_c_during_the_last_push_ends_it_and_says_that_the_run_is_saved() {
+fn ctrl_c_during_the_last_push_ends_it_and_reports_that_the_run_is_saved() {
     let server = Server::start();
     let scratch = Scratch::new();
     let mut command = server.command(&scratch, &format!("{SFT} --push_to_hub --hub_model_id me/tiny"));

@@ -122,7 +122,7 @@ class Wandb(Tracker):
         self.run.log({key: table}, step=max(step + self.ahead, self.run.step))
 
     def alarm(self, step, name, message):
-        # That of an update that a resumed run repeats is there already.
+        # The alarm of an update that a resumed run repeats is there already.
         if step + self.ahead >= self.run.step - 1:
             self.run.alert(title=name, text=message, level=self.wandb.AlertLevel.WARN)
 
