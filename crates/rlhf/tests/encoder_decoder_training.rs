@@ -41,8 +41,8 @@ fn loss(scratch: &Scratch, dir: &Path) -> f64 {
     let (mut sum, mut tokens) = (0.0, 0);
     for (prompt, response) in pairs {
         let (sequences, prompt_lens) = ([[&prompt[..], &response].concat()], [prompt.len()]);
-        let spans = [prompt.len()..prompt.len() + response.len()];
-        let batch = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
+        let span = prompt.len()..prompt.len() + response.len();
+        let batch = Batch::new(&sequences, std::slice::from_ref(&span)).with_prompts(Some(&prompt_lens));
         let found = tch::no_grad(|| model.logprobs_of(batch, 1.0, false)).unwrap();
         sum -= found.logprobs.sum(Kind::Double).double_value(&[]);
         tokens += response.len();

@@ -289,16 +289,21 @@ fn a_batch_without_prompts_and_a_prompt_beyond_the_limit_are_one_line() {
         assert_eq!(text.lines().count(), 1, "{text}");
         text
     };
-    let (sequences, spans) = ([vec![5, 6, 1, 7, 8]], [3..5]);
-    let of = |lens: Option<&[usize]>| model.logits_at(Batch::new(&sequences, &spans).with_prompts(lens));
+    let (sequences, span) = ([vec![5, 6, 1, 7, 8]], 3..5);
+    let of = |lens: Option<&[usize]>| {
+        model.logits_at(Batch::new(&sequences, std::slice::from_ref(&span)).with_prompts(lens))
+    };
     assert!(of(Some(&[3])).is_ok());
     assert!(error(of(None)).contains("`t5` is an encoder-decoder: expected the length of each prompt, found none"));
     assert!(error(of(Some(&[3, 1]))).contains("expected 1 prompt lengths"));
     assert!(error(of(Some(&[0]))).contains("expected a prompt of 1 to 5 tokens, found 0"));
     assert!(error(of(Some(&[6]))).contains("expected a prompt of 1 to 5 tokens, found 6"));
     assert!(error(of(Some(&[5]))).contains("expected a span within 4..5"), "the decoder does not read the prompt");
-    let long = [vec![5; 513]];
-    let error = model.logits_at(Batch::new(&long, &[512..513]).with_prompts(Some(&[513]))).unwrap_err().to_string();
+    let (long, span) = ([vec![5; 513]], 512..513);
+    let error = model
+        .logits_at(Batch::new(&long, std::slice::from_ref(&span)).with_prompts(Some(&[513])))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("expected a prompt of at most 512 tokens"), "{error}");
     let config = GenerationConfig::new(Sampling::Greedy, 4);
     let error = generate(&model, &long, &config).unwrap_err().to_string();

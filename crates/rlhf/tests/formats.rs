@@ -3,7 +3,7 @@
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::{Child, golden, say};
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier,
+    Batch, CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier,
     ValueHeadInit,
 };
 use rlhf::settings::PpoConfig;
@@ -96,7 +96,9 @@ fn a_model_held_in_bf16_or_f16_stays_near_f32_and_returns_f32() {
                 let model = |options| CausalLm::from_pretrained(&dir, options).unwrap();
                 model(options).save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
                 let spans = [1..6, 1..2];
-                let logprobs = |options| model(options).token_logprobs(&ids, &spans, 1.0, false).unwrap().logprobs;
+                // An encoder-decoder reads the first token of each row in its encoder.
+                let batch = || Batch::new(&ids, &spans).with_prompts(Some(&[1, 1]));
+                let logprobs = |options| model(options).logprobs_of(batch(), 1.0, false).unwrap().logprobs;
                 (logprobs(options), logprobs(ModelOptions::default()))
             };
             let gap = (&found - expected).abs().max().double_value(&[]);

@@ -929,7 +929,7 @@ fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
         let config = read_json(&golden().join("models").join(model).join("config.json"));
         let mut rope = config["rope_parameters"].clone();
         rope.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        changed(model, serde_json::json!({"rope_parameters": rope}))
+        changed(model, &serde_json::json!({"rope_parameters": rope}))
     };
     for (model, changes, message) in [
         ("llama_yarn", r#"{"rope_type": "ntk"}"#, "a rope_type of default, linear, dynamic, llama3, yarn or longrope"),
@@ -960,7 +960,7 @@ fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
 }
 
 /// The error of a golden model's `config.json` with other fields, or its configuration.
-fn changed(model: &str, changes: serde_json::Value) -> Result<ModelConfig, String> {
+fn changed(model: &str, changes: &serde_json::Value) -> Result<ModelConfig, String> {
     let mut config = read_json(&golden().join("models").join(model).join("config.json"));
     config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
     let out = tempfile::tempdir().unwrap();
@@ -971,12 +971,12 @@ fn changed(model: &str, changes: serde_json::Value) -> Result<ModelConfig, Strin
 #[test]
 fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refused() {
     let same = |model: &str, changes: &str| {
-        let found = changed(model, serde_json::from_str(changes).unwrap()).unwrap();
+        let found = changed(model, &serde_json::from_str(changes).unwrap()).unwrap();
         assert_eq!(*found, *ModelConfig::from_dir(&golden().join("models").join(model)).unwrap(), "{model}: {changes}");
     };
     same("smollm3", r#"{"no_rope_layers": null, "layer_types": null}"#);
     same("gemma3", r#"{"layer_types": null}"#);
-    let mixed = changed("olmo3", serde_json::json!({"layer_types": null})).unwrap();
+    let mixed = changed("olmo3", &serde_json::json!({"layer_types": null})).unwrap();
     assert_eq!((&mixed.windows, &mixed.layer_ropes), (&vec![Some(5); 2], &vec![Some(1); 2]), "three of four have one");
     for (model, changes, message) in [
         ("smollm3", r#"{"no_rope_layers": [1]}"#, "`no_rope_layers`: expected 2 numbers, 1 for a layer with rotary"),
@@ -988,7 +988,7 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
         ("qwen3_moe", r#"{"num_experts_per_tok": 5}"#, "`num_experts_per_tok`: expected at most 4 experts, found 5"),
         ("mixtral", r#"{"num_local_experts": 100000}"#, "at most 100000 experts in all layers, found 100000 in each"),
     ] {
-        let error = changed(model, serde_json::from_str(changes).unwrap()).unwrap_err();
+        let error = changed(model, &serde_json::from_str(changes).unwrap()).unwrap_err();
         assert!(error.contains(message) && !error.contains('\n'), "{error}");
     }
 }

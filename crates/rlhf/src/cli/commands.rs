@@ -426,7 +426,10 @@ mod tests {
             ))
         );
         assert_eq!(flags("convert"), sorted("file output_dir dtype max_shard_size config help"));
-        assert_eq!(flags("push"), sorted("folder name private revision commit_message hub_token config help"));
+        assert_eq!(
+            flags("push"),
+            sorted("folder name include exclude private revision commit_message hub_token config help")
+        );
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
         let compute = "dtype device num_threads config help";
         assert_eq!(

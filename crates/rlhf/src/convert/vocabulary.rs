@@ -231,7 +231,7 @@ impl<'a> Pieces<'a> {
         Ok(json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": self.added(),
             "normalizer": split.normalizer, "pre_tokenizer": split.steps, "post_processor": processor, "decoder": bytes,
-            "model": self.bpe(&merges, json!({"ignore_merges": split.ignore_merges})),
+            "model": self.bpe(&merges, &json!({"ignore_merges": split.ignore_merges})),
         }))
     }
 
@@ -255,7 +255,7 @@ impl<'a> Pieces<'a> {
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": self.added(),
             "normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": null,
             "post_processor": self.template(file, true)?, "decoder": {"type": "Sequence", "decoders": decoders},
-            "model": self.bpe(&self.merges(scores), more),
+            "model": self.bpe(&self.merges(scores), &more),
         }))
     }
 
@@ -275,7 +275,7 @@ impl<'a> Pieces<'a> {
         merges.into_iter().map(|(_, way)| way).collect()
     }
 
-    fn bpe(&self, merges: &[[&str; 2]], more: Value) -> Value {
+    fn bpe(&self, merges: &[[&str; 2]], more: &Value) -> Value {
         let vocab: Map<String, Value> = self.used().map(|(id, text)| (text.to_string(), json!(id))).collect();
         let mut model = json!({
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,

@@ -243,7 +243,7 @@ impl<'a> Reader<'a> {
             ))
         })?;
         let block = kind.block().elements as u64;
-        if sizes[0] % block != 0 {
+        if !sizes[0].is_multiple_of(block) {
             return Err(
                 self.error(format!("tensor `{shown}`: expected rows of a multiple of {block}, found {sizes:?}"))
             );

@@ -177,7 +177,7 @@ impl Read for Slice<'_> {
 /// # Errors
 /// If a file or folder cannot be read, or its name is not UTF-8; if a link leads to a folder, or to a file outside of `dir`.
 pub fn open_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<LocalFile>> {
-    collect(dir, wanted, |name, path| LocalFile::open(name, path))
+    collect(dir, wanted, LocalFile::open)
 }
 
 /// Finds the files of a folder as [`open_folder`] does; each is open only while it is read.
@@ -185,7 +185,7 @@ pub fn open_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<Loca
 /// # Errors
 /// As [`open_folder`].
 pub fn find_folder(dir: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<LocalFile>> {
-    collect(dir, wanted, |name, path| LocalFile::find(name, path))
+    collect(dir, wanted, LocalFile::find)
 }
 
 fn collect(

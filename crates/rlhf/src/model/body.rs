@@ -162,7 +162,7 @@ impl Body {
 
     /// Gives the parameters `names`, and the heads, memory of their own in f32, with the base's values or those of `values`. The
     /// base keeps the memory that they had.
-    fn train_in_full(&mut self, names: &[String], values: Vec<(String, Tensor)>) {
+    fn train_in_full(&mut self, names: &[String], values: &[(String, Tensor)]) {
         for param in &mut self.params {
             let is_head = lora::is_head(&param.name);
             if !is_head && !names.contains(&param.name) {
@@ -232,7 +232,7 @@ impl Body {
             linear.set_adapter(adapter);
             layers.push(linear.name().to_string());
         }
-        self.train_in_full(&saved, Vec::new());
+        self.train_in_full(&saved, &[]);
         self.params.extend(params);
         self.adapter = Some(config.describe(family, &layers, classifier));
         self.set_trainable(false);
@@ -253,7 +253,7 @@ impl Body {
         let applied = self.linears(head).and_then(|linears| folder.apply(linears, target));
         self.params = params;
         let loaded = applied?;
-        self.train_in_full(&loaded.saved, loaded.values);
+        self.train_in_full(&loaded.saved, &loaded.values);
         self.params.extend(loaded.params);
         self.adapter = Some(folder.described(classifier, &loaded.modules));
         self.set_trainable(false);

@@ -308,8 +308,8 @@ pub(crate) static FAMILIES: &[Family] = &[
 /// The other forms of T5: with a gated MLP, as a classifier, and both. The classifiers' names start with `transformer.`.
 static T5_FORMS: [Family; 3] = [
     t5_family(t5_names(&T5_GATED_ENCODER, T5_GATED_MLP)),
-    t5_family(of_t5_classifier(t5_names(&T5_CLASSIFIER_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi")))),
-    t5_family(of_t5_classifier(t5_names(&T5_GATED_CLASSIFIER_ENCODER, T5_GATED_MLP))),
+    t5_family(of_t5_classifier(&t5_names(&T5_CLASSIFIER_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi")))),
+    t5_family(of_t5_classifier(&t5_names(&T5_GATED_CLASSIFIER_ENCODER, T5_GATED_MLP))),
 ];
 
 /// The form of `family` whose names are those of its classifiers.
@@ -351,13 +351,13 @@ const fn t5_names(encoder: &'static Names, mlp_in: MlpIn) -> Names {
 }
 
 /// The same names with the classifiers' prefix.
-const fn of_t5_classifier(names: Names) -> Names {
+const fn of_t5_classifier(names: &Names) -> Names {
     Names {
         prefix: "transformer.",
         embed: "transformer.shared",
         layers: "transformer.decoder.block",
         final_norm: "transformer.decoder.final_layer_norm",
-        ..names
+        ..*names
     }
 }
 

@@ -79,10 +79,10 @@ impl RelativeScores {
         };
         let mut scores = q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float);
         if let Some(keys) = &self.keys {
-            scores = scores + products(q, keys, &self.index);
+            scores += products(q, keys, &self.index);
         }
         if let Some(queries) = &self.queries {
-            scores = scores + products(k, queries, &self.index.tr()).transpose(-2, -1);
+            scores += products(k, queries, &self.index.tr()).transpose(-2, -1);
         }
         scores
     }

@@ -21,7 +21,7 @@ pub(crate) struct Linear {
     /// Whether the weight is stored as `[in, out]` (GPT-2) instead of `[out, in]`.
     transposed: bool,
     compute: Kind,
-    adapter: Option<Adapter>,
+    adapter: Option<Box<Adapter>>,
 }
 
 /// A weight and, if products are computed in a narrower dtype, a copy in that dtype.
@@ -128,7 +128,7 @@ impl Linear {
     }
 
     pub(crate) fn set_adapter(&mut self, adapter: Adapter) {
-        self.adapter = Some(adapter);
+        self.adapter = Some(Box::new(adapter));
     }
 
     /// The magnitudes with which `adapter` changes nothing: the norms of the rows of the adapted weight.

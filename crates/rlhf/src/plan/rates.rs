@@ -6,7 +6,8 @@
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use crate::model::{
-    Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens, Precision,
+    Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
+    Precision,
 };
 use crate::settings::PpoConfig;
 use crate::{Error, Result};

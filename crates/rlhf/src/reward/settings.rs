@@ -45,7 +45,7 @@ pub struct RewardSourcesConfig {
     /// Clip a reward's scores to [-X, X], as NAME=X; applied after `reward_scale` and before `reward_weights`.
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_clip: Vec<String>,
-    /// Give prompt and response to reward models that are encoders as two segments, [CLS] prompt [SEP] response [SEP], as OpenAssistant's
+    /// Give prompt and response to reward models that are encoders as two segments, `[CLS] prompt [SEP] response [SEP]`, as OpenAssistant's
     /// DeBERTa reads them; without it as one text.
     #[arg(long, help_heading = REWARDS)]
     pub reward_pair: bool,

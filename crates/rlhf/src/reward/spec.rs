@@ -294,7 +294,7 @@ impl RewardSourcesConfig {
         let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
         all([
             if self.reward_pair && !has_model {
-                no_effect("reward_pair", &true, "without a reward that is a model")
+                no_effect("reward_pair", true, "without a reward that is a model")
             } else {
                 Ok(())
             },

@@ -255,7 +255,7 @@ impl Shared {
                 "its program failed at the end of the run ({status}){tail}; its metrics are in {METRICS}"
             )),
             false => {
-                self.warn(&format!("its program ended before the end of the run ({status}){tail}; {}", goes_through()))
+                self.warn(&format!("its program ended before the end of the run ({status}){tail}; {}", goes_through()));
             }
         }
     }
