@@ -843,7 +843,7 @@ def lora_checks(work):
         ),
         "DoRA, embedding in full": (["--use_dora", "--lora_modules_to_save"], {"use_dora": True}),
     }
-    embeddings = {"gpt2": "wte", "gpt_neox": "embed_in", "llama": "embed_tokens"}
+    embeddings = {"gpt2": "wte", "gpt_neox": "embed_in", "llama": "embed_tokens", "mixtral": "embed_tokens"}
     common = ["--use_peft", "--lora_r", 4, "--learning_rate", 1e-2, "--max_steps", 3]
     for number, (family, (name, (flags, options)), classifier) in enumerate(
         (f, s, c) for f in ("gpt2", "gpt_neox", "llama", "mixtral") for s in settings.items() for c in (False, True)
