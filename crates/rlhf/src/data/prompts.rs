@@ -51,19 +51,19 @@ impl PromptLimit {
         self.reason
     }
 
-    /// Creates the limit that the settings define, within `room`, that of the models.
+    /// Creates the limit that the settings define, within `of_models`, that of the models.
     ///
     /// # Errors
-    /// If `max_prompt_length` is above `room`.
-    pub fn new(config: &PromptLengthConfig, room: Self) -> Result<Self> {
+    /// If `max_prompt_length` is above `of_models`.
+    pub fn new(config: &PromptLengthConfig, of_models: Self) -> Result<Self> {
         let (long, hint) = (config.long_prompts, "; --long_prompts can drop or truncate such prompts");
         match config.max_prompt_length {
-            Some(max_length) if max_length > room.max_length => Err(Error::Usage(format!(
+            Some(max_length) if max_length > of_models.max_length => Err(Error::Usage(format!(
                 "max_prompt_length = {max_length}: expected at most {}, {}",
-                room.max_length, room.reason
+                of_models.max_length, of_models.reason
             ))),
             Some(max_length) => Ok(Self { max_length, long, reason: "max_prompt_length", hint }),
-            None => Ok(Self { long, hint, ..room }),
+            None => Ok(Self { long, hint, ..of_models }),
         }
     }
 

@@ -123,8 +123,8 @@ impl Rows {
     }
 
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
-        let room = prompt_limit(models.policy(), models.context(), config.response_length)?;
-        let limit = PromptLimit::new(&config.prompt_length, room)?;
+        let of_models = prompt_limit(models.policy(), models.context(), config.response_length)?;
+        let limit = PromptLimit::new(&config.prompt_length, of_models)?;
         let (prompts, lens, notes) = match Sources::find(&config.data, None) {
             Ok(sources) => {
                 let (prompts, lens) = read_prompts(&sources, config, models, limit)?;

@@ -63,9 +63,9 @@ impl RewardModel {
             let other_ids = apart || whole || policy.difference(&tokenizer) > 0;
             if other_ids || tokenizer.has_other_chat_template(policy) {
                 tokenizer.check_fits(model.config(), dir)?;
-                // Leaves room for the EOS that is appended for decoders.
-                let room = model.config().max_position_embeddings - usize::from(!whole);
-                tokenizer.keep_last(room)?;
+                // One token less for decoders, which get an EOS.
+                let max_length = model.config().max_position_embeddings - usize::from(!whole);
+                tokenizer.keep_last(max_length)?;
                 own = Some(OwnTokenizer { tokenizer, policy: policy.clone(), other_ids });
             }
         }

@@ -520,8 +520,8 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let room = prompt_limit(&policy.shape, context, config.response_length)?;
-    let limit = PromptLimit::new(&config.prompt_length, room)?;
+    let of_models = prompt_limit(&policy.shape, context, config.response_length)?;
+    let limit = PromptLimit::new(&config.prompt_length, of_models)?;
     check_ends(config, tokenizer, vocab, &config.stop_tokens(tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     let mut prompts = 0;

@@ -292,8 +292,8 @@ impl Loaded {
             tokenizer.check_same(&value.dir)?;
             Learner::new(policy, value.model, config.learner())
         };
-        let room = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
-        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
+        let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         notes.extend(prompts.notes);
         check_cuts(config, &rewards, &notes, [&prompts.train, &prompts.eval])?;
