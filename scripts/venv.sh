@@ -18,6 +18,9 @@ else
     python3 -m venv --without-pip "$venv"
     pip=(python3 -m pip --python "$venv/bin/python")
 fi
-"${pip[@]}" --disable-pip-version-check install --quiet --only-binary=:all: -r "$requirements" ||
-    { echo "error: $venv: pip could not install $requirements; is there a network?" >&2; exit 1; }
+# pip downloads to $TMPDIR first, and /tmp is often small.
+mkdir "$venv/tmp"
+TMPDIR=$venv/tmp "${pip[@]}" --disable-pip-version-check install --quiet --only-binary=:all: -r "$requirements" ||
+    { echo "error: $venv: pip could not install $requirements, for the reason above; is there a network, and disk space?" >&2; exit 1; }
+rm -rf "$venv/tmp"
 cp "$requirements" "$venv/installed"
