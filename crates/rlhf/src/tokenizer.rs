@@ -5,7 +5,7 @@ mod chat;
 mod rules;
 
 use crate::files;
-use crate::model::{AdapterFolder, ModelConfig};
+use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
 use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
@@ -347,9 +347,13 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot encode a text.
     pub(crate) fn around_prompts(&self) -> Result<(Vec<i64>, Vec<i64>)> {
-        let mut before = self.encode_prompt("")?;
-        let after = before.iter().rposition(|id| !self.eos.contains(id)).map_or(0, |last| last + 1);
-        let after = before.split_off(after);
+        // Around a text that is not empty: the same token may be before texts (OPT's `</s>`) or after them (T5's).
+        let (own, mut before) = (self.encode_verbatim("a")?, self.encode_prompt("a")?);
+        let Some(at) = before.windows(own.len().max(1)).position(|part| part == own) else {
+            return Ok(Default::default());
+        };
+        let after = before.split_off(at + own.len());
+        before.truncate(at);
         Ok((before, after))
     }
 
@@ -757,7 +761,9 @@ impl SpecialTokens {
 fn generates_from_an_encoder(config: &Value) -> bool {
     let classifies = |name: &Value| name.as_str().is_some_and(|name| name.ends_with("ForSequenceClassification"));
     let architectures = config["architectures"].as_array();
-    config["is_encoder_decoder"] == true && !architectures.is_some_and(|names| names.iter().any(classifies))
+    let is_known = || config["model_type"].as_str().is_some_and(is_encoder_decoder_family);
+    config["is_encoder_decoder"].as_bool().unwrap_or_else(is_known)
+        && !architectures.is_some_and(|names| names.iter().any(classifies))
 }
 
 /// The chat template in a tokenizer_config.json: a text, or the element of a list that is named "default".
@@ -770,4 +776,25 @@ fn template_of(config: &Value) -> Option<&str> {
 /// Length of the common prefix of two sequences of ids.
 pub(crate) fn shared_prefix(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_before_every_text_are_told_from_those_after_it_though_they_are_the_same_token() {
+        let read = |name: &str| {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name);
+            let tokenizer = Tokenizer::from_pretrained(&dir).unwrap();
+            (tokenizer.require_eos().unwrap(), tokenizer)
+        };
+        let (eos, tokenizer) = read("split");
+        assert_eq!(tokenizer.around_prompts().unwrap(), (vec![eos], vec![]));
+        let (eos, mut of_t5) = read("t5");
+        of_t5.set_encoder_decoder(true);
+        assert_eq!(of_t5.around_prompts().unwrap(), (vec![], vec![eos]));
+        of_t5.set_encoder_decoder(false);
+        assert_eq!(of_t5.around_prompts().unwrap(), (vec![], vec![]));
+    }
 }

@@ -5,6 +5,7 @@ use crate::support::{golden, near};
 use rlhf::data::Dataset;
 use rlhf::model::{Batch, CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 use tch::Kind;
 
@@ -14,7 +15,7 @@ const PPO: &str = "ppo --sft_model_path t5 --dataset_name demos.jsonl --output_d
                    --per_device_train_batch_size 4 --total_episodes 8 --learning_rate 1e-3 --stop_token eos";
 
 /// A folder with a decoder-only `policy` and its `reward`, and with `t5`.
-fn scratch() -> Scratch {
+pub(crate) fn scratch() -> Scratch {
     let scratch = Scratch::new();
     std::fs::create_dir(scratch.path("t5")).unwrap();
     for (name, from) in [
@@ -130,4 +131,47 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
     scratch.succeeds(&format!(
         "{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"
     ));
+}
+
+#[test]
+fn logprobs_of_generated_responses_are_those_of_sampling_if_no_file_states_the_kind_of_model() {
+    let scratch = scratch();
+    scratch.edit_config("t5", "is_encoder_decoder", Value::Null);
+    scratch.succeeds(
+        "generate --model_name_or_path t5 --dataset_name demos.jsonl --max_new_tokens 6 --output_file sampled.jsonl",
+    );
+    let logprobs = "logprobs --model_name_or_path t5 --dataset_name";
+    let of = |rows: &[Map<String, Value>]| -> Vec<f64> {
+        rows.iter().flat_map(|row| row["logprobs"].as_array().unwrap()).map(|x| x.as_f64().unwrap()).collect()
+    };
+    let sampled = json_lines(&scratch.read("sampled.jsonl"));
+    let eos = |row: &Map<String, Value>| row["prompt_ids"].as_array().unwrap().last() == Some(&json!(1));
+    assert!(sampled.iter().all(eos), "a prompt keeps the eos of its tokenizer");
+    let measured = json_lines(&scratch.succeeds(&format!("{logprobs} sampled.jsonl --batch_size 3")));
+    let (sampled, measured) = (of(&sampled), of(&measured));
+    assert_eq!(sampled.len(), measured.len());
+    assert!(sampled.iter().zip(&measured).all(|(a, b)| (a - b).abs() < 1e-5), "{sampled:?} {measured:?}");
+
+    // Text, as two texts: with the eos of the completion written out, the loss of SFT.
+    let rows = json_lines(&scratch.read("demos.jsonl"));
+    let ended = rows.iter().map(
+        |row| json!({"prompt": row["prompt"], "completion": format!("{}</s>", row["completion"].as_str().unwrap())}),
+    );
+    scratch.write("ended.jsonl", &ended.map(|row| format!("{row}\n")).collect::<String>());
+    let measured = of(&json_lines(&scratch.succeeds(&format!("{logprobs} ended.jsonl"))));
+    let mean = -measured.iter().sum::<f64>() / measured.len() as f64;
+    near("the loss", mean, loss(&scratch, &scratch.path("t5")), 1e-5);
+
+    // Prompt and completion do not share the limit of 512 tokens.
+    let row = |prompt: usize, response: usize| {
+        format!("{}\n", json!({"prompt_ids": vec![5; prompt], "completion_ids": vec![6; response]}))
+    };
+    scratch.write("most.jsonl", &row(512, 511));
+    scratch.succeeds(&format!("{logprobs} most.jsonl"));
+    for (prompt, response) in [(513, 1), (1, 512)] {
+        scratch.write("long.jsonl", &row(prompt, response));
+        let found = format!("found {prompt} and {response}");
+        let words = ["long.jsonl: line 1", "at most 512 tokens of prompt for the encoder and 511 of response", &found];
+        scratch.refuses(&format!("{logprobs} long.jsonl"), 1, &words);
+    }
 }

@@ -3,7 +3,7 @@
 use rlhf::Result;
 use rlhf::dist::World;
 use rlhf::hub;
-use rlhf::model::CausalLm;
+use rlhf::model::{Batch, CausalLm};
 use rlhf::settings::LogprobsConfig;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::json;
@@ -36,7 +36,9 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
             |batch| {
                 let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].tokens.as_slice()).collect();
                 let spans: Vec<_> = batch.iter().map(|&i| span(i)).collect();
-                let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, config.temperature, false))?;
+                let prompt_lens: Vec<_> = batch.iter().map(|&i| texts[i].prompt_len).collect();
+                let rows = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
+                let found = tch::no_grad(|| model.logprobs_of(rows, config.temperature, false))?;
                 numbers(&found.logprobs)
             },
         )?;

@@ -4,7 +4,7 @@ use super::chat::{cut_after_eos, encode_chat, encode_prompt_and_response};
 use super::dataset::Dataset;
 use super::pairs::is_pair;
 use super::prompts::{Prompt, prompt_of};
-use super::row::{check_length, expected, field, text_field, token_ids};
+use super::row::{check_length, check_lengths, expected, field, text_field, token_ids};
 use crate::generate::FinishReason;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -37,7 +37,8 @@ impl Dataset {
     /// `prompt` and `completion`, either strings, which are encoded as one text, or lists of messages. No EOS is appended.
     ///
     /// # Errors
-    /// If a row has neither form, has more than `max_length` tokens, or an id is not below `vocab`; if the prompt has no tokens.
+    /// If a row has neither form, has more than `max_length` tokens, or an id is not below `vocab`; if the prompt has no tokens. For an
+    /// encoder-decoder, if a prompt has more than `max_length` tokens, or a completion and the decoder's start token.
     pub fn completions(&self, tokenizer: &Tokenizer, vocab: i64, max_length: usize) -> Result<Vec<PromptCompletion>> {
         self.map(|row| {
             let (tokens, prompt_len) = prompt_and_completion(row, tokenizer, vocab, false)?;
@@ -46,7 +47,10 @@ impl Dataset {
                     "the completion begins with the first token: expected a prompt of at least one token before it";
                 return Err(Error::Run(message.into()));
             }
-            check_length(tokens.len(), max_length)?;
+            match tokenizer.is_of_encoder_decoder() {
+                true => check_lengths(prompt_len, tokens.len() - prompt_len, max_length)?,
+                false => check_length(tokens.len(), max_length)?,
+            }
             Ok(PromptCompletion { tokens, prompt_len })
         })
     }

@@ -117,6 +117,18 @@ pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
     )))
 }
 
+/// Checks that an encoder reads `prompt` tokens, and its decoder a start token before `response` tokens: `max_length` each.
+pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -> Result<()> {
+    if prompt <= max_length && response < max_length {
+        return Ok(());
+    }
+    Err(Error::Run(format!(
+        "the row is too long: expected at most {max_length} tokens of prompt for the encoder and {} of response for the decoder, found \
+         {prompt} and {response}",
+        max_length.saturating_sub(1)
+    )))
+}
+
 /// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
 pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     match row.get(name) {

@@ -173,6 +173,11 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
     Err(Error::invalid(path, format!("`model_type`: expected one of {}, found {found}", known.join(", "))))
 }
 
+/// Whether the family with this `model_type` has an encoder and a decoder.
+pub(crate) fn is_encoder_decoder_family(model_type: &str) -> bool {
+    FAMILIES.iter().any(|family| family.name == model_type && family.names.encoder.is_some())
+}
+
 /// The names of the labels in order; transformers' default is two labels.
 fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     let Some(names) = f.present("id2label") else {
