@@ -488,3 +488,28 @@ fn a_signal_ends_the_server_cleanly_and_a_port_that_is_taken_is_one_error() {
     assert!(answer.status == 503 && answer.body.contains("the server stops"), "{}", answer.body);
     drop(idle);
 }
+
+#[test]
+fn an_encoder_decoder_completes_prompts_and_has_no_log_probabilities_of_their_tokens() {
+    let scratch = crate::encoder_decoder_training::scratch();
+    std::fs::rename(scratch.path("policy"), scratch.path("decoder")).unwrap();
+    std::fs::rename(scratch.path("t5"), scratch.path("policy")).unwrap();
+    let rows = json_lines(
+        &scratch.succeeds("generate --model policy --dataset_name prompts.jsonl --max_new_tokens 6 --do_sample false"),
+    );
+    let server = Server::start(&scratch);
+    let body = |more: Value| {
+        let mut body = json!({"prompt": crate::cli::PROMPTS.to_vec(), "max_tokens": 6, "temperature": 0});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let found = texts(&server.completes(TEXT, body(json!({}))).json());
+    let expected: Vec<&str> = rows.iter().map(|row| row["completion"].as_str().unwrap()).collect();
+    assert_eq!(found, expected);
+    let echoed = texts(&server.completes(TEXT, body(json!({"echo": true}))).json());
+    let both = crate::cli::PROMPTS.iter().zip(expected).map(|(prompt, text)| format!("{prompt}{text}"));
+    assert_eq!(echoed, both.collect::<Vec<_>>());
+    let refused = server.post(TEXT, &body(json!({"model": "policy", "echo": true, "logprobs": 0})));
+    assert_eq!(refused.status, 400, "{}", refused.body);
+    assert!(refused.body.contains("`echo` with `logprobs`: an encoder reads the prompt"), "{}", refused.body);
+}

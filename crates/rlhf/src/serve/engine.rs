@@ -114,6 +114,10 @@ impl Engine {
 
     /// Encodes the prompts and resolves the settings of a request.
     fn resolve(&self, request: &Request) -> Result<Resolved, ApiError> {
+        if request.echo && request.logprobs.is_some() && self.model.config().is_encoder_decoder() {
+            let message = "`echo` with `logprobs`: an encoder reads the prompt of this model, so its tokens have no log-probabilities";
+            return Err(ApiError::invalid("echo", message));
+        }
         let encoded: Vec<_> = request.prompts.iter().map(|prompt| self.encode(prompt)).collect::<Result<_, _>>()?;
         let (prompts, texts): (Vec<Vec<i64>>, Vec<String>) = encoded.into_iter().unzip();
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
