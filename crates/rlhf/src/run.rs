@@ -34,6 +34,7 @@ pub(crate) mod tracking;
 
 use crate::optim::micro_batch::MicroBatchSettings;
 
+pub use crate::optim::micro_batch::MicroBatchLimit;
 pub use crate::metrics::{Warning, WarningKind};
 pub use crate::signals::{request_stop, stop_requested};
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
@@ -44,6 +45,6 @@ pub use tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 impl From<&RunConfig> for MicroBatchSettings {
     fn from(run: &RunConfig) -> Self {
-        Self { max_tokens: run.max_tokens_per_micro_batch, gradient_checkpointing: run.gradient_checkpointing }
+        Self { limit: run.max_tokens_per_micro_batch, gradient_checkpointing: run.gradient_checkpointing }
     }
 }

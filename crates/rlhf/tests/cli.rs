@@ -706,6 +706,7 @@ fn settings_that_cannot_be_are_usage_errors() {
         ("--config unknown.yaml", &["unknown.yaml:2: unknown key `learning_rat`", "`learning_rate`"]),
         ("--config value.yaml", &["value.yaml:1: `seed`", "expected a whole number", "found `one`"]),
         ("--max_tokens_per_micro_batch 0", &["max_tokens_per_micro_batch = 0"]),
+        ("--max_tokens_per_micro_batch 4XB", &["max_tokens_per_micro_batch", "such as 4GB", "4XB"]),
         ("--max_skipped_updates 0", &["max_skipped_updates = 0", "at least 1"]),
     ] {
         scratch.refuses(&format!("{PPO} {line}"), 2, words);

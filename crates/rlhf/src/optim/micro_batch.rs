@@ -1,8 +1,11 @@
 //! Micro-batches: how many tokens go through a model at once.
 
 use crate::device::memory;
+use crate::flag::{ByteSize, Setting};
 use crate::model::Param;
+use serde::Serialize;
 use serde_json::{Value, json};
+use std::fmt::{Display, Formatter};
 
 /// Memory that activations may always take, in bytes.
 const LEAST_ACTIVATIONS: usize = 128 << 20;
@@ -14,20 +17,77 @@ const MOST_GPU_TOKENS: usize = 16384;
 /// Part of a GPU's memory that the activations of a micro-batch may take. The rest is for weights, gradients, moments and the cache.
 const GPU_PART: usize = 4;
 
-/// Most tokens in one forward and backward pass of a model with these parameters: `max_tokens` if it is set. Else, on a CPU, as many as keep
+/// Most of one forward and backward pass: tokens, or memory of their activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MicroBatchLimit {
+    /// Tokens, prompts included.
+    Tokens(usize),
+    /// Bytes that the activations of the tokens take, by the arithmetic of `rlhf plan`.
+    Memory(ByteSize),
+}
+
+impl MicroBatchLimit {
+    /// Returns the number of tokens, at least one, where each takes `activation_bytes`.
+    pub(crate) fn tokens(self, activation_bytes: usize) -> usize {
+        match self {
+            Self::Tokens(tokens) => tokens,
+            Self::Memory(ByteSize(bytes)) => (bytes / activation_bytes.max(1)).max(1),
+        }
+    }
+}
+
+impl Display for MicroBatchLimit {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Tokens(tokens) => tokens.fmt(f),
+            Self::Memory(size) => {
+                // A number without a unit would be one of tokens.
+                let text = size.to_string();
+                let unit = if text.ends_with(|last: char| last.is_ascii_digit()) { "B" } else { "" };
+                write!(f, "{text}{unit}")
+            }
+        }
+    }
+}
+
+impl Serialize for MicroBatchLimit {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Tokens(tokens) => tokens.serialize(serializer),
+            Self::Memory(_) => serializer.collect_str(self),
+        }
+    }
+}
+
+impl Setting for MicroBatchLimit {
+    const NAME: &'static str = "N|SIZE";
+    const EXPECTED: &'static str = "a number of tokens, such as 2048, or the memory of their activations, such as 4GB";
+
+    fn read(text: &str) -> Option<Self> {
+        let is_digit = |last: char| last.is_ascii_digit();
+        let bytes = text.strip_suffix(['B', 'b']).filter(|number| number.ends_with(is_digit));
+        match bytes {
+            None if text.ends_with(is_digit) => text.parse().ok().map(Self::Tokens),
+            _ => ByteSize::read(bytes.unwrap_or(text)).map(Self::Memory),
+        }
+    }
+}
+
+/// Most tokens in one forward and backward pass of a model with these parameters: those of `limit` if it is set. Else, on a CPU, as many as keep
 /// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, or twice of them for up
 /// to 1024 tokens, at most an eighth of the memory. On a GPU, as many as take a quarter of its memory, at most 16384.
 ///
 /// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns. The number changes results by
 /// rounding only, since losses are divided by the counts of the whole mini-batch.
 pub(crate) fn micro_batch_tokens(
-    max_tokens: Option<usize>,
+    limit: Option<MicroBatchLimit>,
     device: tch::Device,
     params: &[Param],
     activation_bytes: usize,
 ) -> usize {
     let parameters = params.iter().map(|param| param.tensor.numel()).sum();
-    max_tokens.unwrap_or_else(|| default_tokens(device, memory(device), parameters, activation_bytes))
+    let default = || default_tokens(device, memory(device), parameters, activation_bytes);
+    limit.map_or_else(default, |limit| limit.tokens(activation_bytes))
 }
 
 /// [`micro_batch_tokens`] that no setting fixes, of a model with this number of parameters on `device`, which has `memory` bytes for a rank,
@@ -53,8 +113,8 @@ pub(crate) fn default_tokens(
 /// Settings that limit the tokens of a micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MicroBatchSettings {
-    /// Most tokens, if the user set a number.
-    pub(crate) max_tokens: Option<usize>,
+    /// The limit that the user set.
+    pub(crate) limit: Option<MicroBatchLimit>,
     pub(crate) gradient_checkpointing: bool,
 }
 
@@ -67,13 +127,13 @@ impl MicroBatchSettings {
         params: &[Param],
         activation_bytes: impl Fn(bool) -> usize,
     ) -> usize {
-        micro_batch_tokens(self.max_tokens, device, params, activation_bytes(self.gradient_checkpointing))
+        micro_batch_tokens(self.limit, device, params, activation_bytes(self.gradient_checkpointing))
     }
 
     /// Returns the number of tokens that a run was started with, from its `saved` [state](Self::state), if only the machine's
     /// memory can have changed it to `tokens`; else `tokens`. The micro-batches decide how sums are rounded.
     pub(crate) fn resumed_tokens(self, device: tch::Device, tokens: usize, saved: Option<&Value>) -> usize {
-        let saved = saved.filter(|_| self.max_tokens.is_none());
+        let saved = saved.filter(|_| self.limit.is_none());
         let number = saved.and_then(|saved| saved["tokens"].as_u64()).map(|number| number as usize);
         number.filter(|&number| Some(&self.state(device, number)) == saved).unwrap_or(tokens)
     }
@@ -84,7 +144,7 @@ impl MicroBatchSettings {
             "tokens": tokens,
             "device": format!("{device:?}"),
             "gradient_checkpointing": self.gradient_checkpointing,
-            "set": self.max_tokens.is_some(),
+            "set": self.limit.is_some(),
         })
     }
 
@@ -148,16 +208,30 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_is_a_number_of_tokens_or_the_memory_that_they_take() {
+        let tokens = |text| MicroBatchLimit::read(text).map(|limit| limit.tokens(1 << 20));
+        for (text, expected) in [("2048", 2048), ("0", 0), ("2GiB", 2048), ("1.5 MiB", 1), ("10mb", 9), ("1B", 1)] {
+            assert_eq!(tokens(text), Some(expected), "{text}");
+        }
+        for text in ["", "-1", "1.5", "0GB", "many", "GB", "2GiBs"] {
+            assert_eq!(MicroBatchLimit::read(text), None, "{text}");
+        }
+        for text in ["2048", "2GB", "1234567B"] {
+            assert_eq!(MicroBatchLimit::read(text).unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
     fn a_resumed_run_keeps_the_size_of_its_micro_batches_where_only_memory_can_differ() {
         let (settings, cpu) =
-            (MicroBatchSettings { max_tokens: None, gradient_checkpointing: false }, tch::Device::Cpu);
+            (MicroBatchSettings { limit: None, gradient_checkpointing: false }, tch::Device::Cpu);
         let saved = settings.state(cpu, 300);
         assert_eq!(settings.resumed_tokens(cpu, 400, Some(&saved)), 300);
         assert_eq!(settings.resumed_tokens(cpu, 400, None), 400);
         assert_eq!(settings.resumed_tokens(tch::Device::Cuda(0), 400, Some(&saved)), 400);
         for other in [
             MicroBatchSettings { gradient_checkpointing: true, ..settings },
-            MicroBatchSettings { max_tokens: Some(400), ..settings },
+            MicroBatchSettings { limit: Some(MicroBatchLimit::Tokens(400)), ..settings },
         ] {
             assert_eq!(other.resumed_tokens(cpu, 400, Some(&saved)), 400);
         }

@@ -89,7 +89,7 @@ impl<'a> Job<'a> {
         let bytes = members.iter().filter(|member| member.is_trained).map(of).max().unwrap_or(1);
         let parameters = members.first().map_or(0, |member| member.held.parameters);
         let default = || default_tokens(machine.device, machine.whole, parameters, bytes);
-        let limit = settings.max_tokens_per_micro_batch.unwrap_or_else(default);
+        let limit = settings.max_tokens_per_micro_batch.map_or_else(default, |limit| limit.tokens(bytes));
         Ok(Self { run, rows, machine, members, compute, limit })
     }
 

@@ -5,6 +5,7 @@ use super::memory::Job;
 use super::rows::Rows;
 use super::{Machine, PlannedMemory, PlannedRun, Remedy};
 use crate::dist::{ZeroStage, as_ranks};
+use crate::optim::micro_batch::MicroBatchLimit;
 use crate::settings::PpoConfig;
 use tch::Device;
 
@@ -112,7 +113,7 @@ fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     }
     let tokens = smaller(job);
     if tokens < job.limit.min(job.largest_pass(job.limit).computed) {
-        let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
+        let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(MicroBatchLimit::Tokens(tokens));
         edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
     }
     if job.ppo().is_some_and(|config| config.local_rollout_forward_batch_size > ROWS) {

@@ -6,7 +6,7 @@ use crate::model::{
     ValueModel,
 };
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
-use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
+use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, LearningRates, OptimizerConfig};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
@@ -118,8 +118,8 @@ pub struct LearnerSettings {
     pub value_optimizer: OptimizerConfig,
     /// Recompute activations in the backward pass.
     pub gradient_checkpointing: bool,
-    /// Most tokens in one forward and backward pass; chosen by the memory there is where it is not set.
-    pub max_tokens_per_micro_batch: Option<usize>,
+    /// Most tokens in one forward and backward pass, or memory of their activations; chosen by the memory there is where it is not set.
+    pub max_tokens_per_micro_batch: Option<MicroBatchLimit>,
     /// Dynamic loss scaling, for f16.
     pub loss_scale: Option<LossScaleConfig>,
     /// An f16 overflow of one model skips the step of both.

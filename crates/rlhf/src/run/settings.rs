@@ -15,6 +15,7 @@ use crate::flag::{
 use crate::metrics::WarningKind;
 use crate::model::Dtype;
 use crate::optim::loss_scale::LossScaleConfig;
+use crate::optim::micro_batch::MicroBatchLimit;
 use crate::run::push::settings::HubConfig;
 use crate::run::tracking::TrackingConfig;
 
@@ -54,9 +55,10 @@ pub struct RunConfig {
     /// Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
-    /// Maximum tokens per forward and backward pass; does not change the result [default: by the available memory].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub max_tokens_per_micro_batch: std::option::Option<usize>,
+    /// Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change the result
+    /// [default: by the available memory].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_name = MicroBatchLimit::NAME, value_parser = optional::<MicroBatchLimit>)]
+    pub max_tokens_per_micro_batch: std::option::Option<MicroBatchLimit>,
     /// Trackers, besides the files of `output_dir`.
     #[command(flatten)]
     #[serde(flatten)]
@@ -104,7 +106,10 @@ impl RunConfig {
             self.tracking.check(),
             self.checkpoints.check(),
             self.dist.check(stages),
-            self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
+            match self.max_tokens_per_micro_batch {
+                Some(MicroBatchLimit::Tokens(most)) => at_least_one("max_tokens_per_micro_batch", most),
+                Some(MicroBatchLimit::Memory(_)) | None => Ok(()),
+            },
         ])
     }
 }

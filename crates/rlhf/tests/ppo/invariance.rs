@@ -7,8 +7,8 @@ use rlhf::optim::LearningRates;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutSettings, experience, score};
 use rlhf::rl::shaping::targets;
-use rlhf::run::Console;
-use rlhf::settings::PpoConfig;
+use rlhf::run::{Console, MicroBatchLimit};
+use rlhf::settings::{ByteSize, PpoConfig};
 use rlhf::train::ppo::ppo;
 use rlhf::weights::Checkpoint;
 use serde_json::{Map, Value};
@@ -118,10 +118,15 @@ fn a_budget_of_tokens_and_checkpoints_of_the_layers_change_no_result() {
     for most in [1, 30, 1000] {
         let cut = train(|config| {
             passes(config, 8, 1);
-            config.run.max_tokens_per_micro_batch = Some(most);
+            config.run.max_tokens_per_micro_batch = Some(MicroBatchLimit::Tokens(most));
         });
         cut.is(&format!("{most} tokens"), &whole);
     }
+    let of_memory = train(|config| {
+        passes(config, 8, 1);
+        config.run.max_tokens_per_micro_batch = Some(MicroBatchLimit::Memory(ByteSize(1 << 20)));
+    });
+    of_memory.is("1 MiB", &whole);
     let checkpoints = train(|config| {
         passes(config, 8, 1);
         config.run.gradient_checkpointing = true;
