@@ -1,5 +1,6 @@
 //! Encoder-decoders (T5) against transformers' values (`golden/models/t5*`, `make_t5.py`), and against themselves.
 
+use crate::lora::{adapter, assert_gradients};
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
 use rlhf::model::{Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier};
@@ -195,6 +196,25 @@ fn gradients_of_adapters_are_the_parts_of_those_of_the_merged_weights() {
             assert!(largest > 1e-3, "{name}");
             assert_close(name, gradient, &expected, 2e-5 * largest.max(1.0));
         }
+    }
+}
+
+#[test]
+fn logits_and_gradients_with_adapters_equal_pefts() {
+    let pairs = Pairs::of(&Tensors::read(&folder("t5").join("golden.safetensors")));
+    let (positions, tokens) = (pairs.positions(), pairs.tokens());
+    for name in ["t5", "t5_dora_all"] {
+        let golden = Tensors::read(&adapter(name).join("golden.safetensors"));
+        let part = golden.part("logits");
+        let expected = pairs.packed(part.tensor, |tokens| tokens.len() + 1);
+        let mut model = load("t5");
+        model.load_adapter(&adapter(name)).unwrap();
+        assert_close(name, &part.of(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
+        model.set_trainable(true);
+        model.logprobs_backward(pairs.batch(&tokens), 1.0, |_, now| -now.logprobs.sum(Kind::Float)).unwrap();
+        assert_gradients(name, model.trainable_params());
+        model.merge_adapter();
+        assert_close(name, &part.of(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
     }
 }
 

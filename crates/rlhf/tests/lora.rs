@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 pub(crate) const TOLERANCE: f64 = 2e-5;
-const ADAPTERS: [&str; 8] = [
+const ADAPTERS: [&str; 14] = [
     "gpt2",
     "gpt_neox",
     "llama_untied",
@@ -20,7 +20,14 @@ const ADAPTERS: [&str; 8] = [
     "llama_untied_dora_all",
     "gpt_neox_patterns",
     "llama_tied_saved",
+    "gemma3",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "mixtral",
+    "qwen3_moe_dora",
 ];
+const ENCODER_DECODERS: [&str; 2] = ["t5", "t5_dora_all"];
 const CLASSIFIERS: [&str; 2] = ["llama_untied_cls", "llama_untied_cls_saved"];
 pub(crate) const IDS: [[i64; 6]; 1] = [[5, 6, 7, 8, 9, 10]];
 
@@ -57,7 +64,7 @@ fn values_of(model: &SequenceClassifier, rows: &[Vec<i64>]) -> Tensor {
     model.values_at(rows, &spans).unwrap()
 }
 
-fn assert_gradients<'a>(name: &str, params: impl Iterator<Item = &'a Param>) {
+pub(crate) fn assert_gradients<'a>(name: &str, params: impl Iterator<Item = &'a Param>) {
     let expected = Tensors::read(&adapter(name).join("grads.safetensors"));
     let info = &read_json(&adapter(name).join("info.json"))["grads"];
     let (rounding, most) = (info["rounding"].as_f64().unwrap(), info["max_abs"].as_f64().unwrap());
@@ -142,7 +149,7 @@ fn gradients_reach_what_peft_trains_and_equal_its_own() {
 
 #[test]
 fn an_adapter_of_peft_is_saved_as_it_was_read() {
-    for name in ADAPTERS {
+    for name in ADAPTERS.into_iter().chain(ENCODER_DECODERS) {
         let out = tempfile::tempdir().unwrap();
         lm(name).save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         assert_same_adapter(out.path(), &adapter(name));

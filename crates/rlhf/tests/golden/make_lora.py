@@ -20,8 +20,10 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+import make_models
+import make_t5
 import thin
-from make_models import MODELS, load, loss
+from make_models import MODELS
 
 LORA = MODELS.parent / "lora"
 
@@ -53,20 +55,54 @@ ADAPTERS = {
         0.1,
         310,
     ),
+    "gemma3": ("gemma3", {}, 0.2, 311),
+    "smollm3": ("smollm3", dict(target_modules=["q_proj", "v_proj"]), 0.2, 312),  # PEFT has no choice of its own
+    "olmo2": ("olmo2", dict(target_modules="all-linear"), 0.1, 313),
+    "phi3": ("phi3", dict(target_modules="all-linear"), 0.1, 314),
+    "mixtral": ("mixtral", dict(target_modules=["q_proj", "v_proj"]), 0.2, 315),
+    "qwen3_moe_dora": (
+        "qwen3_moe",
+        dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], use_dora=True),
+        0.1,
+        316,
+    ),
+    "t5": ("t5", dict(task_type=TaskType.SEQ_2_SEQ_LM), 0.2, 317),
+    "t5_dora_all": (
+        "t5",
+        dict(task_type=TaskType.SEQ_2_SEQ_LM, target_modules="all-linear", use_dora=True),
+        0.05,
+        318,
+    ),
 }
 MERGED = ("gpt2", "llama_untied", "gpt2_dora")  # with the merged weights
 
 
+def load(base):
+    return make_t5.load(base) if base.startswith("t5") else make_models.load(base)
+
+
+def outputs(model, base_values):
+    """Logits of the base's texts, or a classifier's value at every position."""
+    if hasattr(model, "encoder"):
+        return {"logits": make_t5.forward(model, base_values).logits}
+    ids = base_values["unpadded.input_ids"]
+    if hasattr(model, "score"):
+        return {"reward_logits": model.score(model.model(ids).last_hidden_state)}
+    return {"logits": model(ids).logits}
+
+
+def loss(model, base_values):
+    if hasattr(model, "encoder"):
+        return make_t5.loss(model, base_values)
+    if hasattr(model, "score"):
+        return model(base_values["unpadded.input_ids"]).logits.sum()
+    return make_models.loss(model, base_values)
+
+
 def values_of(model, base_values):
     """Logits, or a classifier's value at every position; and the gradient of all that is trained."""
-    ids = base_values["unpadded.input_ids"]
     inner = model.get_base_model()
-    if hasattr(inner, "score"):
-        values = {"reward_logits": inner.score(inner.model(ids).last_hidden_state)}
-        total = model(ids).logits.sum()
-    else:
-        values = {"logits": model(ids).logits}
-        total = loss(inner, base_values)
+    values, total = outputs(inner, base_values), loss(inner, base_values)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     grads = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
     named = get_peft_model_state_dict(model, state_dict=grads, save_embedding_layers=False)  # as in the saved adapter
@@ -84,12 +120,9 @@ def merged_of(model, base):
 def recompute(name, model, base):
     base_values = load_file(MODELS / base / "golden.safetensors")
     values, grads = values_of(model, base_values)
-    ids = base_values["unpadded.input_ids"]
     merged, changed = merged_of(model, base)
     with torch.no_grad():
-        key = "reward_logits" if "reward_logits" in values else "logits"
-        after = merged.score(merged.model(ids).last_hidden_state) if key == "reward_logits" else merged(ids).logits
-    values[f"merged.{key}"] = after
+        values |= {f"merged.{key}": after for key, after in outputs(merged, base_values).items()}
     if name in MERGED:
         values |= {f"merged.{weight}": tensor for weight, tensor in changed.items()}
     return values, grads

@@ -229,14 +229,18 @@ def make(name):
     print(f"{name}: seed {seed}, rounding {rounding:.1e}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
 
 
+def load(name, file="config.json"):
+    config = T5Config.from_pretrained(MODELS / name / file)
+    auto = T5ForSequenceClassification if is_classifier(name) else T5ForConditionalGeneration
+    return auto.from_pretrained(MODELS / name, config=config, torch_dtype=torch.float32).eval()
+
+
 def check(name):
     folder = MODELS / name
     stored, worst = load_file(folder / "golden.safetensors"), 0.0
     inputs = {key: stored[key] for key in ("prompts", "prompt_lens", "responses", "response_lens")}
     for file in ("config.json", "config_v4.json")[VERSION < 5 :]:
-        config = T5Config.from_pretrained(folder / file)
-        auto = T5ForSequenceClassification if is_classifier(name) else T5ForConditionalGeneration
-        model = auto.from_pretrained(folder, config=config, torch_dtype=torch.float32).eval()
+        model = load(name, file)
         values = values_of(name, model, inputs)
         for key, value in values.items():
             if not value.is_floating_point():
