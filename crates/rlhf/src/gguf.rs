@@ -58,29 +58,108 @@ pub(crate) struct TensorEntry {
     pub(crate) kind: TensorType,
     /// Its shape in PyTorch's order: the last dimension is contiguous.
     pub(crate) shape: Vec<i64>,
+    /// Index of its part of a split model.
+    part: usize,
     /// Position of its first byte in the file.
     start: u64,
 }
 
-/// An open GGUF file.
+/// An open GGUF file, or all parts of a model that llama-gguf-split has divided.
 #[derive(Debug)]
 pub(crate) struct Gguf {
     path: PathBuf,
-    file: File,
+    parts: Vec<Part>,
     metadata: BTreeMap<String, Value>,
     tensors: BTreeMap<String, TensorEntry>,
 }
 
+/// One file.
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    file: File,
+}
+
+impl Part {
+    fn open(path: &Path) -> Result<(Self, Header)> {
+        let file = files::open(path)?;
+        let header = Reader::new(&file, path)?.read()?;
+        Ok((Self { path: path.to_path_buf(), file }, header))
+    }
+}
+
+/// Maximum number of parts of a split model: that of llama.cpp's names.
+const MOST_PARTS: i64 = 99_999;
+
+/// Keys of the parts of a split model.
+const SPLIT_COUNT: &str = "split.count";
+const SPLIT_NO: &str = "split.no";
+const SPLIT_TENSORS: &str = "split.tensors.count";
+
 impl Gguf {
-    /// Opens a file and reads its header.
+    /// Opens a file and reads its header; of a split model, whose first part `path` is, also the others, which are beside it.
     ///
     /// # Errors
-    /// If it is no GGUF file of version 2 or 3, is truncated or damaged, or holds a tensor of a type that is not supported; the
-    /// message names what is wrong.
+    /// If it is no GGUF file of version 2 or 3, is truncated or damaged, or holds a tensor of a type that is not supported; if a part of
+    /// a split model is missing, or is not the one that its name says. The message names what is wrong.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = files::open(path)?;
-        let Header { metadata, tensors } = Reader::new(&file, path)?.read()?;
-        Ok(Self { path: path.to_path_buf(), file, metadata, tensors })
+        let (part, Header { metadata, tensors }) = Part::open(path)?;
+        let mut all = Self { path: path.to_path_buf(), parts: vec![part], metadata, tensors };
+        let count = all.integer(SPLIT_COUNT)?.unwrap_or(1);
+        if count > 1 {
+            for (at, path) in all.other_parts(count)?.into_iter().enumerate() {
+                all.add(&path, at as i64 + 1, count)?;
+            }
+            let expected = all.integer(SPLIT_TENSORS)?.unwrap_or(all.tensors.len() as i64);
+            if all.tensors.len() as i64 != expected {
+                let found = all.tensors.len();
+                return Err(
+                    all.error(format!("`{SPLIT_TENSORS}`: expected {expected} tensors in all parts, found {found}"))
+                );
+            }
+        }
+        Ok(all)
+    }
+
+    /// The paths of the parts after the first, by llama.cpp's names: `NAME-00002-of-00003.gguf`.
+    fn other_parts(&self, count: i64) -> Result<Vec<PathBuf>> {
+        let end = |number: i64| format!("-{number:05}-of-{count:05}.gguf");
+        let number = self.integer(SPLIT_NO)?.unwrap_or(0);
+        if count > MOST_PARTS {
+            return Err(self.error(format!("`{SPLIT_COUNT}`: expected at most {MOST_PARTS} parts, found {count}")));
+        }
+        let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        match name.strip_suffix(&end(1)).filter(|_| number == 0) {
+            Some(start) => {
+                Ok((2..=count).map(|number| self.path.with_file_name(format!("{start}{}", end(number)))).collect())
+            }
+            None => {
+                let expected = format!("expected the first of {count} parts, whose name ends with {}", end(1));
+                Err(self.error(format!("{expected}, found part {}", number.saturating_add(1))))
+            }
+        }
+    }
+
+    /// Adds the tensors of the part in `path`, whose index is `number`.
+    fn add(&mut self, path: &Path, number: i64, count: i64) -> Result<()> {
+        let (part, Header { metadata, tensors }) = Part::open(path)?;
+        for (key, expected) in [(SPLIT_NO, number), (SPLIT_COUNT, count)] {
+            let expected = Value::Integer(expected);
+            let found = metadata.get(key);
+            if found != Some(&expected) {
+                let found = found.map_or_else(|| "none".into(), Value::brief);
+                return Err(Error::invalid(path, format!("`{key}`: expected {}, found {found}", expected.brief())));
+            }
+        }
+        for (name, mut entry) in tensors {
+            entry.part = self.parts.len();
+            let shown = crate::safe_text::beginning(&name, 120).into_owned();
+            if self.tensors.insert(name, entry).is_some() {
+                return Err(Error::invalid(path, format!("the tensor `{shown}` is in another part too")));
+            }
+        }
+        self.parts.push(part);
+        Ok(())
     }
 
     /// The path of the file.
@@ -179,14 +258,14 @@ impl Gguf {
         let entry =
             self.tensors.get(name).ok_or_else(|| self.error(format!("expected the tensor `{name}`, found none")))?;
         let tensor = Tensor::f_empty(entry.shape.as_slice(), (kind, Device::Cpu))?;
-        let flat = tensor.f_view([-1])?;
+        let (from, flat) = (&self.parts[entry.part], tensor.f_view([-1])?);
         let block = entry.kind.block();
         let at_once = READ_AT_ONCE / block.bytes * block.bytes;
         let mut left = flat.size()[0] as usize / block.elements * block.bytes;
         let (mut bytes, mut place, mut filled) = (vec![0; at_once.min(left)], entry.start, 0);
         while left > 0 {
             let part = &mut bytes[..at_once.min(left)];
-            self.file.read_exact_at(part, place).map_err(Error::io("read", &self.path))?;
+            from.file.read_exact_at(part, place).map_err(Error::io("read", &from.path))?;
             let numbers = entry.kind.dequantize(part)?;
             let count = numbers.size()[0];
             flat.f_narrow(0, filled, count)?.f_copy_(&numbers)?;

@@ -11,10 +11,16 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
-const NAMES: [&str; 4] = ["llama", "llama3", "qwen2", "qwen3"];
+const NAMES: [&str; 5] = ["llama", "llama3", "qwen2", "qwen3", "k_quants"];
+
+/// The end of the name of a part of `k_quants`.
+fn part(number: usize) -> String {
+    format!("-{number:05}-of-00003.gguf")
+}
 
 fn file(name: &str) -> PathBuf {
-    golden().join("gguf").join(format!("{name}.gguf"))
+    let end = if name == "k_quants" { part(1) } else { ".gguf".into() };
+    golden().join("gguf").join(format!("{name}{end}"))
 }
 
 fn values(name: &str) -> Tensors {
@@ -62,13 +68,15 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
         let checkpoint = Checkpoint::open(&out).unwrap();
         let mut kinds = 0;
         for stored in golden.names().filter(|stored| !["input_ids", "logits"].contains(stored)) {
+            let stored = stored.strip_suffix("[::7]").unwrap_or(stored);
             let (kind, tensor) = stored.split_once('.').unwrap();
             let found = checkpoint.read(tensor, Device::Cpu, Kind::Float).unwrap();
-            // To the bit: a product and a sum of f32.
-            assert_eq!(&found, golden.get(stored), "{name}: {kind}, {tensor}");
+            let part = golden.part(stored);
+            // To the bit: products and a sum of f32.
+            assert_eq!(part.of(&found), *part.tensor, "{name}: {kind}, {tensor}");
             kinds += 1;
         }
-        assert_eq!(kinds, [7, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
+        assert_eq!(kinds, [7, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
         let ids = golden.rows("input_ids");
         let logits = golden.get("logits").get(0);
         let scale = logits.abs().max().double_value(&[]).max(1.0);
@@ -84,9 +92,10 @@ fn weights_are_rounded_once_to_the_dtype_that_is_set() {
         convert(&ConvertConfig { dtype, ..ConvertConfig::new(file("llama"), &out) }).unwrap();
         let (golden, checkpoint) = (values("llama"), Checkpoint::open(&out).unwrap());
         for stored in golden.names().filter(|stored| stored.contains("model.")) {
-            let tensor = stored.split_once('.').unwrap().1;
+            let stored = stored.strip_suffix("[::7]").unwrap_or(stored);
+            let (part, tensor) = (golden.part(stored), stored.split_once('.').unwrap().1);
             let found = checkpoint.read(tensor, Device::Cpu, kind).unwrap();
-            assert_eq!(found, golden.get(stored).to_kind(kind), "{stored}");
+            assert_eq!(part.of(&found), part.tensor.to_kind(kind), "{stored}");
         }
         let name = if kind == Kind::Half { "float16" } else { "bfloat16" };
         assert_eq!(read_json(&out.join("config.json"))["torch_dtype"], name);
@@ -168,9 +177,9 @@ fn a_chat_template_and_special_tokens_come_along() {
 #[test]
 fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
     let whole = std::fs::read(file("llama")).unwrap();
-    let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 12));
-    let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q6_K or Q8_0, found Q4_K: this \
-                   quantization is not supported";
+    let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 16));
+    let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL or \
+                   IQ4_XS, found IQ2_XXS: this quantization is not supported";
     assert!(error.ends_with(message), "{error}");
     for (bytes, message) in [
         (
@@ -225,6 +234,45 @@ fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
     let from = scratch.path().join("two.gguf");
     std::fs::write(&from, [&b"GGUF"[..], &2u32.to_le_bytes()[..], &whole[8..]].concat()).unwrap();
     convert(&ConvertConfig::new(&from, scratch.path().join("out"))).unwrap();
+}
+
+#[test]
+fn parts_of_a_split_model_that_do_not_belong_together_are_refused_by_name() {
+    let original = |number: usize| golden().join("gguf").join(format!("k_quants{}", part(number)));
+    // Converts the first part in a folder with the other parts as they are after `change`.
+    let with = |first: &str, change: &dyn Fn(&Path)| {
+        let dir = tempfile::tempdir().unwrap();
+        for number in 1..=3 {
+            std::fs::copy(original(number), dir.path().join(format!("m{}", part(number)))).unwrap();
+        }
+        change(dir.path());
+        let error = convert(&ConvertConfig::new(dir.path().join(first), dir.path().join("out"))).map(|_| ());
+        let error = error.map_or_else(|error| error.to_string(), |()| "converted".into());
+        assert!(error == "converted" || !dir.path().join("out").exists());
+        assert!(!error.contains('\n'), "{error}");
+        error
+    };
+    let first = &format!("m{}", part(1));
+    assert_eq!(with(first, &|_| {}), "converted");
+    let error = with(first, &|dir| std::fs::remove_file(dir.join(format!("m{}", part(3)))).unwrap());
+    assert!(error.contains("m-00003-of-00003.gguf: cannot read"), "{error}");
+    let error = with(first, &|dir| assert!(std::fs::copy(original(2), dir.join(format!("m{}", part(3)))).is_ok()));
+    assert!(error.contains("m-00003-of-00003.gguf: `split.no`: expected 2, found 1"), "{error}");
+    let error = with(first, &|dir| assert!(std::fs::copy(file("qwen3"), dir.join(format!("m{}", part(2)))).is_ok()));
+    assert!(error.contains("m-00002-of-00003.gguf: `split.no`: expected 1, found none"), "{error}");
+    let error = with(&format!("m{}", part(2)), &|_| {});
+    let expected = "expected the first of 3 parts, whose name ends with -00001-of-00003.gguf, found part 2";
+    assert!(error.ends_with(expected), "{error}");
+    let error = with("other.gguf", &|dir| std::fs::rename(dir.join(first), dir.join("other.gguf")).unwrap());
+    assert!(error.contains("other.gguf: expected the first of 3 parts"), "{error}");
+    let count = [b"split.tensors.count".as_slice(), &5u32.to_le_bytes(), &57u32.to_le_bytes()].concat();
+    let error = with(first, &|dir| {
+        let mut bytes = std::fs::read(dir.join(first)).unwrap();
+        let at = bytes.windows(count.len()).position(|part| part == count).unwrap() + count.len() - 4;
+        bytes[at] += 1;
+        std::fs::write(dir.join(first), bytes).unwrap();
+    });
+    assert!(error.ends_with("`split.tensors.count`: expected 58 tensors in all parts, found 57"), "{error}");
 }
 
 #[test]

@@ -53,11 +53,6 @@ pub(super) struct Description {
 /// # Errors
 /// If a setting is missing, has another type, or is not supported.
 pub(super) fn describe(file: &Gguf) -> Result<Description> {
-    if file.integer("split.count")?.is_some_and(|count| count > 1) {
-        return Err(
-            file.error("expected a whole model, found a part of a split one: merge it with llama-gguf-split --merge")
-        );
-    }
     let architecture = file.text("general.architecture")?.unwrap_or_default();
     let class = match architecture {
         "llama" => "LlamaForCausalLM",

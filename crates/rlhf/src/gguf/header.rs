@@ -249,7 +249,7 @@ impl<'a> Reader<'a> {
             );
         }
         let shape = sizes.iter().rev().map(|&n| n as i64).collect();
-        Ok((name, TensorEntry { kind, shape, start: self.u64()? }))
+        Ok((name, TensorEntry { kind, shape, part: 0, start: self.u64()? }))
     }
 }
 

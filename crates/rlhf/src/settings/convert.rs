@@ -13,7 +13,8 @@ use crate::model::Dtype;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ConvertConfig {
-    /// GGUF file of a Llama, Qwen2 or Qwen3 model, in F32, F16, BF16, Q4_0, Q4_1, Q6_K or Q8_0.
+    /// GGUF file of a Llama, Qwen2 or Qwen3 model, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K,
+    /// IQ4_NL or IQ4_XS.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// Folder for the model, new or empty.

@@ -94,13 +94,15 @@ fn no_damage_to_a_gguf_file_makes_it_panic_or_take_memory() {
 fn child_converts_damaged_files() {
     // The header has the metadata and the list of tensors.
     const HEADER: usize = 6000;
+    const PARTS: [&str; 3] = ["k_quants-00001-of-00003", "k_quants-00002-of-00003", "k_quants-00003-of-00003"];
     let scratch = tempfile::tempdir().unwrap();
-    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    let stored = |name: &str| golden().join("gguf").join(format!("{name}.gguf"));
+    let (at, out) = (|name: &str| scratch.path().join(format!("{name}.gguf")), scratch.path().join("out"));
     let mut outcomes = Outcomes::default();
     for case in 0..cases(300) {
         let mut dice = Dice(case);
-        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3"]);
-        let mut bytes = std::fs::read(golden().join("gguf").join(name).with_extension("gguf")).unwrap();
+        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3", PARTS[0], PARTS[1]]);
+        let mut bytes = std::fs::read(stored(name)).unwrap();
         for _ in 0..=dice.roll(3) {
             let at = dice.roll(HEADER.min(bytes.len() - 8));
             match dice.roll(6) {
@@ -116,7 +118,12 @@ fn child_converts_damaged_files() {
                 break;
             }
         }
-        std::fs::write(&from, &bytes).unwrap();
+        // A damaged part is beside whole ones.
+        for part in PARTS.iter().filter(|_| PARTS.contains(&name)) {
+            std::fs::copy(stored(part), at(part)).unwrap();
+        }
+        std::fs::write(at(name), &bytes).unwrap();
+        let from = at(if PARTS.contains(&name) { PARTS[0] } else { name });
         outcomes.note(&format!("case {case}: {name}"), || {
             convert(&ConvertConfig::new(&from, &out))?;
             if out.join("tokenizer.json").is_file() {

@@ -22,6 +22,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Config
 
+import thin
+
 HERE = Path(__file__).resolve().parent
 FILES = HERE / "gguf"
 IDS = torch.tensor([[5, 60, 71, 9, 90, 33, 14, 7, 88, 21, 45, 6]])
@@ -54,7 +56,7 @@ NAMES = {
 
 
 class Spec(NamedTuple):
-    """A file to make: the model that it holds, and the type of its matrices by name."""
+    """A file to make: the model that it holds, and the type of its matrices by name, or a list for its layers."""
 
     config: object
     seed: int
@@ -62,6 +64,7 @@ class Spec(NamedTuple):
     tokenizer: str | None = None  # the folder whose tokenizer it holds
     kind: str = ""  # tokenizer.ggml.model
     pre: str = ""  # tokenizer.ggml.pre
+    split: int = 0  # tensors in a part
 
 
 common = dict(
@@ -156,6 +159,28 @@ SPECS = {
         304,
         dict.fromkeys(["token_embd", "output", "attn_v", "attn_output"], Type.F16),
     ),
+    # The types that the others lack, in three parts.
+    "k_quants": Spec(
+        Qwen3Config(
+            vocab_size=96,
+            intermediate_size=256,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            **dict(common, num_hidden_layers=5),
+        ),
+        305,
+        {
+            "token_embd": Type.Q8_0,
+            "attn_q": Type.Q5_0,
+            "attn_k": Type.Q5_1,
+            "attn_output": Type.Q8_0,
+            "ffn_gate": Type.IQ4_NL,
+            "ffn_up": Type.Q5_0,
+            "ffn_down": [Type.Q4_K, Type.Q2_K, Type.Q3_K, Type.Q5_K, Type.IQ4_XS],
+        },
+        split=20,
+    ),
 }
 
 
@@ -178,13 +203,26 @@ def halves(weight, heads):
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def random_q6_k(shape, generator):
-    """Blocks of Q6_K, which the package reads and does not write."""
-    blocks = shape[0] * shape[1] // 256
-    bits = torch.randint(0, 256, (blocks, 192), generator=generator).numpy().astype(np.uint8)
-    scales = torch.randint(-60, 61, (blocks, 16), generator=generator).numpy().astype(np.int8).view(np.uint8)
-    scale = np.full((blocks, 1), 0.0003, np.float16).view(np.uint8)
-    return np.concatenate([bits, scales, scale], 1).reshape(shape[0], -1)
+# Where the f16 scales are in the blocks that the package reads and does not write, with values for weights of about 0.3.
+SCALES = {
+    Type.Q2_K: {80: 0.02, 82: 0.02},
+    Type.Q3_K: {108: 0.005},
+    Type.Q4_K: {0: 0.001, 2: 0.0075},
+    Type.Q5_K: {0: 0.0005, 2: 0.0075},
+    Type.Q6_K: {208: 0.0001},
+    Type.IQ4_NL: {0: 0.005},
+    Type.IQ4_XS: {0: 0.0003},
+}
+
+
+def random_blocks(shape, to, generator):
+    """Random bits, but for the scales."""
+    elements, size = gguf.GGML_QUANT_SIZES[to]
+    blocks = torch.randint(0, 256, (shape[0] * shape[1] // elements, size), generator=generator).numpy().astype(np.uint8)
+    for at, scale in SCALES[to].items():
+        scales = scale * (0.5 + torch.rand(len(blocks), 1, generator=generator).numpy())
+        blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def rope_factors(config):
@@ -243,13 +281,20 @@ def add_tokenizer(writer, spec):
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
+def paths(name):
+    """The file of a model, or its parts."""
+    return sorted(FILES.glob(f"{name}-*-of-*.gguf")) if SPECS[name].split else [FILES / f"{name}.gguf"]
+
+
 def make(name):
     spec, kind = SPECS[name], SPECS[name].config.model_type
     config, path = spec.config, FILES / f"{name}.gguf"
+    for old in paths(name):
+        old.unlink(missing_ok=True)
     generator = torch.Generator().manual_seed(spec.seed)
     torch.manual_seed(spec.seed)
     model = AutoModelForCausalLM.from_config(config)
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=spec.split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -282,9 +327,10 @@ def make(name):
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
         if kind == "llama" and heads:
             weight = interleaved(weight, heads)
-        to = spec.types.get(part, Type.F32) if weight.ndim > 1 else Type.F32
-        if to == Type.Q6_K:
-            writer.add_tensor(stored, random_q6_k(weight.shape, generator), raw_dtype=to)
+        types = spec.types.get(part, Type.F32) if weight.ndim > 1 else Type.F32
+        to = types[int(stored.split(".")[1])] if isinstance(types, list) else types
+        if to in SCALES:
+            writer.add_tensor(stored, random_blocks(weight.shape, to, generator), raw_dtype=to)
         else:
             writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(weight), to), raw_dtype=to)
     writer.write_header_to_file()
@@ -297,10 +343,10 @@ def make(name):
 def values(name):
     """The logits of the model that the file describes, by transformers; one tensor of each type, by the package."""
     spec, config = SPECS[name], SPECS[name].config
-    reader, state, samples = gguf.GGUFReader(FILES / f"{name}.gguf"), {}, {}
+    readers, state, samples = [gguf.GGUFReader(path) for path in paths(name)], {}, {}
     model = AutoModelForCausalLM.from_config(config).eval()
     owns = {stored_name(own): own for own in model.state_dict()}
-    for tensor in reader.tensors:
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name not in owns:
             continue
@@ -310,8 +356,8 @@ def values(name):
             weight = halves(weight, heads)
         weight = torch.from_numpy(np.array(weight, np.float32))
         state[owns[tensor.name]] = weight
-        if not any(key.startswith(tensor.tensor_type.name) for key in samples):
-            samples[f"{tensor.tensor_type.name}.{owns[tensor.name]}"] = weight.clone()
+        if not any(key.startswith(f"{tensor.tensor_type.name}.") for key in samples):
+            samples |= thin.rows({f"{tensor.tensor_type.name}.{owns[tensor.name]}": weight.clone()})
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
