@@ -348,7 +348,8 @@ fn bleu(candidate: &str, references: &[String]) -> f64 {
     (log_precision / longest as f64 + log_brevity_penalty).exp()
 }
 
-/// Returns ROUGE-L: the F1 of the longest common subsequence of lower-cased words. Source: Lin 2004, with beta = 1.
+/// Returns ROUGE-L: the F1 of the longest common subsequence of lower-cased words, runs of letters and digits of any script. Source: Lin
+/// 2004, with beta = 1; for ASCII the number of the package rouge_score without its stemmer.
 fn rouge_l(candidate: &str, reference: &str) -> f64 {
     let parts = |text: &str| -> Vec<String> {
         let parts = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
@@ -507,6 +508,22 @@ mod tests {
         is("rouge_l:r", "", &row, 0.0);
         // 2 words of 2 and of 4: precision 1, recall 1/2; and the best of two references.
         is("rouge_l:r", "the gunman", &json!({"r": ["nobody", "police killed the gunman"]}), 2.0 / 3.0);
+    }
+
+    #[test]
+    fn rouge_l_equals_the_package_rouge_score_with_words_of_any_script_and_for_ascii_with_its_own() {
+        let golden = include_str!("../../tests/golden/rouge_l.json");
+        let pairs: Vec<Value> = serde_json::from_str(golden).unwrap();
+        let mut with_own_words = 0;
+        for pair in &pairs {
+            let (candidate, row) = (pair["candidate"].as_str().unwrap(), json!({"r": pair["reference"]}));
+            let found = score("rouge_l:r", candidate, &row);
+            for expected in [&pair["any_script"], &pair["own"]].into_iter().filter_map(Value::as_f64) {
+                assert!((found - expected).abs() < 1e-12, "{pair}: {found}");
+            }
+            with_own_words += usize::from(pair["own"].is_number());
+        }
+        assert!(with_own_words > 40 && pairs.len() > with_own_words + 8);
     }
 
     #[test]
