@@ -39,6 +39,11 @@ impl ChatTemplate {
         marked_blocks(&self.source) != self.source
     }
 
+    /// Whether it reads contents that are lists of parts, by their type or their text: as Gemma 3's, `item['type'] == 'text'`.
+    fn reads_parts(&self) -> bool {
+        ["'text'", "\"text\""].iter().any(|name| self.source.contains(name))
+    }
+
     /// The file that contains it.
     pub(super) fn file(&self) -> &Path {
         &self.file
@@ -84,7 +89,8 @@ impl ChatTemplate {
         mark: &str,
     ) -> Result<String> {
         let program = self.compiled.as_ref().map_err(|e| Error::invalid(&self.file, e.as_str()))?;
-        let messages: Vec<Value> = messages.iter().map(tidy).collect::<Result<_>>()?;
+        let parts = self.reads_parts();
+        let messages: Vec<Value> = messages.iter().map(|message| tidy(message, parts)).collect::<Result<_>>()?;
         let mut context = Map::new();
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
@@ -181,9 +187,9 @@ fn marked_blocks(source: &str) -> String {
     marked
 }
 
-/// A message as templates expect it: without null fields, its parts joined to one text, its reasoning under each of
-/// the names that templates use.
-fn tidy(message: &Value) -> Result<Value> {
+/// A message as templates expect it: without null fields, its parts joined to one text unless the template reads `parts`, its reasoning
+/// under each of the names that templates use.
+fn tidy(message: &Value, parts: bool) -> Result<Value> {
     let wrong = |what: &str| Error::Run(format!("{what}, found {message}"));
     let fields = message.as_object().ok_or_else(|| wrong("expected a message with `role` and `content`"))?;
     if !fields.get("role").is_some_and(Value::is_string) {
@@ -195,8 +201,11 @@ fn tidy(message: &Value) -> Result<Value> {
         && !content.is_string()
     {
         let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-        let parts: Option<String> = content.as_array().and_then(|parts| parts.iter().map(text).collect());
-        *content = parts.ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?.into();
+        let joined: Option<String> = content.as_array().and_then(|parts| parts.iter().map(text).collect());
+        let joined = joined.ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?;
+        if !parts {
+            *content = joined.into();
+        }
     }
     let reasoning = ["reasoning_content", "thinking", "reasoning"].iter().find_map(|name| tidy.get(*name)).cloned();
     if let Some(reasoning) = reasoning {
@@ -372,6 +381,30 @@ mod tests {
             &hi,
             "chat_template.jinja: chat template, line 1: template not found: tried to include non-existing template '/etc/passwd'",
         );
+    }
+
+    #[test]
+    fn the_date_is_that_of_the_system_in_pythons_formats() {
+        let hi = json!([user_message("hi")]);
+        for format in ["%d %B %Y", "%d %b %Y", "%Y-%m-%d", "%A", "%B %-d, %Y", "%j %y %p"] {
+            let date = || {
+                let date = std::process::Command::new("date").arg(format!("+{format}")).env("LC_ALL", "C").output();
+                String::from_utf8(date.unwrap().stdout).unwrap().trim_end().to_string()
+            };
+            // Midnight may be between the two.
+            let (before, found, after) =
+                (date(), render(&format!("{{{{ strftime_now('{format}') }}}}"), &hi).unwrap(), date());
+            assert!(found == before || found == after, "{format}: {found}, date has {before}");
+        }
+    }
+
+    #[test]
+    fn parts_are_joined_for_a_template_that_reads_texts_only() {
+        let parts =
+            json!([{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]);
+        assert_eq!(render("{{ messages[0].content }}", &parts).unwrap(), "a b");
+        let read = "{% for part in messages[0].content %}{{ part['text'] | trim }}{% endfor %}";
+        assert_eq!(render(read, &parts).unwrap(), "ab");
     }
 
     #[test]

@@ -44,7 +44,23 @@ CONVERSATIONS = {
     "reasoning": [user("Why?"), assistant("Because.", reasoning="as it is")],
     "call": [user("Weather?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": '{"rain": true}'}],
 }
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"city": {"type": "string"}}, "strict": True}}
+# Conversations for some templates only.
+OF_TEMPLATES = {
+    "override": (["modes.jinja"], [{"role": "system", "content": "Be brief. /override /no_think"}, user("Hi")]),
+    "mode": (["modes.jinja"], [{"role": "system", "content": "Be brief. /no_think\n"}, user("Hi"), assistant("\n\nHo")]),
+    "parts": (
+        ["parts.jinja"],
+        [
+            {"role": "system", "content": [{"type": "text", "text": " Be brief. "}]},
+            user([{"type": "text", "text": " One \n"}, {"type": "text", "text": " two? "}]),
+            assistant([{"type": "text", "text": "Three."}]),
+            user("Four?"),
+        ],
+    ),
+}
 KWARGS = {"question": [{}, {"enable_thinking": False}, {"eos_token": "<|other|>"}]}
+KWARGS_OF_TEMPLATES = {("modes.jinja", "system"): [{}, {"tools": [TOOL]}, {"xml_tools": [TOOL], "python_tools": ["f(x)"]}]}
 
 
 def cases():
@@ -52,9 +68,10 @@ def cases():
     for template in sorted((HERE / "chat").glob("*.jinja")):
         # As transformers reads a chat_template.jinja: in text mode.
         tokenizer.chat_template = template.read_text(encoding="utf-8")
-        for name, messages in CONVERSATIONS.items():
+        own = {name: messages for name, (templates, messages) in OF_TEMPLATES.items() if template.name in templates}
+        for name, messages in (CONVERSATIONS | own).items():
             for prompt in (False, True):
-                for kwargs in KWARGS.get(name, [{}]):
+                for kwargs in KWARGS_OF_TEMPLATES.get((template.name, name), KWARGS.get(name, [{}])):
                     case = {"template": template.name, "messages": name, "add_generation_prompt": prompt, "kwargs": kwargs}
                     try:
                         case["text"] = tokenizer.apply_chat_template(
@@ -66,7 +83,8 @@ def cases():
                     yield case
 
 
-golden = {"tokenizer": TOKENIZER, "conversations": CONVERSATIONS, "cases": list(cases())}
+conversations = CONVERSATIONS | {name: messages for name, (_, messages) in OF_TEMPLATES.items()}
+golden = {"tokenizer": TOKENIZER, "conversations": conversations, "cases": list(cases())}
 lines = [json.dumps(case, ensure_ascii=False) for case in golden["cases"]]
 head = json.dumps({key: golden[key] for key in ("tokenizer", "conversations")}, ensure_ascii=False)
 text = head[:-1] + ', "cases": [\n' + ",\n".join(lines) + "\n]}\n"
