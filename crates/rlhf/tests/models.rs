@@ -1056,6 +1056,62 @@ fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
 }
 
 #[test]
+fn an_encoder_without_a_head_gets_a_new_one_and_keeps_the_layers_that_it_has() {
+    // The tensors that the folder lacks, and tensors of masked language models, which no classifier has.
+    for (name, lacks, others) in [
+        ("bert_cls1", vec!["classifier."], vec!["cls.predictions.bias", "cls.seq_relationship.weight"]),
+        ("roberta_cls3", vec!["classifier."], vec!["lm_head.dense.weight", "roberta.pooler.dense.bias"]),
+        (
+            "distilbert_cls2",
+            vec!["pre_classifier.", "classifier."],
+            vec!["vocab_transform.weight", "vocab_projector.bias"],
+        ),
+        (
+            "deberta_cls2",
+            vec!["pooler.", "classifier."],
+            vec!["lm_predictions.lm_head.bias", "mask_predictions.dense.weight"],
+        ),
+        ("modernbert_cls2", vec!["classifier."], vec!["decoder.bias"]),
+    ] {
+        let dir = golden().join("models").join(name);
+        let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+        let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+        let is_stored = |tensor: &&str| !lacks.iter().any(|lacking| tensor.starts_with(lacking));
+        let mut tensors: Named =
+            checkpoint.names().filter(is_stored).map(|name| (name.to_string(), read(name))).collect();
+        let other = Tensor::ones([2], (tch::Kind::Float, tch::Device::Cpu));
+        tensors.extend(others.iter().map(|name| (name.to_string(), other.shallow_clone())));
+        let base = tempfile::tempdir().unwrap();
+        rlhf::weights::save(base.path(), &tensors, usize::MAX).unwrap();
+        let mut config = read_json(&dir.join("config.json"));
+        let fields = config.as_object_mut().unwrap();
+        for field in ["architectures", "id2label", "label2id"] {
+            fields.remove(field);
+        }
+        std::fs::write(base.path().join("config.json"), config.to_string()).unwrap();
+
+        let open = |dir: &Path, seed| SequenceClassifier::from_pretrained(dir, seed, ModelOptions::default());
+        let error = open(base.path(), None).unwrap_err().to_string();
+        assert!(error.contains("`rlhf reward --new_reward_head` makes one") && !error.contains('\n'), "{error}");
+        let model = open(base.path(), Some(1)).unwrap();
+        assert!(model.has_new_head(), "{name}");
+        for param in model.params().iter().filter(|param| is_stored(&param.name.as_str())) {
+            assert_eq!(param.tensor, read(&param.name), "{name}: {}", param.name);
+        }
+        let texts = [vec![2i64, 7, 8, 9, 3], vec![2, 11, 3]];
+        let scores = |model: &SequenceClassifier| tch::no_grad(|| model.scores(&texts).unwrap());
+        let found = scores(&model);
+        assert!(found.size() == [2] && found != Tensor::zeros([2], (tch::Kind::Float, tch::Device::Cpu)), "{name}");
+        assert_eq!(scores(&open(base.path(), Some(1)).unwrap()), found, "{name}");
+        assert_ne!(scores(&open(base.path(), Some(2)).unwrap()), found, "{name}");
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[3], None, usize::MAX).unwrap();
+        let saved = open(out.path(), Some(3)).unwrap();
+        assert!(!saved.has_new_head() && scores(&saved) == found, "{name}: a stored head is kept");
+    }
+}
+
+#[test]
 fn few_bits_that_are_to_learn_are_refused_and_an_adapter_beside_them_learns() {
     let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
     let mut model = CausalLm::from_pretrained(&golden().join("models/llama_tied"), options).unwrap();

@@ -24,6 +24,21 @@ use tch::{Device, Kind, Tensor};
 /// Names of known linear heads: transformers', and DeepSpeed-Chat's.
 pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
 
+/// Names of tensors in folders of encoders that no classifier has: heads of masked language models and of pre-training, and the layer
+/// over RoBERTa's first token.
+const MASKED_LM_HEADS: [&str; 10] = [
+    "cls.",
+    "lm_head.",
+    "decoder.",
+    "lm_predictions.",
+    "mask_predictions.",
+    "vocab_transform.",
+    "vocab_layer_norm.",
+    "vocab_projector.",
+    "pooler.",
+    "roberta.pooler.",
+];
+
 /// Tensor names of a decoder with a score head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -86,8 +101,8 @@ impl SequenceClassifier {
     /// Loads a folder with a sequence classifier, also in DeepSpeed-Chat's format (`v_head.weight`). The model is frozen until
     /// [`SequenceClassifier::set_trainable`].
     ///
-    /// With `new_head: Some(seed)` the folder may contain a language model: its body is loaded, and a head with one label is
-    /// initialized.
+    /// With `new_head: Some(seed)` the folder may contain a language model, or an encoder without a head: its body is loaded, and a
+    /// head with one label is initialized, of an encoder those of its layers that the folder lacks.
     ///
     /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it, with the head
     /// that was trained beside it; with `new_head` the adapter may be a language model's.
@@ -118,9 +133,12 @@ impl SequenceClassifier {
         builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         let name = builder.first_stored(&SCORE_HEADS);
-        let is_score = matches!(names.head, HeadNames::Score);
+        let scores = match names.head {
+            HeadNames::Score => name.to_string(),
+            HeadNames::Dense { out, .. } => format!("{out}.weight"),
+        };
         // A stored head is kept: `new_head` is for folders without one.
-        let new_head = new_head.filter(|_| is_score && checkpoint.shape(name).is_none());
+        let new_head = new_head.filter(|_| !config.is_encoder_decoder() && checkpoint.shape(&scores).is_none());
         let one = || vec!["LABEL_0".to_string()];
         let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
         // A head is small and is trained in full beside an adapter, so it is always held in f32.
@@ -129,6 +147,7 @@ impl SequenceClassifier {
         builder.hold_as(others);
         // Other heads in the file, an LM head or a value head, are not used.
         let ignored = match (new_head, name == SCORE_HEADS[1]) {
+            (Some(_), _) if !config.causal => MASKED_LM_HEADS.to_vec(),
             (Some(_), _) => vec![names.lm_head, "v_head."],
             (None, true) => vec![names.lm_head],
             (None, false) => vec![],
@@ -632,12 +651,13 @@ impl Head {
             HeadNames::Dense { inner, activation, norm, out } => {
                 let width_in = config.hidden_size;
                 let shape = |width_out, bias| LinearShape { width_in, width_out, bias, transposed: false, std };
-                Ok(Head::Dense {
-                    inner: Linear::build(builder, inner, shape(width_in, config.head_bias), compute)?,
-                    activation,
-                    norm: norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?,
-                    out: Linear::build(builder, out, shape(labels, true), compute)?,
-                })
+                // A new head keeps the layers that pre-training has trained: BERT's pooler, the head of ModernBERT.
+                builder.set_absent(new_head);
+                let inner = Linear::build(builder, inner, shape(width_in, config.head_bias), compute)?;
+                let norm = norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?;
+                let out = Linear::build(builder, out, shape(labels, true), compute)?;
+                builder.set_absent(None);
+                Ok(Head::Dense { inner, activation, norm, out })
             }
         }
     }

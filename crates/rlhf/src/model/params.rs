@@ -1,6 +1,6 @@
 //! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
-use super::shape::Names;
+use super::shape::{HeadNames, Names};
 use crate::rng::{Purpose, Stream};
 use crate::weights::{Checkpoint, brief};
 use crate::{Error, Result};
@@ -61,6 +61,8 @@ pub(crate) struct Builder<'a> {
     stored_prefix: &'static str,
     /// Whether the LM head is the embedding, so that a checkpoint may hold it under either name.
     tied: bool,
+    /// The seed of tensors that the checkpoint lacks; `None`: they are missing.
+    absent: Option<u64>,
     params: Vec<Param>,
     asked: HashSet<String>,
     missing: Vec<String>,
@@ -79,8 +81,8 @@ impl<'a> Builder<'a> {
         };
         let (params, asked) = (Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
-        let (rounded, tied) = (false, false);
-        Self { source, names, device, hold, rounded, stored_prefix, tied, params, asked, missing, mismatched }
+        let (rounded, tied, absent) = (false, false, None);
+        Self { source, names, device, hold, rounded, stored_prefix, tied, absent, params, asked, missing, mismatched }
     }
 
     /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would
@@ -98,6 +100,12 @@ impl<'a> Builder<'a> {
     /// Sets whether the LM head is the embedding.
     pub(crate) fn set_tied(&mut self, tied: bool) {
         self.tied = tied;
+    }
+
+    /// Initializes the next tensors that the checkpoint lacks from this seed: those of a new head.
+    pub(crate) fn set_absent(&mut self, seed: Option<u64>) {
+        // A model that will be rejected is not initialized, as its sizes may be arbitrary.
+        self.absent = seed.filter(|_| self.missing.is_empty() && self.mismatched.is_empty());
     }
 
     /// Whether the checkpoint holds the tensor `name` with other values than `tensor`'s.
@@ -162,6 +170,9 @@ impl<'a> Builder<'a> {
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, &name);
                 let read = match checkpoint.shape(&stored) {
+                    None if self.absent.is_some() => {
+                        self.absent.map(|seed| self.fresh(seed, shape, init)).transpose()?
+                    }
                     None => {
                         self.missing.push(name.clone());
                         None
@@ -273,7 +284,13 @@ impl<'a> Builder<'a> {
         problems.extend(list("missing", &missing));
         problems.extend(list("unexpected", &unexpected));
         let is_head = |name: &str| name == self.names.lm_head;
-        let hint = if missing == ["score.weight"] {
+        let encoders_head = match self.names.head {
+            HeadNames::Dense { out, .. } => Some(format!("{out}.weight")),
+            HeadNames::Score => None,
+        };
+        let hint = if encoders_head.is_some_and(|head| self.missing.contains(&head)) {
+            ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
+        } else if missing == ["score.weight"] {
             ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
         } else if unexpected == ["score.weight"] && missing.iter().all(|n| is_head(n)) {
             ": this is a reward or value model, not a language model"
