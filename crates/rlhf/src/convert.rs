@@ -92,7 +92,10 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
         let own = renamed(name).ok_or_else(|| {
             file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
         })?;
-        by_name.insert(own, (name, &entry.shape));
+        if let Some((other, _)) = by_name.insert(own, (name, &entry.shape)) {
+            let other = beginning(other, 120);
+            return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
+        }
     }
     let expected = ModelSizes::shapes_of_causal_lm(model, file.path())?;
     let mut plan = Vec::new();
@@ -134,7 +137,8 @@ fn renamed(name: &str) -> Option<String> {
         "attn_q_norm" => "self_attn.q_norm",
         "attn_k_norm" => "self_attn.k_norm",
         "attn_output" => "self_attn.o_proj",
-        "ffn_norm" => "post_attention_layernorm",
+        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
+        "post_ffw_norm" => "post_feedforward_layernorm",
         "ffn_gate" => "mlp.gate_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",

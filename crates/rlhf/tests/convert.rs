@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
-const NAMES: [&str; 5] = ["llama", "llama3", "qwen2", "qwen3", "k_quants"];
+const NAMES: [&str; 7] = ["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "k_quants"];
 
 /// The end of the name of a part of `k_quants`.
 fn part(number: usize) -> String {
@@ -76,7 +76,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
             assert_eq!(part.of(&found), *part.tensor, "{name}: {kind}, {tensor}");
             kinds += 1;
         }
-        assert_eq!(kinds, [7, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
+        assert_eq!(kinds, [7, 2, 2, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
         let ids = golden.rows("input_ids");
         let logits = golden.get("logits").get(0);
         let scale = logits.abs().max().double_value(&[]).max(1.0);
@@ -184,7 +184,7 @@ fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
     for (bytes, message) in [
         (
             replaced("llama", b"llama", b"mamba"),
-            "`general.architecture`: expected llama, qwen2 or qwen3, found \"mamba\"",
+            "`general.architecture`: expected llama, qwen2, qwen3, smollm3 or olmo2, found \"mamba\"",
         ),
         (
             replaced("llama", b"llama.rope.freq_base", b"llama.rope.freq_size"),

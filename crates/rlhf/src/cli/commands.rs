@@ -117,8 +117,9 @@ Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
 const CONVERT_HELP: &str = "\
-config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made from the vocabulary
-where its rules are known; else a note names the files to copy. Files of Q4_K and other quantizations are refused.
+config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made
+from the vocabulary where its rules are known; else a note names the files to copy. Of a split
+model, give the first part.
 
 Example:
   rlhf convert SmolLM2-135M-Instruct-Q8_0.gguf models/smollm2 --dtype bfloat16";

@@ -58,9 +58,13 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         "llama" => "LlamaForCausalLM",
         "qwen2" => "Qwen2ForCausalLM",
         "qwen3" => "Qwen3ForCausalLM",
+        // Every fourth layer has no positions, as transformers has it by default.
+        "smollm3" => "SmolLM3ForCausalLM",
+        "olmo2" => "Olmo2ForCausalLM",
         other => {
             let other = beginning(other, 120);
-            return Err(file.error(format!("`general.architecture`: expected llama, qwen2 or qwen3, found {other:?}")));
+            let expected = "llama, qwen2, qwen3, smollm3 or olmo2";
+            return Err(file.error(format!("`general.architecture`: expected {expected}, found {other:?}")));
         }
     };
     let settings = Settings { file, architecture };
@@ -100,7 +104,8 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     }
     config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
     config.extend(settings.special_tokens()?);
-    Ok(Description { config, heads, kv_heads, interleaved: architecture == "llama", unused })
+    let interleaved = ["llama", "smollm3"].contains(&architecture);
+    Ok(Description { config, heads, kv_heads, interleaved, unused })
 }
 
 /// The settings of a file's architecture.

@@ -13,7 +13,7 @@ use crate::model::Dtype;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ConvertConfig {
-    /// GGUF file of a Llama, Qwen2 or Qwen3 model, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K,
+    /// GGUF file of a Llama, Qwen2, Qwen3, SmolLM3 or OLMo 2 model, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K,
     /// IQ4_NL or IQ4_XS.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,

@@ -101,7 +101,7 @@ fn child_converts_damaged_files() {
     let mut outcomes = Outcomes::default();
     for case in 0..cases(300) {
         let mut dice = Dice(case);
-        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3", PARTS[0], PARTS[1]]);
+        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", PARTS[0], PARTS[1]]);
         let mut bytes = std::fs::read(stored(name)).unwrap();
         for _ in 0..=dice.roll(3) {
             let at = dice.roll(HEADER.min(bytes.len() - 8));

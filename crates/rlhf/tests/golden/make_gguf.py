@@ -20,7 +20,16 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 import thin
 
@@ -36,7 +45,7 @@ TEXTS = [
     "Human: hi\n\nAssistant:",
     "price $1,234.56 and  two spaces",
 ]
-KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+INTERLEAVED = ("llama", "smollm3")  # architectures with queries and keys in llama.cpp's order
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -53,6 +62,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+# Names of other architectures that are not in NAMES.
+NAMES_OF = {"olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}}
 
 
 class Spec(NamedTuple):
@@ -159,6 +172,30 @@ SPECS = {
         304,
         dict.fromkeys(["token_embd", "output", "attn_v", "attn_output"], Type.F16),
     ),
+    # Its last layer has no positions.
+    "smollm3": Spec(
+        SmolLM3Config(
+            vocab_size=96,
+            intermediate_size=64,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000000.0},
+            pad_token_id=None,
+            **dict(common, num_hidden_layers=4),
+        ),
+        306,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
+    "olmo2": Spec(
+        Olmo2Config(
+            vocab_size=96,
+            intermediate_size=64,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            **common,
+        ),
+        307,
+        dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
     # The types that the others lack, in three parts.
     "k_quants": Spec(
         Qwen3Config(
@@ -184,13 +221,13 @@ SPECS = {
 }
 
 
-def stored_name(name):
+def stored_name(name, kind):
     """llama.cpp's name of a tensor."""
     base, end = name.rsplit(".", 1)
     if base in NAMES:
         return f"{NAMES[base]}.{end}"
     _, _, layer, part = base.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{end}"
+    return f"blk.{layer}.{(NAMES | NAMES_OF.get(kind, {}))[part]}.{end}"
 
 
 def interleaved(weight, heads):
@@ -306,8 +343,8 @@ def make(name):
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if kind == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
+    if kind in INTERLEAVED:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads if kind == "smollm3" else config.head_dim)
         writer.add_vocab_size(config.vocab_size)
     if spec.tokenizer:
         add_tokenizer(writer, spec)
@@ -317,7 +354,7 @@ def make(name):
     for own, weight in model.state_dict().items():
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = stored_name(own)
+        stored = stored_name(own, kind)
         part = stored.split(".")[-2]
         if weight.dim() == 1:
             weight = (0.1 if own.endswith("bias") else 0.15) * torch.randn(weight.shape, generator=generator)
@@ -325,7 +362,7 @@ def make(name):
         else:
             weight = 0.3 * torch.randn(weight.shape, generator=generator).numpy()
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
-        if kind == "llama" and heads:
+        if kind in INTERLEAVED and heads:
             weight = interleaved(weight, heads)
         types = spec.types.get(part, Type.F32) if weight.ndim > 1 else Type.F32
         to = types[int(stored.split(".")[1])] if isinstance(types, list) else types
@@ -345,14 +382,14 @@ def values(name):
     spec, config = SPECS[name], SPECS[name].config
     readers, state, samples = [gguf.GGUFReader(path) for path in paths(name)], {}, {}
     model = AutoModelForCausalLM.from_config(config).eval()
-    owns = {stored_name(own): own for own in model.state_dict()}
+    owns = {stored_name(own, config.model_type): own for own in model.state_dict()}
     for tensor in (tensor for reader in readers for tensor in reader.tensors):
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name not in owns:
             continue
         part = tensor.name.split(".")[-2]
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
-        if config.model_type == "llama" and heads:
+        if config.model_type in INTERLEAVED and heads:
             weight = halves(weight, heads)
         weight = torch.from_numpy(np.array(weight, np.float32))
         state[owns[tensor.name]] = weight
