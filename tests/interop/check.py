@@ -49,6 +49,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,6 +245,21 @@ LAYOUTS = {
     "config of transformers 4": {"old_config": True},
     "bf16 shards, config of transformers 4": {"dtype": torch.bfloat16, "shard": True, "old_config": True},
 }
+
+
+def build_t5(folder, gated):
+    """Writes a random T5 (v1.0, or v1.1 with a gated MLP) with its tokenizer, and gives back the folder."""
+    torch.manual_seed(0)
+    form = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False) if gated else {}
+    config = T5Config(vocab_size=80, d_model=32, d_kv=8, num_heads=2, d_ff=48, num_layers=2, decoder_start_token_id=0, **form)
+    model = T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(1 + 0.1 * torch.randn(weight.shape) if weight.dim() == 1 else 0.3 * torch.randn(weight.shape))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / "tokenizers/t5" / name, folder)
+    return Path(folder)
 
 
 def build(folder, family, auto=AutoModelForCausalLM, seed=0, dtype=torch.float32, shard=False, old_config=False):
@@ -655,6 +672,44 @@ def reading_checks(work):
         yield f"read {family}, reward model: loss by its scores", check
 
 
+def saving_checks(work):
+    """Families that no pipeline below trains: what `sft` saves, read by transformers."""
+    for family in sorted(families().keys() - {family for family, _, _ in PIPELINES} | {"t5", "t5, gated"}):
+        place, t5 = work / f"saved_{family.replace(', ', '_').replace(' ', '_')}", family.startswith("t5")
+
+        def train(place=place, family=family, t5=t5):
+            place.mkdir()
+            source = build_t5(place / "source", family != "t5") if t5 else build(place / "source", family, old_config=True)
+            rows = write_jsonl(place / "rows.jsonl", DEMONSTRATIONS["prompt and completion"])
+            arguments = ["--dataset_name", rows, "--output_dir", place / "sft", "--max_steps", 2, "--learning_rate", 1e-3]
+            rlhf("sft", "--model_name_or_path", source, *arguments)
+            return place / "sft"
+
+        def equal(trained, place=place, t5=t5):
+            auto = T5ForConditionalGeneration if t5 else AutoModelForCausalLM
+            same_tensors_as_transformers_saves(auto, trained, place)
+            weights_moved(trained, place / "source")
+            config_agrees(trained, place / "source")
+            model = load(auto, trained)
+            measures_agree(model, trained, place, False)
+            if t5:
+                greedy_of_t5_agrees(model, trained, generate(trained, place))
+            else:
+                greedy_agrees(trained, generate(trained, place))
+
+        trained = Once(train)
+        what = f"{family}, trained by rlhf sft: tensors, config, log-probs and greedy tokens"
+        yield what, lambda equal=equal, trained=trained: equal(trained())
+
+
+def greedy_of_t5_agrees(model, folder, rows):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = model.generate(ids, do_sample=False, max_new_tokens=NEW_TOKENS)[0, 1:].tolist()
+        expect(row["completion_ids"] == expected, f"{prompt!r}: tokens {row['completion_ids']}, transformers {expected}")
+
+
 def encoder_checks(work):
     """Encoders that `rlhf reward` trained and saved, read by transformers."""
     for name in ("bert_cls1", "deberta_cls1", "modernbert_cls1"):
@@ -680,11 +735,11 @@ def encoder_checks(work):
 
 def gguf_checks(work):
     """Folders that `rlhf convert` made, read by transformers."""
-    for name in ("llama", "llama3", "qwen2", "qwen3"):
+    for name in ("llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "k_quants"):
 
         def check(name=name):
             folder, golden = work / f"gguf_{name}", load_file(GOLDEN / "gguf" / f"{name}.safetensors")
-            rlhf("convert", GOLDEN / "gguf" / f"{name}.gguf", folder)
+            rlhf("convert", sorted((GOLDEN / "gguf").glob(f"{name}*.gguf"))[0], folder)
             with torch.no_grad():
                 found = load(AutoModelForCausalLM, folder)(golden["input_ids"]).logits
             worst = (found - golden["logits"]).abs().max().item()
@@ -803,12 +858,18 @@ def pipeline_checks(work, family, layout, demonstrations):
         yield f"{family} ppo: {PARQUET} reads the rollouts", lambda: rollouts_agree(ppo(), sft(), work)
 
 
+def auto_of(folder):
+    """The class for the language model in a folder."""
+    t5 = json.loads((Path(folder) / "config.json").read_text())["model_type"] == "t5"
+    return T5ForConditionalGeneration if t5 else AutoModelForCausalLM
+
+
 def adapted(base, folder, classifier):
     """The base with the adapter in `folder`, by PEFT, which must find exactly the tensors that it wants."""
     if classifier:
         model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     else:
-        model = load(AutoModelForCausalLM, base)
+        model = load(auto_of(base), base)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of keys that are missing
         return peft.PeftModel.from_pretrained(model, folder).eval()
@@ -823,12 +884,16 @@ def measures_agree(model, folder, work, classifier):
     arguments = ["--model", folder, "--dataset_name", rows, "--output_file", output, "--overwrite_output_file"]
     rlhf(command, *arguments)
     with torch.no_grad():
-        logits = model(ids).logits
+        if model.config.is_encoder_decoder:  # its decoder begins with the token 0, of padding
+            decoder_ids = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, 4:-1]], 1)
+            logits = model(input_ids=ids[:, :4], decoder_input_ids=decoder_ids).logits[0]
+        else:
+            logits = model(ids).logits[0] if classifier else model(ids).logits[0, 3:-1]
     if classifier:
-        found, expected = torch.tensor([read_jsonl(output)[0]["score"]]), logits[0]
+        found, expected = torch.tensor([read_jsonl(output)[0]["score"]]), logits
     else:
         found = torch.tensor(read_jsonl(output)[0]["logprobs"])
-        expected = logits[0, 3:-1].log_softmax(-1).gather(1, ids[0, 4:, None])[:, 0]
+        expected = logits.log_softmax(-1).gather(1, ids[0, 4:, None])[:, 0]
     worst = (found - expected).abs().max().item()
     expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
 
@@ -845,13 +910,26 @@ def lora_checks(work):
     }
     embeddings = {"gpt2": "wte", "gpt_neox": "embed_in", "llama": "embed_tokens", "mixtral": "embed_tokens"}
     common = ["--use_peft", "--lora_r", 4, "--learning_rate", 1e-2, "--max_steps", 3]
-    for number, (family, (name, (flags, options)), classifier) in enumerate(
-        (f, s, c) for f in ("gpt2", "gpt_neox", "llama", "mixtral") for s in settings.items() for c in (False, True)
-    ):
+    cases = [(f, s, c) for f in embeddings for s in settings.items() for c in (False, True)]
+    # Families with layers of other names, or none in PEFT's list of targets.
+    later = {"gemma3": "q_proj", "smollm3": "q_proj", "olmo2": "q_proj", "phi3": "qkv_proj", "qwen3_moe": "q_proj"}
+    for family, target in later.items():
+        targets = [target, "o_proj"]
+        cases.append((family, ("own targets", (["--lora_target_modules", *targets], {"target_modules": targets})), False))
+    for family in ("t5", "t5, gated"):
+        cases.append((family, ("the family's targets", ([], {})), False))
+    dora = (["--lora_target_modules", "all-linear", "--use_dora"], {"target_modules": "all-linear", "use_dora": True})
+    cases.append(("t5", ("all-linear, DoRA", dora), False))
+    for number, (family, (name, (flags, options)), classifier) in enumerate(cases):
         folder = work / f"lora-{number}"
-        if "use_dora" in options:  # GPT-2's embedding is tied to the head, which keeps the base's weights
+        if "use_dora" in options and family in embeddings:  # GPT-2's embedding is tied to the head, which keeps the base's weights
             flags, options = [*flags, embeddings[family]], options | {"modules_to_save": [embeddings[family]]}
-        base = Once(lambda folder=folder, family=family: build(folder / "base", family))
+
+        def make(folder=folder, family=family):
+            t5 = family.startswith("t5")
+            return build_t5(folder / "base", family == "t5, gated") if t5 else build(folder / "base", family)
+
+        base = Once(make)
 
         def train(folder=folder, base=base, flags=flags, classifier=classifier):
             demonstrations = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
@@ -869,13 +947,14 @@ def lora_checks(work):
 
         def merged(ours=ours, folder=folder, classifier=classifier):
             rlhf("merge", "--model", ours(), "--output_dir", folder / "merged")
-            auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+            auto = AutoModelForSequenceClassification if classifier else auto_of(folder / "merged")
             measures_agree(load(auto, folder / "merged"), ours(), work, classifier)
 
         def read(base=base, folder=folder, family=family, options=options, classifier=classifier):
             torch.manual_seed(7)
-            auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+            auto = AutoModelForSequenceClassification if classifier else auto_of(base())
             task = peft.TaskType.SEQ_CLS if classifier else peft.TaskType.CAUSAL_LM
+            task = peft.TaskType.SEQ_2_SEQ_LM if family.startswith("t5") else task
             extra = {"num_labels": 1} if classifier else {}
             config = peft.LoraConfig(task_type=task, r=4, lora_alpha=6, init_lora_weights=False, **options)
             config.fan_in_fan_out = family == "gpt2"
@@ -947,7 +1026,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
         checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work)) + list(gguf_checks(work))
-        checks += example_checks(work)
+        checks += list(saving_checks(work)) + list(example_checks(work))
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()
