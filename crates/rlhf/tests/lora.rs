@@ -148,6 +148,175 @@ fn gradients_reach_what_peft_trains_and_equal_its_own() {
 }
 
 #[test]
+fn adapters_beside_a_remainder_of_the_base_equal_pefts_and_are_saved_as_plain_ones_of_twice_the_rank() {
+    for name in ["gpt2_pissa", "llama_untied_olora"] {
+        let golden = Tensors::read(&adapter(name).join("golden.safetensors"));
+        let (part, rows) = (golden.part("logits"), base_rows(name));
+        let check = |what: &str, model: &CausalLm| {
+            let found = Tensor::stack(&model.logits(&rows).unwrap(), 0);
+            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, TOLERANCE);
+        };
+        let mut model = lm(name);
+        check("as read", &model);
+        // The reference is the base of the folder, and no remainder of it.
+        let base = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        assert_close(name, &model.base().unwrap().logits(&rows).unwrap()[0], &base.logits(&rows).unwrap()[0], 0.0);
+
+        model.set_trainable(true);
+        let spans: Vec<_> = rows.iter().map(|row| 1..row.len()).collect();
+        (-model.token_logprobs(&rows, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float)).backward();
+        let (grads, info) = (Tensors::read(&adapter(name).join("grads.safetensors")), adapter(name).join("info.json"));
+        let info = &read_json(&info)["grads"];
+        let tolerance = (5.0 * info["rounding"].as_f64().unwrap()).max(2e-5 * info["max_abs"].as_f64().unwrap());
+        assert_eq!(model.trainable_params().count(), grads.names().count());
+        for param in model.trainable_params() {
+            let expected = grads.get(&format!("base_model.model.{}", param.name));
+            // PEFT trains the first half of the rank.
+            let dim = i64::from(param.name.ends_with("lora_B.weight"));
+            let rank = expected.size()[dim as usize];
+            assert_eq!(param.tensor.size()[dim as usize], 2 * rank, "{}", param.name);
+            assert_close(&param.name, &param.tensor.grad().narrow(dim, 0, rank), expected, tolerance);
+        }
+
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let described = read_json(&out.path().join("adapter_config.json"));
+        assert_eq!((&described["r"], &described["init_lora_weights"]), (&json!(8), &json!(true)));
+        let mut saved = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        saved.load_adapter(out.path()).unwrap();
+        check("saved", &saved);
+        model.merge_adapter();
+        check("merged", &model);
+    }
+}
+
+#[test]
+fn adapters_of_embeddings_heads_and_tokens_give_pefts_logits_and_are_saved_as_modules_in_full() {
+    for (name, modules, changed) in [
+        ("llama_untied_embeddings", json!(["lm_head", "model.embed_tokens"]), vec!["lm_head", "model.embed_tokens"]),
+        ("llama_tied_embedding", json!(["model.embed_tokens"]), vec!["model.embed_tokens"]),
+        ("llama_tied_tokens", json!(["model.embed_tokens"]), vec!["model.embed_tokens"]),
+    ] {
+        let golden = Tensors::read(&adapter(name).join("golden.safetensors"));
+        let (part, rows) = (golden.part("logits"), base_rows(name));
+        let check = |what: &str, model: &CausalLm| {
+            let found = Tensor::stack(&model.logits(&rows).unwrap(), 0);
+            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, TOLERANCE);
+        };
+        let mut model = lm(name);
+        check("as read", &model);
+        let base = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        assert_close(name, &model.base().unwrap().logits(&rows).unwrap()[0], &base.logits(&rows).unwrap()[0], 0.0);
+        model.set_trainable(true);
+        for module in changed {
+            let weight = format!("{module}.weight");
+            assert!(model.trainable_params().any(|param| param.name == weight), "{name}: {module}");
+        }
+        // Tokens of a tied embedding are those of the head too; a product for one of the two is not.
+        assert_eq!(model.config().tie_word_embeddings, name == "llama_tied_tokens");
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let described = read_json(&out.path().join("adapter_config.json"));
+        assert_eq!((&described["modules_to_save"], &described["trainable_token_indices"]), (&modules, &Value::Null));
+        let mut saved = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        saved.load_adapter(out.path()).unwrap();
+        check("saved", &saved);
+        model.merge_adapter();
+        check("merged", &model);
+    }
+}
+
+#[test]
+fn changed_embeddings_that_do_not_fit_are_one_line() {
+    let refused = |name: &str, changes: &[(&str, Value)], tensors: &dyn Fn(&str) -> bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let stored = Checkpoint::open_file(&adapter(name).join("adapter_model.safetensors")).unwrap();
+        let read = |name: &str| stored.read(name, Device::Cpu, Kind::Float).unwrap();
+        let kept = stored.names().filter(|name| tensors(name));
+        let kept: Vec<(String, Tensor)> = kept.map(|name| (name.to_string(), read(name))).collect();
+        Tensor::write_safetensors(&kept, dir.path().join("adapter_model.safetensors")).unwrap();
+        let mut described = read_json(&adapter(name).join("adapter_config.json"));
+        described["base_model_name_or_path"] = json!(base_of(name));
+        changes.iter().for_each(|(key, value)| described[*key] = value.clone());
+        std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
+        let opened = CausalLm::from_pretrained(dir.path(), ModelOptions::default());
+        let error = opened.map_or_else(|error| error.to_string(), |_| "opened".into());
+        assert!(!error.contains('\n'), "{error}");
+        error
+    };
+    let (tokens, embedding) = ("llama_tied_tokens", "llama_tied_embedding");
+    for (name, changes, tensors, message) in [
+        (tokens, vec![], Box::new(|_: &str| true) as Box<dyn Fn(&str) -> bool>, "opened"),
+        (
+            tokens,
+            vec![],
+            Box::new(|name: &str| !name.contains("tokens_delta")),
+            "`trainable_token_indices`: expected ids",
+        ),
+        (
+            tokens,
+            vec![("trainable_token_indices", json!([5, 9]))],
+            Box::new(|_: &str| true),
+            "expected [2, 32], found [3, 32]",
+        ),
+        (
+            tokens,
+            vec![("trainable_token_indices", json!([5, 9, 400]))],
+            Box::new(|_: &str| true),
+            "`trainable_token_indices`: expected ids below 400, found 400",
+        ),
+        (
+            tokens,
+            vec![("trainable_token_indices", json!("all"))],
+            Box::new(|_: &str| true),
+            "`trainable_token_indices`: expected",
+        ),
+        (
+            embedding,
+            vec![],
+            Box::new(|name: &str| !name.contains("embedding_B")),
+            "missing `base_model.model.model.embed",
+        ),
+        (
+            embedding,
+            vec![("use_dora", json!(true))],
+            Box::new(|_: &str| true),
+            "`use_dora`: expected false beside an adapter of",
+        ),
+        (
+            embedding,
+            vec![("init_lora_weights", json!("pissa"))],
+            Box::new(|_: &str| true),
+            "`init_lora_weights`: expected false",
+        ),
+    ] {
+        let error = refused(name, &changes, &*tensors);
+        assert!(error.contains(message), "{error}");
+    }
+    // A whole embedding, as `save_embedding_layers` stores it, is that of the model; of another vocabulary it does not fit.
+    let dir = tempfile::tempdir().unwrap();
+    let source = adapter("llama_untied");
+    let stored = Checkpoint::open_file(&source.join("adapter_model.safetensors")).unwrap();
+    let read = |name: &str| (name.to_string(), stored.read(name, Device::Cpu, Kind::Float).unwrap());
+    let name = "base_model.model.model.embed_tokens.weight";
+    let write = |rows: i64| {
+        let own = Tensor::arange(rows * 32, (Kind::Float, Device::Cpu)).sin().view([rows, 32]);
+        let tensors: Vec<_> = stored.names().map(read).chain([(name.to_string(), own.copy())]).collect();
+        Tensor::write_safetensors(&tensors, dir.path().join("adapter_model.safetensors")).unwrap();
+        own
+    };
+    std::fs::copy(source.join("adapter_config.json"), dir.path().join("adapter_config.json")).unwrap();
+    let own = write(400);
+    let mut opened = model("llama_untied");
+    opened.load_adapter(dir.path()).unwrap();
+    let found = opened.params().iter().find(|param| param.name == "model.embed_tokens.weight").unwrap();
+    assert_eq!(found.tensor.detach(), own);
+    write(402);
+    let error = model("llama_untied").load_adapter(dir.path()).unwrap_err().to_string();
+    assert!(error.contains(&format!("tensor `{name}`: expected [400, 32], found [402, 32]")), "{error}");
+}
+
+#[test]
 fn an_adapter_of_peft_is_saved_as_it_was_read() {
     for name in ADAPTERS.into_iter().chain(ENCODER_DECODERS) {
         let out = tempfile::tempdir().unwrap();
@@ -365,7 +534,9 @@ fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
         ("layers_pattern", json!("h")),
         ("exclude_modules", json!([0])),
         ("trainable_token_indices", json!([0])),
-        ("init_lora_weights", json!("pissa")),
+        ("init_lora_weights", json!("pissa_niter_4")),
+        ("init_lora_weights", json!("corda")),
+        ("target_parameters", json!(["mlp.experts.gate_up_proj"])),
         ("a_setting_of_tomorrow", json!("on")),
         ("task_type", json!("SEQ_CLS")),
         ("r", json!(0)),

@@ -1,5 +1,8 @@
 //! Folders of low-rank adapters, in PEFT's file format.
 
+mod embeddings;
+mod remainder;
+
 use super::BASE_MODEL;
 use super::linear::Linear;
 use super::lora::{
@@ -11,6 +14,8 @@ use super::shape::Family;
 use crate::hub;
 use crate::weights::{self, Checkpoint, TensorSpec, pretty, read_json, write_text};
 use crate::{Error, Result};
+use embeddings::{By, Changed, EMBEDDING_ENDS, TOKENS_END};
+use remainder::{Remainder, doubled};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
@@ -25,12 +30,16 @@ const PREFIX: &str = "base_model.model.";
 /// A folder that contains an adapter and no model.
 pub(crate) struct AdapterFolder {
     dir: PathBuf,
+    /// The content of `adapter_config.json`, as it will be saved: beside the base's own weights, and with the modules that are changed
+    /// here as a whole.
     described: Map<String, Value>,
+    remainder: Option<Remainder>,
+    changed: Vec<Changed>,
 }
 
 /// Settings of `adapter_config.json` that do not affect the numbers or are checked one by one. Every other setting
 /// must be off, as it means an adapter of another kind.
-const SETTINGS: [&str; 25] = [
+const SETTINGS: [&str; 26] = [
     "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
@@ -54,6 +63,7 @@ const SETTINGS: [&str; 25] = [
     "revision",
     "target_modules",
     "task_type",
+    "trainable_token_indices",
     "use_dora",
     "use_rslora",
 ];
@@ -76,15 +86,18 @@ impl AdapterFolder {
         let Value::Object(described) = read_json(&path)? else {
             return Err(Error::invalid(path, "expected a JSON object"));
         };
-        let folder = Self { dir: dir.to_path_buf(), described };
+        let mut folder = Self { dir: dir.to_path_buf(), described, remainder: None, changed: Vec::new() };
         folder.expect("peft_type", |v| v == "LORA", "LORA")?;
         folder.expect("bias", |v| v.is_null() || v == "none", "none: trained biases are not supported")?;
-        let drawn = |v: &Value| v.is_null() || v.is_boolean() || v == "gaussian" || v == "orthogonal" || v == "eva";
+        let drawn = |v: &Value| {
+            let named = ["gaussian", "orthogonal", "eva", "pissa", "olora"].iter().any(|name| v == name);
+            v.is_null() || v.is_boolean() || named
+        };
         folder.expect(
             "init_lora_weights",
             drawn,
-            "true, false, gaussian, orthogonal or eva: others change the base's weights, which this folder does not hold; \
-             PEFT converts such an adapter, save_pretrained with path_initial_model_for_weight_conversion",
+            "true, false, gaussian, orthogonal, eva, pissa or olora: others change the base's weights, which this folder does \
+             not hold; PEFT converts such an adapter, save_pretrained with path_initial_model_for_weight_conversion",
         )?;
         let off = |v: &Value| match v {
             Value::Null | Value::Bool(false) => true,
@@ -95,7 +108,31 @@ impl AdapterFolder {
         for name in folder.described.keys().filter(|name| !SETTINGS.contains(&name.as_str())) {
             folder.expect(name, off, "none: this kind of adapter is not supported")?;
         }
+        folder.rewrite()?;
         Ok(folder)
+    }
+
+    /// Rewrites the settings to those with which the adapter will be saved.
+    fn rewrite(&mut self) -> Result<()> {
+        // A file that cannot be read is an error when its tensors are.
+        let weights = self.weights().ok();
+        let names = weights.iter().flat_map(Checkpoint::names).filter_map(|name| name.strip_prefix(PREFIX));
+        self.changed = embeddings::find(names, &self.described);
+        self.remainder = Remainder::of(&self.described);
+        let of_layers = self.changed.iter().find(|changed| matches!(changed.by, By::Embedding | By::Head));
+        if let Some(Changed { module, .. }) = of_layers {
+            let expected = format!("false beside an adapter of `{module}`");
+            self.expect("use_dora", |v| v.is_null() || v == false, &expected)?;
+            self.expect("init_lora_weights", |_| self.remainder.is_none(), &expected)?;
+        }
+        if !self.changed.is_empty() {
+            embeddings::describe(&mut self.described, &self.changed);
+        }
+        if self.remainder.is_some() {
+            self.described = doubled(std::mem::take(&mut self.described));
+        }
+        let off = |v: &Value| v.is_null() || v.as_array().is_some_and(Vec::is_empty);
+        self.expect("trainable_token_indices", off, "ids of tokens with a tensor for each embedding")
     }
 
     fn expect(&self, name: &str, holds: impl FnOnce(&Value) -> bool, expected: &str) -> Result<()> {
@@ -306,7 +343,8 @@ impl AdapterFolder {
         let sizes = config.sizes().map_err(here)?;
         let weights = self.weights()?;
         let (read, problems) = (Vec::new(), Vec::new());
-        let mut tensors = AdapterTensors { weights: &weights, device: target.device, read, problems };
+        let (device, remainder) = (target.device, self.remainder);
+        let mut tensors = AdapterTensors { weights: &weights, device, remainder, read, problems };
         let mut adapters = Vec::new();
         for linear in linears {
             if let Some(adapter) = tensors.adapter(linear, &config, &sizes)? {
@@ -326,7 +364,11 @@ impl AdapterFolder {
         for param in target.params {
             let name = stored_name(&param.name);
             let of_head = is_head(&param.name) && (saves_head || weights.shape(&name).is_some());
-            if (of_head || saved.contains(&param.name))
+            let changed = param.name.strip_suffix(".weight");
+            if let Some(changed) = self.changed.iter().find(|of| Some(of.module.as_str()) == changed) {
+                let value = tensors.changed(changed, param, sizes.of(&changed.module))?;
+                values.extend(value.map(|value| (param.name.clone(), value)));
+            } else if (of_head || saved.contains(&param.name))
                 && let Some(value) = tensors.get(name, &param.tensor.size())?
             {
                 values.push((param.name.clone(), value));
@@ -382,6 +424,7 @@ fn whole(value: &Value) -> Option<usize> {
 struct AdapterTensors<'a> {
     weights: &'a Checkpoint,
     device: Device,
+    remainder: Option<Remainder>,
     /// Names of the tensors that were read or looked for.
     read: Vec<String>,
     problems: Vec<String>,
@@ -416,13 +459,60 @@ impl AdapterTensors<'_> {
             return Ok(None);
         }
         let ([width_in, width_out], LayerSize { r, scale }) = (linear.widths(), sizes.of(linear.name()));
-        let a = self.get(format!("{base}.{}", ENDS[0]), &[r as i64, width_in])?;
-        let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r as i64])?;
+        let r = r as i64 / if self.remainder.is_some() { 2 } else { 1 };
+        let a = self.get(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
+        let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
         let magnitude = match config.use_dora {
             true => self.get(format!("{base}.{MAGNITUDE}"), &[width_out])?.map(Magnitude::new),
             false => None,
         };
-        Ok(a.zip(b).map(|(a, b)| Adapter { a, b, scale, magnitude }))
+        let Some((a, b)) = a.zip(b) else { return Ok(None) };
+        let Some(remainder) = self.remainder else { return Ok(Some(Adapter { a, b, scale, magnitude })) };
+        let most = width_in.min(width_out);
+        if r > most {
+            self.problems.push(format!("`{base}`: expected a rank of at most {most}, found {r}"));
+            return Ok(None);
+        }
+        let [b0, a0] = remainder.first(&linear.rows(), r, scale)?;
+        let (a, b) = (Tensor::f_cat(&[a, a0], 0)?, Tensor::f_cat(&[b, -b0], 1)?);
+        Ok(Some(Adapter { a, b, scale, magnitude }))
+    }
+
+    /// The weight of a module that the adapter changes, in f32.
+    fn changed(&mut self, changed: &Changed, param: &Param, size: LayerSize) -> Result<Option<Tensor>> {
+        let (at, shape, r) = (stored_name(&changed.module), param.tensor.size(), size.r as i64);
+        let &[rows, width] = shape.as_slice() else { return Ok(None) };
+        let stored = format!("{at}.base_layer.weight");
+        let base = match self.weights.shape(&stored) {
+            Some(_) => self.get(stored, &shape)?,
+            None => Some(param.tensor.detach().to_kind(Kind::Float)),
+        };
+        let Some(base) = base else { return Ok(None) };
+        let mut product = |[a, b]: [(&str, [i64; 2]); 2]| -> Result<Option<[Tensor; 2]>> {
+            let a = self.get(format!("{at}.{}", a.0), &a.1)?;
+            let b = self.get(format!("{at}.{}", b.0), &b.1)?;
+            Ok(a.zip(b).map(|(a, b)| [a, b]))
+        };
+        Ok(match &changed.by {
+            By::Whole => self.get(format!("{at}.weight"), &shape)?,
+            By::Embedding => {
+                let ends = [(EMBEDDING_ENDS[0], [r, rows]), (EMBEDDING_ENDS[1], [width, r])];
+                product(ends)?.map(|[a, b]| base + b.matmul(&a).tr() * size.scale)
+            }
+            By::Head => {
+                let ends = [(ENDS[0], [r, width]), (ENDS[1], [rows, r])];
+                product(ends)?.map(|[a, b]| base + b.matmul(&a) * size.scale)
+            }
+            By::Tokens(ids) => {
+                if let Some(id) = ids.iter().find(|&&id| id >= rows) {
+                    self.problems.push(format!("`trainable_token_indices`: expected ids below {rows}, found {id}"));
+                    return Ok(None);
+                }
+                let new = self.get(format!("{at}.{TOKENS_END}"), &[ids.len() as i64, width])?;
+                new.map(|new| base.f_index_copy(0, &Tensor::from_slice(ids).to_device(self.device), &new))
+                    .transpose()?
+            }
+        })
     }
 
     /// Fails if there were problems, or if the file in `dir` has unexpected tensors.

@@ -121,6 +121,12 @@ impl Linear {
         &self.weight.held
     }
 
+    /// The weight in f32 as `[out, in]`, detached.
+    pub(super) fn rows(&self) -> Tensor {
+        let weight = self.weight.held.detach().to_kind(Kind::Float);
+        if self.transposed { weight.tr() } else { weight }
+    }
+
     /// Input and output width.
     pub(crate) fn widths(&self) -> [i64; 2] {
         let size = self.weight.held.size();
