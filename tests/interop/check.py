@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Gemma2Config,
@@ -712,25 +713,35 @@ def greedy_of_t5_agrees(model, folder, rows):
 
 def encoder_checks(work):
     """Encoders that `rlhf reward` trained and saved, read by transformers."""
-    for name in ("bert_cls1", "deberta_cls1", "modernbert_cls1"):
+    trained = [(name, False) for name in ("bert_cls1", "deberta_cls1", "modernbert_cls1")]
+    headless = [(name, True) for name in ("bert_cls1", "deberta_cls1", "modernbert_cls1", "roberta_cls3", "distilbert_cls2")]
+    for name, is_headless in trained + headless:
 
-        def check(name=name):
-            place = work / f"encoder_{name}"
+        def check(name=name, is_headless=is_headless):
+            place, source = work / f"encoder_{name}_{is_headless}", GOLDEN / "models" / name
             place.mkdir()
+            if is_headless:  # as people find it: the model that was pre-trained
+                AutoModelForMaskedLM.from_pretrained(source).save_pretrained(place / "base")
+                for file in ("tokenizer.json", "tokenizer_config.json"):
+                    shutil.copy(source / file, place / "base")
+                source = place / "base"
             pairs, output, folder = write_jsonl(place / "pairs.jsonl", PAIRS), place / "scored.jsonl", place / "trained"
             arguments = ["--dataset_name", pairs, "--num_train_epochs", 1, "--per_device_train_batch_size", 8]
-            rlhf("reward", "--model_name_or_path", GOLDEN / "models" / name, "--output_dir", folder, *arguments)
+            arguments += ["--new_reward_head"] if is_headless else []
+            rlhf("reward", "--model_name_or_path", source, "--output_dir", folder, *arguments)
             texts = [pair["prompt"] + pair["chosen"] for pair in PAIRS]
             rows = write_jsonl(place / "texts.jsonl", [{"text": text} for text in texts])
             rlhf("score", "--model", folder, "--dataset_name", rows, "--output_file", output)
             tokenizer, model = AutoTokenizer.from_pretrained(folder), load(AutoModelForSequenceClassification, folder)
+            expect(model.num_labels == 1, f"num_labels is {model.num_labels}")
             with torch.no_grad():
                 ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
                 expected = [model(input_ids=row).logits[0, 0].item() for row in ids]
             worst = max(abs(row["score"] - logit) for row, logit in zip(read_jsonl(output), expected, strict=True))
             expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
 
-        yield f"encoder {name}, trained by rlhf reward: scores", check
+        what = "masked language model" if is_headless else "encoder"
+        yield f"{what} {name}, trained by rlhf reward: scores", check
 
 
 def gguf_checks(work):
