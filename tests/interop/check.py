@@ -256,7 +256,7 @@ def build_t5(folder, gated):
     model = T5ForConditionalGeneration(config)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(1 + 0.1 * torch.randn(weight.shape) if weight.dim() == 1 else 0.3 * torch.randn(weight.shape))
+            weight.copy_(1 + 0.1 * torch.randn(weight.shape) if weight.dim() == 1 else 0.2 * torch.randn(weight.shape))
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(GOLDEN / "tokenizers/t5" / name, folder)
