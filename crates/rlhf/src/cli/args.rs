@@ -150,14 +150,24 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
     }
     let (line, about) = match (error.kind(), is_flag) {
         (ErrorKind::UnknownArgument, true) => unknown_flag(name, rlhf, command),
-        _ => (one_line(error), known.map(|arg| arg.get_id().as_str())),
+        _ => (one_line(error), known.map(|arg| arg.get_id().to_string()).into_iter().collect()),
     };
     refusals.refuse(line, about);
     true
 }
 
-/// Returns the line for a flag `name` that `command` does not have, and the flag that is meant, if one is near.
-fn unknown_flag<'c>(name: &str, rlhf: &Command, command: &'c Command) -> (String, Option<&'c str>) {
+/// Returns the line for a flag `name` that `command` does not have, and the arguments that are meant, if one is near.
+fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<String>) {
+    let positionals: Vec<&Arg> = command.get_positionals().collect();
+    let is_meant = |arg: &&Arg| arg.get_id() == name || (arg.get_id() == "model" && name == "model_name_or_path");
+    if positionals.iter().any(|arg| is_meant(arg)) {
+        // The words after it were taken for its values.
+        let shown: Vec<String> = positionals.iter().map(ToString::to_string).collect();
+        let usage = format!("rlhf {} {}", command.get_name(), shown.join(" "));
+        let line = format!("unexpected argument '--{name}' found; tip: this command has no flag for it: {usage}");
+        let ids = positionals.iter().map(|arg| arg.get_id().to_string());
+        return (line, ids.chain(shown).collect());
+    }
     let foreign = openrlhf::hint(name);
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
     let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
@@ -167,7 +177,7 @@ fn unknown_flag<'c>(name: &str, rlhf: &Command, command: &'c Command) -> (String
         (None, Some(near)) => format!("; tip: a similar argument exists: '--{near}'"),
         (None, None) => elsewhere(name, rlhf, command).map_or(String::new(), |hint| format!("; {hint}")),
     };
-    (format!("unexpected argument '--{name}' found{tip}"), near)
+    (format!("unexpected argument '--{name}' found{tip}"), near.map(str::to_string).into_iter().collect())
 }
 
 /// Returns a hint where `name` is no flag of `command`, but one that users expect there.
@@ -184,8 +194,11 @@ fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
     Some(format!("flags of {} come before the command: rlhf {first} --{name} ... {own} ...", outer.join(" and ")))
 }
 
-/// Returns the name of a flag as clap prints it (`--seed <N>`: `seed`).
+/// Returns the name of a flag as clap prints it (`--seed <N>`: `seed`), and an argument without a flag as it is (`<MODEL>`).
 fn flag_name(shown: &str) -> &str {
+    if shown.starts_with('<') {
+        return shown;
+    }
     let name = shown.trim_start_matches('-');
     name.split([' ', '=', '[', '<']).next().unwrap_or_default()
 }

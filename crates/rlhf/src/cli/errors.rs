@@ -200,6 +200,20 @@ mod tests {
     }
 
     #[test]
+    fn a_flag_for_an_argument_that_has_none_is_one_error_with_the_usage() {
+        for (words, usage) in [
+            (&["serve", "--model", "m"][..], "rlhf serve <MODEL>"),
+            (&["chat", "--model_name_or_path", "m"], "rlhf chat <MODEL>"),
+            (&["convert", "--file", "m.gguf", "out"], "rlhf convert <FILE> <OUTPUT>"),
+            (&["push", "--folder", "m", "me/name"], "rlhf push <FOLDER> <NAME>"),
+        ] {
+            let message =
+                format!("unexpected argument '{}' found; tip: this command has no flag for it: {usage}", words[1]);
+            assert_eq!(parse_words(words).unwrap_err(), message);
+        }
+    }
+
+    #[test]
     fn only_a_misspelled_or_shortened_name_gets_a_hint() {
         let names =
             ["learning_rate", "lr_scheduler_type", "num_sample_generations", "seed", "max_length", "max_grad_norm"];
