@@ -284,6 +284,24 @@ fn bf16_is_close_and_finite() {
 }
 
 #[test]
+fn f16_is_close_though_results_of_the_mlps_exceed_its_range() {
+    let golden = Tensors::read(&folder("t5_v11").join("golden.safetensors"));
+    let pairs = Pairs::of(&golden);
+    let tokens = pairs.tokens();
+    let logprobs = |precision: Precision| {
+        let model = CausalLm::from_pretrained(&folder("t5_v11"), ModelOptions { precision, ..ModelOptions::default() })
+            .unwrap();
+        for param in model.params().iter().filter(|param| param.name.ends_with("DenseReluDense.wo.weight")) {
+            let _ = tch::no_grad(|| param.tensor.shallow_clone().g_mul_scalar_(1e6));
+        }
+        tch::no_grad(|| model.logprobs_of(pairs.batch(&tokens), 1.0, false)).unwrap().logprobs
+    };
+    let (expected, found) = (logprobs(Precision::F32), logprobs(Precision::F16));
+    let error = (found - expected).abs().max().double_value(&[]);
+    assert!(error < 0.1, "{error}");
+}
+
+#[test]
 fn a_missing_start_token_is_one_line_and_may_be_in_the_generation_config() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = read_json(&folder("t5").join("config.json"));
@@ -328,4 +346,11 @@ fn a_batch_without_prompts_and_a_prompt_beyond_the_limit_are_one_line() {
     let config = GenerationConfig::new(Sampling::Greedy, 4);
     let error = generate(&model, &long, &config).unwrap_err().to_string();
     assert!(error.contains("prompt 0: expected at most 512 tokens for the encoder and 511 new ones"), "{error}");
+}
+
+#[test]
+fn a_classifier_in_the_place_of_a_language_model_is_named_as_such() {
+    let error = CausalLm::from_pretrained(&folder("t5_cls"), ModelOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("unexpected `classification_head.dense.bias`"), "{error}");
+    assert!(error.ends_with(": this is a reward or value model, not a language model"), "{error}");
 }

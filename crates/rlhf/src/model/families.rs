@@ -1030,6 +1030,7 @@ fn t5(f: &Fields<'_>) -> Result<Shape> {
         lm_head_scale: if scaled { (hidden_size as f64).powf(-0.5) } else { 1.0 },
         initializer_range: f.number("initializer_factor", 1.0)?,
         scale_init_by_width: true,
+        wide_mlp_out: true,
         ..Shape::biased(f, f.size("vocab_size", 32128)?, hidden_size, heads, layers)?
     })
 }

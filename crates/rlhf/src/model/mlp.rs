@@ -117,7 +117,7 @@ impl Dense {
     ) -> Result<Self> {
         let (hidden, inner) = (shape.hidden_size, sizes.inner);
         let transposed = shape.family.names.transposed;
-        let mut linear = |name: &str, width_in: i64, width_out: i64, std: f64| {
+        let mut linear = |name: &str, width_in: i64, width_out: i64, std: f64, compute: Kind| {
             let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
             let shape = LinearShape { width_in, width_out, bias: shape.mlp_bias, transposed, std };
             Linear::build(b, &at(name), shape, compute)
@@ -127,9 +127,11 @@ impl Dense {
             MlpIn::Gated([gate, up]) => vec![(*gate, inner), (*up, inner)],
             MlpIn::GatedFused(name) => vec![(*name, 2 * inner)],
         };
-        let inputs = parts.into_iter().map(|(name, width)| linear(name, hidden, width, sizes.stds[0]));
+        let inputs = parts.into_iter().map(|(name, width)| linear(name, hidden, width, sizes.stds[0], compute));
         let inputs = inputs.collect::<Result<_>>()?;
-        let out = linear(name_out, inner, hidden, sizes.stds[1])?;
+        // As in transformers, which keeps T5's `wo` in f32.
+        let of_out = if shape.wide_mlp_out && compute == Kind::Half { Kind::Float } else { compute };
+        let out = linear(name_out, inner, hidden, sizes.stds[1], of_out)?;
         Ok(Self { inputs, out, activation: shape.activation, fused: matches!(names_in, MlpIn::GatedFused(_)) })
     }
 

@@ -284,6 +284,10 @@ impl<'a> Builder<'a> {
         problems.extend(list("missing", &missing));
         problems.extend(list("unexpected", &unexpected));
         let is_head = |name: &str| name == self.names.lm_head;
+        let of_classifier = |name: &&str| match self.names.head {
+            HeadNames::Score => *name == "score.weight",
+            HeadNames::Dense { inner, out, .. } => [inner, out].iter().any(|layer| name.starts_with(layer)),
+        };
         let encoders_head = match self.names.head {
             HeadNames::Dense { out, .. } => Some(format!("{out}.weight")),
             HeadNames::Score => None,
@@ -292,7 +296,7 @@ impl<'a> Builder<'a> {
             ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
         } else if missing == ["score.weight"] {
             ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
-        } else if unexpected == ["score.weight"] && missing.iter().all(|n| is_head(n)) {
+        } else if !unexpected.is_empty() && unexpected.iter().all(of_classifier) && missing.iter().all(|n| is_head(n)) {
             ": this is a reward or value model, not a language model"
         } else {
             ""

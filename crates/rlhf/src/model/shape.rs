@@ -291,6 +291,8 @@ pub struct Shape {
     pub initializer_range: f64,
     /// Whether the initial weights of linear layers shrink with the width of their input, as T5's do.
     pub scale_init_by_width: bool,
+    /// Whether the MLPs' output projections are computed in f32 where other products are in f16, whose range T5's exceed.
+    pub wide_mlp_out: bool,
     /// Whether the initial weights of projections into the residual stream shrink with the depth.
     pub scale_residual_init: bool,
     /// The ids that end a text; the first is appended to texts.
@@ -364,6 +366,7 @@ impl Shape {
             lm_head_scale: 1.0,
             initializer_range: 0.02,
             scale_init_by_width: false,
+            wide_mlp_out: false,
             scale_residual_init: false,
             eos_token_ids: Vec::new(),
             architectures: Vec::new(),
