@@ -175,9 +175,9 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Whether there is a chat template.
+    /// Whether there is a chat template for prompts; there is none for those of an encoder-decoder.
     pub fn has_chat_template(&self) -> bool {
-        self.template.is_some()
+        self.template.is_some() && !self.apart
     }
 
     /// Whether there is a chat template, and `other` has none or a different one.

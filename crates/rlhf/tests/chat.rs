@@ -148,3 +148,15 @@ fn what_cannot_be_done_is_one_error() {
         help.stdout
     );
 }
+
+#[test]
+fn an_encoder_reads_the_conversation_as_one_text_though_there_is_a_chat_template() {
+    let scratch = crate::encoder_decoder_training::scratch();
+    let expected = readable(&generated(&scratch, "t5", FLAGS, &[json!("The movie")]).remove(0)) + "\n";
+    let mut config = crate::support::read_json(&scratch.path("t5/tokenizer_config.json"));
+    config["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}".into();
+    scratch.write("t5/tokenizer_config.json", &config.to_string());
+    let ran = chat(&scratch, &format!("chat t5 {FLAGS}"), "The movie\n");
+    let note = "note: t5 reads the conversation as one text, without a chat template\n";
+    assert_eq!((ran.code, ran.stderr.as_str(), readable(&ran.stdout)), (0, note, expected));
+}

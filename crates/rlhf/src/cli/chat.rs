@@ -154,11 +154,11 @@ impl Chat {
     /// Prints what the user has to know.
     fn greet(&self) {
         for speaker in self.speakers.iter().filter(|speaker| !speaker.tokenizer.has_chat_template()) {
-            let _ = writeln!(
-                io::stderr(),
-                "note: {} has no chat template: it continues the text of the conversation",
-                one_line(&speaker.label)
-            );
+            let note = match speaker.tokenizer.is_of_encoder_decoder() {
+                true => "reads the conversation as one text, without a chat template",
+                false => "has no chat template: it continues the text of the conversation",
+            };
+            let _ = writeln!(io::stderr(), "note: {} {note}", one_line(&speaker.label));
         }
         if self.interactive {
             let names: Vec<&str> = self.speakers.iter().map(|speaker| speaker.label.as_str()).collect();
