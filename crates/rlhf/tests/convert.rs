@@ -175,6 +175,20 @@ fn a_chat_template_and_special_tokens_come_along() {
 }
 
 #[test]
+fn the_end_of_a_turn_is_a_second_end_token() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, out) = (scratch.path().join("model.gguf"), scratch.path().join("out"));
+    convert(&ConvertConfig::new(file("llama"), scratch.path().join("plain"))).unwrap();
+    let eos = read_json(&scratch.path().join("plain/config.json"))["eos_token_id"].clone();
+    std::fs::write(&from, replaced("llama", b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eot_token_id")).unwrap();
+    convert(&ConvertConfig::new(&from, &out)).unwrap();
+    let config = read_json(&out.join("config.json"));
+    let ids: Vec<i64> = serde_json::from_value(config["eos_token_id"].clone()).unwrap();
+    assert_eq!((ids.len(), json!(ids[0])), (2, eos));
+    assert_eq!(Tokenizer::from_pretrained(&out).unwrap().eos_ids(), ids);
+}
+
+#[test]
 fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
     let whole = std::fs::read(file("llama")).unwrap();
     let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 16));
