@@ -595,6 +595,34 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
         // Scores of contents and positions, for the keys of a long text.
         layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;
     }
-    let layers = c.num_hidden_layers;
-    (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
+    // A trained bias by distance: each layer stores its scores, and there are the biases, their gradients and the scores of one backward
+    // pass, whose number is measured.
+    let width = c.max_position_embeddings.min(1 << 13) as i64;
+    let scores = if c.relative_bias.is_some() { 4 * c.num_attention_heads * width } else { 0 };
+    // A token is in one of the two stacks of an encoder-decoder.
+    let layers = c.num_hidden_layers.max(c.encoder_layers.unwrap_or(0));
+    let stored = if gradient_checkpointing { layers * stream + layer } else { layers * (layer + scores) };
+    (stored + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn scores_with_a_trained_bias_count_for_micro_batches_and_so_do_the_layers_of_the_longer_stack() {
+        let of = |key: &str, value: i64| {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/t5/config.json");
+            let Value::Object(mut raw) = crate::weights::read_json(&path).unwrap() else { panic!("an object") };
+            raw.insert(key.into(), value.into());
+            let config = ModelConfig::from_json(&path, raw).unwrap();
+            [false, true].map(|checkpointing| activation_bytes(&config, Kind::Float, checkpointing))
+        };
+        let ([plain, stored], [longer, longer_stored]) = (of("n_positions", 512), of("n_positions", 1024));
+        // 2 heads of 512 more scores in f32: in each of 2 layers and twice; 7 times with gradient checkpointing.
+        assert_eq!([longer - plain, longer_stored - stored], [4 * 4096, 7 * 4096]);
+        assert_eq!(of("num_decoder_layers", 1), [plain, stored]);
+        assert!(of("num_decoder_layers", 4)[0] > plain);
+    }
 }
