@@ -343,23 +343,22 @@ fn generate_by<P: AsRef<[i64]>>(
     each: &mut Each<'_>,
 ) -> Result<Vec<Response>> {
     config.check()?;
-    let (context, pairs) = (model.config().max_position_embeddings, model.config().is_encoder_decoder());
+    let context = model.config().max_position_embeddings;
+    let longest = model.config().max_prompt_len(context, config.max_new_tokens);
     for (row, prompt) in prompts.iter().enumerate() {
-        let len = prompt.as_ref().len();
-        // The decoder reads a start token, and the encoder the prompt.
-        if pairs && (len > context || config.max_new_tokens >= context) {
-            return Err(Error::Run(format!(
-                "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {}",
-                context - 1,
-                config.max_new_tokens
-            )));
+        let (len, new_tokens) = (prompt.as_ref().len(), config.max_new_tokens);
+        if longest.is_some_and(|longest| len <= longest) {
+            continue;
         }
-        if !pairs && len.saturating_add(config.max_new_tokens) > context {
-            return Err(Error::Run(format!(
-                "prompt {row}: {len} tokens and {} new ones exceed the model's context of {context}",
-                config.max_new_tokens
-            )));
-        }
+        return Err(Error::Run(match model.config().is_encoder_decoder() {
+            true => format!(
+                "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {new_tokens}",
+                context - 1
+            ),
+            false => {
+                format!("prompt {row}: {len} tokens and {new_tokens} new ones exceed the model's context of {context}")
+            }
+        }));
     }
     let per_prompt = config.num_return_sequences;
     let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * per_prompt];

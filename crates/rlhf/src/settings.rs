@@ -56,6 +56,7 @@ pub use serve::ServeConfig;
 pub use sft::SftConfig;
 pub use watch::LiveConfig;
 
+pub(crate) use check::max_prompt_len;
 pub(crate) use plan::LEGACY_BATCH;
 pub(crate) use ppo::NUM_EVAL_PROMPTS;
 pub(crate) use resolve::TARGET_KL;

@@ -1002,7 +1002,7 @@ fn a_sentiment_encoder_with_its_own_tokenizer_and_two_labels_is_a_reward_model()
 fn encoder_decoders_quantised_weights_and_unknown_parts_are_refused_by_name() {
     let scratch = Scratch::new();
     for (key, value, words) in [
-        ("model_type", serde_json::json!("bart"), vec!["\"bart\"", "encoder-decoder", "not supported"]),
+        ("model_type", serde_json::json!("mbart"), vec!["\"mbart\"", "encoder-decoder", "not supported"]),
         ("model_type", serde_json::json!("llava"), vec!["\"llava\"", "gpt_neox", "qwen3", "roberta"]),
         ("quantization_config", serde_json::json!({"quant_method": "gptq"}), vec!["quantization_config", "gptq"]),
         ("hidden_act", serde_json::json!("mish"), vec!["hidden_act", "mish", "gelu_new"]),

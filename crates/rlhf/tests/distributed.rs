@@ -288,6 +288,16 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
 }
 
 #[test]
+fn an_encoder_decoder_trains_alike_on_two_ranks_with_a_value_model_and_with_a_value_head() {
+    let scratch = crate::encoder_decoder_training::scratch();
+    let line = "ppo --sft_model_path t5 --dataset_name demos.jsonl --reward rouge_l:completion --response_length 8 --stop_token eos \
+                --temperature 0.4 --train_batch_size 4 --total_episodes 8 --num_sample_generations 0 --print_answers";
+    for (name, flags) in [("critic", "--zero_stage 3"), ("head", "--value_head --zero_stage 2")] {
+        worlds_agree(&scratch, name, &format!("{line} {STEPS} {flags}"), &[2]);
+    }
+}
+
+#[test]
 fn groups_of_responses_train_alike_on_any_number_of_ranks() {
     let scratch = scratch();
     let cases = [

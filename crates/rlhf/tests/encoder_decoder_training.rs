@@ -1,9 +1,9 @@
 //! Training of encoder-decoders: SFT and PPO of a tiny T5, and the settings that they refuse.
 
-use crate::cli::{Scratch, json_lines};
+use crate::cli::{PROMPTS, Scratch, json_lines};
 use crate::support::{golden, near};
 use rlhf::data::Dataset;
-use rlhf::model::{Batch, CausalLm, ModelOptions};
+use rlhf::model::{Batch, CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -87,6 +87,9 @@ fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_reward_and_adapter() {
         ("reward_model", "--reward_model_path reward --value_head --score_position last_token"),
         ("groups", "--reward rouge_l:completion --preset grpo --num_generations 2 --learning_rate 1e-3"),
         ("full_kl", "--reward rouge_l:completion --value_head --kl_estimator full --gradient_checkpointing"),
+        ("critic", "--reward rouge_l:completion"),
+        ("critic_lora", "--reward rouge_l:completion --use_peft"),
+        ("own_critic", "--reward rouge_l:completion --value_model_path critic/value_model"),
     ] {
         let ran = scratch.run(&format!("{PPO} {flags} --output_dir {out}"));
         assert_eq!(ran.code, 0, "{out}: {}", ran.stderr);
@@ -103,6 +106,103 @@ fn ppo_of_an_encoder_decoder_learns_with_every_kind_of_reward_and_adapter() {
     let prompts = Dataset::read(&scratch.path("demos.jsonl"), "train").unwrap().prompts(&tokenizer, 72, 64).unwrap();
     assert!(samples.iter().all(|row| prompts.iter().any(|prompt| row["prompt"] == prompt.text.as_str())));
     scratch.succeeds("generate --model_name_or_path lora --dataset_name demos.jsonl --max_new_tokens 4");
+    // Without `--value_head` the critic is transformers' classifier with the policy's layers.
+    for out in ["critic", "critic_lora", "own_critic"] {
+        let dir = scratch.path(out).join("value_model");
+        let critic = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        critic.check_values(&dir).unwrap();
+    }
+    let saved: serde_json::Value = serde_json::from_str(&scratch.read("critic/value_model/config.json")).unwrap();
+    assert_eq!(saved["architectures"], serde_json::json!(["T5ForSequenceClassification"]));
+}
+
+#[test]
+fn a_reward_model_learns_pairs_as_whole_texts_and_scores_the_responses_of_a_policy() {
+    let scratch = scratch();
+    let pairs = "reward --model_name_or_path t5 --new_reward_head --dataset_name pairs.jsonl --output_dir judge \
+                 --per_device_train_batch_size 8 --max_steps 12 --logging_steps 1 --learning_rate 1e-2";
+    scratch.succeeds(pairs);
+    let metrics = scratch.metrics("judge");
+    let number = |at: usize, name: &str| metrics[at][name].as_f64().unwrap();
+    assert!(number(11, "loss") < number(0, "loss") - 0.1, "{metrics:?}");
+    scratch.succeeds(&format!("{} --use_peft", pairs.replace("judge", "adapted")));
+    for judge in ["judge", "adapted"] {
+        scratch.succeeds(&format!("{PPO} --reward_model_path {judge} --value_head --output_dir with_{judge}"));
+    }
+    // As a value model it starts from the layers that learned the pairs.
+    scratch.succeeds(&format!("{PPO} --reward_model_path judge --value_model_path judge --output_dir from_judge"));
+    let tokens = format!("{} --pair_loss tokens", pairs.replace("judge", "none"));
+    scratch.refuses(&tokens, 2, &["pair_loss: expected sequence for an encoder-decoder"]);
+}
+
+#[test]
+fn a_pipeline_trains_an_encoder_decoder_in_all_of_its_stages() {
+    let scratch = scratch();
+    let row =
+        |prompt: &&str| format!("{}\n", serde_json::json!({"prompt": prompt, "chosen": " yes", "rejected": " no"}));
+    scratch.write("rows.jsonl", &PROMPTS.iter().map(row).collect::<String>());
+    let file = "output_dir: out\ndataset_name: rows.jsonl\nmodel_name_or_path: t5\nper_device_train_batch_size: 4\n\
+                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\n";
+    scratch.write("run.yaml", file);
+    scratch.succeeds("pipeline --config run.yaml");
+    for dir in ["out/reward", "out/ppo/value_model"] {
+        let model = SequenceClassifier::from_pretrained(&scratch.path(dir), None, ModelOptions::default()).unwrap();
+        assert_eq!(model.config().architectures, ["T5ForSequenceClassification"], "{dir}");
+    }
+}
+
+#[test]
+fn generate_takes_prompts_up_to_the_encoders_limit_whatever_the_length_of_the_response() {
+    let scratch = scratch();
+    let prompt = |len: usize| format!("{}\n", serde_json::json!({"prompt_ids": vec![5; len]}));
+    scratch.write("long.jsonl", &(prompt(500) + &prompt(512)));
+    let line = "generate --model_name_or_path t5 --dataset_name long.jsonl --output_format jsonl";
+    let rows = json_lines(&scratch.succeeds(&format!("{line} --max_new_tokens 40 --ignore_eos")));
+    let lens: Vec<usize> = rows.iter().map(|row| row["completion_ids"].as_array().unwrap().len()).collect();
+    assert_eq!(lens, [40, 40]);
+    let words = ["max_new_tokens = 512: expected at most 511, the decoder's limit of 512 tokens of "];
+    scratch.refuses(&format!("{line} --max_new_tokens 512"), 2, &words);
+    scratch.write("long.jsonl", &prompt(513));
+    let words = ["the prompt is too long: expected at most 512 tokens (the encoder's limit), found 513"];
+    scratch.refuses(&format!("{line} --max_new_tokens 4"), 1, &words);
+}
+
+#[test]
+fn models_of_the_other_kind_beside_an_encoder_decoder_are_one_line() {
+    let scratch = scratch();
+    let rule = format!("{PPO} --reward rouge_l:completion");
+    for (line, words) in [
+        (format!("{rule} --value_model_path reward"), "reward: expected the tokenizer of "),
+        (format!("{rule} --value_model_path policy --value_head=false"), "policy: "),
+    ] {
+        scratch.refuses(&line, 1, &[words]);
+    }
+    // With the policy's tokenizer, the layers tell.
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(scratch.path("t5").join(file), scratch.path("reward").join(file)).unwrap();
+    }
+    let words = ["value model: expected an encoder-decoder, as the policy is, found a single stack of layers"];
+    scratch.refuses(&format!("{rule} --value_model_path reward"), 1, &words);
+}
+
+#[test]
+fn the_dropout_rate_of_the_file_has_no_effect_on_a_policy_with_a_value_head() {
+    let scratch = scratch();
+    let run = |out: &str| {
+        scratch.succeeds(&format!("{PPO} --reward rouge_l:completion --value_head --output_dir {out}"));
+        let names = ["objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "policy/approxkl_avg"];
+        let of_row = |row: &serde_json::Map<String, serde_json::Value>| names.map(|name| row.get(name).cloned());
+        let rows = scratch.metrics(out);
+        rows.iter().filter(|row| row.contains_key("objective/scores")).map(of_row).collect::<Vec<_>>()
+    };
+    let expected = run("without");
+    assert!(expected.len() == 2 && expected[0].iter().all(Option::is_some), "{expected:?}");
+    for (name, rate) in [("dropout_rate", 0.5), ("classifier_dropout", 0.5)] {
+        let mut config: serde_json::Value = serde_json::from_str(&scratch.read("t5/config.json")).unwrap();
+        config[name] = serde_json::json!(rate);
+        scratch.write("t5/config.json", &config.to_string());
+    }
+    assert_eq!(run("with"), expected);
 }
 
 #[test]
@@ -115,7 +215,6 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
         (format!("{SFT} --completion_only_loss false"), 2, "completion_only_loss = false: expected true"),
         (format!("{SFT} --assistant_only_loss"), 2, "assistant_only_loss = true: expected false"),
         (format!("{SFT} --dataset_name texts.jsonl"), 1, "expected a field `prompt` with a text for the encoder"),
-        (format!("{PPO} --reward rouge_l:completion"), 2, "value_head = false: expected true: the critic is a head"),
         (format!("{PPO} {rule} --apply_chat_template"), 2, "apply_chat_template = true: expected false"),
         (format!("{PPO} {rule} --value_head --num_shared_layers 1"), 2, "num_shared_layers = 1: expected "),
         (format!("{PPO} {rule} --unsupervised_dataset_name texts.jsonl"), 2, "its texts have no prompts"),

@@ -1,16 +1,27 @@
-//! Encoder-decoders (T5) against transformers' values (`golden/models/t5*`, `make_t5.py`), and against themselves.
+//! Encoder-decoders (T5, mT5, BART) against transformers' values (`golden/models/t5*`, `make_t5.py`), and against themselves.
 
 use crate::lora::{adapter, assert_gradients};
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
-use rlhf::model::{Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier};
+use rlhf::model::{
+    Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier, ValueModel,
+};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 
 const TOLERANCE: f64 = 2e-5;
-const MODELS: [&str; 3] = ["t5", "t5_v11", "t5_v11_untied"];
+const MODELS: [&str; 5] = ["t5", "t5_v11", "t5_v11_untied", "mt5", "bart"];
+
+/// The start of the names of a model's classes in transformers.
+fn class(name: &str) -> &'static str {
+    match name {
+        "mt5" => "MT5",
+        "bart" => "Bart",
+        _ => "T5",
+    }
+}
 
 fn folder(name: &str) -> PathBuf {
     golden().join("models").join(name)
@@ -220,7 +231,7 @@ fn logits_and_gradients_with_adapters_equal_pefts() {
 
 #[test]
 fn the_config_of_transformers_4_gives_the_same_model() {
-    for name in MODELS.into_iter().chain(["t5_cls"]) {
+    for name in MODELS.into_iter().chain(["t5_cls", "t5_v11_cls1", "bart_cls1"]) {
         let read = |file: &str| ModelConfig::from_file(&folder(name).join(file)).unwrap();
         let (new, old) = (read("config.json"), read("config_v4.json"));
         // Before transformers 5 the same flag meant a head of its own, which a file may lack.
@@ -249,13 +260,147 @@ fn scores_of_the_classifier_and_their_gradients_equal_transformers() {
 }
 
 #[test]
+fn values_of_a_classifier_at_the_decoders_states_and_their_gradients_equal_transformers() {
+    for (name, checkpointing) in [("t5_v11_cls1", false), ("t5_v11_cls1", true), ("bart_cls1", false)] {
+        let folder = folder(name);
+        let golden = Tensors::read(&folder.join("golden.safetensors"));
+        let pairs = Pairs::of(&golden);
+        let (positions, policy) = (pairs.positions(), load("t5_v11"));
+        let expected = pairs.packed(&golden.get("values").squeeze_dim(2), |tokens| tokens.len() + 1);
+        let info = read_json(&folder.join("grads.json"));
+        let number = |key: &str| info[key].as_f64().unwrap();
+        let tolerance = (5.0 * number("rounding")).max(2e-5 * number("max_abs"));
+        let grads = Tensors::read(&folder.join("grads.safetensors"));
+        let mut model = SequenceClassifier::from_pretrained(&folder, None, ModelOptions::default()).unwrap();
+        model.set_trainable(true);
+        model.set_gradient_checkpointing(checkpointing);
+        let mut found = Tensor::new();
+        let square = |values: &Tensor| {
+            found = values.detach();
+            values.square().sum(Kind::Float)
+        };
+        model.values_backward(pairs.batch(&positions), square).unwrap();
+        assert_close("in a backward pass", &found, &expected, TOLERANCE);
+        for param in model.params() {
+            let part = grads.part(&param.name);
+            assert_close(&param.name, &part.of(&param.tensor.grad()), part.tensor, tolerance);
+        }
+        let scores = model.scores(&pairs.prompts).unwrap();
+        assert_close("scores", &scores, &golden.get("scores").squeeze_dim(1), TOLERANCE);
+        // Equal prompts are read once, and the last states of a row alone are those of the row among others.
+        let critic = ValueModel::from(model);
+        assert_close("values", &critic.values_of(&policy, pairs.batch(&positions)).unwrap(), &expected, TOLERANCE);
+        let (row, span) = (1, positions[1].end - 3..positions[1].end);
+        let alone = Batch::new(&pairs.sequences[row..=row], std::slice::from_ref(&span));
+        let alone = critic.values_of(&policy, alone.with_prompts(Some(&pairs.prompt_lens[row..=row]))).unwrap();
+        let end = (positions[0].len() + positions[1].len()) as i64;
+        assert_close("alone", &alone, &expected.narrow(0, end - 3, 3), TOLERANCE);
+    }
+}
+
+#[test]
+fn a_new_head_reads_the_states_of_the_language_models_decoder() {
+    for name in MODELS {
+        let golden = Tensors::read(&folder(name).join("golden.safetensors"));
+        let pairs = Pairs::of(&golden);
+        let positions = pairs.positions();
+        let model = SequenceClassifier::from_pretrained(&folder(name), Some(5), ModelOptions::default()).unwrap();
+        assert!(model.has_new_head());
+        model.check_values(&folder(name)).unwrap();
+        let tensor = |name: &str| {
+            let params = model.params();
+            params
+                .into_iter()
+                .find(|param| param.name == format!("classification_head.{name}"))
+                .unwrap()
+                .tensor
+                .detach()
+        };
+        let states = pairs.packed(golden.get("decoder_states"), |tokens| tokens.len() + 1);
+        let inner = (states.matmul(&tensor("dense.weight").tr()) + tensor("dense.bias")).tanh();
+        let expected = (inner.matmul(&tensor("out_proj.weight").tr()) + tensor("out_proj.bias")).squeeze_dim(1);
+        // As transformers draws it: biases of 0, weights with a deviation of 1 / sqrt(d_model), here 0.18, or of BART's init_std.
+        assert_eq!(tensor("dense.bias").abs().max().double_value(&[]), 0.0);
+        let deviation = tensor("dense.weight").std(false).double_value(&[]);
+        let expected_deviation = if name == "bart" { 0.02 } else { 32f64.powf(-0.5) };
+        assert!((deviation / expected_deviation - 1.0).abs() < 0.1, "{name}: {deviation}");
+        // A saved value model is transformers' classifier, and has the same values.
+        let dir = tempfile::tempdir().unwrap();
+        model.save_pretrained(dir.path(), &[1], Some(0), usize::MAX).unwrap();
+        let again = SequenceClassifier::from_pretrained(dir.path(), None, ModelOptions::default()).unwrap();
+        assert_eq!(again.config().architectures, [format!("{}ForSequenceClassification", class(name))]);
+        let policy = load(name);
+        for model in [model, again] {
+            let found = ValueModel::from(model).values_of(&policy, pairs.batch(&positions)).unwrap();
+            assert_close(name, &found, &expected, TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn a_language_model_and_a_classifier_are_told_apart_in_one_line() {
+    let options = ModelOptions::default;
+    for (error, words) in [
+        (SequenceClassifier::from_pretrained(&folder("t5"), None, options()).unwrap_err(), "this is a language model"),
+        (CausalLm::from_pretrained(&folder("t5_cls"), options()).unwrap_err(), "this is a reward or value model"),
+    ] {
+        let text = error.to_string();
+        assert!(text.contains(words) && text.lines().count() == 1, "{text}");
+    }
+}
+
+/// Gives parameters numbers that are not 0.
+fn fill<'p>(params: impl Iterator<Item = &'p Param>) {
+    for param in params {
+        let wave = Tensor::arange(param.tensor.numel() as i64, (Kind::Float, param.tensor.device())).sin() * 0.2;
+        tch::no_grad(|| param.tensor.shallow_clone().copy_(&wave.view_as(&param.tensor)));
+    }
+}
+
+#[test]
+fn an_adapter_of_a_classifier_is_saved_with_its_head_and_one_of_the_language_model_fits_its_layers() {
+    let pairs = Pairs::of(&Tensors::read(&folder("t5").join("golden.safetensors")));
+    let positions = pairs.positions();
+    let values = |model: SequenceClassifier| {
+        ValueModel::from(model).values_of(&load("t5"), pairs.batch(&positions)).unwrap().detach()
+    };
+    let mut model = SequenceClassifier::from_pretrained(&folder("t5"), Some(5), ModelOptions::default()).unwrap();
+    model.add_adapter(&LoraConfig { r: 2, ..LoraConfig::default() }, 7).unwrap();
+    model.set_trainable(true);
+    assert_eq!(model.trainable_params().count(), 2 * (2 * 2 + 2 * 4) + 4);
+    fill(model.trainable_params());
+    let dir = tempfile::tempdir().unwrap();
+    model.save_pretrained(dir.path(), &[1], Some(0), usize::MAX).unwrap();
+    let described = read_json(&dir.path().join("adapter_config.json"));
+    assert_eq!(described["modules_to_save"], serde_json::json!(["classifier", "score", "classification_head"]));
+    let again = SequenceClassifier::from_pretrained(dir.path(), None, ModelOptions::default()).unwrap();
+    assert!(!again.has_new_head());
+    let expected = values(model);
+    assert_close("an adapter with its head", &values(again), &expected, TOLERANCE);
+
+    let mut lm = load("t5");
+    lm.add_adapter(&LoraConfig { r: 2, ..LoraConfig::default() }, 7).unwrap();
+    lm.set_trainable(true);
+    fill(lm.trainable_params());
+    let of_lm = tempfile::tempdir().unwrap();
+    lm.save_pretrained(of_lm.path(), &[1], Some(0), usize::MAX).unwrap();
+    let mut adapted = SequenceClassifier::from_pretrained(of_lm.path(), Some(5), ModelOptions::default()).unwrap();
+    adapted.merge_adapter();
+    lm.merge_adapter();
+    let merged = tempfile::tempdir().unwrap();
+    lm.save_pretrained(merged.path(), &[1], Some(0), usize::MAX).unwrap();
+    let expected = SequenceClassifier::from_pretrained(merged.path(), Some(5), ModelOptions::default()).unwrap();
+    assert_close("the adapter of the language model", &values(adapted), &values(expected), TOLERANCE);
+}
+
+#[test]
 fn a_saved_model_has_the_same_numbers_and_its_own_head() {
     for name in MODELS {
         let (golden, model) = (Tensors::read(&folder(name).join("golden.safetensors")), load(name));
         let dir = tempfile::tempdir().unwrap();
         model.save_pretrained(dir.path(), &[1], Some(0), usize::MAX).unwrap();
         let again = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
-        assert_eq!(again.config().architectures, ["T5ForConditionalGeneration"]);
+        assert_eq!(again.config().architectures, [format!("{}ForConditionalGeneration", class(name))]);
         let names = |model: &CausalLm| model.params().iter().map(|param| param.name.clone()).collect::<Vec<_>>();
         assert_eq!(names(&again), names(&model));
         assert_eq!(names(&again).contains(&"lm_head.weight".to_string()), name == "t5_v11_untied");
@@ -264,6 +409,28 @@ fn a_saved_model_has_the_same_numbers_and_its_own_head() {
         let logits = |model: &CausalLm| model.logits_at(pairs.batch(&positions)).unwrap();
         assert_eq!(logits(&again), logits(&model), "{name}");
     }
+}
+
+#[test]
+fn a_bias_of_logits_that_is_not_zero_and_stacks_of_different_widths_are_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(folder("bart").join("config.json"), dir.path().join("config.json")).unwrap();
+    let tensors = Tensor::read_safetensors(folder("bart").join("model.safetensors")).unwrap();
+    let with_bias = |bias: &Tensor| {
+        let other =
+            |name: &str, tensor: &Tensor| if name == "final_logits_bias" { bias } else { tensor }.shallow_clone();
+        let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), other(name, tensor))).collect();
+        Tensor::write_safetensors(&tensors, dir.path().join("model.safetensors")).unwrap();
+        CausalLm::from_pretrained(dir.path(), ModelOptions::default())
+    };
+    with_bias(&Tensor::zeros([1, 81], (Kind::Float, tch::Device::Cpu))).unwrap();
+    let error = with_bias(&Tensor::ones([1, 81], (Kind::Float, tch::Device::Cpu))).unwrap_err().to_string();
+    assert!(error.contains("tensor `final_logits_bias`: expected zeros") && error.lines().count() == 1, "{error}");
+    let mut config = read_json(&folder("bart").join("config.json"));
+    config["encoder_ffn_dim"] = serde_json::json!(64);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let error = ModelConfig::from_dir(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("`encoder_ffn_dim`: expected 48, that of the decoder, found 64"), "{error}");
 }
 
 #[test]
@@ -317,6 +484,19 @@ fn a_missing_start_token_is_one_line_and_may_be_in_the_generation_config() {
     assert_eq!(ModelConfig::from_dir(dir.path()).unwrap().decoder_start_token_id, Some(0));
     std::fs::write(dir.path().join("generation_config.json"), r#"{"decoder_start_token_id": 80}"#).unwrap();
     assert!(ModelConfig::from_dir(dir.path()).is_err());
+}
+
+#[test]
+fn prompt_and_response_share_a_decoders_context_and_not_that_of_an_encoder_decoder() {
+    let config = |name: &str| ModelConfig::from_dir(&folder(name)).unwrap();
+    let (pair, one) = (config("t5"), config("gpt2"));
+    assert_eq!((pair.max_prompt_len(512, 1), pair.max_prompt_len(512, 511)), (Some(512), Some(512)));
+    assert_eq!((pair.max_prompt_len(512, 512), pair.max_prompt_len(512, 600)), (None, None));
+    assert_eq!((one.max_prompt_len(512, 1), one.max_prompt_len(512, 511)), (Some(511), Some(1)));
+    assert_eq!((one.max_prompt_len(512, 512), one.max_prompt_len(512, 600)), (None, None));
+    let context = one.max_position_embeddings;
+    assert_eq!([pair.max_new_tokens(1), pair.max_new_tokens(512), pair.max_new_tokens(513)], [511, 511, 0]);
+    assert_eq!([one.max_new_tokens(1), one.max_new_tokens(context)], [context - 1, 0]);
 }
 
 #[test]

@@ -320,6 +320,9 @@ fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token()
     let how = Generate { generate_ref_response: true, sampling: Sampling::Greedy, ..Generate::new(6) };
     let found = trainer.generate(&queries, &how).unwrap();
     assert_eq!(found.ref_responses.as_ref(), Some(&found.responses));
+    // As in trl 0.11.4, `return_prompt` adds no prompt to what a decoder of its own wrote.
+    let with_prompt = trainer.generate(&queries, &Generate { return_prompt: true, ..how }).unwrap();
+    assert_eq!(with_prompt.responses, found.responses);
     let before = weights(&trainer.learner.policy);
     let scores = [1.0, -1.0, 0.5, 2.0];
     let stats = trainer.step(&queries, &found.responses, &scores, None).unwrap();

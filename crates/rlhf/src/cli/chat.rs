@@ -306,7 +306,7 @@ impl Speaker {
     /// Returns the settings of the response to a prompt of `len` tokens.
     fn generation(&self, config: &ChatConfig, len: usize, turn: u64) -> Result<GenerationConfig> {
         let context = self.model.config().max_position_embeddings;
-        let remaining = context.saturating_sub(len);
+        let remaining = self.model.config().max_new_tokens(len);
         if remaining == 0 && self.turns.is_empty() {
             let label = &self.label;
             return Err(Error::Run(format!(

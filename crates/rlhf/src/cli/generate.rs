@@ -80,7 +80,7 @@ struct Generator<'c> {
     model: CausalLm,
     tokenizer: Tokenizer,
     generation: GenerationConfig,
-    /// Maximum length of a prompt, in tokens: the context minus `max_new_tokens`.
+    /// Maximum length of a prompt, in tokens.
     max_prompt_len: usize,
     format: Format,
     /// Whether the stop token came first in a response to a prompt without the model's chat template.

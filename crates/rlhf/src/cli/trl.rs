@@ -229,7 +229,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         &["load_in_8bit", "load_in_4bit"],
     ),
     (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
-    (Only(&["none", "causal_lm", "seq_cls"], "the command decides the task"), TRAIN, &["lora_task_type"]),
+    (
+        Only(&["none", "causal_lm", "seq_cls", "seq_2_seq_lm"], "the command decides the task"),
+        TRAIN,
+        &["lora_task_type"],
+    ),
     (
         Only(UNSET, "dtype sets the dtype, and the model's folder the rest"),
         &["sft", "reward", "grpo", "rloo"],
@@ -258,7 +262,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
-    (Only(OFF, "models are decoders"), PPO, &["is_encoder_decoder"]),
+    (Noted("the model's folder decides"), PPO, &["is_encoder_decoder"]),
     (Only(OFF, "the model's folder and use_peft decide"), PPO, &["is_peft_model"]),
     (Together, GROUPS, &["reward_funcs", "log_completions"]),
     (
@@ -1031,7 +1035,6 @@ mod tests {
             "run.yaml:24: `lam`: expected a number, found `high`",
             "run.yaml:32: world_size = 8: the number of ranks is the launcher's; expected none or 1",
             "run.yaml:29: forward_batch_size = 4: it is mini_batch_size under its older name; expected none",
-            "run.yaml:46: is_encoder_decoder = true: models are decoders; expected none or false",
             "gamma = 2: expected a number from 0 to 1",
         ];
         assert_eq!(error.lines().collect::<Vec<_>>(), expected);

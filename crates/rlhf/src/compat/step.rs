@@ -88,7 +88,7 @@ pub struct Generate {
     pub length_sampler: Option<LengthSampler>,
     /// Queries per batch.
     pub batch_size: usize,
-    /// Return query and response joined.
+    /// Return query and response joined; no effect on an encoder-decoder, as in TRL.
     pub return_prompt: bool,
     /// Sample responses from the reference model too.
     pub generate_ref_response: bool,
@@ -357,6 +357,8 @@ impl StepTrainer {
     pub fn generate(&mut self, queries: &[Vec<i64>], how: &Generate) -> Result<Generated> {
         let call = self.generations;
         self.generations += 1;
+        // As in TRL, whose encoder-decoders return what the decoder wrote in any case.
+        let return_prompt = how.return_prompt && !self.learner.policy.config().is_encoder_decoder();
         let answer = |model: &CausalLm| {
             let mut lengths = Stream::new(self.config.seed, Purpose::Lengths, call, 0);
             let mut answers = Vec::with_capacity(queries.len());
@@ -374,7 +376,7 @@ impl StepTrainer {
                 for (query, response) in
                     queries.iter().zip(generate_on(&self.learner.world, model, queries, &generation)?)
                 {
-                    answers.push(match how.return_prompt {
+                    answers.push(match return_prompt {
                         true => [query.as_slice(), &response.tokens].concat(),
                         false => response.tokens,
                     });

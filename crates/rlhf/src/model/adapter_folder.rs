@@ -6,7 +6,8 @@ mod remainder;
 use super::BASE_MODEL;
 use super::linear::Linear;
 use super::lora::{
-    Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, is_below, is_head, is_in_head, is_in_module,
+    Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, heads_of, is_below, is_head, is_in_head,
+    is_in_module,
 };
 use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, layer_of};
 use super::params::Param;
@@ -204,11 +205,12 @@ impl AdapterFolder {
     }
 
     /// The content of `adapter_config.json`, with the path under which the base was found. For a language model's adapter on a
-    /// classifier, the content with which it will be saved: `modules` are those of the base that it saves.
-    pub(super) fn described(&self, classifier: bool, modules: &[String]) -> Map<String, Value> {
+    /// classifier of `family`, the content with which it will be saved: `modules` are those of the base that it saves.
+    pub(super) fn described(&self, family: &Family, classifier: bool, modules: &[String]) -> Map<String, Value> {
         let mut described = self.described.clone();
         if classifier && self.check_task(true).is_err() {
-            let saved = modules.iter().map(String::as_str).chain(HEADS);
+            let heads: &[&str] = heads_of(family);
+            let saved = modules.iter().map(String::as_str).chain(heads.iter().copied());
             described.insert("task_type".into(), "SEQ_CLS".into());
             described.insert("modules_to_save".into(), saved.collect());
         }
@@ -308,9 +310,12 @@ impl AdapterFolder {
         }
     }
 
-    /// Whether the weights hold the head `name`.
-    pub(super) fn holds(&self, name: &str) -> Result<bool> {
-        Ok(self.weights()?.shape(&format!("{PREFIX}{name}")).is_some())
+    /// Whether the weights hold a head that a new one in the base gives its place to.
+    pub(super) fn holds_head(&self) -> Result<bool> {
+        let weights = self.weights()?;
+        Ok(["score.weight", "classification_head.out_proj.weight"]
+            .iter()
+            .any(|name| weights.shape(&stored_name(name)).is_some()))
     }
 
     fn weights(&self) -> Result<Checkpoint> {
@@ -343,8 +348,13 @@ impl AdapterFolder {
         let sizes = config.sizes().map_err(here)?;
         let weights = self.weights()?;
         let (read, problems) = (Vec::new(), Vec::new());
+        let prefix = family.names.prefix;
+        let mut of_own = weights.names().filter_map(|name| name.strip_prefix(PREFIX));
+        // The names of an encoder-decoder's language model lack the prefix of its classifier's.
+        let lacks_prefix = family.names.encoder.is_some() && !of_own.any(|name| name.starts_with(prefix));
+        let dropped = if lacks_prefix { prefix } else { "" };
         let (device, remainder) = (target.device, self.remainder);
-        let mut tensors = AdapterTensors { weights: &weights, device, remainder, read, problems };
+        let mut tensors = AdapterTensors { weights: &weights, device, remainder, dropped, read, problems };
         let mut adapters = Vec::new();
         for linear in linears {
             if let Some(adapter) = tensors.adapter(linear, &config, &sizes)? {
@@ -359,11 +369,11 @@ impl AdapterFolder {
         let of_base = LoraConfig { modules_to_save: modules, ..config };
         let params = || target.params.iter().map(|param| param.name.as_str());
         let saved = of_base.saved_params(family, params(), classifier).map_err(here)?;
-        let saves_head = heads.iter().any(|module| HEADS.contains(&module.as_str()));
+        let saves = |name: &str| heads.iter().any(|module| is_below(name, module));
         let mut values = Vec::new();
         for param in target.params {
-            let name = stored_name(&param.name);
-            let of_head = is_head(&param.name) && (saves_head || weights.shape(&name).is_some());
+            let name = tensors.stored_name(&param.name);
+            let of_head = is_head(&param.name) && (saves(&param.name) || weights.shape(&name).is_some());
             let changed = param.name.strip_suffix(".weight");
             if let Some(changed) = self.changed.iter().find(|of| Some(of.module.as_str()) == changed) {
                 let value = tensors.changed(changed, param, sizes.of(&changed.module))?;
@@ -425,12 +435,19 @@ struct AdapterTensors<'a> {
     weights: &'a Checkpoint,
     device: Device,
     remainder: Option<Remainder>,
+    /// Prefix of the model's names that the file's lack.
+    dropped: &'static str,
     /// Names of the tensors that were read or looked for.
     read: Vec<String>,
     problems: Vec<String>,
 }
 
 impl AdapterTensors<'_> {
+    /// The name of a parameter in the file.
+    fn stored_name(&self, name: &str) -> String {
+        stored_name(name.strip_prefix(self.dropped).unwrap_or(name))
+    }
+
     /// The tensor `name` in f32; `None`, with a problem, if it is missing or has another shape.
     fn get(&mut self, name: String, shape: &[i64]) -> Result<Option<Tensor>> {
         let tensor = match self.weights.shape(&name) {
@@ -450,7 +467,7 @@ impl AdapterTensors<'_> {
 
     /// The adapter of `linear`, if `config` targets this layer.
     fn adapter(&mut self, linear: &Linear, config: &LoraConfig, sizes: &LayerSizes) -> Result<Option<Adapter>> {
-        let base = stored_name(linear.name());
+        let base = self.stored_name(linear.name());
         let targeted = match config.target_modules.as_deref() {
             Some(targets) => config.targets(linear.name(), targets),
             None => ENDS.iter().any(|end| self.weights.shape(&format!("{base}.{end}")).is_some()),

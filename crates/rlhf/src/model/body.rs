@@ -255,7 +255,7 @@ impl Body {
         let loaded = applied?;
         self.train_in_full(&loaded.saved, &loaded.values);
         self.params.extend(loaded.params);
-        self.adapter = Some(folder.described(classifier, &loaded.modules));
+        self.adapter = Some(folder.described(family, classifier, &loaded.modules));
         self.set_trainable(false);
         Ok(())
     }

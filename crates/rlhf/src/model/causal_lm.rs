@@ -5,6 +5,7 @@ use super::batch::Batch;
 use super::body::{Body, Gathered, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
+use super::families::FINAL_LOGITS_BIAS;
 use super::layout::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
@@ -90,6 +91,9 @@ impl CausalLm {
         // As in transformers 5: an encoder-decoder without a stored head has the embedding as head.
         if config.is_encoder_decoder() && builder.lacks(names.lm_head) {
             config.tie();
+        }
+        if names.harmless.contains(&FINAL_LOGITS_BIAS) {
+            builder.check_zeros(FINAL_LOGITS_BIAS)?;
         }
         builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;

@@ -60,7 +60,8 @@ impl Setting for ClassifierFormat {
     }
 }
 
-/// A sequence classifier: a reward model or a value model. A decoder has a score per position, an encoder scores per sequence.
+/// A sequence classifier: a reward model or a value model. A decoder has a score per position, an encoder scores per sequence. An
+/// encoder-decoder has both: see [`SequenceClassifier::logits`] and [`SequenceClassifier::values_at`].
 ///
 /// ```no_run
 /// use rlhf::model::{ModelOptions, SequenceClassifier};
@@ -102,7 +103,8 @@ impl SequenceClassifier {
     /// [`SequenceClassifier::set_trainable`].
     ///
     /// With `new_head: Some(seed)` the folder may contain a language model, or an encoder without a head: its body is loaded, and a
-    /// head with one label is initialized, of an encoder those of its layers that the folder lacks.
+    /// head with one label is initialized, of an encoder those of its layers that the folder lacks. That of an encoder-decoder has
+    /// two layers, as transformers' class has, initialized as there.
     ///
     /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it, with the head
     /// that was trained beside it; with `new_head` the adapter may be a language model's.
@@ -114,13 +116,13 @@ impl SequenceClassifier {
             if new_head.is_none() {
                 folder.check_task(true)?;
             }
-            let own_head = folder.holds(SCORE_HEADS[0])?;
+            let own_head = folder.holds_head()?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
             model.put_adapter(&folder)?;
             model.new_head &= !own_head;
             return Ok(model);
         }
-        let config = ModelConfig::from_dir(dir)?;
+        let config = ModelConfig::from_dir(dir)?.of_classifier();
         config.check_classifier_code(dir)?;
         if !config.is_sequence_classifier() && !dir.join("model.safetensors").is_file() {
             check_pickle(dir)?;
@@ -138,7 +140,7 @@ impl SequenceClassifier {
             HeadNames::Dense { out, .. } => format!("{out}.weight"),
         };
         // A stored head is kept: `new_head` is for folders without one.
-        let new_head = new_head.filter(|_| !config.is_encoder_decoder() && checkpoint.shape(&scores).is_none());
+        let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none());
         let one = || vec!["LABEL_0".to_string()];
         let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
         // A head is small and is trained in full beside an adapter, so it is always held in f32.
@@ -200,12 +202,6 @@ impl SequenceClassifier {
     }
 
     fn check_names(&self) -> Result<()> {
-        if self.config().is_encoder_decoder() {
-            return Err(Error::Run(format!(
-                "adapters of classifiers need one stack, found `{}`, an encoder-decoder",
-                self.config().family.name
-            )));
-        }
         match self.format {
             ClassifierFormat::DeepspeedChat => Err(Error::Run(
                 "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
@@ -235,8 +231,9 @@ impl SequenceClassifier {
                 "reward_format = deepspeed-chat: this format has no adapters; merge it first".into(),
             ));
         }
-        self.value_head()
-            .map_err(|_| Error::Run("reward_format = deepspeed-chat: expected a decoder with one label".into()))?;
+        if !matches!((&self.head, self.labels.len()), (Head::Score(_), 1)) {
+            return Err(Error::Run("reward_format = deepspeed-chat: expected a decoder with one label".into()));
+        }
         let [old, new] = match format {
             ClassifierFormat::Transformers => [SCORE_HEADS[1], SCORE_HEADS[0]],
             ClassifierFormat::DeepspeedChat => SCORE_HEADS,
@@ -305,30 +302,19 @@ impl SequenceClassifier {
         self.new_head
     }
 
-    /// Checks that the model has one score per position, as a value model must.
+    /// Checks that the model has one score per position of its decoder, as a value model must.
     ///
     /// # Errors
     /// If it is an encoder or has several labels.
     pub fn check_values(&self, dir: &Path) -> Result<()> {
-        let family = self.config().family.name;
-        match self.head {
-            Head::Dense { .. } if self.config().is_encoder_decoder() => Err(Error::invalid(
-                dir,
-                format!(
-                    "expected a decoder, found `{family}`, an encoder-decoder: its classifier has no value per token"
-                ),
-            )),
-            Head::Dense { .. } => Err(Error::invalid(
-                dir,
-                format!(
-                    "expected a decoder, found `{}`, an encoder: it has no value per token",
-                    self.config().family.name
-                ),
-            )),
-            Head::Score(_) if self.labels.len() > 1 => {
-                Err(Error::invalid(dir, format!("expected a classifier with one label, found {}", self.labels.len())))
-            }
-            Head::Score(_) => Ok(()),
+        if !self.config().causal {
+            let family = self.config().family.name;
+            let message = format!("expected a decoder, found `{family}`, an encoder: it has no value per token");
+            return Err(Error::invalid(dir, message));
+        }
+        match self.labels.len() {
+            1 => Ok(()),
+            found => Err(Error::invalid(dir, format!("expected a classifier with one label, found {found}"))),
         }
     }
 
@@ -374,7 +360,9 @@ impl SequenceClassifier {
         Ok(())
     }
 
-    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. An encoder-decoder has none without the lengths
+    /// of the prompts, which [`super::ValueModel::values_of`] takes: its head, which reads the end of a text for a score, is applied to
+    /// each of the decoder's states.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
@@ -385,9 +373,9 @@ impl SequenceClassifier {
 
     /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as that.
     pub(crate) fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
-        let score = self.value_head()?;
+        let head = self.value_head()?;
         self.body.check_spans(batch, 0)?;
-        Ok(score.forward(&self.body.hidden_at(batch, 0, Some(score))?.states).squeeze_dim(1))
+        Ok(head.forward(&self.body.hidden_at(batch, 0, head.score())?.states).squeeze_dim(1))
     }
 
     /// Forward and backward pass of `loss`, a scalar computed from the values `[M]` of [`SequenceClassifier::values_at`];
@@ -400,18 +388,18 @@ impl SequenceClassifier {
         batch: Batch<'_, S>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        let score = self.value_head()?;
+        let head = self.value_head()?;
         self.body.check_spans(batch, 0)?;
-        self.body.backward(batch, 0, Some(score), |hidden| {
-            loss(&score.forward(hidden).squeeze_dim(1)).backward();
+        self.body.backward(batch, 0, head.score(), |hidden| {
+            loss(&head.forward(hidden).squeeze_dim(1)).backward();
             hidden.grad()
         })
     }
 
     /// The head of a model that passes [`SequenceClassifier::check_values`].
-    fn value_head(&self) -> Result<&Linear> {
-        match (&self.head, self.labels.len()) {
-            (Head::Score(score), 1) => Ok(score),
+    fn value_head(&self) -> Result<&Head> {
+        match (self.config().causal, self.labels.len()) {
+            (true, 1) => Ok(&self.head),
             _ => Err(Error::Run("a value at a position: expected a decoder with one label".into())),
         }
     }
@@ -604,6 +592,14 @@ impl ReadTwice {
 }
 
 impl Head {
+    /// A linear head.
+    fn score(&self) -> Option<&Linear> {
+        match self {
+            Head::Score(score) => Some(score),
+            Head::Dense { .. } => None,
+        }
+    }
+
     /// The layer that can have an adapter.
     fn inner(&mut self) -> Option<&mut Linear> {
         match self {
@@ -638,7 +634,9 @@ impl Head {
     ) -> Result<Self> {
         // f32, as bf16 would round scores to steps of 1/128 of their size.
         let compute = Kind::Float;
-        let std = config.initializer_range;
+        let width_in = config.hidden_size;
+        let by_width = if config.scale_init_by_width { (width_in as f64).sqrt() } else { 1.0 };
+        let std = config.initializer_range / by_width;
         match config.family.names.head {
             HeadNames::Score => {
                 let shape = [labels, config.embedding_size];
@@ -649,7 +647,6 @@ impl Head {
                 Ok(Head::Score(Linear::new(weight, None, compute)))
             }
             HeadNames::Dense { inner, activation, norm, out } => {
-                let width_in = config.hidden_size;
                 let shape = |width_out, bias| LinearShape { width_in, width_out, bias, transposed: false, std };
                 // A new head keeps the layers that pre-training has trained: BERT's pooler, the head of ModernBERT.
                 builder.set_absent(new_head);

@@ -1,6 +1,6 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
-use super::families::FAMILIES;
+use super::families::{FAMILIES, of_classifiers};
 use super::shape::{Family, Fields, MOST_LAYERS, Shape, brief};
 use crate::weights::{no_such_file, pretty, read_json, write_text};
 use crate::{Error, Result};
@@ -30,19 +30,8 @@ impl std::ops::Deref for ModelConfig {
 }
 
 /// Names of encoder-decoders whose files do not state it.
-const ENCODER_DECODERS: [&str; 11] = [
-    "mt5",
-    "umt5",
-    "longt5",
-    "switch_transformers",
-    "bart",
-    "mbart",
-    "pegasus",
-    "marian",
-    "m2m_100",
-    "led",
-    "blenderbot",
-];
+const ENCODER_DECODERS: [&str; 9] =
+    ["umt5", "longt5", "switch_transformers", "mbart", "pegasus", "marian", "m2m_100", "led", "blenderbot"];
 
 impl ModelConfig {
     /// Reads `dir/config.json`.
@@ -217,6 +206,12 @@ impl ModelConfig {
         Err(Error::invalid(dir.join("config.json"), message))
     }
 
+    /// The configuration of a classifier with the layers of this model, which may be a language model.
+    pub(crate) fn of_classifier(mut self) -> Self {
+        self.shape.family = of_classifiers(self.family);
+        self
+    }
+
     /// Whether the file describes a larger model, of which this is the part for text.
     pub(crate) fn is_part(&self) -> bool {
         self.is_part
@@ -236,6 +231,7 @@ impl ModelConfig {
         let mut config = self.clone();
         let shape = &mut config.shape;
         (shape.num_hidden_layers, shape.vocab_size) = (1, words);
+        shape.encoder_layers = shape.encoder_layers.map(|_| 1);
         shape.windows.truncate(1);
         // One MLP as wide as the experts of a token.
         (shape.intermediate_size, shape.experts) = (shape.active_width(), None);

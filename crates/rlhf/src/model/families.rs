@@ -302,26 +302,82 @@ pub(crate) static FAMILIES: &[Family] = &[
             ..LLAMA
         },
     },
-    t5_family(t5_names(&T5_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi"))),
+    t5_family(T5_MLP),
+    mt5_family(T5_MLP),
+    Family {
+        name: "bart",
+        causal_lm_class: Some("BartForConditionalGeneration"),
+        classifier_class: "BartForSequenceClassification",
+        shape: bart,
+        names: Names {
+            positions: Some("model.decoder.embed_positions"),
+            embed_norm: Some("model.decoder.layernorm_embedding"),
+            layers: "model.decoder.layers",
+            cross: Some(CrossNames {
+                norm: "encoder_attn_layer_norm",
+                qkv: ["encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj"],
+                out: "encoder_attn.out_proj",
+            }),
+            encoder: Some(&BART_ENCODER),
+            ..BART_ENCODER
+        },
+    },
 ];
 
-/// The other forms of T5: with a gated MLP, as a classifier, and both. The classifiers' names start with `transformer.`.
-static T5_FORMS: [Family; 3] = [
-    t5_family(t5_names(&T5_GATED_ENCODER, T5_GATED_MLP)),
-    t5_family(of_t5_classifier(&t5_names(&T5_CLASSIFIER_ENCODER, MlpIn::Up("layer.2.DenseReluDense.wi")))),
+/// The names of BART's encoder, and of the layers of its decoder but for their attention to the encoder.
+const BART_ENCODER: Names = Names {
+    embed: "model.shared",
+    positions: Some("model.encoder.embed_positions"),
+    embed_norm: Some("model.encoder.layernorm_embedding"),
+    layers: "model.encoder.layers",
+    input_norm: "self_attn_layer_norm",
+    attention_out: "self_attn.out_proj",
+    mlp_norm: "final_layer_norm",
+    mlp_in: MlpIn::Up("fc1"),
+    mlp_out: "fc2",
+    head: T5_ENCODER.head,
+    // Copies of the embedding, and numbers of versions; of the bias, `CausalLm` checks that it is 0.
+    harmless: &[".embed_tokens.weight", ".encoder.version", ".decoder.version", FINAL_LOGITS_BIAS],
+    ..LLAMA
+};
+
+/// The bias of BART's logits, which its training does not change from 0.
+pub(super) const FINAL_LOGITS_BIAS: &str = "final_logits_bias";
+
+/// The forms of T5: with a plain MLP, with a gated one, and both as classifiers. The classifiers' names start with `transformer.`.
+static T5_FORMS: [Family; 4] = [
+    t5_family(T5_MLP),
+    t5_family(T5_GATED),
+    t5_family(of_t5_classifier(&t5_names(&T5_CLASSIFIER_ENCODER, T5_PLAIN_MLP))),
     t5_family(of_t5_classifier(&t5_names(&T5_GATED_CLASSIFIER_ENCODER, T5_GATED_MLP))),
 ];
 
+/// The forms of mT5, as [`T5_FORMS`].
+static MT5_FORMS: [Family; 4] = [
+    mt5_family(T5_MLP),
+    mt5_family(T5_GATED),
+    mt5_family(of_t5_classifier(&t5_names(&T5_CLASSIFIER_ENCODER, T5_PLAIN_MLP))),
+    mt5_family(of_t5_classifier(&t5_names(&T5_GATED_CLASSIFIER_ENCODER, T5_GATED_MLP))),
+];
+
+/// The form of `family` with this MLP, and with the names of its classifiers if `classifier` is set.
+fn t5_form(family: &Family, gated: bool, classifier: bool) -> &'static Family {
+    let forms = if family.name == "mt5" { &MT5_FORMS } else { &T5_FORMS };
+    &forms[usize::from(gated) + 2 * usize::from(classifier)]
+}
+
 /// The form of `family` whose names are those of its classifiers.
 pub(super) fn of_classifiers(family: &'static Family) -> &'static Family {
-    match (family.name, family.names.mlp_in) {
-        ("t5", MlpIn::Gated(_)) => &T5_FORMS[2],
-        ("t5", _) => &T5_FORMS[1],
+    match family.name {
+        "t5" | "mt5" => t5_form(family, matches!(family.names.mlp_in, MlpIn::Gated(_)), true),
         _ => family,
     }
 }
 
+const T5_PLAIN_MLP: MlpIn = MlpIn::Up("layer.2.DenseReluDense.wi");
 const T5_GATED_MLP: MlpIn = MlpIn::Gated(["layer.2.DenseReluDense.wi_0", "layer.2.DenseReluDense.wi_1"]);
+const T5_MLP: Names = t5_names(&T5_ENCODER, T5_PLAIN_MLP);
+const T5_GATED: Names = t5_names(&T5_GATED_ENCODER, T5_GATED_MLP);
 
 const fn t5_family(names: Names) -> Family {
     Family {
@@ -329,6 +385,16 @@ const fn t5_family(names: Names) -> Family {
         causal_lm_class: Some("T5ForConditionalGeneration"),
         classifier_class: "T5ForSequenceClassification",
         shape: t5,
+        names,
+    }
+}
+
+const fn mt5_family(names: Names) -> Family {
+    Family {
+        name: "mt5",
+        causal_lm_class: Some("MT5ForConditionalGeneration"),
+        classifier_class: "MT5ForSequenceClassification",
+        shape: mt5,
         names,
     }
 }
@@ -983,17 +1049,71 @@ fn modernbert(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
+fn bart(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("is_encoder_decoder", true)?;
+    f.must_be("is_decoder", false)?;
+    let hidden_size = f.size("d_model", 1024)?;
+    let (heads, inner) = (f.size("decoder_attention_heads", 16)?, f.size("decoder_ffn_dim", 4096)?);
+    for (name, expected, default) in [("encoder_attention_heads", heads, 16), ("encoder_ffn_dim", inner, 4096)] {
+        if f.size(name, default)? != expected {
+            return Err(f.wrong(name, &format!("{expected}, that of the decoder")));
+        }
+    }
+    let scale = if f.flag("scale_embedding", false)? { (hidden_size as f64).sqrt() } else { 1.0 };
+    Ok(Shape {
+        intermediate_size: inner,
+        max_position_embeddings: f.size("max_position_embeddings", 1024)? as usize,
+        // The first two rows of each of its tables are not used.
+        position_offset: 2,
+        embedding_scale: scale,
+        order: Order::Post,
+        activation: f.activation("activation_function", "gelu")?,
+        encoder_layers: Some(f.size("encoder_layers", 12)?),
+        decoder_start_token_id: f.ids("decoder_start_token_id")?.first().copied().or(Some(2)),
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        initializer_range: f.number("init_std", 0.02)?,
+        ..Shape::biased(f, f.size("vocab_size", 50265)?, hidden_size, heads, f.size("decoder_layers", 12)?)?
+    })
+}
+
 /// Tokens of T5's pretraining texts: the limit where a file states none. Its positions are relative, so `n_positions` can be raised.
 const T5_POSITIONS: i64 = 512;
 
+/// transformers' defaults of fields that a `config.json` of T5 or mT5 omits.
+struct T5Defaults {
+    vocab_size: i64,
+    intermediate_size: i64,
+    layers: i64,
+    heads: i64,
+    feed_forward: &'static str,
+}
+
 fn t5(f: &Fields<'_>) -> Result<Shape> {
+    // Before transformers 5 an untied head meant that hidden states are not scaled.
+    let tied = f.flag("tie_word_embeddings", true)?;
+    let scaled = f.flag("scale_decoder_outputs", tied)?;
+    let defaults = T5Defaults { vocab_size: 32128, intermediate_size: 2048, layers: 6, heads: 8, feed_forward: "relu" };
+    let shape = t5_like(f, &defaults)?;
+    let lm_head_scale = if scaled { (shape.hidden_size as f64).powf(-0.5) } else { 1.0 };
+    Ok(Shape { tie_word_embeddings: tied, lm_head_scale, ..shape })
+}
+
+/// As in transformers 5, which never scales hidden states, and ties the head of every mT5 without a stored one.
+fn mt5(f: &Fields<'_>) -> Result<Shape> {
+    let feed_forward = "gated-gelu";
+    let defaults = T5Defaults { vocab_size: 250_112, intermediate_size: 1024, layers: 8, heads: 6, feed_forward };
+    Ok(Shape { tie_word_embeddings: f.flag("tie_word_embeddings", false)?, ..t5_like(f, &defaults)? })
+}
+
+/// The shape shared by T5 and mT5.
+fn t5_like(f: &Fields<'_>, defaults: &T5Defaults) -> Result<Shape> {
     f.must_be("is_encoder_decoder", true)?;
     f.must_be("is_decoder", false)?;
     let (hidden_size, heads) =
-        (f.size_as("d_model", "hidden_size", 512)?, f.size_as("num_heads", "num_attention_heads", 8)?);
-    let encoder_layers = f.size_as("num_layers", "num_hidden_layers", 6)?;
+        (f.size_as("d_model", "hidden_size", 512)?, f.size_as("num_heads", "num_attention_heads", defaults.heads)?);
+    let encoder_layers = f.size_as("num_layers", "num_hidden_layers", defaults.layers)?;
     let layers = f.size("num_decoder_layers", encoder_layers)?;
-    let (activation, gated) = f.feed_forward()?;
+    let (activation, gated) = f.feed_forward(defaults.feed_forward)?;
     let buckets = f.size("relative_attention_num_buckets", 32)?;
     let max_distance = f.size("relative_attention_max_distance", 128)?;
     if buckets < 4 || buckets % 2 != 0 || max_distance <= buckets / 2 {
@@ -1003,17 +1123,9 @@ fn t5(f: &Fields<'_>) -> Result<Shape> {
         );
         return Err(Error::invalid(f.path, message));
     }
-    // Before transformers 5 an untied head meant that hidden states are not scaled.
-    let tied = f.flag("tie_word_embeddings", true)?;
-    let scaled = f.flag("scale_decoder_outputs", tied)?;
-    let family = match gated {
-        true => &T5_FORMS[0],
-        false => f.family,
-    };
-    let is_classifier = f.names_classifier();
     Ok(Shape {
-        family: if is_classifier { of_classifiers(family) } else { family },
-        intermediate_size: f.size("d_ff", 2048)?,
+        family: t5_form(f.family, gated, f.names_classifier()),
+        intermediate_size: f.size("d_ff", defaults.intermediate_size)?,
         head_dim: f.size_as("d_kv", "head_dim", 64)?,
         max_position_embeddings: f.size("n_positions", T5_POSITIONS)? as usize,
         norm: NormKind::Rms,
@@ -1026,11 +1138,9 @@ fn t5(f: &Fields<'_>) -> Result<Shape> {
         qkv_bias: false,
         attention_out_bias: false,
         mlp_bias: false,
-        tie_word_embeddings: tied,
-        lm_head_scale: if scaled { (hidden_size as f64).powf(-0.5) } else { 1.0 },
         initializer_range: f.number("initializer_factor", 1.0)?,
         scale_init_by_width: true,
         wide_mlp_out: true,
-        ..Shape::biased(f, f.size("vocab_size", 32128)?, hidden_size, heads, layers)?
+        ..Shape::biased(f, f.size("vocab_size", defaults.vocab_size)?, hidden_size, heads, layers)?
     })
 }

@@ -1,6 +1,7 @@
 //! Low-rank adapters (LoRA and DoRA): small trained tensors beside frozen weights, and the dropout before them.
 
 use super::params::Param;
+use super::shape::Family;
 use crate::Result;
 use crate::rng::{Purpose, Stream};
 use std::cell::RefCell;
@@ -13,8 +14,14 @@ pub(super) const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 /// Suffix of the name of DoRA's magnitudes, as PEFT stores them.
 pub(super) const MAGNITUDE: &str = "lora_magnitude_vector";
 
-/// PEFT's names of classifiers' heads, which are trained in full and saved with the adapter.
-pub(super) const HEADS: [&str; 2] = ["classifier", "score"];
+/// Names of classifiers' heads, which are trained in full and saved with the adapter: PEFT's two, and that of encoder-decoders.
+pub(super) const HEADS: [&str; 3] = ["classifier", "score", "classification_head"];
+
+/// The names of classifiers' heads in the file of an adapter: PEFT's, and the model's own where PEFT does not know it.
+pub(super) fn heads_of(family: &Family) -> &'static [&'static str] {
+    const ALL: &[&str] = &HEADS;
+    if family.names.encoder.is_some() { ALL } else { &ALL[..2] }
+}
 
 /// Name of the value head on the trunk of a language model.
 pub(super) const VALUE_HEAD: &str = "v_head";

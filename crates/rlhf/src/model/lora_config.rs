@@ -1,7 +1,7 @@
 //! The settings of low-rank adapters: their flags, the layers that they select, and their form in PEFT's files.
 
 use super::families::FAMILIES;
-use super::lora::{HEADS, LayerSize, is_in_module};
+use super::lora::{HEADS, LayerSize, heads_of, is_in_module};
 use super::shape::Family;
 use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
 use crate::weights::brief;
@@ -74,7 +74,8 @@ impl LoraConfig {
         };
         let number = |x: f64| if x.fract() == 0.0 { json!(x as i64) } else { json!(x) };
         let saved = self.modules_to_save.iter().map(String::as_str).filter(|name| !HEADS.contains(name));
-        let saved: Vec<&str> = saved.chain(classifier.then_some(HEADS).into_iter().flatten()).collect();
+        let heads: &[&str] = if classifier { heads_of(family) } else { &[] };
+        let saved: Vec<&str> = saved.chain(heads.iter().copied()).collect();
         let ranks: Map<String, Value> = self.rank_pattern.iter().map(|(name, r)| (name.clone(), json!(r))).collect();
         let alphas: Map<String, Value> =
             self.alpha_pattern.iter().map(|(name, alpha)| (name.clone(), number(*alpha))).collect();

@@ -119,6 +119,19 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// Checks that all numbers of the tensor `name` of the checkpoint are 0, if it has one.
+    pub(crate) fn check_zeros(&self, name: &str) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        if checkpoint.shape(name).is_none() {
+            return Ok(());
+        }
+        let found = checkpoint.read(name, self.device, Kind::Float)?.abs().max();
+        match found.numel() == 1 && found.double_value(&[]) == 0.0 {
+            true => Ok(()),
+            false => Err(Error::invalid(checkpoint.dir(), format!("tensor `{name}`: expected zeros, found others"))),
+        }
+    }
+
     /// Whether there is a checkpoint, without the tensor `name`.
     pub(crate) fn lacks(&self, name: &str) -> bool {
         matches!(self.source, Source::Checkpoint(checkpoint) if checkpoint.shape(name).is_none())
@@ -288,15 +301,16 @@ impl<'a> Builder<'a> {
             HeadNames::Score => *name == "score.weight",
             HeadNames::Dense { inner, out, .. } => [inner, out].iter().any(|layer| name.starts_with(layer)),
         };
+        let classifies = |names: &[&str]| !names.is_empty() && names.iter().all(of_classifier);
         let encoders_head = match self.names.head {
-            HeadNames::Dense { out, .. } => Some(format!("{out}.weight")),
-            HeadNames::Score => None,
+            HeadNames::Dense { out, .. } if self.names.encoder.is_none() => Some(format!("{out}.weight")),
+            HeadNames::Dense { .. } | HeadNames::Score => None,
         };
         let hint = if encoders_head.is_some_and(|head| self.missing.contains(&head)) {
             ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
-        } else if missing == ["score.weight"] {
+        } else if classifies(&missing) {
             ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
-        } else if !unexpected.is_empty() && unexpected.iter().all(of_classifier) && missing.iter().all(|n| is_head(n)) {
+        } else if classifies(&unexpected) && missing.iter().all(|n| is_head(n)) {
             ": this is a reward or value model, not a language model"
         } else {
             ""

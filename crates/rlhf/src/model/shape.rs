@@ -423,6 +423,27 @@ impl Shape {
         self.encoder_layers.is_some()
     }
 
+    /// The most tokens of a prompt before a response of up to `new_tokens` tokens, where `context` tokens are the limit of all models that
+    /// read them; `None` if none is left for it.
+    ///
+    /// A decoder reads both in one context. An encoder has the limit for the prompt, and its decoder has it for a start token and the
+    /// response.
+    pub fn max_prompt_len(&self, context: usize, new_tokens: usize) -> Option<usize> {
+        let left = context.checked_sub(new_tokens).filter(|&left| left > 0)?;
+        Some(if self.is_encoder_decoder() { context } else { left })
+    }
+
+    /// The most tokens of a response to a prompt of `prompt_len` tokens, by the rule of [`Shape::max_prompt_len`] in the model's own context;
+    /// 0 if there is none.
+    pub fn max_new_tokens(&self, prompt_len: usize) -> usize {
+        let context = self.max_position_embeddings;
+        match self.is_encoder_decoder() {
+            true if prompt_len <= context => context.saturating_sub(1),
+            true => 0,
+            false => context.saturating_sub(prompt_len),
+        }
+    }
+
     /// Checks that an encoder-decoder has a token that its decoder starts with.
     pub(super) fn check_start(&self, path: &Path) -> Result<()> {
         let expected = format!("a token id below vocab_size = {}", self.vocab_size);
@@ -742,10 +763,10 @@ impl Fields<'_> {
         found.and_then(Activation::named).ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}")))
     }
 
-    /// The activation that T5's `feed_forward_proj` names, and whether a second projection gates it.
-    pub(super) fn feed_forward(&self) -> Result<(Activation, bool)> {
+    /// The activation that T5's `feed_forward_proj` names, or else `default`, and whether a second projection gates it.
+    pub(super) fn feed_forward(&self, default: &str) -> Result<(Activation, bool)> {
         let name = "feed_forward_proj";
-        let found = self.present(name).map_or(Some("relu"), Value::as_str);
+        let found = self.present(name).map_or(Some(default), Value::as_str);
         let read = found.and_then(|found| match found.strip_prefix("gated-") {
             // As in transformers, where gated-gelu means the approximation.
             Some("gelu") => Some((Activation::GeluTanh, true)),

@@ -79,9 +79,9 @@ impl<'c> Generation<'c> {
         let (path, revision) = (config.model_name_or_path.as_path(), Some(config.model_revision.as_str()));
         let (model, stored) = config_of(path, revision, true)?;
         let generation = config.generation(model.generation_settings(), model.max_position_embeddings, path)?;
-        let room = GenerateConfig::room(model.max_position_embeddings, generation.max_new_tokens, path)?;
+        let longest = GenerateConfig::max_prompt_len(&model, generation.max_new_tokens, path)?;
         let tokenizer = Tokenizer::of_text_or_ids(&hub::tokenizer_dir(path, revision)?)?;
-        let prompts = dataset(config)?.prompts(&tokenizer, model.vocab_size, room)?;
+        let prompts = dataset(config)?.prompts(&tokenizer, model.vocab_size, longest)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
         let sizes = ModelSizes::of_causal_lm(model, stored, path)?;
         Ok(Self { config, sizes, prompts, generation, machine })

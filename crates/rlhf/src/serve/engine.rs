@@ -181,12 +181,13 @@ impl Engine {
 
     /// Returns the maximum number of tokens of a response to a prompt of `len` tokens.
     fn max_new_tokens(&self, request: &Request, len: usize) -> Result<usize, ApiError> {
-        let context = self.model.config().max_position_embeddings;
+        let config = self.model.config();
         let (param, usual) = match request.endpoint {
             Endpoint::Completions => ("prompt", COMPLETION_TOKENS),
             Endpoint::Chat => ("messages", self.max_new_tokens),
         };
-        let remaining = context.saturating_sub(len);
+        let (context, remaining) = (config.max_position_embeddings, config.max_new_tokens(len));
+        // Of an encoder-decoder it is the limit of each of the two.
         match request.max_tokens {
             Some(most) if len <= context && most <= remaining => Ok(most),
             Some(most) => Err(ApiError::too_long(

@@ -15,7 +15,7 @@ use crate::flag::{
     zero_to_one,
 };
 use crate::generate::settings::{LogprobsOf, StopToken};
-use crate::model::{MOST_RANK, PeftConfig};
+use crate::model::{MOST_RANK, PeftConfig, Shape};
 use crate::optim::settings::{LrSchedulerType, check_learning};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
@@ -40,6 +40,29 @@ pub(super) fn check_sizes(config: &impl Serialize) -> Result<()> {
         }
     }
     refusals.end()
+}
+
+/// Returns the maximum length of a prompt, in tokens, before as many new ones as a setting allows, by [`Shape::max_prompt_len`]. `whose`
+/// follows the `context` in the message.
+///
+/// # Errors
+/// If no token is left for a prompt, or for the decoder's start token.
+pub(crate) fn max_prompt_len(
+    model: &Shape,
+    context: usize,
+    (setting, new_tokens): (&str, usize),
+    whose: &str,
+) -> Result<usize> {
+    match model.max_prompt_len(context, new_tokens) {
+        Some(longest) => Ok(longest),
+        None if model.is_encoder_decoder() => usage(format!(
+            "{setting} = {new_tokens}: expected at most {}, the decoder's limit of {context} tokens{whose} less its start token",
+            context.saturating_sub(1)
+        )),
+        None => usage(format!(
+            "{setting} = {new_tokens} leaves no token for a prompt in the context of {context} tokens{whose}"
+        )),
+    }
 }
 
 /// Returns the maximum of a whole number among the settings: beyond use, and sums and products of a few of them are far below

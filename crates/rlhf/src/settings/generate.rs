@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::check::check_sizes;
+use super::check::{check_sizes, max_prompt_len};
 use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
 use crate::flag::{
@@ -14,7 +14,7 @@ use crate::flag::{
     zero_or_more, zero_to_one,
 };
 use crate::generate::{GenerationConfig, Sampling, StopStrings};
-use crate::model::CausalLm;
+use crate::model::{CausalLm, ModelConfig};
 use crate::tokenizer::Tokenizer;
 use crate::weights::brief;
 use crate::{Error, Result};
@@ -157,22 +157,17 @@ impl GenerateConfig {
         if !stop_strings.is_empty() {
             generation.stop_strings = Some(StopStrings::new(tokenizer, stop_strings.clone())?);
         }
-        let room = Self::room(context, generation.max_new_tokens, dir)?;
-        Ok((generation, room))
+        let longest = Self::max_prompt_len(model.config(), generation.max_new_tokens, dir)?;
+        Ok((generation, longest))
     }
 
-    /// Returns the maximum length of a prompt, in tokens, before `max_new_tokens` tokens in the context of the model in `dir`.
+    /// Returns the maximum length of a prompt, in tokens, before `max_new_tokens` tokens of `model`, which is in `dir`.
     ///
     /// # Errors
     /// If no token is left.
-    pub(crate) fn room(context: usize, max_new_tokens: usize, dir: &Path) -> Result<usize> {
-        match context.checked_sub(max_new_tokens) {
-            Some(room @ 1..) => Ok(room),
-            _ => usage(format!(
-                "max_new_tokens = {max_new_tokens} leaves no token for a prompt in the context of {context} tokens of {}",
-                dir.display()
-            )),
-        }
+    pub(crate) fn max_prompt_len(model: &ModelConfig, max_new_tokens: usize, dir: &Path) -> Result<usize> {
+        let whose = format!(" of {}", dir.display());
+        max_prompt_len(model, model.max_position_embeddings, ("max_new_tokens", max_new_tokens), &whose)
     }
 
     /// Checks every setting.

@@ -465,16 +465,18 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let revision = Some(config.model_revision.as_str());
     let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
+    let mut tokenizer = reading.tokenizer.clone();
+    tokenizer.set_encoder_decoder(false);
     let most = config.max_length.min(reading.shape.max_position_embeddings);
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
     let mut pairs = 0;
     for dataset in &train {
-        let read = dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
+        let read = dataset.pairs(&tokenizer, reading.shape.causal)?;
         check_margins(&read, config.pair_loss, dataset.path())?;
         pairs += leave_out_long(read, most, dataset.path())?.0.len();
     }
     if let Some(dataset) = &eval {
-        dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
+        dataset.pairs(&tokenizer, reading.shape.causal)?;
     }
     config.plan_for(pairs)?;
     Ok(reading)

@@ -176,7 +176,9 @@ fn load(
     new_head: Option<u64>,
     options: ModelOptions,
 ) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
+    let mut tokenizer = Tokenizer::from_pretrained(dir)?;
+    // Prompt and response are one text to a reward model.
+    tokenizer.set_encoder_decoder(false);
     let model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
     if model.labels().len() > 1 {
         let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
@@ -184,6 +186,10 @@ fn load(
     }
     if config.pair_loss != PairLoss::Sequence {
         model.check_values(dir)?;
+        if model.config().is_encoder_decoder() {
+            let message = "pair_loss: expected sequence for an encoder-decoder, whose score is that of a whole text, found a loss of tokens";
+            return Err(Error::Usage(message.into()));
+        }
     }
     let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
     Ok((model, tokenizer, pads))

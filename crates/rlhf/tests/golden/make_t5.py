@@ -1,4 +1,4 @@
-"""Makes the tiny T5 models of `models/t5*` and their reference values with transformers.
+"""Makes the tiny T5, mT5 and BART models of `models/t5*`, `models/mt5` and `models/bart*` and their reference values with transformers.
 
     python make_t5.py            # make every model of SPECS again
     python make_t5.py NAME...    # make these again
@@ -21,7 +21,16 @@ os.environ.update(HF_HUB_OFFLINE="1")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartForSequenceClassification,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 
 import thin
 
@@ -45,6 +54,25 @@ sizes = dict(
     pad_token_id=0,
     eos_token_id=1,
 )
+# torch gives the embedding of the pad token no gradient, so no text has it.
+bart = dict(
+    vocab_size=81,
+    d_model=32,
+    max_position_embeddings=24,
+    encoder_layers=2,
+    decoder_layers=1,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    dropout=0.0,
+    scale_embedding=True,
+    decoder_start_token_id=0,
+    bos_token_id=None,
+    pad_token_id=80,
+    eos_token_id=1,
+    forced_eos_token_id=None,
+)
 gated = dict(sizes, feed_forward_proj="gated-gelu", d_ff=16, num_layers=3, tie_word_embeddings=False)
 
 
@@ -60,25 +88,37 @@ SPECS = {
     "t5_v11": Spec(T5Config(**gated), 302),
     "t5_v11_untied": Spec(T5Config(**gated), 303, untied=True),
     "t5_cls": Spec(T5Config(num_labels=2, **dict(sizes, num_layers=1, num_decoder_layers=1)), 304),
+    "t5_v11_cls1": Spec(T5Config(num_labels=1, **dict(gated, num_layers=1, num_decoder_layers=2)), 305),
+    "mt5": Spec(MT5Config(**dict(gated, num_layers=1, num_decoder_layers=1)), 451),
+    "bart": Spec(BartConfig(**bart), 307),
+    "bart_cls1": Spec(BartConfig(num_labels=1, **dict(bart, encoder_layers=1)), 308),
 }
 
 
 def is_classifier(name):
-    return name.endswith("_cls")
+    return "_cls" in name
+
+
+def model_class(name):
+    if name.startswith("bart"):
+        return BartForSequenceClassification if is_classifier(name) else BartForConditionalGeneration
+    if is_classifier(name):
+        return T5ForSequenceClassification
+    return MT5ForConditionalGeneration if name == "mt5" else T5ForConditionalGeneration
 
 
 def random_model(name, seed):
     config, untied = SPECS[name].config, SPECS[name].untied
     torch.manual_seed(seed)
-    model = (T5ForSequenceClassification if is_classifier(name) else T5ForConditionalGeneration)(copy.deepcopy(config))
+    model = model_class(name)(copy.deepcopy(config))
     if untied:
         model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            is_norm = weight.dim() == 1 and key.endswith("layer_norm.weight")
+            is_norm = weight.dim() == 1 and key.endswith(("layer_norm.weight", "layernorm_embedding.weight"))
             weight.normal_(0.0, 0.15 if is_norm else 0.25 if weight.dim() > 1 else 0.1)
             weight.add_(1.0 if is_norm else 0.0)
-            if "shared" in key and not is_classifier(name) and config.scale_decoder_outputs:
+            if "shared" in key and not is_classifier(name) and getattr(config, "scale_decoder_outputs", False):
                 weight.mul_(4.0)  # so that scaled logits differ
     return model.eval()
 
@@ -153,12 +193,18 @@ def lm_values(model, inputs):
 def classifier_values(model, inputs):
     """The logits of the prompts, which end with eos; and of the longest, at each position of the decoder's response, from its head."""
     values = {"scores": torch.cat([model(input_ids=row[None, :length]).logits for row, length in texts(inputs)])}
+    return values | {"values": state_values(model, inputs)}
+
+
+def state_values(model, inputs):
+    """The head at each position of the decoder that reads the start token and the responses."""
     mask, _ = masks(inputs)
     start = torch.zeros(4, 1, dtype=torch.long)
-    output = model.transformer(
+    trunk = model.model if hasattr(model, "model") else model.transformer
+    output = trunk(
         input_ids=inputs["prompts"], attention_mask=mask, decoder_input_ids=torch.cat([start, inputs["responses"]], 1)
     )
-    return values | {"values": model.classification_head(output.last_hidden_state)}
+    return model.classification_head(output.last_hidden_state)
 
 
 def texts(inputs):
@@ -166,7 +212,12 @@ def texts(inputs):
 
 
 def loss(model, inputs):
-    """Minus the sum of the log-probabilities of all responses; of a classifier, its logits times 1 and -2, summed."""
+    """Minus the sum of the log-probabilities of all responses; of a classifier, its logits times 1 and -2, summed, or if it has one
+    label, the sum of the squares of the values at the positions that the decoder reads."""
+    if hasattr(model, "classification_head") and model.config.num_labels == 1:
+        _, mask = masks(inputs)
+        read = torch.cat([torch.ones(4, 1), mask], 1)
+        return (state_values(model, inputs)[..., 0].square() * read).sum()
     if hasattr(model, "classification_head"):
         logits = torch.cat([model(input_ids=row[None, :length]).logits for row, length in texts(inputs)])
         return (logits * torch.tensor([1.0, -2.0])).sum()
@@ -187,7 +238,11 @@ def values_of(name, model, inputs):
 def of_transformers_4(config, untied):
     """The same model in the keys that transformers wrote before 5."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
-    scaled = config.pop("scale_decoder_outputs")
+    if config["model_type"] == "bart":
+        for key in ("dtype", "is_decoder", "tie_word_embeddings"):
+            config.pop(key)
+        return dict(sorted(config.items()))
+    scaled = config.pop("scale_decoder_outputs", False)  # mT5 never scales
     for key in ("dtype", "is_decoder", "tie_word_embeddings"):
         config.pop(key)
     assert scaled or untied or config["is_gated_act"]
@@ -230,9 +285,8 @@ def make(name):
 
 
 def load(name, file="config.json"):
-    config = T5Config.from_pretrained(MODELS / name / file)
-    auto = T5ForSequenceClassification if is_classifier(name) else T5ForConditionalGeneration
-    return auto.from_pretrained(MODELS / name, config=config, torch_dtype=torch.float32).eval()
+    config = type(SPECS[name].config).from_pretrained(MODELS / name / file)
+    return model_class(name).from_pretrained(MODELS / name, config=config, torch_dtype=torch.float32).eval()
 
 
 def check(name):
@@ -260,8 +314,8 @@ def main():
     torch.use_deterministic_algorithms(True)
     transformers.logging.set_verbosity_error()
     if sys.argv[1:] == ["--check"]:
-        # transformers 4 cannot hold the head of t5_v11 tied without scaling.
-        names = [name for name in SPECS if VERSION >= 5 or name != "t5_v11"]
+        # transformers 4 cannot hold the head of t5_v11 and mt5 tied without scaling.
+        names = [name for name in SPECS if VERSION >= 5 or name not in ("t5_v11", "mt5")]
         sys.exit(max([check(name) for name in names]) > 2e-5)
     for name in sys.argv[1:] or SPECS:
         make(name)

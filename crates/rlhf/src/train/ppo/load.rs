@@ -24,7 +24,7 @@ use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::run::start::Start;
-use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage};
+use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -533,18 +533,11 @@ pub(in crate::train) fn require_reward(none: bool) -> Result<()> {
 /// # Errors
 /// If no token is left for a prompt, or for a start token.
 pub(crate) fn prompt_limit(policy: &ModelConfig, context: usize, response_length: usize) -> Result<PromptLimit> {
-    let left = context.checked_sub(response_length).filter(|&len| len > 0);
-    match (left, policy.is_encoder_decoder()) {
-        (Some(_), true) => Ok(PromptLimit::of_encoder(context)),
-        (Some(left), false) => Ok(PromptLimit::of_context(left)),
-        (None, true) => Err(Error::Usage(format!(
-            "response_length = {response_length}: expected at most {}, the decoder's limit of {context} tokens less its start token",
-            context.saturating_sub(1)
-        ))),
-        (None, false) => Err(Error::Usage(format!(
-            "response_length = {response_length} leaves no token for a prompt in the models' context of {context} tokens"
-        ))),
-    }
+    let longest = max_prompt_len(policy, context, ("response_length", response_length), "")?;
+    Ok(match policy.is_encoder_decoder() {
+        true => PromptLimit::of_encoder(longest),
+        false => PromptLimit::of_context(longest),
+    })
 }
 
 /// Refuses settings that an encoder-decoder as the policy cannot have.
@@ -556,9 +549,7 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
         return Ok(());
     }
     let texts = config.unsupervised.unsupervised_dataset_name.as_ref();
-    let refused = if config.needs_critic() && !config.legacy.value_head {
-        Some("value_head = false: expected true: the critic is a head on the policy's decoder".to_string())
-    } else if config.apply_chat_template {
+    let refused = if config.apply_chat_template {
         Some(
             "apply_chat_template = true: expected false: no chat template divides the prompt from the response"
                 .to_string(),
