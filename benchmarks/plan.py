@@ -3,7 +3,8 @@
     python benchmarks/plan.py --model SmolLM2-135M-Instruct                # all runs: about ten minutes on two cores, 6 GB of memory
     python benchmarks/plan.py --model SmolLM2-135M-Instruct sft 'ppo/*'    # some of them
 
-The model is a folder as examples/smollm2/get_model.sh makes it; data are those of the examples. Each run has two or three updates. The
+The model is a folder as examples/smollm2/get_model.sh makes it; data are those of the examples. The T5 of the runs `t5/*` has random weights and the
+tokenizer of examples/t5-summary, and needs no download. Each run has two or three updates. The
 peak is the largest resident memory of a rank, from its start to its end (`ru_maxrss`, Linux's VmHWM). Prints a table, and with
 --output writes the numbers as JSON. Fails if an estimate is off by more than --bound.
 """
@@ -37,6 +38,14 @@ REWARD = (
     f"reward --model_name_or_path MODEL --new_reward_head --dataset_name {SENTIMENT}/preferences.jsonl"
     " --train_batch_size 16 --max_steps 3"
 )
+SUMMARIES = ROOT / "examples/t5-summary"
+T5_PPO = (
+    f"ppo --sft_model_path PAIR --dataset_name {SUMMARIES}/data/prompts.jsonl --reward rouge_l:completion --train_batch_size 32"
+    " --total_episodes 64 --num_ppo_epochs 1 --num_mini_batches 1 --response_length 48 --num_sample_generations 0"
+)
+T5_SFT = f"sft --model_name_or_path PAIR --dataset_name {SUMMARIES}/data/sft.jsonl --train_batch_size 64 --max_steps 3"
+# The sizes of t5-small, with fewer words.
+T5 = dict(d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_layers=6, num_decoder_layers=6, n_positions=512)
 # Name, command line, number of ranks.
 RUNS = [
     ("ppo/full f32", f"{PPO} {RULE}", 1),
@@ -56,6 +65,12 @@ RUNS = [
     ("sft/lora bf16, dropout", f"{SFT} {LORA} --bf16", 1),
     ("sft/full f32, 2 ranks, zero_stage 1", f"{SFT} --zero_stage 1", 2),
     ("reward/full f32", REWARD, 1),
+    ("t5/ppo f32, value model", T5_PPO, 1),
+    ("t5/ppo f32, value head", f"{T5_PPO} --value_head", 1),
+    ("t5/ppo f32, gradient checkpointing", f"{T5_PPO} --gradient_checkpointing", 1),
+    ("t5/ppo lora bf16", f"{T5_PPO} {LORA} --bf16", 1),
+    ("t5/sft f32", T5_SFT, 1),
+    ("t5/sft lora f32", f"{T5_SFT} {LORA}", 1),
 ]
 MIB = 1 << 20
 
@@ -92,6 +107,17 @@ def measure(words, ranks, log):
     return max(peaks)
 
 
+def make_t5(rlhf, folder):
+    """A T5 with random weights in `folder`, made of a configuration by a training without a step to speak of."""
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads((SUMMARIES / "model.json").read_text()) | T5))
+    places = f"--config_name {config} --tokenizer_name {SUMMARIES}/tokenizer --dataset_name {SUMMARIES}/data/sft.jsonl"
+    line = f"sft {places} --output_dir {folder}/made --max_steps 1 --train_batch_size 1 --learning_rate 1e-9 --no_report"
+    subprocess.run([rlhf, *line.split()], check=True, capture_output=True)
+    return folder / "made"
+
+
 def seconds(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     times = [line["time/update"] for line in lines if "time/update" in line]
@@ -111,16 +137,18 @@ def main():
     known = json.loads(args.measured.read_text())["runs"] if args.measured else {}
     results, worst = {}, 0.0
     with tempfile.TemporaryDirectory() as scratch:
-        judge = Path(scratch) / "judge"
-        judge.mkdir()
-        for file in args.model.iterdir():
-            (judge / file.name).symlink_to(file.resolve())
+        chosen = [run for run in RUNS if any(fnmatch.fnmatch(run[0], pattern) for pattern in args.runs)]
+        judge, pair = Path(scratch) / "judge", None
+        if any("MODEL" in line for _, line, _ in chosen):
+            judge.mkdir()
+            for file in args.model.iterdir():
+                (judge / file.name).symlink_to(file.resolve())
+        if any("PAIR" in line for _, line, _ in chosen):
+            pair = make_t5(args.rlhf, Path(scratch) / "t5")
         print(f"| run | measured, MiB | plan, MiB | difference | seconds an update | plan |\n|---|---:|---:|---:|---:|---:|")
-        for name, line, ranks in RUNS:
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in args.runs):
-                continue
+        for name, line, ranks in chosen:
             out = Path(scratch) / "out"
-            line = line.replace("MODEL", str(args.model)).replace("JUDGE", str(judge))
+            line = line.replace("MODEL", str(args.model)).replace("JUDGE", str(judge)).replace("PAIR", str(pair))
             line += f" --no_report --disable_tqdm --device cpu --seed 1 --output_dir {out}"
             planner = [args.planner or args.rlhf, "plan", "--json", "--nproc_per_node", str(ranks), *line.split()]
             plan = json.loads(subprocess.run(planner, check=True, capture_output=True, text=True).stdout)

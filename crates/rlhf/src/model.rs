@@ -39,7 +39,7 @@ pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub use config::ModelConfig;
 pub(crate) use config::is_encoder_decoder_family;
-pub(crate) use described::{Activations, Held, Holding, ModelSizes, PassTokens};
+pub(crate) use described::{Activations, Held, Holding, ModelSizes, PassTokens, SourceTokens};
 pub(crate) use layout::KvCache;
 pub(crate) use logprobs::LOGITS_CHUNK;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs, TopLogprobs};

@@ -70,6 +70,79 @@ fn a_plan_is_near_the_peak_of_the_run() {
     }
 }
 
+/// A folder with a T5 of 20 million parameters with random weights, `big`.
+fn with_t5() -> Scratch {
+    let scratch = crate::encoder_decoder_training::scratch();
+    for (name, size) in [("d_model", 384), ("d_kv", 64), ("num_heads", 6), ("d_ff", 1536), ("num_layers", 4)] {
+        scratch.edit_config("t5", name, size);
+    }
+    scratch.edit_config("t5", "num_decoder_layers", 4);
+    let row = |long: usize| {
+        let prompt = "the capital of France. ".repeat(long);
+        json!({"prompt": prompt, "completion": "A film about the capital and what it was. ".repeat(3)}).to_string()
+            + "\n"
+    };
+    scratch.write("rows.jsonl", &(0..8).map(|i| row(8 + i)).collect::<String>());
+    let line = "sft --config_name t5/config.json --tokenizer_name t5 --dataset_name demos.jsonl --output_dir big \
+                --max_steps 1 --no_report";
+    let ran = scratch.run(line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    scratch
+}
+
+#[test]
+fn a_plan_of_an_encoder_decoder_is_near_the_peak_of_the_run() {
+    let scratch = with_t5();
+    let ppo = "ppo --sft_model_path big --reward rouge_l:completion --dataset_name rows.jsonl --response_length 40 \
+               --per_device_train_batch_size 8 --total_episodes 16 --num_ppo_epochs 1 --num_sample_generations 0";
+    for line in [
+        format!("{ppo} --output_dir a --no_report --device cpu"),
+        "sft --model_name_or_path big --dataset_name rows.jsonl --max_steps 3 --output_dir b --no_report --device cpu"
+            .into(),
+        "generate --model big --dataset_name rows.jsonl --max_new_tokens 40 --batch_size 8 --device cpu --output_file c.jsonl"
+            .into(),
+    ] {
+        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
+        let peak = peak_of(&scratch, &line);
+        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
+        assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+    }
+    let timed = scratch.succeeds(&format!("plan {ppo} --output_dir a"));
+    assert!(timed.contains(" an update (rollout ") && timed.contains("FLOP/s in training"), "{timed}");
+}
+
+#[test]
+fn operations_of_an_encoder_decoder_are_those_of_both_stacks_and_of_the_attention_between_them() {
+    let scratch = crate::encoder_decoder_training::scratch();
+    let row = json!({"prompt": "The movie was", "completion": "the capital of France"});
+    scratch.write("rows.jsonl", &format!("{row}\n").repeat(4));
+    let plan = |command: &str| planned(&scratch, "", &format!("{command} --dataset_name rows.jsonl --output_dir out"));
+    let sft = plan("sft --model_name_or_path t5 --per_device_train_batch_size 4");
+    let config: Value = serde_json::from_str(&scratch.read("t5/config.json")).unwrap();
+    let size = |name: &str| number(&config[name]);
+    let (hidden, heads, inner) = (size("d_model"), size("num_heads") * size("d_kv"), size("d_ff"));
+    let [encoders, decoders] = ["num_layers", "num_decoder_layers"].map(size);
+    let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("t5")).unwrap();
+    let [read, decoded] =
+        ["prompt", "completion"].map(|part| tokenizer.encode(row[part].as_str().unwrap()).unwrap().len() as f64);
+    // Projections to queries, keys, values and out of them; two matrices of the MLP.
+    let (attention, mlp) = (4.0 * hidden * heads, 2.0 * hidden * inner);
+    let of_prompt = encoders * (attention + mlp) + decoders * 2.0 * hidden * heads;
+    let of_response = decoders * (attention + 2.0 * hidden * heads + mlp) + size("vocab_size") * hidden;
+    let pairs = encoders * read * read + decoders * (decoded * decoded / 2.0 + read * decoded);
+    let expected = 4.0 * 3.0 * (2.0 * (read * of_prompt + decoded * of_response) + 4.0 * heads * pairs);
+    let found = number(&sft["work"]["flops_per_update"]);
+    assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
+    // A value model of its own has the layers of the policy, and transformers' head: two matrices and their biases.
+    let ppo =
+        plan("ppo --sft_model_path t5 --reward rouge_l:completion --response_length 8 --per_device_train_batch_size 4");
+    let parameters = |at: usize| number(&ppo["models"][at]["parameters"]);
+    assert_eq!(ppo["models"][1]["role"], json!("value model"));
+    let head = hidden * hidden + hidden + hidden + 1.0;
+    let own_head = if config["tie_word_embeddings"] == json!(false) { size("vocab_size") * hidden } else { 0.0 };
+    assert_eq!(parameters(1), parameters(0) - own_head + head);
+}
+
 #[test]
 fn a_plan_needs_the_configuration_and_the_tokenizer_alone() {
     let scratch = Scratch::new();

@@ -7,7 +7,7 @@ use super::decoder::Decoder;
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Source};
-use super::shape::{Activation, ExpertNames, MlpIn, Order};
+use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
@@ -100,6 +100,19 @@ pub(crate) struct PassTokens {
     pub(crate) attended: usize,
     /// Tokens with an output.
     pub(crate) outputs: usize,
+    /// The prompts of an encoder-decoder, whose other tokens are those of its decoder.
+    pub(crate) source: SourceTokens,
+}
+
+/// The tokens that an encoder reads in one pass; none with one stack.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct SourceTokens {
+    /// Tokens of the different prompts.
+    pub(crate) computed: usize,
+    /// Tokens of the prompts of all sequences, which their decoders attend to.
+    pub(crate) attended: usize,
+    /// Scores of a head with a bias by distance, in rows as long as the longest: of the encoder and of the decoder.
+    pub(crate) scores: [usize; 2],
 }
 
 /// Bytes of the activations of one pass.
@@ -117,15 +130,6 @@ const MOST_PARAMETERS: f64 = 1e14;
 /// `bytes` as a whole number that sums of a few do not overflow.
 fn bounded(bytes: f64) -> usize {
     bytes.min((1u64 << 58) as f64) as usize
-}
-
-/// Checks that the model has one stack of layers.
-fn check_stack(config: &ModelConfig) -> Result<()> {
-    let family = config.family.name;
-    match config.is_encoder_decoder() {
-        false => Ok(()),
-        true => Err(Error::Run(format!("a plan of `{family}`, an encoder-decoder: its memory is not estimated"))),
-    }
 }
 
 impl Held {
@@ -147,7 +151,6 @@ impl ModelSizes {
     /// If the family has no language models.
     pub(crate) fn of_causal_lm(config: ModelConfig, kind: Kind, place: &Path) -> Result<Self> {
         config.check_causal_lm(place)?;
-        check_stack(&config)?;
         let names = &config.family.names;
         let mut builder = Builder::new(Source::Shapes(kind), names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
@@ -179,7 +182,7 @@ impl ModelSizes {
     /// # Errors
     /// None for a configuration that was read.
     pub(crate) fn of_classifier(config: ModelConfig, kind: Kind, new_head: bool) -> Result<Self> {
-        check_stack(&config)?;
+        let config = config.of_classifier();
         let mut builder = Builder::new(Source::Shapes(kind), &config.family.names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
         let labels = if new_head || config.labels.is_empty() { 1 } else { config.labels.len() };
@@ -208,12 +211,10 @@ impl ModelSizes {
                 _ => TensorRole::Other,
             }
         };
-        let prefix = format!("{}.", names.layers);
-        let layer = |name: &str| name.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
         let tensors = builder.finish(&[])?.into_iter().map(|param| TensorSize {
             numel: param.tensor.numel(),
             kind: param.tensor.kind(),
-            layer: layer(&param.name),
+            layer: decoder.layer_of(&param.name),
             role: role(&param.name),
             name: param.name,
         });
@@ -364,7 +365,22 @@ impl ModelSizes {
         activation_bytes(&self.config, compute, gradient_checkpointing)
     }
 
-    /// Number of multiplications of a token in the layers' products, and in the head's.
+    /// Whether a linear layer reads tokens of prompts: it is in the encoder of an encoder-decoder, or is a projection of the encoder's states
+    /// in its decoder.
+    fn reads_source(&self, linear: &LinearSize) -> bool {
+        let names = &self.config.family.names;
+        let in_encoder = |encoder: &Names| linear.name.starts_with(&format!("{}.", encoder.layers));
+        let of_states = |cross: CrossNames| cross.qkv[1..].iter().any(|name| linear.name.ends_with(name));
+        names.encoder.is_some_and(in_encoder) || names.cross.is_some_and(of_states)
+    }
+
+    /// Number of multiplications of a token of a prompt in the layers' products of an encoder-decoder; 0 with one stack.
+    pub(crate) fn source_products(&self) -> usize {
+        let reads = self.linears.iter().filter(|linear| self.reads_source(linear));
+        reads.map(|linear| linear.widths[0] * linear.widths[1]).sum()
+    }
+
+    /// Number of multiplications of a token in the layers' products, and in the head's; of an encoder-decoder a token of its decoder.
     pub(crate) fn products(&self) -> [usize; 2] {
         let count = |linear: &LinearSize| {
             let all = linear.widths[0] * linear.widths[1];
@@ -376,7 +392,7 @@ impl ModelSizes {
                 _ => all,
             }
         };
-        let layers = self.linears.iter().map(count).sum();
+        let layers = self.linears.iter().filter(|linear| !self.reads_source(linear)).map(count).sum();
         let head = if self.is_classifier { 1 } else { self.config.vocab_size };
         [layers, (head * self.config.embedding_size) as usize]
     }
@@ -395,8 +411,9 @@ impl ModelSizes {
         let layers = c.num_hidden_layers as f64;
         let kind = compute.elt_size_in_bytes();
         let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.active_width() as f64);
-        let of_adapter = match adapter {
-            None => 0,
+        let encoder_layers = c.encoder_layers.unwrap_or(0) as f64;
+        let [of_adapter, of_source_adapter] = match adapter {
+            None => [0, 0],
             Some((lora, drops)) => {
                 // With dropout the layer's input is stored in f32, with the mask. Its temporary copies leave holes in the heap between
                 // the tensors that stay: these shares are measured.
@@ -412,24 +429,66 @@ impl ModelSizes {
                 };
                 let of_linear =
                     |(linear, size): &(&LinearSize, LayerSize)| size.r * 4 + linear.widths[0] * held + dora(linear);
-                self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / c.num_hidden_layers.max(1) as usize
+                let (of_source, own): (Vec<_>, Vec<_>) =
+                    self.adapted(lora)?.into_iter().partition(|(linear, _)| self.reads_source(linear));
+                let [own, of_source] = [own, of_source].map(|linears| linears.iter().map(of_linear).sum::<usize>());
+                [own / c.num_hidden_layers.max(1) as usize, of_source / c.encoder_layers.unwrap_or(1).max(1) as usize]
             }
         };
-        let layer = self.layer_bytes(tokens, kind) + n * of_adapter as f64;
+        let source = self.source_bytes(tokens, kind, adapter.is_none());
+        let layer = self.layer_bytes(tokens, kind) + n * of_adapter as f64 + source.of_decoder;
+        let read = tokens.source.computed as f64;
+        let of_encoder = source.of_encoder + read * of_source_adapter as f64;
         let embedded = n * hidden * 4.0;
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
         let wide = if adapter.is_some() && kind < 4 { 4.0 * (inner + hidden) } else { 0.0 };
-        let backward = n * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0 + wide);
+        let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0 + wide) + source.backward;
+        // The inputs of the encoder's layers, and its result.
+        let read_bytes = read * hidden * 4.0;
         let (stored, working) = match gradient_checkpointing {
-            true => (layers * embedded + head, layer + backward),
+            true => (
+                layers * embedded + head + encoder_layers * read_bytes + 2.0 * read_bytes + source.biases,
+                layer.max(of_encoder) + backward,
+            ),
             // After the last layer's attention only tokens with an output are computed.
             false => {
                 let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
-                ((layers - 1.0) * layer + last + embedded + head, backward)
+                let of_decoder = (layers - 1.0) * layer + last + embedded + head;
+                (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
             }
         };
         Ok(Activations { stored: bounded(stored), working: bounded(working) })
+    }
+
+    /// Bytes that the encoder of an encoder-decoder adds to a forward and backward pass, and the attention to it; none with one stack. `trains`:
+    /// the biases by distance are trained, so that each layer stores its scores.
+    fn source_bytes(&self, tokens: PassTokens, kind: usize, trains: bool) -> SourceBytes {
+        let (c, source) = (&self.config, tokens.source);
+        if !c.is_encoder_decoder() {
+            return SourceBytes::default();
+        }
+        let (hidden, heads) = (c.hidden_size as f64, c.num_attention_heads as f64);
+        let (n, width) = (tokens.computed as f64, heads * c.head_dim as f64);
+        let [read, decoded] = self.score_bytes(source);
+        let own = PassTokens { computed: source.computed, attended: source.computed, ..PassTokens::default() };
+        // A norm, the residual stream, queries and their result, keys and values of each sequence.
+        let cross = n * (hidden * (4.0 + kind as f64) + 8.0 + heads * 4.0)
+            + 2.0 * (n + source.attended as f64) * width * kind as f64;
+        let [of_encoder, of_decoder] = [read, decoded].map(|scores| if trains { scores } else { 0.0 });
+        SourceBytes {
+            of_encoder: self.layer_bytes(own, kind) + of_encoder,
+            of_decoder: cross + of_decoder,
+            biases: 2.0 * (read + decoded),
+            // Gradients of the scores before and after their softmax.
+            backward: 2.0 * of_encoder.max(of_decoder),
+        }
+    }
+
+    /// Bytes of the scores of a layer of the encoder and of the decoder; 0 without a bias by distance, as they are not stored then.
+    fn score_bytes(&self, source: SourceTokens) -> [f64; 2] {
+        let heads = if self.config.relative_bias.is_some() { self.config.num_attention_heads as f64 } else { 0.0 };
+        source.scores.map(|scores| heads * scores as f64 * 4.0)
     }
 
     /// Bytes that a layer stores for its backward pass.
@@ -471,9 +530,19 @@ impl ModelSizes {
         let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
         let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
-        let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
-        let attention = (n + if m > n { m } else { 0.0 }) * width;
-        bounded(stream + (attention * kind).max(n * mlp * kind) + tokens.outputs as f64 * c.embedding_size as f64 * 4.0)
+        let own = |n: f64, m: f64| {
+            let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
+            let attention = (n + if m > n { m } else { 0.0 }) * width;
+            stream + (attention * kind).max(n * mlp * kind)
+        };
+        let heads = c.num_attention_heads as f64;
+        let [of_encoder, of_decoder] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
+        let (read, attended) = (tokens.source.computed as f64, tokens.source.attended as f64);
+        let encoder = own(read, read) + of_encoder;
+        // The encoder's states, and keys and values of each sequence.
+        let cross = read * c.hidden_size as f64 * 4.0 + 2.0 * attended * heads * c.head_dim as f64 * kind;
+        let decoder = own(n, m) + of_decoder + cross + tokens.outputs as f64 * c.embedding_size as f64 * 4.0;
+        bounded(encoder.max(decoder))
     }
 
     /// Bytes of the keys and values of `rows` rows of `capacity` tokens.
@@ -482,6 +551,19 @@ impl ModelSizes {
         let width = c.num_key_value_heads as f64 * c.head_dim as f64 * compute.elt_size_in_bytes() as f64;
         bounded(2.0 * c.num_hidden_layers as f64 * rows as f64 * capacity as f64 * width)
     }
+}
+
+/// Bytes that an encoder adds to a forward and backward pass.
+#[derive(Debug, Clone, Copy, Default)]
+struct SourceBytes {
+    /// Stored by each layer of the encoder.
+    of_encoder: f64,
+    /// Stored by each layer of the decoder, for its attention to the encoder.
+    of_decoder: f64,
+    /// The biases of both stacks.
+    biases: f64,
+    /// In use while a layer's backward pass is computed.
+    backward: f64,
 }
 
 impl Holding<'_> {
@@ -519,7 +601,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 12] = [
+    const LMS: [&str; 15] = [
         "gpt2",
         "gpt_neox",
         "llama_tied",
@@ -532,6 +614,9 @@ mod tests {
         "smollm3",
         "olmo2",
         "qwen3_moe",
+        "t5",
+        "t5_v11",
+        "bart",
     ];
 
     fn lora() -> LoraConfig {
@@ -576,6 +661,9 @@ mod tests {
                     adapted.add_adapter(&lora(), 1).unwrap();
                     adapted.set_trainable(true);
                     assert_eq!(held(Holding::Adapted(&own), kind), real(adapted.params()), "{name}");
+                }
+                if trained.config().is_encoder_decoder() {
+                    continue;
                 }
                 let reference = trained.share_lower_layers(1).unwrap();
                 trained.set_trainable(true);
@@ -627,6 +715,7 @@ mod tests {
             "opt_cls",
             "deberta_cls1",
             "modernbert_cls1",
+            "t5_v11_cls1",
         ] {
             let dir = golden(name);
             let sizes = ModelSizes::of_classifier(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, false).unwrap();
@@ -636,6 +725,19 @@ mod tests {
             let held = sizes.held(Holding::Frozen(0), None, Kind::BFloat16).unwrap();
             assert_eq!(planned(held), real(model.params()), "{name}");
         }
+    }
+
+    #[test]
+    fn a_value_model_of_an_encoder_decoder_has_the_sizes_of_a_classifier_with_a_new_head() {
+        let dir = golden("t5");
+        let sizes = ModelSizes::of_classifier(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, true).unwrap();
+        let mut model = SequenceClassifier::from_pretrained(&dir, Some(1), ModelOptions::default()).unwrap();
+        model.set_trainable(true);
+        let held = sizes.held(Holding::Trained(0), None, Kind::Float).unwrap();
+        assert_eq!(planned(held), real(model.params()));
+        // Two layers of d_model * (4 * 16 + 2 * 32) in the encoder, and d_model * 16 * 2 for its states in two of the decoder's.
+        assert_eq!(sizes.source_products(), 32 * 2 * (4 * 16 + 2 * 32) + 2 * 2 * 32 * 16);
+        assert_eq!(sizes.products()[0], 32 * 2 * (4 * 16 + 2 * 16 + 2 * 32));
     }
 
     #[test]
@@ -660,7 +762,8 @@ mod tests {
         let dir = golden("llama_untied");
         let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
         let of = |tokens: usize, kind, checkpoints| {
-            let tokens = PassTokens { computed: tokens, attended: tokens, outputs: tokens };
+            let tokens =
+                PassTokens { computed: tokens, attended: tokens, outputs: tokens, source: SourceTokens::default() };
             sizes.activations(tokens, kind, None, checkpoints).unwrap()
         };
         assert_eq!(of(20, Kind::Float, false).stored, 2 * of(10, Kind::Float, false).stored);

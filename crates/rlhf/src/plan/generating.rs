@@ -2,7 +2,7 @@
 
 use super::members::config_of;
 use super::memory::Sampled;
-use super::operations::{Operations, Read, forward, square};
+use super::operations::{Operations, Read, forward};
 use super::rates::{Passes, Rates};
 use super::{
     Machine, PROGRAM_LATER, Phase, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork, Remedy,
@@ -159,12 +159,8 @@ impl<'c> Generation<'c> {
     fn operations(&self) -> [Operations; 2] {
         let size = self.config.responses.num_return_sequences;
         let new_tokens = self.generation.max_new_tokens;
-        let squares = |more: usize| self.prompts.iter().map(|len| square(len + more)).sum::<f64>();
-        let prompts = self.prompts.len();
-        let read = Read { computed: self.prompts.iter().sum(), heads: prompts, squares: squares(0) };
-        let tokens = prompts * size * new_tokens;
-        let decoded =
-            Read { computed: tokens, heads: tokens, squares: size as f64 * (squares(new_tokens) - squares(0)) };
+        let read = Read::of_prompts(&self.sizes, &self.prompts);
+        let decoded = Read::of_responses(&self.sizes, &self.prompts, size, new_tokens);
         [forward(&self.sizes, read), forward(&self.sizes, decoded)]
     }
 

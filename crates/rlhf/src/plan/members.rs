@@ -161,7 +161,9 @@ impl Models {
 
     /// The longest sequence that all models take.
     pub(super) fn context(&self) -> usize {
-        let others = self.value.iter().chain(&self.rewards);
+        // Beside an encoder-decoder reward models read text, of any length.
+        let read_ids = !self.policy().is_encoder_decoder();
+        let others = self.value.iter().chain(self.rewards.iter().filter(|_| read_ids));
         let all = others.chain([&self.main]).map(|model| model.sizes.config().max_position_embeddings);
         all.min().unwrap_or(usize::MAX)
     }
@@ -236,7 +238,8 @@ impl Models {
         let vocab = self.main.sizes.config().vocab_size;
         let can_be = |model: &&NamedModel| {
             let own = model.sizes.config();
-            own.causal && own.vocab_size == vocab && (own.labels.len() == 1 || !own.is_sequence_classifier())
+            let one_stack = own.causal && !own.is_encoder_decoder();
+            one_stack && own.vocab_size == vocab && (own.labels.len() == 1 || !own.is_sequence_classifier())
         };
         let found = self.value.as_ref().or_else(|| self.rewards.iter().find(can_be));
         let fresh = || (self.main.name.as_str(), self.fresh_value.as_ref().unwrap_or(&self.main.sizes));

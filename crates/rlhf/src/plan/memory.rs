@@ -5,10 +5,11 @@ use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
 use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
 use crate::Result;
 use crate::dist::ZeroStage;
-use crate::model::{Activations, LOGITS_CHUNK, ModelSizes, PassTokens, uses_kernels};
+use crate::model::{Activations, LOGITS_CHUNK, ModelSizes, PassTokens, SourceTokens, uses_kernels};
 use crate::optim::micro_batch::default_tokens;
 use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
+use std::borrow::Cow;
 use tch::{Device, Kind};
 
 /// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
@@ -40,9 +41,17 @@ impl Sampled {
     pub(super) fn add_to(self, phase: &mut Phase, sizes: &ModelSizes, compute: Kind) {
         let cached = |rows| sizes.cache_bytes(rows, self.longest + self.new_tokens, compute);
         phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
-        let read = self.prompts * self.longest;
-        phase.activations =
-            sizes.forward_bytes(PassTokens { computed: read, attended: read, outputs: self.prompts }, compute);
+        let (outputs, read) = (self.prompts, self.prompts * self.longest);
+        let tokens = match sizes.config().is_encoder_decoder() {
+            // The decoder reads its start token.
+            true => {
+                let scores = [outputs * self.longest.pow(2), outputs];
+                let source = SourceTokens { computed: read, attended: read, scores };
+                PassTokens { computed: outputs, attended: outputs, outputs, source }
+            }
+            false => PassTokens { computed: read, attended: read, outputs, source: SourceTokens::default() },
+        };
+        phase.activations = sizes.forward_bytes(tokens, compute);
         let bytes = if self.is_plain { FILTERED_LOGITS } else { 2 * compute.elt_size_in_bytes() };
         phase.logits = self.rows * sizes.config().vocab_size as usize * bytes;
     }
@@ -189,6 +198,15 @@ impl<'a> Job<'a> {
         self.ppo().is_some_and(|config| !(dynamic || config.needs_critic() && config.legacy.value_head))
     }
 
+    /// The rows as a member reads them: a reward model beside an encoder-decoder, or that is one, reads prompt and response as one text.
+    pub(super) fn read_by<'r>(&self, member: &Member<'_>, rows: &'r [Row]) -> Cow<'r, [Row]> {
+        let pairs = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
+        match member.role == "reward model" && (pairs(member) || self.members.first().is_some_and(pairs)) {
+            true => rows.iter().map(|row| row.as_text(pairs(member))).collect(),
+            false => rows.into(),
+        }
+    }
+
     /// Sampling: the cache of a batch of responses, and the logits of their next tokens.
     fn rollout(&self, config: &PpoConfig) -> Phase {
         let mut phase = self.base("rollout");
@@ -228,7 +246,7 @@ impl<'a> Job<'a> {
         let of = |member: &Member<'_>| {
             let mut phase = self.base("scoring");
             let tokens = |update: &Vec<Row>| {
-                let own = self.own(update);
+                let own = self.read_by(member, self.own(update));
                 let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
                 batches
                     .map(|rows| tokens_of(&rows.iter().collect::<Vec<_>>(), self.shares()))
@@ -354,6 +372,11 @@ impl<'a> Job<'a> {
             computed: tokens,
             attended: scale(used.attended, tokens),
             outputs: scale(used.outputs, tokens),
+            source: SourceTokens {
+                computed: scale(used.source.computed, tokens),
+                attended: scale(used.source.attended, tokens),
+                scores: used.source.scores.map(|scores| scale(scores, tokens)),
+            },
         };
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;

@@ -2,7 +2,7 @@
 
 use super::members::Member;
 use super::memory::Job;
-use super::rows::{Row, tokens_of};
+use super::rows::{Row, reads, tokens_of};
 use crate::model::ModelSizes;
 
 /// Operations of a pass.
@@ -33,18 +33,70 @@ pub(super) struct Read {
     pub(super) heads: usize,
     /// Sum of the squared lengths of the sequences: twice the pairs of tokens that attend to each other in a causal model.
     pub(super) squares: f64,
+    /// Tokens of the prompts that an encoder reads; none with one stack.
+    pub(super) source: usize,
+    /// Sum of the squared lengths of these prompts.
+    pub(super) source_squares: f64,
+    /// Pairs of a decoder's token and one of the encoder's that it attends to.
+    pub(super) crossed: f64,
 }
 
 impl Read {
     /// A pass over `update`, whose rows have `sequences` sequences of about equal lengths each.
     pub(super) fn of(job: &Job<'_>, update: &[Row], sequences: f64) -> Self {
-        let tokens = tokens_of(&update.iter().collect::<Vec<_>>(), job.shares());
-        let squares = update.iter().map(|row| square(row.len)).sum::<f64>() / sequences;
-        Self { computed: tokens.computed, heads: tokens.outputs, squares }
+        Self::of_rows(update, job.shares(), sequences)
+    }
+
+    /// [`Read::of`], where `shares` tells whether first tokens that rows have in common are computed once.
+    pub(super) fn of_rows(update: &[Row], shares: bool, sequences: f64) -> Self {
+        let rows: Vec<&Row> = update.iter().collect();
+        let tokens = tokens_of(&rows, shares);
+        let sum = |of: &dyn Fn(&Row) -> f64| update.iter().map(of).sum::<f64>() / sequences;
+        let read: Vec<&&Row> =
+            rows.iter().enumerate().filter(|(at, _)| reads(&rows, *at)).map(|(_, row)| row).collect();
+        Self {
+            computed: tokens.computed,
+            heads: tokens.outputs,
+            squares: sum(&|row| square(row.read()[1])),
+            source: tokens.source.computed,
+            source_squares: read.iter().map(|row| square(row.read()[0])).sum::<f64>() / sequences,
+            crossed: sum(&|row| row.read()[0] as f64 * row.read()[1] as f64),
+        }
+    }
+
+    /// Reading prompts of these lengths before their responses.
+    pub(super) fn of_prompts(sizes: &ModelSizes, lens: &[usize]) -> Self {
+        let (tokens, squares): (usize, f64) = (lens.iter().sum(), lens.iter().copied().map(square).sum());
+        match sizes.config().is_encoder_decoder() {
+            // The decoder reads its start token.
+            true => Self {
+                computed: lens.len(),
+                heads: lens.len(),
+                squares: lens.len() as f64,
+                source: tokens,
+                source_squares: squares,
+                crossed: tokens as f64,
+            },
+            false => Self { computed: tokens, heads: lens.len(), squares, ..Self::default() },
+        }
+    }
+
+    /// Decoding `count` responses of `new_tokens` tokens to each prompt of these lengths.
+    pub(super) fn of_responses(sizes: &ModelSizes, lens: &[usize], count: usize, new_tokens: usize) -> Self {
+        let tokens = lens.len() * count * new_tokens;
+        let pairs = sizes.config().is_encoder_decoder();
+        // A token attends to all tokens before it.
+        let of = |len: &usize| {
+            let before = if pairs { 1 } else { *len };
+            square(before + new_tokens) - square(before)
+        };
+        let crossed = if pairs { (lens.iter().sum::<usize>() * count * new_tokens) as f64 } else { 0.0 };
+        let squares = count as f64 * lens.iter().map(of).sum::<f64>();
+        Self { computed: tokens, heads: tokens, squares, crossed, ..Self::default() }
     }
 }
 
-pub(super) fn square(len: usize) -> f64 {
+fn square(len: usize) -> f64 {
     (len as f64).powi(2)
 }
 
@@ -53,10 +105,12 @@ pub(super) fn forward(sizes: &ModelSizes, read: Read) -> Operations {
     let [layers, head] = sizes.products();
     let c = sizes.config();
     // Queries times keys, and weights times values.
-    let width = c.num_hidden_layers as f64 * c.num_attention_heads as f64 * c.head_dim as f64;
+    let of_layer = c.num_attention_heads as f64 * c.head_dim as f64;
+    let (width, of_encoder) = (c.num_hidden_layers as f64 * of_layer, c.encoder_layers.unwrap_or(0) as f64 * of_layer);
     let pairs = if c.causal { read.squares / 2.0 } else { read.squares };
+    let source = 2.0 * read.source as f64 * sizes.source_products() as f64 + 4.0 * of_encoder * read.source_squares;
     Operations {
-        layers: 2.0 * read.computed as f64 * layers as f64 + 4.0 * width * pairs,
+        layers: 2.0 * read.computed as f64 * layers as f64 + 4.0 * width * (pairs + read.crossed) + source,
         head: 2.0 * read.heads as f64 * head as f64,
     }
 }

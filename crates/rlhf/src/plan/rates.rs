@@ -5,6 +5,7 @@
 
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
+use super::rows::Row;
 use crate::model::{
     Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
     Precision,
@@ -99,7 +100,8 @@ impl<'a> Passes<'a> {
     /// The passes of a training run.
     pub(super) fn of(job: &'a Job<'a>) -> Result<Self> {
         let Some(first) = job.members.first() else { return Err(Error::Run("plan: no model".into())) };
-        let PassTokens { computed, outputs, .. } = job.largest_pass(job.limit);
+        let PassTokens { computed, outputs, source, .. } = job.largest_pass(job.limit);
+        let computed = computed + source.computed;
         let rows: Vec<usize> = job.rows.updates.iter().flatten().map(|row| row.len).collect();
         let rows_at_once = |config: &PpoConfig| {
             let rows = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.of_rows);
@@ -176,6 +178,8 @@ struct Trial {
     model: CausalLm,
     sequences: Vec<Vec<i64>>,
     spans: Vec<Range<usize>>,
+    /// Tokens before each span, which an encoder reads.
+    prompt_lens: Vec<usize>,
     dropout: Option<DropoutRows>,
     /// PPO measures the entropy of the policy in each pass.
     with_entropy: bool,
@@ -215,23 +219,31 @@ impl Trial {
             rows: (0..sequences.len() as u64).collect(),
         });
         let with_entropy = passes.decodes.is_some();
-        Ok(Self { model, sequences, spans, dropout, with_entropy, sizes, products })
+        let prompt_lens = spans.iter().map(|span| span.start).collect();
+        Ok(Self { model, sequences, spans, prompt_lens, dropout, with_entropy, sizes, products })
+    }
+
+    fn batch(&self) -> Batch<'_, Vec<i64>> {
+        Batch::new(&self.sequences, &self.spans).with_prompts(Some(&self.prompt_lens))
     }
 
     /// Operations of a forward pass.
     fn operations(&self) -> Operations {
-        let read = Read {
-            computed: self.sequences.iter().map(Vec::len).sum(),
-            heads: self.spans.iter().map(Range::len).sum(),
-            squares: self.sequences.iter().map(|ids| (ids.len() as f64).powi(2)).sum(),
+        let pairs = self.sizes.config().is_encoder_decoder();
+        let row = |(ids, span): (&Vec<i64>, &Range<usize>)| Row {
+            len: ids.len(),
+            pair: pairs.then(|| [span.start, span.len()]),
+            outputs: span.len(),
+            ..Row::default()
         };
-        forward(&self.sizes, read)
+        let rows: Vec<Row> = self.sequences.iter().zip(&self.spans).map(row).collect();
+        forward(&self.sizes, Read::of_rows(&rows, false, 1.0))
     }
 
     /// Seconds of a forward and backward pass.
     fn training(&self) -> Result<f64> {
         seconds(|| {
-            let batch = Batch::new(&self.sequences, &self.spans).with_dropout(self.dropout.as_ref());
+            let batch = self.batch().with_dropout(self.dropout.as_ref());
             let options = LogprobOptions { entropy: self.with_entropy, ..1.0.into() };
             self.model.logprobs_backward(batch, options, |_, found| found.logprobs.sum(Kind::Float)).map(drop)
         })
@@ -240,7 +252,7 @@ impl Trial {
     /// Seconds of a forward pass.
     fn forward(&self) -> Result<f64> {
         seconds(|| {
-            let batch = Batch::new(&self.sequences, &self.spans);
+            let batch = self.batch();
             tch::no_grad(|| self.model.logprobs_of(batch, 1.0, false)).map(drop)
         })
     }
@@ -321,7 +333,8 @@ mod tests {
     #[test]
     fn a_layer_of_every_family_is_measured_also_where_it_is_narrowed() {
         let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
-        for name in ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3"] {
+        for name in ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3", "t5", "t5_v11"]
+        {
             let config = ModelConfig::from_dir(&models.join(name)).unwrap();
             for (words, parameters) in [(FEW_WORDS, MOST_PARAMETERS), (80, 1000)] {
                 let reduced = config.reduced(words, parameters);
@@ -342,7 +355,7 @@ mod tests {
                     decodes: Some((2, 5)),
                 };
                 let trial = Trial::new(&passes, &reduced).unwrap_or_else(|e| panic!("{name}: {e}"));
-                let batch = Batch::new(&trial.sequences, &trial.spans).with_dropout(trial.dropout.as_ref());
+                let batch = trial.batch().with_dropout(trial.dropout.as_ref());
                 let found = trial.model.logprobs_backward(batch, 1.0, |_, found| found.logprobs.sum(Kind::Float));
                 assert_eq!(found.unwrap().logprobs.size(), [6], "{name}");
                 assert!(trial.operations().layers > 0.0 && trial.operations().head > 0.0, "{name}");

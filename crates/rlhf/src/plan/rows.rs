@@ -5,7 +5,7 @@ use super::members::Models;
 use crate::Result;
 use crate::data;
 use crate::data::{Cursor, Dataset, PromptLimit, Sources};
-use crate::model::{PassTokens, shared_lens};
+use crate::model::{PassTokens, SourceTokens, shared_lens};
 use crate::optim::micro_batch::micro_batches;
 use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::tokenizer::Tokenizer;
@@ -37,10 +37,24 @@ pub(super) struct Row {
     pub(super) prompt: Vec<i64>,
     /// Number of tokens.
     pub(super) len: usize,
+    /// Tokens that the encoder and the decoder of an encoder-decoder read; `None`: there is one stack, which reads all.
+    pub(super) pair: Option<[usize; 2]>,
     /// Number of tokens with an output.
     pub(super) outputs: usize,
     /// Number of the group of responses to one prompt.
-    group: usize,
+    pub(super) group: usize,
+}
+
+impl Row {
+    /// Tokens that an encoder reads, and those that go through the decoder or the one stack.
+    pub(super) fn read(&self) -> [usize; 2] {
+        self.pair.unwrap_or([0, self.len])
+    }
+
+    /// The row as a reward model reads it: one text, which both stacks of an encoder-decoder read.
+    pub(super) fn as_text(&self, twice: bool) -> Self {
+        Self { prompt: Vec::new(), pair: twice.then_some([self.len, self.len]), outputs: 1, ..self.clone() }
+    }
 }
 
 impl Rows {
@@ -67,6 +81,8 @@ impl Rows {
 
     fn of_sft(config: &SftConfig, models: &Models) -> Result<Self> {
         let mut tokenizer = models.tokenizer()?;
+        let pairs = models.policy().is_encoder_decoder();
+        tokenizer.set_encoder_decoder(pairs);
         if let Some(file) = &config.chat_template_path {
             tokenizer.use_chat_template(file)?;
         }
@@ -86,6 +102,8 @@ impl Rows {
         let rows = |block: usize| {
             let of = |row: &data::Demonstration| Row {
                 len: row.tokens.len(),
+                // The decoder reads a start token, and not the last one.
+                pair: pairs.then(|| [row.prompt_len, row.tokens.len().saturating_sub(row.prompt_len)]),
                 outputs: row.tokens.len() - row.loss_start.min(row.tokens.len()),
                 ..Row::default()
             };
@@ -118,7 +136,9 @@ impl Rows {
         Ok(Self::drawn(&lens, (config.run.seed, &config.data), batch, |rows| {
             let mut rows: Vec<(usize, usize)> = rows.into_iter().map(row).collect();
             rows.sort_by_key(|(longest, _)| *longest);
-            rows.into_iter().map(|(_, len)| Row { len, outputs: 2, ..Row::default() }).collect()
+            let pair = own.is_encoder_decoder();
+            let of = |len| Row { len, pair: pair.then_some([len, len]), outputs: 2, ..Row::default() };
+            rows.into_iter().map(|(_, len)| of(len)).collect()
         }))
     }
 
@@ -144,11 +164,13 @@ impl Rows {
         let lens = if read { lens } else { vec![prompts.len()] };
         let plan = config.plan_for(lens.iter().sum())?;
         let size = config.advantage.num_generations;
-        let response = config.response_length;
+        let (response, pairs) = (config.response_length, models.policy().is_encoder_decoder());
         let rows = |drawn: Vec<usize>| -> Vec<Row> {
             let of = |(group, prompt): (usize, usize)| Row {
                 prompt: prompts[prompt].clone(),
                 len: prompts[prompt].len() + response,
+                // The decoder reads a start token before the response.
+                pair: pairs.then(|| [prompts[prompt].len(), response + 1]),
                 outputs: response,
                 group,
             };
@@ -194,7 +216,8 @@ fn read_prompts(
     models: &Models,
     limit: PromptLimit,
 ) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
-    let tokenizer: Tokenizer = models.tokenizer()?;
+    let mut tokenizer: Tokenizer = models.tokenizer()?;
+    tokenizer.set_encoder_decoder(models.policy().is_encoder_decoder());
     let vocab = models.main.sizes.config().vocab_size;
     let (mut train, _) = sources.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {
@@ -230,9 +253,29 @@ pub(super) fn passes(rows: &[Row], limits: Limits) -> Vec<PassTokens> {
 
 /// The tokens of a pass over `rows`.
 pub(super) fn tokens_of(rows: &[&Row], shares: bool) -> PassTokens {
-    let attended: usize = rows.iter().map(|row| row.len).sum();
-    let shared: usize = shared_of(rows, shares).iter().sum();
-    PassTokens { computed: attended - shared, attended, outputs: rows.iter().map(|row| row.outputs).sum() }
+    let outputs = rows.iter().map(|row| row.outputs).sum();
+    let attended: usize = rows.iter().map(|row| row.read()[1]).sum();
+    if rows.iter().all(|row| row.pair.is_none()) {
+        let shared: usize = shared_of(rows, shares).iter().sum();
+        return PassTokens { computed: attended - shared, attended, outputs, source: SourceTokens::default() };
+    }
+    let different: Vec<usize> = (0..rows.len()).filter(|&at| reads(rows, at)).map(|at| rows[at].read()[0]).collect();
+    let padded = |count: usize, lens: &mut dyn Iterator<Item = usize>| count * lens.max().unwrap_or(0).pow(2);
+    let source = SourceTokens {
+        computed: different.iter().sum(),
+        attended: rows.iter().map(|row| row.read()[0]).sum(),
+        scores: [
+            padded(different.len(), &mut different.iter().copied()),
+            padded(rows.len(), &mut rows.iter().map(|row| row.read()[1])),
+        ],
+    };
+    PassTokens { computed: attended, attended, outputs, source }
+}
+
+/// Whether an encoder reads the prompt of row `at`: equal prompts, one after another, are read once.
+pub(super) fn reads(rows: &[&Row], at: usize) -> bool {
+    let prompt = &rows[at].prompt;
+    rows[at].pair.is_some() && (at == 0 || prompt.is_empty() || rows[at - 1].prompt != *prompt)
 }
 
 /// Number of first tokens of each row that it has in common with the row before it.

@@ -1,7 +1,7 @@
 //! Tokens, operations and seconds of an update.
 
 use super::memory::Job;
-use super::operations::{Operations, Read, factor, forward, square};
+use super::operations::{Operations, Read, factor, forward};
 use super::rates::Rates;
 use super::rows::{MANY_PROMPTS, Row};
 use super::{PlannedRun, PlannedTime, PlannedWork};
@@ -78,19 +78,15 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
 fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: &mut Work) {
     let Some(policy) = job.members.first() else { return };
     let size = config.advantage.num_generations.max(1);
-    let prompts = || update.iter().step_by(size).map(|row| row.prompt.len());
-    let of_prompts =
-        Read { computed: prompts().sum(), heads: update.len() / size, squares: prompts().map(square).sum() };
-    work.prefill.add(forward(policy.sizes, of_prompts), 1.0 / count);
-    let responses = update.len() * config.response_length;
-    // A sampled token attends to all tokens before it.
-    let squares = update.iter().map(|row| square(row.len) - square(row.prompt.len())).sum();
-    let decoded = Read { computed: responses, heads: responses, squares };
+    let prompts: Vec<usize> = update.iter().step_by(size).map(|row| row.prompt.len()).collect();
+    work.prefill.add(forward(policy.sizes, Read::of_prompts(policy.sizes, &prompts)), 1.0 / count);
+    let decoded = Read::of_responses(policy.sizes, &prompts, size, config.response_length);
     work.decode.add(forward(policy.sizes, decoded), 1.0 / count);
     let batches = update.len().div_ceil(config.local_rollout_forward_batch_size.max(1));
     work.decode_steps += (batches * config.response_length) as f64 / count;
     let read = Read::of(job, update, 1.0);
     for member in job.members.iter().filter(|member| member.role != "policy") {
+        let read = Read::of(job, &job.read_by(member, update), 1.0);
         work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }
     let exact = job.compute == tch::Kind::Float;
