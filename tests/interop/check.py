@@ -32,8 +32,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
@@ -42,6 +44,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MT5Config,
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
@@ -403,11 +406,14 @@ def tensors(folder):
 
 
 def same_tensors_as_transformers_saves(auto, folder, work):
-    """What we wrote, loaded and saved again by transformers, has the same names, types and bits."""
+    """What we wrote, loaded and saved again by transformers, has the same names, types and bits, but for BART's bias of logits, which
+    transformers takes as 0 where it is not there, and which is 0.
+    """
     resaved = work / "resaved"
     shutil.rmtree(resaved, ignore_errors=True)
     auto.from_pretrained(folder, dtype="auto").save_pretrained(resaved)
     ours, theirs = tensors(folder), tensors(resaved)
+    expect(not theirs.pop("final_logits_bias", torch.zeros(1)).any(), "final_logits_bias: not 0")
     difference = sorted(ours.keys() ^ theirs.keys())
     expect(not difference, f"tensors written by only one of us: {difference[:5]}")
     for name, tensor in ours.items():
@@ -744,6 +750,125 @@ def encoder_checks(work):
         yield f"{what} {name}, trained by rlhf reward: scores", check
 
 
+def encoder_decoders():
+    """Name -> config, and whether the head has weights of its own."""
+    sizes = dict(vocab_size=72, d_model=32, d_kv=8, num_heads=2, d_ff=24, num_layers=2, num_decoder_layers=1)
+    buckets = dict(relative_attention_num_buckets=8, relative_attention_max_distance=12, dropout_rate=0.0)
+    tokens = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    common = sizes | buckets | tokens
+    gated = common | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    layers = dict(encoder_layers=1, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    limits = dict(vocab_size=72, d_model=32, max_position_embeddings=64, dropout=0.0, bos_token_id=None, forced_eos_token_id=None)
+    bart = layers | heads | limits | tokens
+    return {
+        "t5": (T5Config(**common), False),
+        "t5 v1.1, a head of its own": (T5Config(**gated), True),
+        "mt5": (MT5Config(**gated), False),
+        "bart": (BartConfig(**bart), False),
+    }
+
+
+def seq2seq_agrees(model, folder, work):
+    """Greedy tokens of the model in `folder` by us are those of `model`, and so are their log-probs."""
+    tokenizer, worst = AutoTokenizer.from_pretrained(folder), 0.0
+    for number, row in enumerate(generate(folder, work), 1):
+        ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
+        expect(ids[0, -1] == tokenizer.eos_token_id, f"row {number}: a prompt that does not end with </s>")
+        with torch.no_grad():
+            whole = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
+            )
+            logits = model(input_ids=ids, decoder_input_ids=whole).logits[0, :-1]
+        expected = whole[0, 1:].tolist()
+        expect(row["completion_ids"] == expected, f"row {number}: tokens {row['completion_ids']}, transformers {expected}")
+        logprobs = logits.log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
+        worst = max(worst, (torch.tensor(row["logprobs"]) - logprobs).abs().max().item())
+    expect(worst <= TOLERANCE, f"log-probs differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+
+def texts_agree(model, folder, work):
+    """Scores of whole texts by the classifier in `folder` are those of `model`."""
+    texts = [pair["prompt"] + pair["chosen"] for pair in PAIRS]
+    rows, output = write_jsonl(work / "texts.jsonl", [{"text": text} for text in texts]), work / "scored.jsonl"
+    rlhf("score", "--model", folder, "--dataset_name", rows, "--output_file", output, "--overwrite_output_file")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        expected = [model(input_ids=tokenizer(text, return_tensors="pt").input_ids).logits[0, 0].item() for text in texts]
+    worst = max(abs(row["score"] - logit) for row, logit in zip(read_jsonl(output), expected, strict=True))
+    expect(worst <= TOLERANCE, f"scores differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+
+def encoder_decoder_checks(work):
+    """Encoder-decoders, their value models and reward models, in both hands."""
+    for number, (name, (config, own_head)) in enumerate(encoder_decoders().items()):
+        place = work / f"encoder_decoder_{number}"
+
+        def build_pair(place=place, config=config, own_head=own_head):
+            (place / "base").mkdir(parents=True)
+            torch.manual_seed(3)
+            model = AutoModelForSeq2SeqLM.from_config(config)
+            if own_head:
+                model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.normal_(0.0, 0.2) if weight.dim() > 1 else weight.normal_(1.0, 0.1)
+            model.save_pretrained(place / "base")
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(GOLDEN / "tokenizers/t5" / file, place / "base")
+            write_jsonl(place / "pairs.jsonl", PAIRS)
+            rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+            return place / "base", write_jsonl(place / "rows.jsonl", rows)
+
+        base = Once(build_pair)
+
+        def train(out, command, model, rows, *flags, base=base, place=place):
+            base()
+            common = ["--max_steps", 2] if command != "ppo" else ["--total_episodes", 16, "--response_length", 8]
+            model_flag = "--sft_model_path" if command == "ppo" else "--model_name_or_path"
+            places = [model_flag, place / model, "--dataset_name", place / rows, "--output_dir", place / out]
+            rlhf(command, *places, "--learning_rate", 1e-2, *common, *flags)
+            return place / out
+
+        def ran(out, *arguments, train=train):
+            return Once(lambda: train(out, *arguments))
+
+        sft, reward = ran("sft", "sft", "base", "rows.jsonl"), ran("reward", "reward", "base", "pairs.jsonl", "--new_reward_head")
+        rule = ["--reward", "rouge_l:completion"]
+        ppo = ran("ppo", "ppo", "base", "rows.jsonl", *rule)
+        lora = ["--use_peft", "--lora_r", 4]
+        adapter = ran("adapter", "sft", "base", "rows.jsonl", *lora)
+        judge = ran("judge", "reward", "base", "pairs.jsonl", "--new_reward_head", *lora)
+        value = Once(lambda ppo=ppo: ppo() / "value_model")
+        auto, scorer = AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+        def by_peft(folder, place=place, auto=auto):
+            return peft.PeftModel.from_pretrained(load(auto, place / "base"), folder).eval()
+
+        def scorer_by_peft(folder, place=place):
+            model = scorer.from_pretrained(place / "base", num_labels=1, dtype=torch.float32)
+            return peft.PeftModel.from_pretrained(model, folder).eval()
+
+        yield f"{name}: greedy tokens and log-probs", lambda b=base, p=place: seq2seq_agrees(load(auto, b()[0]), b()[0], p)
+        for what, output in (("sft", sft), ("ppo", ppo)):
+            yield f"{name} {what}: greedy tokens and log-probs", lambda o=output, p=place: seq2seq_agrees(load(auto, o()), o(), p)
+            yield f"{name} {what}: holds the tensors that transformers saves", lambda o=output, p=place: same_tensors_as_transformers_saves(
+                auto, o(), p
+            )
+            yield f"{name} {what}: was trained", lambda o=output, b=base: weights_moved(o(), b()[0])
+        for what, output in (("reward", reward), ("ppo, value model", value)):
+            yield f"{name} {what}: scores of texts", lambda o=output, p=place: texts_agree(load(scorer, o()), o(), p)
+            yield f"{name} {what}: holds the tensors that transformers saves", lambda o=output, p=place: same_tensors_as_transformers_saves(
+                scorer, o(), p
+            )
+        yield f"LoRA, {name}, language model: PEFT opens what we trained", lambda o=adapter, p=place, f=by_peft: seq2seq_agrees(
+            f(o()), o(), p
+        )
+        yield f"LoRA, {name}, reward model: PEFT opens what we trained", lambda o=judge, p=place, f=scorer_by_peft: texts_agree(
+            f(o()), o(), p
+        )
+
+
 def gguf_checks(work):
     """Folders that `rlhf convert` made, read by transformers."""
     for name in ("llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "k_quants"):
@@ -1037,7 +1162,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
         checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work)) + list(gguf_checks(work))
-        checks += list(saving_checks(work)) + list(example_checks(work))
+        checks += list(saving_checks(work)) + list(encoder_decoder_checks(work)) + list(example_checks(work))
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()
