@@ -337,6 +337,10 @@ fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token()
         error,
         "responses: expected them without the decoder's start token, which the model adds, found 0 first in each"
     );
+    let decoder = CausalLm::from_pretrained(&init("ref"), options).unwrap();
+    let of_decoder = StepTrainer::new(config.clone(), load().unwrap(), Some(decoder), tokenizer());
+    let error = of_decoder.unwrap_err().to_string();
+    assert_eq!(error, "reference: expected an encoder-decoder, as the policy is, found a single stack of layers");
     let shared = StepConfig { num_shared_layers: Some(1), ..config };
     let error = StepTrainer::new(shared, load().unwrap(), None, tokenizer()).unwrap_err().to_string();
     assert!(error.starts_with("num_shared_layers = 1: expected a model of one stack"), "{error}");

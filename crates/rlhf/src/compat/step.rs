@@ -38,6 +38,7 @@ use crate::run::sinks::console::Console;
 use crate::run::sinks::trackers::Outcome;
 use crate::settings::EvalConfig;
 use crate::tokenizer::Tokenizer;
+use crate::train::ppo::check_same_kind;
 use crate::weights::replace_files;
 use crate::{Error, Result, hub};
 use stats::{MEAN_SCORE, mean, variance};
@@ -254,6 +255,7 @@ impl StepTrainer {
             (None, None) if policy.has_adapter() => policy.base()?,
             (None, None) => policy.frozen_copy()?,
         };
+        check_same_kind("reference", policy.config(), reference.config())?;
         let (own, others) = (policy.config().vocab_size, reference.config().vocab_size);
         if own != others {
             let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");

@@ -623,7 +623,7 @@ fn prompt_limit_of(
 }
 
 /// Refuses a model of the policy's tokens that has an encoder where the policy has none, or the other way round.
-pub(in crate::train) fn check_same_kind(name: &str, policy: &ModelConfig, model: &ModelConfig) -> Result<()> {
+pub(crate) fn check_same_kind(name: &str, policy: &ModelConfig, model: &ModelConfig) -> Result<()> {
     let kind = |model: &ModelConfig| match model.is_encoder_decoder() {
         true => "an encoder-decoder",
         false => "a single stack of layers",
