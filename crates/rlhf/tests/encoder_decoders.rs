@@ -435,18 +435,32 @@ fn a_bias_of_logits_that_is_not_zero_and_stacks_of_different_widths_are_one_line
 
 #[test]
 fn bf16_is_close_and_finite() {
-    let golden = Tensors::read(&folder("t5").join("golden.safetensors"));
-    let pairs = Pairs::of(&golden);
-    let tokens = pairs.tokens();
-    let options = ModelOptions { precision: Precision::Bf16, ..ModelOptions::default() };
-    let mut model = CausalLm::from_pretrained(&folder("t5"), options).unwrap();
-    let found = model.logprobs_of(pairs.batch(&tokens), 1.0, false).unwrap().logprobs;
-    let expected = pairs.packed(golden.get("next_logprobs"), ExactSizeIterator::len);
-    let error = (found - expected).abs().max().double_value(&[]);
-    assert!(error < 0.3, "{error}");
-    model.set_trainable(true);
-    for (name, gradient) in gradients(&model, &pairs) {
-        assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
+    for name in ["t5", "bart"] {
+        let golden = Tensors::read(&folder(name).join("golden.safetensors"));
+        let pairs = Pairs::of(&golden);
+        let tokens = pairs.tokens();
+        let options = ModelOptions { precision: Precision::Bf16, ..ModelOptions::default() };
+        let mut model = CausalLm::from_pretrained(&folder(name), options).unwrap();
+        let found = model.logprobs_of(pairs.batch(&tokens), 1.0, false).unwrap().logprobs;
+        let expected = pairs.packed(golden.get("next_logprobs"), ExactSizeIterator::len);
+        let error = (found - expected).abs().max().double_value(&[]);
+        assert!(error < 0.3, "{name}: {error}");
+        // Sampled tokens have the log-probabilities of a pass over them, up to the rounding of the two.
+        let config = GenerationConfig::new(Sampling::at_temperature(1.0), 6);
+        let responses = generate(&model, &pairs.prompts, &config).unwrap();
+        let rows = pairs.prompts.iter().zip(&responses);
+        let sequences: Vec<Vec<i64>> =
+            rows.map(|(prompt, response)| [&prompt[..], &response.tokens].concat()).collect();
+        let spans: Vec<_> = pairs.prompt_lens.iter().zip(&sequences).map(|(&len, ids)| len..ids.len()).collect();
+        let batch = Batch::new(&sequences, &spans).with_prompts(Some(&pairs.prompt_lens));
+        let found = model.logprobs_of(batch, 1.0, false).unwrap().logprobs;
+        let sampled: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.clone()).collect();
+        let error = (found - Tensor::from_slice(&sampled)).abs().max().double_value(&[]);
+        assert!(error < 0.3, "{name}: sampled: {error}");
+        model.set_trainable(true);
+        for (param, gradient) in gradients(&model, &pairs) {
+            assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}: {param}");
+        }
     }
 }
 
