@@ -34,8 +34,8 @@ pub(crate) mod tracking;
 
 use crate::optim::micro_batch::MicroBatchSettings;
 
-pub use crate::optim::micro_batch::MicroBatchLimit;
 pub use crate::metrics::{Warning, WarningKind};
+pub use crate::optim::micro_batch::MicroBatchLimit;
 pub use crate::signals::{request_stop, stop_requested};
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use push::settings::{HubConfig, HubStrategy, HubToken};

@@ -245,8 +245,9 @@ fn changed_embeddings_that_do_not_fit_are_one_line() {
         error
     };
     let (tokens, embedding) = ("llama_tied_tokens", "llama_tied_embedding");
-    for (name, changes, tensors, message) in [
-        (tokens, vec![], Box::new(|_: &str| true) as Box<dyn Fn(&str) -> bool>, "opened"),
+    type Kept = Box<dyn Fn(&str) -> bool>;
+    let cases: Vec<(_, _, Kept, _)> = vec![
+        (tokens, vec![], Box::new(|_: &str| true), "opened"),
         (
             tokens,
             vec![],
@@ -289,7 +290,8 @@ fn changed_embeddings_that_do_not_fit_are_one_line() {
             Box::new(|_: &str| true),
             "`init_lora_weights`: expected false",
         ),
-    ] {
+    ];
+    for (name, changes, tensors, message) in cases {
         let error = refused(name, &changes, &*tensors);
         assert!(error.contains(message), "{error}");
     }
@@ -311,7 +313,7 @@ fn changed_embeddings_that_do_not_fit_are_one_line() {
     opened.load_adapter(dir.path()).unwrap();
     let found = opened.params().iter().find(|param| param.name == "model.embed_tokens.weight").unwrap();
     assert_eq!(found.tensor.detach(), own);
-    write(402);
+    let _ = write(402);
     let error = model("llama_untied").load_adapter(dir.path()).unwrap_err().to_string();
     assert!(error.contains(&format!("tensor `{name}`: expected [400, 32], found [402, 32]")), "{error}");
 }

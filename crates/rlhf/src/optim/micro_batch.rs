@@ -223,8 +223,7 @@ mod tests {
 
     #[test]
     fn a_resumed_run_keeps_the_size_of_its_micro_batches_where_only_memory_can_differ() {
-        let (settings, cpu) =
-            (MicroBatchSettings { limit: None, gradient_checkpointing: false }, tch::Device::Cpu);
+        let (settings, cpu) = (MicroBatchSettings { limit: None, gradient_checkpointing: false }, tch::Device::Cpu);
         let saved = settings.state(cpu, 300);
         assert_eq!(settings.resumed_tokens(cpu, 400, Some(&saved)), 300);
         assert_eq!(settings.resumed_tokens(cpu, 400, None), 400);
