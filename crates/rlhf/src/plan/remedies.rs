@@ -114,7 +114,7 @@ fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let tokens = smaller(job);
     if tokens < job.limit.min(job.largest_pass(job.limit).computed) {
         let set = move |run: &mut PlannedRun| {
-            run.run_mut().max_tokens_per_micro_batch = Some(MicroBatchLimit::Tokens(tokens))
+            run.run_mut().max_tokens_per_micro_batch = Some(MicroBatchLimit::Tokens(tokens));
         };
         edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
     }

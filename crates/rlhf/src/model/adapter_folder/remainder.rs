@@ -4,6 +4,9 @@ use crate::Result;
 use serde_json::{Map, Value};
 use tch::Tensor;
 
+/// A change of a setting's value.
+type Change<'c> = &'c dyn Fn(&Value) -> Value;
+
 /// A base from which PEFT subtracts the first matrices of an adapter, when it makes the adapter and whenever it opens it. Beside the
 /// base's own weights, `B A - B0 A0` is an adapter of twice the rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,7 +53,7 @@ pub(super) fn doubled(mut described: Map<String, Value>) -> Map<String, Value> {
         Some(alpha) => (alpha * 2.0).into(),
         None => value.clone(),
     };
-    let changes: [([&str; 2], &dyn Fn(&Value) -> Value); 2] =
+    let changes: [([&str; 2], Change<'_>); 2] =
         [(["r", "rank_pattern"], &rank), (["lora_alpha", "alpha_pattern"], &alpha)];
     for (names, change) in changes {
         for name in names {
