@@ -1,9 +1,10 @@
-//! AdamW, gradient clipping, learning-rate schedules.
+//! Optimizers, gradient clipping, learning-rate schedules.
 
 pub mod loss_scale;
 pub(crate) mod micro_batch;
 mod parts;
 pub(crate) mod settings;
+mod state;
 
 pub use settings::{LrSchedulerType, OptimizerConfig};
 
@@ -12,48 +13,47 @@ use crate::model::{Param, Shards};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
+use state::{State, Step};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
 /// Name of the number of steps in a saved state.
 const STEPS: &str = "step";
 
-/// Ends of the names of both moments in a saved state.
-const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
-
-/// AdamW over one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
+/// The optimizer of one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
 #[derive(Debug)]
-pub struct AdamW {
+pub struct Optimizer {
     config: OptimizerConfig,
-    /// Parameters that decay, then those that do not.
-    groups: [Group; 2],
+    /// Parameters that decay, then those that do not; none if the state is divided.
+    params: Vec<Trained>,
     /// The division of the model over ranks, if it is divided and each rank has the whole optimizer state.
     shards: Option<Shards>,
-    /// In place of the groups, if the state is divided.
+    /// In place of `params`, if the state is divided.
     parts: Option<Parts>,
     steps: i64,
 }
 
-#[derive(Debug, Default)]
-struct Group {
-    names: Vec<String>,
-    params: Vec<Tensor>,
-    exp_avgs: Vec<Tensor>,
-    exp_avg_sqs: Vec<Tensor>,
+/// A parameter with its state.
+#[derive(Debug)]
+struct Trained {
+    name: String,
+    tensor: Tensor,
+    decay: bool,
+    state: State,
 }
 
-impl AdamW {
+impl Optimizer {
     /// Creates an optimizer of `params`, which share memory with the model's.
     pub fn new<'a>(params: impl IntoIterator<Item = &'a Param>, config: &OptimizerConfig) -> Self {
-        let mut groups = [Group::default(), Group::default()];
-        for param in params {
-            let group = &mut groups[usize::from(!param.decay)];
-            group.names.push(param.name.clone());
-            group.params.push(param.tensor.shallow_clone());
-            group.exp_avgs.push(param.tensor.detach().zeros_like());
-            group.exp_avg_sqs.push(param.tensor.detach().zeros_like());
-        }
-        Self { config: config.clone(), groups, shards: None, parts: None, steps: 0 }
+        let trained = |param: &Param| Trained {
+            name: param.name.clone(),
+            tensor: param.tensor.shallow_clone(),
+            decay: param.decay,
+            state: State::new(param),
+        };
+        let mut params: Vec<Trained> = params.into_iter().map(trained).collect();
+        params.sort_by_key(|param| !param.decay);
+        Self { config: config.clone(), params, shards: None, parts: None, steps: 0 }
     }
 
     /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With `offload` a divided
@@ -106,17 +106,14 @@ impl AdamW {
         if let Some(parts) = &self.parts {
             return parts.grad_norm();
         }
-        let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
-        Ok(global_norm(grads.iter().flatten()))
+        let grads: Vec<Tensor> = self.params.iter().map(Trained::grad).collect();
+        Ok(global_norm(&grads))
     }
 
     /// Returns the norm of the gradient of each parameter, by name; none where the state is divided over ranks.
     pub(crate) fn grad_norms(&self) -> Vec<(String, f64)> {
-        let norms = |group: &Group| {
-            let grads = group.grads().into_iter().map(|grad| grad.norm().to_kind(Kind::Double).double_value(&[]));
-            group.names.iter().cloned().zip(grads).collect::<Vec<_>>()
-        };
-        self.groups.iter().flat_map(norms).collect()
+        let norm = |param: &Trained| param.grad().norm().to_kind(Kind::Double).double_value(&[]);
+        self.params.iter().map(|param| (param.name.clone(), norm(param))).collect()
     }
 
     /// Sums the gradients over all ranks; called once per optimizer step, before the norm. Gradients of a model that is divided
@@ -131,34 +128,32 @@ impl AdamW {
         if world.size() == 1 {
             return Ok(());
         }
-        for group in self.groups.iter_mut().filter(|group| !group.params.is_empty()) {
-            let grads = group.grads();
+        for group in self.params.chunk_by(|a, b| a.decay == b.decay) {
+            let grads: Vec<Tensor> = group.iter().map(Trained::grad).collect();
             let flat: Vec<Tensor> = grads.iter().map(|grad| grad.reshape([-1])).collect();
             let mut flat = Tensor::cat(&flat, 0);
             world.sum(&mut flat)?;
             let mut start = 0;
-            for (param, grad) in group.params.iter().zip(&grads) {
+            for (param, grad) in group.iter().zip(&grads) {
                 let sum = flat.narrow(0, start, grad.numel() as i64).view_as(grad);
                 start += grad.numel() as i64;
-                tch_ext::set_grad(param, &sum.copy()).map_err(Error::Run)?;
+                tch_ext::set_grad(&param.tensor, &sum.copy()).map_err(Error::Run)?;
             }
         }
         Ok(())
     }
 
-    /// Returns the bytes of both moments of every parameter, of a state that is not divided.
+    /// Returns the bytes of the state of every parameter, of a state that is not divided.
     #[cfg(test)]
-    pub(crate) fn moments_bytes(&self) -> usize {
-        let moments = self.groups.iter().flat_map(|group| group.exp_avgs.iter().chain(&group.exp_avg_sqs));
-        moments.map(|moment| moment.numel() * moment.kind().elt_size_in_bytes()).sum()
+    pub(crate) fn state_bytes(&self) -> usize {
+        let tensors = self.params.iter().flat_map(|param| param.state.tensors());
+        tensors.map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
     /// Returns the sum of the bits of each parameter, by name.
     pub(crate) fn bit_sums(&self) -> Vec<(String, i64)> {
         let sum = |param: &Tensor| param.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[]);
-        let of_group =
-            |group: &Group| group.names.iter().cloned().zip(group.params.iter().map(sum)).collect::<Vec<_>>();
-        self.groups.iter().flat_map(of_group).collect()
+        self.params.iter().map(|param| (param.name.clone(), sum(&param.tensor))).collect()
     }
 
     /// Divides the gradients of this model's parameters by `scale`.
@@ -168,7 +163,7 @@ impl AdamW {
         }
     }
 
-    /// Takes a step as [`AdamW::step`] does, with the gradients' norm `norm`, which the caller has checked to be finite.
+    /// Takes a step as [`Optimizer::step`] does, with the gradients' norm `norm`, which the caller has checked to be finite.
     ///
     /// # Errors
     /// If libtorch refuses the step.
@@ -185,18 +180,12 @@ impl AdamW {
             self.zero_grad();
             return Ok(());
         }
-        let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
-        for ((group, grads), weight_decay) in self.groups.iter_mut().zip(&grads).zip([self.config.weight_decay, 0.0]) {
-            let settings = self.config.step(lr, weight_decay);
-            tch_ext::fused_adamw(
-                &mut group.params,
-                grads,
-                &mut group.exp_avgs,
-                &mut group.exp_avg_sqs,
-                self.steps,
-                settings,
-            )
-            .map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
+        for param in &mut self.params {
+            let weight_decay = if param.decay { self.config.weight_decay } else { 0.0 };
+            let step = Step { number: self.steps, settings: self.config.step(lr, weight_decay) };
+            let grad = param.grad();
+            let stepped = param.state.step(&param.tensor, &grad, step);
+            stepped.map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
         }
         self.zero_grad();
         Ok(())
@@ -207,8 +196,8 @@ impl AdamW {
         self.steps
     }
 
-    /// Writes both moments of every parameter, as `NAME.exp_avg` and `NAME.exp_avg_sq`, and the number of steps to one
-    /// safetensors file.
+    /// Writes the state of every parameter, with AdamW both moments as `NAME.exp_avg` and `NAME.exp_avg_sq`, and the number of
+    /// steps to one safetensors file.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -217,23 +206,19 @@ impl AdamW {
             return parts.save(path, self.steps);
         }
         let mut tensors = vec![(STEPS.to_string(), Tensor::from_slice(&[self.steps as f64]))];
-        for group in &self.groups {
-            for (at, name) in group.names.iter().enumerate() {
-                for (moment, tensors_of) in MOMENTS.iter().zip([&group.exp_avgs, &group.exp_avg_sqs]) {
-                    tensors.push((format!("{name}.{moment}"), tensors_of[at].shallow_clone()));
-                }
-            }
+        for Trained { name, state, .. } in &self.params {
+            tensors.extend(state.tensors().map(|(part, tensor)| (format!("{name}.{part}"), tensor.shallow_clone())));
         }
         save_file(path, &tensors)
     }
 
-    /// Loads the state that [`AdamW::save`] wrote for the same parameters.
+    /// Loads the state that [`Optimizer::save`] wrote for the same parameters.
     ///
     /// # Errors
     /// If the file cannot be read, or is not of these parameters.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let file = Checkpoint::open_file(path)?;
-        let whole = || 1 + 2 * self.groups.iter().map(|group| group.names.len()).sum::<usize>();
+        let whole = || 1 + self.params.iter().map(|param| param.state.tensors().count()).sum::<usize>();
         let expected = self.parts.as_ref().map_or_else(whole, Parts::num_saved);
         let found = file.names().count();
         if found != expected {
@@ -242,14 +227,11 @@ impl AdamW {
                 format!("expected an optimizer's state of {expected} tensors, found {found}"),
             ));
         }
-        for group in &mut self.groups {
-            let Group { names, exp_avgs, exp_avg_sqs, .. } = group;
-            for (moment, tensors) in MOMENTS.iter().zip([exp_avgs, exp_avg_sqs]) {
-                for (name, tensor) in names.iter().zip(tensors) {
-                    let name = format!("{name}.{moment}");
-                    check_shape(&file, path, &name, &tensor.size())?;
-                    tensor.copy_(&file.read(&name, tensor.device(), tensor.kind())?);
-                }
+        for Trained { name, state, .. } in &self.params {
+            for (part, tensor) in state.tensors() {
+                let name = format!("{name}.{part}");
+                check_shape(&file, path, &name, &tensor.size())?;
+                tensor.shallow_clone().copy_(&file.read(&name, tensor.device(), tensor.kind())?);
             }
         }
         if let Some(parts) = &mut self.parts {
@@ -264,7 +246,7 @@ impl AdamW {
         if let Some(shards) = self.shards() {
             return shards.scale_gradients(factor);
         }
-        for grad in self.groups.iter_mut().flat_map(|group| &group.params).map(Tensor::grad) {
+        for grad in self.params.iter().map(|param| param.tensor.grad()) {
             if grad.defined() {
                 let _ = tch::no_grad(|| grad.shallow_clone().g_mul_scalar_(factor));
             }
@@ -276,8 +258,8 @@ impl AdamW {
         if let Some(shards) = self.shards() {
             return shards.zero_gradients();
         }
-        for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {
-            param.zero_grad();
+        for param in &mut self.params {
+            param.tensor.zero_grad();
         }
     }
 }
@@ -291,22 +273,17 @@ fn check_shape(file: &Checkpoint, path: &Path, name: &str, expected: &[i64]) -> 
     Err(Error::invalid(path, format!("tensor `{name}`: expected {expected:?}, found {found:?}")))
 }
 
-impl Group {
-    /// Returns the gradients; 0 where there is none.
-    fn grads(&self) -> Vec<Tensor> {
-        self.params
-            .iter()
-            .map(|param| {
-                let grad = param.grad();
-                if grad.defined() { grad } else { param.detach().zeros_like() }
-            })
-            .collect()
+impl Trained {
+    /// Returns the gradient; 0 where there is none.
+    fn grad(&self) -> Tensor {
+        let grad = self.tensor.grad();
+        if grad.defined() { grad } else { self.tensor.detach().zeros_like() }
     }
 }
 
 /// Returns the Euclidean norm of all elements of all tensors.
-fn global_norm<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
-    let norms: Vec<Tensor> = tensors.map(|t| t.norm().to_kind(Kind::Double)).collect();
+fn global_norm(tensors: &[Tensor]) -> f64 {
+    let norms: Vec<Tensor> = tensors.iter().map(|t| t.norm().to_kind(Kind::Double)).collect();
     if norms.is_empty() { 0.0 } else { Tensor::stack(&norms, 0).norm().double_value(&[]) }
 }
 
@@ -386,7 +363,7 @@ mod tests {
             ..config()
         };
         let params = [param(&[0.0, 0.0], true), param(&[0.0], false)];
-        let mut optimizer = AdamW::new(&params, &config);
+        let mut optimizer = Optimizer::new(&params, &config);
         for _ in 0..2 {
             // Gradients 3, 0 and 4: norm 5. Twice, since TRL's legacy trainer clipped the first step only.
             let weights = [Tensor::from_slice(&[3.0f32, 0.0]), Tensor::from_slice(&[4.0f32])];
@@ -404,7 +381,7 @@ mod tests {
     fn weight_decay_spares_biases_and_norms() {
         let config = OptimizerConfig { weight_decay: 0.1, ..config() };
         let params = [param(&[1.0], true), param(&[1.0], false)];
-        AdamW::new(&params, &config).step(0.5).unwrap(); // no gradient at all: only decay moves a weight
+        Optimizer::new(&params, &config).step(0.5).unwrap(); // no gradient at all: only decay moves a weight
         assert!((params[0].tensor.double_value(&[0]) - 0.95).abs() < 1e-6);
         assert_eq!(params[1].tensor.double_value(&[0]), 1.0);
     }
@@ -412,7 +389,7 @@ mod tests {
     #[test]
     fn a_gradient_that_is_not_finite_is_an_error_and_changes_nothing() {
         let params = [param(&[1.0], true)];
-        let mut optimizer = AdamW::new(&params, &config());
+        let mut optimizer = Optimizer::new(&params, &config());
         (&params[0].tensor * f64::NAN).sum(Kind::Float).backward();
         assert!(optimizer.step(0.1).unwrap_err().to_string().contains("optimizer step 1"));
         assert_eq!(params[0].tensor.double_value(&[0]), 1.0);
@@ -424,7 +401,7 @@ mod tests {
         let path = dir.path().join("optimizer.safetensors");
         let named = |name: &str, values: &[f32], decay| Param { name: name.into(), ..param(values, decay) };
         let fresh = || [named("a.weight", &[1.0, -2.0], true), named("a.bias", &[0.5], false)];
-        let learn = |params: &[Param], optimizer: &mut AdamW, steps: i32| {
+        let learn = |params: &[Param], optimizer: &mut Optimizer, steps: i32| {
             for step in 0..steps {
                 params
                     .iter()
@@ -435,14 +412,14 @@ mod tests {
             }
         };
         let whole = fresh();
-        let mut optimizer = AdamW::new(&whole, &config());
+        let mut optimizer = Optimizer::new(&whole, &config());
         learn(&whole, &mut optimizer, 3);
         optimizer.save(&path).unwrap();
         let half = fresh();
         for (to, from) in half.iter().zip(&whole) {
             tch::no_grad(|| to.tensor.shallow_clone().copy_(&from.tensor));
         }
-        let mut resumed = AdamW::new(&half, &config());
+        let mut resumed = Optimizer::new(&half, &config());
         resumed.load(&path).unwrap();
         assert_eq!(resumed.steps(), 3);
         learn(&whole, &mut optimizer, 2);
@@ -453,7 +430,7 @@ mod tests {
         for others in
             [vec![named("a.weight", &[1.0, -2.0], true)], vec![named("b", &[1.0, 2.0], true), param(&[0.0], false)]]
         {
-            assert!(AdamW::new(&others, &config()).load(&path).unwrap_err().to_string().contains("expected"));
+            assert!(Optimizer::new(&others, &config()).load(&path).unwrap_err().to_string().contains("expected"));
         }
     }
 

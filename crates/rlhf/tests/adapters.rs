@@ -25,7 +25,7 @@ fn bf16() -> ModelOptions {
 fn train(model: &mut CausalLm) -> [f64; 2] {
     model.set_trainable(true);
     let optimizer = rlhf::settings::SftConfig::new("m", "d", "o").optimizer;
-    let mut optimizer = rlhf::optim::AdamW::new(model.trainable_params(), &optimizer);
+    let mut optimizer = rlhf::optim::Optimizer::new(model.trainable_params(), &optimizer);
     let spans = IDS.map(|ids| 1..ids.len());
     let loss = || -model.token_logprobs(&IDS, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float);
     let first = loss().double_value(&[]);

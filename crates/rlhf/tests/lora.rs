@@ -467,7 +467,7 @@ fn training_an_adapter_leaves_the_base_as_it_was_to_the_bit() {
     model.add_adapter(&config(), 1).unwrap();
     model.set_trainable(true);
     let optimizer = rlhf::settings::SftConfig::new("m", "d", "o").optimizer;
-    let mut optimizer = rlhf::optim::AdamW::new(model.trainable_params(), &optimizer);
+    let mut optimizer = rlhf::optim::Optimizer::new(model.trainable_params(), &optimizer);
     let spans = IDS.map(|ids| 1..ids.len());
     let loss = || -model.token_logprobs(&IDS, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float);
     let first = loss().double_value(&[]);

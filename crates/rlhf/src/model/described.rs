@@ -595,7 +595,7 @@ impl Holding<'_> {
 mod tests {
     use super::*;
     use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, SequenceClassifier};
-    use crate::optim::{AdamW, OptimizerConfig};
+    use crate::optim::{Optimizer, OptimizerConfig};
 
     fn golden(name: &str) -> std::path::PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -650,8 +650,8 @@ mod tests {
                 trained.prepare(false);
                 trained.set_trainable(true);
                 assert_eq!(held(Holding::Trained(0), None), real(trained.params()), "{name}");
-                let optimizer = AdamW::new(trained.trainable_params(), &crate::flag::defaults::<OptimizerConfig>());
-                assert_eq!(optimizer.moments_bytes(), 8 * real(trained.params())[2], "{name}");
+                let optimizer = Optimizer::new(trained.trainable_params(), &crate::flag::defaults::<OptimizerConfig>());
+                assert_eq!(optimizer.state_bytes(), 8 * real(trained.params())[2], "{name}");
                 for (dtype, kind) in [(Dtype::Auto, None), (Dtype::BFloat16, Some(Kind::BFloat16))] {
                     let mut frozen = load(dtype);
                     frozen.hold_as_computed();

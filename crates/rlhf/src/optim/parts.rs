@@ -1,5 +1,6 @@
 //! AdamW over this rank's parts of a model that is divided over ranks (ZeRO stages 1 to 3).
 
+use super::state::MOMENTS;
 use super::{OptimizerConfig, STEPS};
 use crate::model::{Shards, TrainedPart};
 use crate::weights::{self, Checkpoint, TensorSpec};
@@ -53,14 +54,14 @@ impl Parts {
         self.shards.gather_stepped()
     }
 
-    /// Writes the state as [`super::AdamW::save`] does, a unit at a time; the other ranks serve.
+    /// Writes the state as [`super::Optimizer::save`] does, a unit at a time; the other ranks serve.
     pub(super) fn save(&self, path: &Path, steps: i64) -> Result<()> {
         let spec = |name: String, kind, shape: Vec<i64>| TensorSpec { name, kind, shape };
         let mut specs = vec![spec(STEPS.to_string(), Kind::Double, vec![1])];
         let mut places = vec![None];
         for (index, part) in self.parts.iter().enumerate() {
             for (at, slot) in part.trained.slots.iter().enumerate() {
-                for (which, moment) in super::MOMENTS.iter().enumerate() {
+                for (which, moment) in MOMENTS.iter().enumerate() {
                     specs.push(spec(format!("{}.{moment}", slot.name), Kind::Float, slot.shape.clone()));
                     places.push(Some((index, at, which)));
                 }
@@ -88,7 +89,7 @@ impl Parts {
         for part in &mut self.parts {
             let Part { trained, moments, .. } = part;
             let own = trained.params.numel() as i64;
-            for (moment, held) in super::MOMENTS.iter().zip(moments) {
+            for (moment, held) in MOMENTS.iter().zip(moments) {
                 for slot in &trained.slots {
                     let name = format!("{}.{moment}", slot.name);
                     super::check_shape(file, path, &name, &slot.shape)?;

@@ -7,7 +7,7 @@ use crate::model::{
 };
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
-use crate::optim::{AdamW, LearningRates, OptimizerConfig};
+use crate::optim::{LearningRates, Optimizer, OptimizerConfig};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, row_index};
@@ -156,9 +156,9 @@ pub struct Learner {
     /// The ranks that train together.
     pub(crate) world: World,
     pub(crate) settings: LearnerSettings,
-    pub(crate) policy_optimizer: AdamW,
+    pub(crate) policy_optimizer: Optimizer,
     /// Optimizer of a separate value model.
-    pub(crate) value_optimizer: Option<AdamW>,
+    pub(crate) value_optimizer: Option<Optimizer>,
     /// Loss scales, in f16.
     pub(crate) scaling: Option<Scaling>,
     /// Most tokens in one forward and backward pass.
@@ -280,7 +280,7 @@ impl Learner {
 
     /// Optimizer steps taken, of both models.
     pub(crate) fn steps(&self) -> i64 {
-        self.policy_optimizer.steps() + self.value_optimizer.as_ref().map_or(0, AdamW::steps)
+        self.policy_optimizer.steps() + self.value_optimizer.as_ref().map_or(0, Optimizer::steps)
     }
 
     /// Trains on one batch of experience: one epoch per entry of `orders`, each a permutation of the rows.
@@ -582,7 +582,7 @@ impl Learner {
     /// The norm of each parameter's gradient, before clipping; the policy's only if it is trained.
     fn gradients_by_name(&self, trains_policy: bool) -> Gradients {
         let [of_policy, of_value] = self.loss_scales();
-        let norms = |optimizer: &AdamW, scale: f64| {
+        let norms = |optimizer: &Optimizer, scale: f64| {
             optimizer.grad_norms().into_iter().map(|(name, norm)| (name, norm / scale)).collect()
         };
         Gradients {
@@ -663,7 +663,7 @@ impl Learner {
     /// Clears the gradients of both models.
     pub fn zero_grad(&mut self) {
         self.policy_optimizer.zero_grad();
-        self.value_optimizer.iter_mut().for_each(AdamW::zero_grad);
+        self.value_optimizer.iter_mut().for_each(Optimizer::zero_grad);
     }
 }
 
@@ -680,12 +680,12 @@ fn passes<'a>(
     micro_batches(rows, most_rows, most_tokens, |row| (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0)))
 }
 
-fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
-    AdamW::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
+fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
+    Optimizer::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
 }
 
-fn value_optimizer(value: &SequenceClassifier, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
-    AdamW::of_model(value.trainable_params(), value.shards(), config, settings.offload_optimizer)
+fn value_optimizer(value: &SequenceClassifier, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
+    Optimizer::of_model(value.trainable_params(), value.shards(), config, settings.offload_optimizer)
 }
 
 /// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.

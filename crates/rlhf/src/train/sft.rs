@@ -7,7 +7,7 @@ use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
@@ -103,7 +103,7 @@ fn load_run<'a>(
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
         },
-        optimizer: AdamW::of_model(
+        optimizer: Optimizer::of_model(
             model.trainable_params(),
             model.shards(),
             &config.optimizer,

@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::model::{Param, Shards};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::MicroBatchSettings;
-use crate::optim::{AdamW, learning_rate};
+use crate::optim::{Optimizer, learning_rate};
 use crate::run::card::Card;
 use crate::run::checkpoint::{OPTIMIZER, Saved};
 use crate::run::event::Event;
@@ -126,7 +126,7 @@ pub(super) struct UpdateRows<'a> {
 pub(super) struct Loaded<'a, C> {
     pub(super) opening: Opening,
     pub(super) spec: RunSpec<'a, C>,
-    pub(super) optimizer: AdamW,
+    pub(super) optimizer: Optimizer,
     pub(super) schedule: (f64, &'a OptimizerConfig),
     /// Order of the rows, at the start of a run.
     pub(super) cursor: Cursor,
@@ -209,7 +209,7 @@ struct Run<'a, T: Supervised, C> {
     spec: &'a RunSpec<'a, C>,
     words: &'a Words<'a>,
     progress: Progress,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     /// The ranks that train together.
     world: World,
     /// Peak of the learning rate, and its schedule.

@@ -5,7 +5,7 @@ use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::BASE_MODEL;
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
@@ -321,7 +321,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn bit_sums(&self) -> Vec<(String, i64)> {
-        let value = self.learner.value_optimizer.iter().flat_map(AdamW::bit_sums);
+        let value = self.learner.value_optimizer.iter().flat_map(Optimizer::bit_sums);
         self.learner.policy_optimizer.bit_sums().into_iter().chain(value).collect()
     }
 
