@@ -1,18 +1,22 @@
 //! Optimizers, gradient clipping, learning-rate schedules.
 
+mod adafactor;
+mod blocks;
 pub mod loss_scale;
 pub(crate) mod micro_batch;
 mod parts;
+mod rounding;
 pub(crate) mod settings;
 mod state;
 
-pub use settings::{LrSchedulerType, OptimizerConfig};
+pub use settings::{LrSchedulerType, Optim, OptimizerConfig};
 
 use crate::dist::World;
 use crate::model::{Param, Shards};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
+pub(crate) use state::state_bytes;
 use state::{State, Step};
 use std::path::Path;
 use tch::{Kind, Tensor};
@@ -31,6 +35,8 @@ pub struct Optimizer {
     /// In place of `params`, if the state is divided.
     parts: Option<Parts>,
     steps: i64,
+    /// Seed of random numbers.
+    seed: u64,
 }
 
 /// A parameter with its state.
@@ -49,11 +55,17 @@ impl Optimizer {
             name: param.name.clone(),
             tensor: param.tensor.shallow_clone(),
             decay: param.decay,
-            state: State::new(param),
+            state: State::new(param, config.optim),
         };
         let mut params: Vec<Trained> = params.into_iter().map(trained).collect();
         params.sort_by_key(|param| !param.decay);
-        Self { config: config.clone(), params, shards: None, parts: None, steps: 0 }
+        Self { config: config.clone(), params, shards: None, parts: None, steps: 0, seed: 0 }
+    }
+
+    /// Sets the seed of the random numbers by which [`Optim::AdamwBf16`] rounds; a step depends on it and on the step's number.
+    #[must_use]
+    pub fn with_seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
     }
 
     /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With `offload` a divided
@@ -130,14 +142,14 @@ impl Optimizer {
         }
         for group in self.params.chunk_by(|a, b| a.decay == b.decay) {
             let grads: Vec<Tensor> = group.iter().map(Trained::grad).collect();
-            let flat: Vec<Tensor> = grads.iter().map(|grad| grad.reshape([-1])).collect();
+            let flat: Vec<Tensor> = grads.iter().map(|grad| grad.reshape([-1]).to_kind(Kind::Float)).collect();
             let mut flat = Tensor::cat(&flat, 0);
             world.sum(&mut flat)?;
             let mut start = 0;
             for (param, grad) in group.iter().zip(&grads) {
                 let sum = flat.narrow(0, start, grad.numel() as i64).view_as(grad);
                 start += grad.numel() as i64;
-                tch_ext::set_grad(&param.tensor, &sum.copy()).map_err(Error::Run)?;
+                tch_ext::set_grad(&param.tensor, &sum.to_kind(grad.kind()).copy()).map_err(Error::Run)?;
             }
         }
         Ok(())
@@ -152,7 +164,8 @@ impl Optimizer {
 
     /// Returns the sum of the bits of each parameter, by name.
     pub(crate) fn bit_sums(&self) -> Vec<(String, i64)> {
-        let sum = |param: &Tensor| param.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[]);
+        let bits = |param: &Tensor| if param.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
+        let sum = |param: &Tensor| param.detach().view_dtype(bits(param)).sum(Kind::Int64).int64_value(&[]);
         self.params.iter().map(|param| (param.name.clone(), sum(&param.tensor))).collect()
     }
 
@@ -180,9 +193,10 @@ impl Optimizer {
             self.zero_grad();
             return Ok(());
         }
-        for param in &mut self.params {
+        for (index, param) in self.params.iter_mut().enumerate() {
             let weight_decay = if param.decay { self.config.weight_decay } else { 0.0 };
-            let step = Step { number: self.steps, settings: self.config.step(lr, weight_decay) };
+            let settings = self.config.step(lr, weight_decay);
+            let step = Step { number: self.steps, settings, seed: self.seed, index };
             let grad = param.grad();
             let stepped = param.state.step(&param.tensor, &grad, step);
             stepped.map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
@@ -231,6 +245,11 @@ impl Optimizer {
             for (part, tensor) in state.tensors() {
                 let name = format!("{name}.{part}");
                 check_shape(&file, path, &name, &tensor.size())?;
+                let expected = tensor.kind();
+                if let Some(found) = file.kind_of(&name).filter(|found| *found != expected) {
+                    let message = format!("tensor `{name}`: expected dtype {expected:?}, found {found:?}");
+                    return Err(Error::invalid(path, message));
+                }
                 tensor.shallow_clone().copy_(&file.read(&name, tensor.device(), tensor.kind())?);
             }
         }
@@ -349,7 +368,7 @@ mod tests {
 
     fn param(values: &[f32], decay: bool) -> Param {
         let tensor = Tensor::from_slice(values).set_requires_grad(true);
-        Param { name: "w".into(), tensor, decay }
+        Param { name: "w".into(), tensor, decay, embedding: false }
     }
 
     #[test]

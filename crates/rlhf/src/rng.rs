@@ -4,7 +4,10 @@
 //! of work and resuming a run do not change draws, and no generator state has to be saved.
 
 use rand::RngExt;
-use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
 use rand_distr::{Distribution, StandardNormal};
 
 /// Purpose of a stream of random numbers; part of its key.
@@ -37,6 +40,8 @@ pub enum Purpose {
     Lengths = 12,
     /// Rows drawn with replacement, for intervals; counters: the resample, 0.
     Bootstrap = 13,
+    /// Stochastic rounding of weights and moments; counters: the optimizer step, the tensor's index in the optimizer.
+    Rounding = 14,
 }
 
 /// A stream of random numbers.
@@ -67,6 +72,13 @@ impl Stream {
     pub fn chances(&mut self, count: usize, share: f64) -> impl Iterator<Item = bool> {
         let below = (share * 2f64.powi(32)) as u64;
         (0..count).map(move |_| u64::from(self.0.random::<u32>()) < below)
+    }
+
+    /// `count` words of 16 random bits, as bytes.
+    pub(crate) fn words(&mut self, count: usize) -> Vec<u8> {
+        let mut bytes = vec![0; 2 * count];
+        self.0.fill_bytes(&mut bytes);
+        bytes
     }
 
     /// A permutation of `0..len`, each equally likely (Fisher and Yates).

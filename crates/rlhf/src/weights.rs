@@ -119,20 +119,24 @@ impl Checkpoint {
         kinds.into_iter().rev().max_by_key(|&(dtype, _)| bytes_of(dtype)).expect("there are three").1
     }
 
-    /// Reads the tensor `name` as `kind` onto `device`.
+    /// Reads the tensor `name` as `kind` onto `device`: a float, or U8 as it is.
     ///
     /// # Errors
-    /// If there is no such tensor, its dtype is not a float, or its bytes cannot be read.
+    /// If there is no such tensor, its dtype is not a float (or not U8), or its bytes cannot be read.
     pub fn read(&self, name: &str, device: Device, kind: Kind) -> Result<Tensor> {
         let entry = self
             .tensors
             .get(name)
             .ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))?;
         let source = &self.files[entry.file];
-        let stored = self.kind_of(name).ok_or_else(|| {
-            let found = entry.info.dtype;
-            let message = format!("tensor `{name}`: expected dtype F32, F16, BF16 or F64, found {found:?}");
-            Error::invalid(&source.path, message)
+        let found = entry.info.dtype;
+        let (stored, expected) = match kind {
+            // Codes, which have no meaning as numbers.
+            Kind::Uint8 => ((found == Dtype::U8).then_some(Kind::Uint8), "U8"),
+            _ => (self.kind_of(name), "F32, F16, BF16 or F64"),
+        };
+        let stored = stored.ok_or_else(|| {
+            Error::invalid(&source.path, format!("tensor `{name}`: expected dtype {expected}, found {found:?}"))
         })?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?;
@@ -301,6 +305,7 @@ impl TensorSpec {
             Kind::Double => Dtype::F64,
             Kind::Int64 => Dtype::I64,
             Kind::Bool => Dtype::BOOL,
+            Kind::Uint8 => Dtype::U8,
             other => unreachable!("no file holds {other:?} tensors"),
         }
     }

@@ -5,7 +5,7 @@ use crate::support::{golden, init, say};
 use rlhf::data::Dataset;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
-use rlhf::settings::{LrSchedulerType, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
+use rlhf::settings::{LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -171,6 +171,16 @@ fn ppo_resumes(change: impl Fn(&mut PpoConfig)) {
 #[test]
 fn a_run_stopped_after_any_update_resumes_to_the_same_bits() {
     ppo_resumes(|_| ());
+}
+
+#[test]
+fn a_run_of_an_optimizer_with_small_states_stopped_after_any_update_resumes_to_the_same_bits() {
+    for optim in [Optim::Adamw8bit, Optim::Adafactor, Optim::AdamwBf16] {
+        ppo_resumes(|config| {
+            config.optimizer.optim = optim;
+            config.run.bf16 = optim == Optim::AdamwBf16;
+        });
+    }
 }
 
 #[test]

@@ -25,6 +25,7 @@ mod library;
 mod lora;
 mod models;
 mod numbers;
+mod optimizers;
 mod pipeline;
 mod plan;
 mod ppo;

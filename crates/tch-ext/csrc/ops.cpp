@@ -272,6 +272,19 @@ struct Residual : torch::autograd::Function<Residual> {
 
 // --- Embedding ------------------------------------------------------------------------------------------------------
 
+// grad[ids[i]] += rows[i], in the dtype of `grad`.
+void add_rows(Tensor& grad, const Tensor& ids, const Tensor& rows) {
+  if (grad.scalar_type() == at::kFloat) {
+    grad.index_add_(0, ids, rows.to(at::kFloat));
+    return;
+  }
+  // The rows of a frequent token are summed in f32 first: in bf16 a sum would stop to grow.
+  const auto [unique, places, counts] = at::_unique2(ids, /*sorted=*/true, /*return_inverse=*/true);
+  const Tensor sums = at::zeros({unique.size(0), grad.size(1)}, grad.options().dtype(at::kFloat));
+  sums.index_add_(0, places, rows.to(at::kFloat));
+  grad.index_add_(0, unique, sums.to(grad.scalar_type()));
+}
+
 struct Embedding : torch::autograd::Function<Embedding> {
   static Tensor forward(AutogradContext* ctx, const Tensor& table, const Tensor& ids) {
     ctx->save_for_backward({table, ids});
@@ -281,7 +294,7 @@ struct Embedding : torch::autograd::Function<Embedding> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
-    if (saved[0].requires_grad()) grad_of(saved[0]).index_add_(0, saved[1], grads[0].to(saved[0].scalar_type()));
+    if (saved[0].requires_grad()) add_rows(grad_of(saved[0]), saved[1], grads[0]);
     return {{}, {}};
   }
 };

@@ -322,7 +322,7 @@ mod tests {
         };
         let lora =
             "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora";
-        let optimizer = "learning_rate lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+        let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \

@@ -178,15 +178,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Together, TRAIN, &["eval_strategy", "save_strategy", "use_cpu"]),
     (Only(OFF, "code that comes with a model is never run"), TRAIN, &["trust_remote_code"]),
-    (
-        Only(
-            &["none", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"],
-            "the optimizer is AdamW with decoupled weight decay, in float32",
-        ),
-        TRAIN,
-        &["optim"],
-    ),
-    (Only(OFF, "the optimizer is AdamW"), TRAIN, &["adafactor"]),
+    (Only(OFF, "set optim = adafactor"), TRAIN, &["adafactor"]),
     (Only(UNSET, "the optimizer's settings are flags of their own"), TRAIN, &["optim_args", "optim_target_modules"]),
     (Only(UNSET, "a schedule's settings are the flags lr_end and power"), TRAIN, &["lr_scheduler_kwargs"]),
     (Only(ZERO, "labels are not smoothed"), TRAIN, &["label_smoothing_factor"]),

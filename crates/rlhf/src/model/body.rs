@@ -44,6 +44,28 @@ pub(super) struct Body {
     pub(super) gradient_checkpointing: bool,
     /// Number of leading parameters that are never trained.
     pub(super) num_frozen: usize,
+    /// Whether trained matrices are held in bf16.
+    pub(super) trains_in_bf16: bool,
+}
+
+/// The part of a model that is trained, and how it is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trains {
+    /// A new adapter; weights are held as they are computed.
+    Adapter,
+    /// All weights, in f32.
+    All,
+    /// All weights, the larger matrices in bf16: see [`holds_in_bf16`].
+    AllInBf16,
+}
+
+/// Number of elements from which a matrix is held in bf16 where weights are trained so.
+pub(crate) const LEAST_IN_BF16: usize = 4096;
+
+/// Whether a parameter is held in bf16 where weights are trained so: a matrix or embedding of at least [`LEAST_IN_BF16`] elements. Vectors and
+/// heads are computed in f32.
+pub(crate) fn holds_in_bf16(name: &str, shape: &[i64]) -> bool {
+    shape.len() >= 2 && shape.iter().product::<i64>() >= LEAST_IN_BF16 as i64 && !lora::is_head(name)
 }
 
 /// Hidden states of a forward pass, which holds the parameters of the head.
@@ -109,19 +131,19 @@ impl Body {
             originals: Vec::new(),
             gradient_checkpointing: false,
             num_frozen: 0,
+            trains_in_bf16: false,
         }
     }
 
     /// Prepares weights that were just read for training: merges an adapter that is already there into `adapted_head` and the
-    /// layers. The base of a new adapter is held in the dtype that it is computed in, `lm_head` included; other weights in f32.
-    pub(super) fn prepare(
-        &mut self,
-        gets_adapter: bool,
-        adapted_head: Option<&mut Linear>,
-        lm_head: Option<&mut Linear>,
-    ) {
+    /// layers. The base of a new adapter is held in the dtype that it is computed in, `lm_head` included.
+    pub(super) fn prepare(&mut self, trains: Trains, adapted_head: Option<&mut Linear>, lm_head: Option<&mut Linear>) {
         self.merge_adapter(adapted_head);
-        if gets_adapter { self.hold_as_computed(lm_head) } else { self.hold_as_f32() }
+        match trains {
+            Trains::Adapter => self.hold_as_computed(lm_head),
+            Trains::All => self.hold_as_f32(),
+            Trains::AllInBf16 => self.hold_in_bf16(),
+        }
     }
 
     /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
@@ -141,13 +163,36 @@ impl Body {
 
     /// Holds every tensor in f32.
     fn hold_as_f32(&mut self) {
+        self.hold_as(|_| Kind::Float);
+        self.kind = Kind::Float;
+    }
+
+    /// Holds the larger matrices in bf16, also while they are trained, and other tensors in f32.
+    pub(super) fn hold_in_bf16(&mut self) {
+        self.hold_as(|param| match holds_in_bf16(&param.name, &param.tensor.size()) {
+            true => Kind::BFloat16,
+            false => Kind::Float,
+        });
+        (self.kind, self.trains_in_bf16) = (Kind::BFloat16, true);
+    }
+
+    /// Holds each tensor in the dtype that `kind` returns.
+    fn hold_as(&mut self, kind: impl Fn(&Param) -> Kind) {
         for param in &mut self.params {
-            if param.tensor.kind() != Kind::Float {
-                let wide = tch::no_grad(|| param.tensor.to_kind(Kind::Float));
-                param.tensor.set_data(&wide);
+            let kind = kind(param);
+            if param.tensor.kind() != kind {
+                let held = tch::no_grad(|| param.tensor.to_kind(kind));
+                param.tensor.set_data(&held);
             }
         }
-        self.kind = Kind::Float;
+        // `set_data` does not change the version by which copies are renewed.
+        self.decoder.drop_copies();
+    }
+
+    /// The dtype in which a head is saved.
+    pub(super) fn head_kind(&self) -> Kind {
+        // A resumed run has to find the numbers that it left.
+        if self.trains_in_bf16 { Kind::Float } else { self.kind }
     }
 
     /// Whether a parameter is trained beside the frozen base.
@@ -289,10 +334,15 @@ impl Body {
         self.decoder.drop_copies();
     }
 
+    /// Whether a tensor of this dtype can be trained.
+    fn is_trainable(&self, kind: Kind) -> bool {
+        kind == Kind::Float || kind == Kind::BFloat16 && self.trains_in_bf16
+    }
+
     /// Checks the input for mistakes of the caller on which libtorch would fail.
     pub(super) fn check<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<()> {
         let (sequences, vocab) = (batch.sequences, self.config.vocab_size);
-        if let Some(param) = self.trainable_params().find(|param| param.tensor.kind() != Kind::Float) {
+        if let Some(param) = self.trainable_params().find(|param| !self.is_trainable(param.tensor.kind())) {
             return Err(Error::Run(format!(
                 "`{}` is held in {:?} and trainable: expected f32 (Dtype::Float32), or an adapter on frozen weights",
                 param.name,

@@ -2,7 +2,7 @@
 
 use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
-use super::body::{Body, Gathered, Hidden};
+use super::body::{Body, Gathered, Hidden, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
@@ -169,7 +169,7 @@ impl CausalLm {
         let [tied, own] = [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
         self.lm_head = own;
         self.body.config.untie();
-        self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true });
+        self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true, embedding: false });
         let added = add(self);
         if added.is_err() {
             (self.body.config, self.lm_head) = (config, tied);
@@ -203,11 +203,17 @@ impl CausalLm {
         self.body.hold_as_computed(own_head.then_some(&mut self.lm_head.linear));
     }
 
-    /// Prepares weights that were just read for training: merges an adapter that is already there. Weights that get a new
-    /// adapter are held as they are computed, other weights in f32.
-    pub(crate) fn prepare(&mut self, gets_adapter: bool) {
+    /// Holds matrices and embeddings of at least 4096 elements in bf16, also while they are trained by
+    /// [`Optim::AdamwBf16`](crate::optim::Optim::AdamwBf16), and other tensors in f32. Called before the model is made trainable.
+    pub fn hold_in_bf16(&mut self) {
+        self.body.hold_in_bf16();
+        self.lm_head.linear.drop_copies();
+    }
+
+    /// Prepares weights that were just read for training: merges an adapter that is already there, and holds the weights as `trains` says.
+    pub(crate) fn prepare(&mut self, trains: Trains) {
         let own_head = !self.body.config.tie_word_embeddings;
-        self.body.prepare(gets_adapter, None, own_head.then_some(&mut self.lm_head.linear));
+        self.body.prepare(trains, None, own_head.then_some(&mut self.lm_head.linear));
     }
 
     /// Whether tensors were rounded to the configured dtype when they were read.
@@ -226,9 +232,9 @@ impl CausalLm {
     /// # Errors
     /// None for a model that was built.
     pub fn base(&self) -> Result<Self> {
-        let params = self.body.params.iter().map(|Param { name, tensor, decay }| {
-            let tensor = self.body.original(name).unwrap_or(tensor).shallow_clone();
-            Param { name: name.clone(), tensor, decay: *decay }
+        let params = self.body.params.iter().map(|param| {
+            let tensor = self.body.original(&param.name).unwrap_or(&param.tensor).shallow_clone();
+            Param { name: param.name.clone(), tensor, ..*param }
         });
         let params: Vec<Param> = params.collect();
         self.viewing(&params, params.len())
@@ -269,9 +275,9 @@ impl CausalLm {
     /// A copy that shares the memory of the first `shared` parameters.
     fn copy_sharing(&self, shared: usize) -> Result<Self> {
         let _all = self.gathered()?;
-        let copies = self.body.params.iter().enumerate().map(|(at, Param { name, tensor, decay })| {
-            let tensor = if at < shared { tensor.shallow_clone() } else { tensor.detach().copy() };
-            Param { name: name.clone(), tensor, decay: *decay }
+        let copies = self.body.params.iter().enumerate().map(|(at, param)| {
+            let tensor = if at < shared { param.tensor.shallow_clone() } else { param.tensor.detach().copy() };
+            Param { name: param.name.clone(), tensor, ..*param }
         });
         self.viewing(&copies.collect::<Vec<_>>(), shared)
     }

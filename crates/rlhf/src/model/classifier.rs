@@ -3,7 +3,7 @@
 use super::ModelOptions;
 use super::adapter_folder::AdapterFolder;
 use super::batch::{Batch, shared_lens};
-use super::body::{Body, Gathered};
+use super::body::{Body, Gathered, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape, Norm};
@@ -261,9 +261,14 @@ impl SequenceClassifier {
         self.body.hold_as_computed(None);
     }
 
+    /// As [`super::CausalLm::hold_in_bf16`]; heads stay in f32.
+    pub fn hold_in_bf16(&mut self) {
+        self.body.hold_in_bf16();
+    }
+
     /// As [`super::CausalLm::prepare`].
-    pub(crate) fn prepare(&mut self, gets_adapter: bool) {
-        self.body.prepare(gets_adapter, self.head.inner(), None);
+    pub(crate) fn prepare(&mut self, trains: Trains) {
+        self.body.prepare(trains, self.head.inner(), None);
     }
 
     /// As [`super::CausalLm::was_rounded`].

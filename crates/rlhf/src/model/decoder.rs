@@ -114,7 +114,7 @@ impl Decoder {
         b.check_layers(shape.num_hidden_layers + shape.encoder_layers.unwrap_or(0))?;
         let names = &shape.family.names;
         let embed = [shape.vocab_size, shape.embedding_size];
-        let embed = b.tensor(format!("{}.weight", names.embed), &embed, Init::Normal(shape.initializer_range), true)?;
+        let embed = b.embedding(format!("{}.weight", names.embed), &embed, Init::Normal(shape.initializer_range))?;
         let encoder = match (shape.of_encoder(), names.encoder) {
             (Some(shape), Some(names)) => Some(Self::stack(&shape, names, &embed, b, compute)?),
             _ => None,
@@ -131,7 +131,7 @@ impl Decoder {
     fn stack(shape: &Shape, names: &Names, embed: &Tensor, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
         let (width, std) = (shape.embedding_size, shape.initializer_range);
         let table = |b: &mut Builder<'_>, base: &str, rows: i64, width: i64| {
-            b.tensor(format!("{base}.weight"), &[rows, width], Init::Normal(std), true)
+            b.embedding(format!("{base}.weight"), &[rows, width], Init::Normal(std))
         };
         let rows = (shape.max_position_embeddings as i64).saturating_add(shape.position_offset);
         let positions = names.positions.filter(|_| shape.learned_positions);
@@ -154,7 +154,7 @@ impl Decoder {
             (Some(bias), Some(base)) => {
                 let init = Init::Normal(std * (shape.hidden_size as f64).powf(-0.5));
                 let sizes = [bias.buckets, shape.num_attention_heads];
-                Some(b.tensor(format!("{}.0.{base}.weight", names.layers), &sizes, init, true)?)
+                Some(b.embedding(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
             }
             _ => None,
         };

@@ -1,6 +1,6 @@
 //! Sizes of a model, from its configuration alone: no weight is read, and none is allocated.
 
-use super::body::activation_bytes;
+use super::body::{activation_bytes, holds_in_bf16};
 use super::classifier::{Head, SCORE_HEADS};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
@@ -26,6 +26,8 @@ pub(crate) struct ModelSizes {
 struct TensorSize {
     name: String,
     numel: usize,
+    shape: Vec<i64>,
+    is_embedding: bool,
     /// The dtype in the model's files.
     kind: Kind,
     /// The layer of the stack.
@@ -57,6 +59,8 @@ struct LinearSize {
 pub(crate) enum Holding<'a> {
     /// Weights are trained, all in f32: those from layer `.0` on, and the embeddings too if it is 0.
     Trained(usize),
+    /// The same with the larger matrices in bf16.
+    TrainedInBf16(usize),
     /// An adapter is trained, beside weights that are held as they are computed.
     Adapted(&'a LoraConfig),
     /// Nothing is trained, and weights are held as they are computed. If `.0` is above 0, the weights before that layer share the memory
@@ -69,8 +73,10 @@ pub(crate) enum Holding<'a> {
 pub(crate) struct Held {
     /// Number of all parameters, those of an adapter included.
     pub(crate) parameters: usize,
-    /// Number of trained parameters, which are f32.
+    /// Number of trained parameters.
     pub(crate) trained: usize,
+    /// Bytes of their gradients, which have their dtypes.
+    pub(crate) gradients: usize,
     /// Bytes of the weights.
     pub(crate) weights: usize,
     /// Bytes of the base's values of modules that are trained in full beside an adapter, which no rank divides.
@@ -89,6 +95,14 @@ pub(crate) struct Held {
     pub(crate) trained_layer: usize,
     /// Number of trained parameters outside the layers.
     pub(crate) trained_root: usize,
+}
+
+/// A trained tensor, as its optimizer has to know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TrainedTensor {
+    pub(crate) shape: Vec<i64>,
+    pub(crate) kind: Kind,
+    pub(crate) is_embedding: bool,
 }
 
 /// The tokens of one pass.
@@ -138,6 +152,7 @@ impl Held {
         let bytes = parameters * Kind::Float.elt_size_in_bytes();
         self.parameters += parameters;
         self.trained += parameters;
+        self.gradients += bytes;
         self.trained_root += parameters;
         self.weights += bytes;
         self.root += bytes;
@@ -213,6 +228,8 @@ impl ModelSizes {
         };
         let tensors = builder.finish(&[])?.into_iter().map(|param| TensorSize {
             numel: param.tensor.numel(),
+            shape: param.tensor.size(),
+            is_embedding: param.embedding,
             kind: param.tensor.kind(),
             layer: decoder.layer_of(&param.name),
             role: role(&param.name),
@@ -255,6 +272,7 @@ impl ModelSizes {
             let trained = if trained { numel } else { 0 };
             (held.parameters, held.weights) = (held.parameters + numel, held.weights + bytes);
             held.trained += trained;
+            held.gradients += trained * kind.elt_size_in_bytes();
             match layer {
                 None => (held.root, held.trained_root) = (held.root + bytes, held.trained_root + trained),
                 Some(layer) => {
@@ -276,7 +294,7 @@ impl ModelSizes {
                 }
                 continue;
             }
-            let own = at >= first || matches!(holding, Holding::Trained(_));
+            let own = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
             // Memory that is shared with a trained model is f32.
             let kind = if own { holding.kind(tensor, dtype, compute) } else { Kind::Float };
             if own {
@@ -309,9 +327,42 @@ impl ModelSizes {
         Ok(held)
     }
 
+    /// The tensors that are trained.
+    ///
+    /// # Errors
+    /// If a target of the adapter matches no layer.
+    pub(crate) fn trained(&self, holding: Holding<'_>) -> Result<Vec<TrainedTensor>> {
+        let first = self.first_own(holding);
+        let (tensors, saved) = self.with_saved(holding)?;
+        let f32 = |shape: Vec<i64>, is_embedding| TrainedTensor { shape, kind: Kind::Float, is_embedding };
+        let mut trained = Vec::new();
+        for (at, tensor) in tensors.iter().enumerate() {
+            let (shape, is_embedding) = (tensor.shape.clone(), tensor.is_embedding);
+            if saved.contains(&tensor.name) {
+                trained.push(f32(shape, is_embedding));
+            } else if at >= first && holding.trains(tensor.role) {
+                let kind = holding.kind(tensor, None, Kind::Float);
+                trained.push(TrainedTensor { kind, ..f32(shape, is_embedding) });
+            }
+        }
+        if let Holding::Adapted(lora) = holding {
+            for (linear, size) in self.adapted(lora)? {
+                let ([width_in, width_out], r) = (linear.widths.map(|width| width as i64), size.r as i64);
+                trained.extend([f32(vec![r, width_in], false), f32(vec![width_out, r], false)]);
+                trained.extend(lora.use_dora.then(|| f32(vec![width_out], false)));
+            }
+        }
+        Ok(trained)
+    }
+
     /// Place of the first tensor that is trained, or that is the model's own: that of the first layer that `holding` names.
     fn first_own(&self, holding: Holding<'_>) -> usize {
-        let (Holding::Trained(first @ 1..) | Holding::Frozen(first @ 1..)) = holding else { return 0 };
+        let (Holding::Trained(first) | Holding::TrainedInBf16(first) | Holding::Frozen(first)) = holding else {
+            return 0;
+        };
+        if first == 0 {
+            return 0;
+        }
         self.tensors
             .iter()
             .position(|tensor| tensor.layer.is_some_and(|layer| layer >= first))
@@ -569,7 +620,7 @@ struct SourceBytes {
 impl Holding<'_> {
     fn trains(self, role: TensorRole) -> bool {
         match self {
-            Self::Trained(_) => true,
+            Self::Trained(_) | Self::TrainedInBf16(_) => true,
             Self::Adapted(_) => role == TensorRole::Score,
             Self::Frozen(_) => false,
         }
@@ -583,7 +634,8 @@ impl Holding<'_> {
         };
         let narrows = loaded.elt_size_in_bytes() >= compute.elt_size_in_bytes();
         match self {
-            Self::Trained(_) => Kind::Float,
+            Self::TrainedInBf16(_) if holds_in_bf16(&tensor.name, &tensor.shape) => Kind::BFloat16,
+            Self::Trained(_) | Self::TrainedInBf16(_) => Kind::Float,
             // As `Linear::hold_as_computed`: where it takes no more memory.
             _ if tensor.role == TensorRole::Product && narrows => compute,
             _ => loaded,
@@ -594,8 +646,8 @@ impl Holding<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, SequenceClassifier};
-    use crate::optim::{Optimizer, OptimizerConfig};
+    use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, SequenceClassifier, Trains};
+    use crate::optim::{Optim, Optimizer, OptimizerConfig, state_bytes};
 
     fn golden(name: &str) -> std::path::PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -647,20 +699,36 @@ mod tests {
                 };
                 let held = |holding, dtype| planned(sizes.held(holding, dtype, compute).unwrap());
                 let mut trained = load(Dtype::Float32);
-                trained.prepare(false);
+                trained.prepare(Trains::All);
                 trained.set_trainable(true);
                 assert_eq!(held(Holding::Trained(0), None), real(trained.params()), "{name}");
-                let optimizer = Optimizer::new(trained.trainable_params(), &crate::flag::defaults::<OptimizerConfig>());
-                assert_eq!(optimizer.state_bytes(), 8 * real(trained.params())[2], "{name}");
+                let states = |model: &CausalLm, optim, holding| {
+                    let config = OptimizerConfig { optim, ..crate::flag::defaults() };
+                    let real = Optimizer::new(model.trainable_params(), &config).state_bytes();
+                    let planned: usize =
+                        sizes.trained(holding).unwrap().iter().map(|tensor| state_bytes(optim, tensor)).sum();
+                    assert_eq!(planned, real, "{name}, {optim:?}");
+                    real
+                };
+                assert_eq!(states(&trained, Optim::AdamwTorch, Holding::Trained(0)), 8 * real(trained.params())[2]);
+                for optim in [Optim::Adamw8bit, Optim::Adafactor] {
+                    states(&trained, optim, Holding::Trained(0));
+                }
+                let mut narrow = load(Dtype::Float32);
+                narrow.prepare(Trains::AllInBf16);
+                narrow.set_trainable(true);
+                assert_eq!(held(Holding::TrainedInBf16(0), None), real(narrow.params()), "{name}");
+                states(&narrow, Optim::AdamwBf16, Holding::TrainedInBf16(0));
                 for (dtype, kind) in [(Dtype::Auto, None), (Dtype::BFloat16, Some(Kind::BFloat16))] {
                     let mut frozen = load(dtype);
                     frozen.hold_as_computed();
                     assert_eq!(held(Holding::Frozen(0), kind), real(frozen.params()), "{name}");
                     let mut adapted = load(dtype);
-                    adapted.prepare(true);
+                    adapted.prepare(Trains::Adapter);
                     adapted.add_adapter(&lora(), 1).unwrap();
                     adapted.set_trainable(true);
                     assert_eq!(held(Holding::Adapted(&own), kind), real(adapted.params()), "{name}");
+                    states(&adapted, Optim::Adafactor, Holding::Adapted(&own));
                 }
                 if trained.config().is_encoder_decoder() {
                     continue;
@@ -689,7 +757,7 @@ mod tests {
             for (precision, compute) in [(Precision::F32, Kind::Float), (Precision::Bf16, Kind::BFloat16)] {
                 let options = ModelOptions { dtype: Dtype::BFloat16, precision, ..Default::default() };
                 let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
-                model.prepare(true);
+                model.prepare(Trains::Adapter);
                 model.add_adapter(&lora, 1).unwrap();
                 model.set_trainable(true);
                 let held = sizes.held(Holding::Adapted(&lora), Some(Kind::BFloat16), compute).unwrap();

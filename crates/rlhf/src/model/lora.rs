@@ -125,6 +125,7 @@ impl Adapter {
             name: format!("{layer}.{end}"),
             tensor: tensor.shallow_clone(),
             decay: true,
+            embedding: false,
         };
         tensors.map(param).collect()
     }

@@ -16,6 +16,8 @@ pub struct Param {
     pub tensor: Tensor,
     /// Whether weight decay applies. It does not apply to biases and norms, as in TRL.
     pub decay: bool,
+    /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
+    pub embedding: bool,
 }
 
 /// Initialization of a tensor that comes from no checkpoint.
@@ -204,6 +206,13 @@ impl<'a> Builder<'a> {
         Ok(self.keep(name, tensor, decay))
     }
 
+    /// [`Builder::tensor`] of an embedding.
+    pub(crate) fn embedding(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let tensor = self.tensor(name, shape, init, true)?;
+        self.params.last_mut().expect("it was just kept").embedding = true;
+        Ok(tensor)
+    }
+
     /// Returns a newly initialized tensor, even if the rest comes from a checkpoint: a new head.
     pub(crate) fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
         // A model that will be rejected is not initialized, as its sizes may be arbitrary.
@@ -243,7 +252,7 @@ impl<'a> Builder<'a> {
     }
 
     fn keep(&mut self, name: String, tensor: Tensor, decay: bool) -> Tensor {
-        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay });
+        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay, embedding: false });
         tensor
     }
 

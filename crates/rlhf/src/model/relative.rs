@@ -25,7 +25,7 @@ impl RelativePositions {
         };
         let rows = 2 * attention.span();
         let init = Init::Normal(shape.initializer_range);
-        let table = b.tensor(format!("{table}.weight"), &[rows, shape.hidden_size], init, true)?;
+        let table = b.embedding(format!("{table}.weight"), &[rows, shape.hidden_size], init)?;
         let norm = attention.norm.then(|| Norm::build(b, norm, shape.hidden_size, shape)).transpose()?;
         Ok(Some(Self { table, norm, attention, head_dim: shape.head_dim }))
     }

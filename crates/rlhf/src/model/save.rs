@@ -90,7 +90,7 @@ impl Body {
         let params: Vec<&Param> = params.collect();
         // A head is always held in f32.
         let kind = |param: &Param| match self.original(&param.name) {
-            _ if lora::is_head(&param.name) => self.kind,
+            _ if lora::is_head(&param.name) => self.head_kind(),
             Some(original) => original.kind(),
             None => param.tensor.kind(),
         };

@@ -1,7 +1,7 @@
 //! AdamW over this rank's parts of a model that is divided over ranks (ZeRO stages 1 to 3).
 
 use super::state::MOMENTS;
-use super::{OptimizerConfig, STEPS};
+use super::{Optim, OptimizerConfig, STEPS};
 use crate::model::{Shards, TrainedPart};
 use crate::weights::{self, Checkpoint, TensorSpec};
 use crate::{Error, Result};
@@ -47,6 +47,10 @@ impl Parts {
 
     /// Step number `step` by the summed gradients; then gathers the parameters where ranks hold them whole.
     pub(super) fn step(&mut self, lr: f64, config: &OptimizerConfig, step: i64) -> Result<()> {
+        if config.optim != Optim::AdamwTorch {
+            let name = config.optim.name();
+            return Err(Error::Usage(format!("optim = {name}: expected adamw_torch for a state that is sharded")));
+        }
         let grads = self.shards.grad_parts()?;
         for (part, grad) in self.parts.iter_mut().zip(&grads) {
             part.step(lr, config, step, grad).map_err(|e| Error::Run(format!("optimizer step {step}: {e}")))?;

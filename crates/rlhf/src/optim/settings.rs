@@ -1,17 +1,22 @@
-//! Settings of AdamW and of the learning-rate schedule.
+//! Settings of the optimizer and of the learning-rate schedule.
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
+use crate::dist::ZeroStage;
 use crate::flag::{
     NONE, OPTIMIZER, Setting, above_zero, all, expect, no_effect, optional, usage, zero_or_more, zero_to_one,
 };
+use crate::model::Trains;
 
-/// AdamW and the learning-rate schedule. The peak learning rate is a field of each command, as its default differs.
+/// The optimizer and the learning-rate schedule. The peak learning rate is a field of each command, as its default differs.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct OptimizerConfig {
+    /// Optimizer; all but `adamw_torch` hold smaller states.
+    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "adamw_torch")]
+    pub optim: Optim,
     /// Learning-rate schedule after the warm-up.
     #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
     pub lr_scheduler_type: LrSchedulerType,
@@ -27,16 +32,16 @@ pub struct OptimizerConfig {
     /// Power of the `polynomial` schedule.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
     pub power: f64,
-    /// Decoupled weight decay of AdamW.
+    /// Decoupled weight decay.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
     pub weight_decay: f64,
-    /// AdamW's beta1, the decay rate of the mean of the gradients.
+    /// AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
     pub adam_beta1: f64,
-    /// AdamW's beta2, the decay rate of the mean of the squared gradients.
+    /// AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
     pub adam_beta2: f64,
-    /// AdamW's epsilon.
+    /// AdamW's epsilon; Adafactor's is of its own.
     #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
     pub adam_epsilon: f64,
     /// Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
@@ -49,6 +54,68 @@ impl OptimizerConfig {
     pub(super) fn step(&self, lr: f64, weight_decay: f64) -> tch_ext::AdamW {
         let (beta1, beta2, eps) = (self.adam_beta1, self.adam_beta2, self.adam_epsilon);
         tch_ext::AdamW { lr, beta1, beta2, weight_decay, eps }
+    }
+
+    /// Checks the optimizer of models that are sharded by `stages` and computed in bf16 where `bf16` is set; `only_adapters` if nothing
+    /// but adapters is trained.
+    pub(crate) fn check_held(&self, stages: &[ZeroStage], bf16: bool, only_adapters: bool) -> Result<()> {
+        if self.optim == Optim::AdamwBf16 {
+            if only_adapters {
+                let why = "with use_peft = true: adapters are held in float32; adamw_8bit has smaller states";
+                return no_effect("optim", self.optim.name(), why);
+            }
+            if !bf16 {
+                return usage(
+                    "optim = adamw_bf16 needs bf16 = true: its weights are held in the dtype that they are computed in",
+                );
+            }
+        }
+        match stages.iter().find(|stage| stage.shards_optimizer()) {
+            Some(stage) if self.optim != Optim::AdamwTorch => usage(format!(
+                "optim = {} and zero_stage = {stage} exclude each other: sharded states are those of adamw_torch",
+                self.optim.name()
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Name of an optimizer, as in transformers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+pub enum Optim {
+    /// AdamW with both moments in f32.
+    #[serde(rename = "adamw_torch")]
+    #[value(name = "adamw_torch", aliases = ["adamw_torch_fused", "adamw_hf", "adamw"])]
+    AdamwTorch,
+    /// AdamW with both moments in 8 bits, in blocks of 256, as bitsandbytes has them; in f32 for embeddings and for tensors of fewer
+    /// than 4096 elements.
+    #[serde(rename = "adamw_8bit")]
+    #[value(name = "adamw_8bit", alias = "adamw_bnb_8bit")]
+    Adamw8bit,
+    /// Adafactor without a first moment: one second moment for each row and column of a matrix. Its updates are clipped to a root mean
+    /// square of 1.
+    #[serde(rename = "adafactor")]
+    #[value(name = "adafactor")]
+    Adafactor,
+    /// AdamW on weights that are held in bf16, without a copy in f32, with both moments in bf16: a step is computed in f32, and its results
+    /// are rounded stochastically. Vectors, heads and matrices of fewer than 4096 elements stay in f32. Needs `bf16`.
+    #[serde(rename = "adamw_bf16")]
+    #[value(name = "adamw_bf16")]
+    AdamwBf16,
+}
+
+impl Optim {
+    /// The part of a model that is trained with this optimizer, and how it is held.
+    pub(crate) fn trains(self, gets_adapter: bool) -> Trains {
+        match (gets_adapter, self) {
+            (true, _) => Trains::Adapter,
+            (false, Self::AdamwBf16) => Trains::AllInBf16,
+            (false, _) => Trains::All,
+        }
+    }
+
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
     }
 }
 

@@ -1,10 +1,59 @@
 //! The state of one parameter, and its step.
 
-use crate::model::Param;
-use tch::Tensor;
+use super::adafactor::{self, Squares};
+use super::blocks::{BLOCK, Blocks};
+use super::rounding::round;
+use super::settings::Optim;
+use crate::model::{Param, TrainedTensor};
+use crate::rng::{Purpose, Stream};
+use tch::{Kind, Tensor};
 
 /// Ends of the names of both moments in a saved state.
 pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+/// Ends of the names of moments in 8 bits: bitsandbytes' names.
+const BLOCKS: [&str; 4] = ["state1", "state2", "absmax1", "absmax2"];
+/// Ends of the names of Adafactor's moments: transformers' names.
+const FACTORED: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
+const WHOLE: [&str; 1] = ["exp_avg_sq"];
+
+/// Parameters with fewer elements have moments in f32 beside others in 8 bits, as in bitsandbytes.
+const SMALL: i64 = 4096;
+
+/// Elements of a parameter whose moments are in f32 at a time: whole blocks.
+const AT_ONCE: i64 = 256 * BLOCK;
+
+/// The form of a parameter's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Moments,
+    Blocks,
+    Rounded,
+    Squares,
+}
+
+impl Form {
+    fn of(optim: Optim, tensor: &TrainedTensor) -> Self {
+        let is_small = tensor.shape.iter().product::<i64>() < SMALL;
+        match optim {
+            // Embeddings as transformers' Trainer has them: the rows of rare tokens have few steps.
+            Optim::Adamw8bit if !is_small && !tensor.is_embedding => Self::Blocks,
+            Optim::AdamwBf16 if tensor.kind == Kind::BFloat16 => Self::Rounded,
+            Optim::Adafactor => Self::Squares,
+            Optim::AdamwTorch | Optim::Adamw8bit | Optim::AdamwBf16 => Self::Moments,
+        }
+    }
+}
+
+/// Bytes of the state of a parameter.
+pub(crate) fn state_bytes(optim: Optim, tensor: &TrainedTensor) -> usize {
+    let numel = tensor.shape.iter().product::<i64>() as usize;
+    match Form::of(optim, tensor) {
+        Form::Moments => 8 * numel,
+        Form::Blocks => 2 * (numel + 4 * numel.div_ceil(BLOCK as usize)),
+        Form::Rounded => 4 * numel,
+        Form::Squares => 4 * adafactor::num_moments(&tensor.shape),
+    }
+}
 
 /// An optimizer step of one parameter.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +62,9 @@ pub(super) struct Step {
     pub(super) number: i64,
     /// Learning rate, betas, epsilon and weight decay.
     pub(super) settings: tch_ext::AdamW,
+    /// Seed of the run, and the parameter's index in the optimizer: with the number the key of random numbers.
+    pub(super) seed: u64,
+    pub(super) index: usize,
 }
 
 /// The optimizer state of one parameter.
@@ -20,33 +72,91 @@ pub(super) struct Step {
 pub(super) enum State {
     /// Both moments of AdamW, f32, in the parameter's shape.
     Moments([Tensor; 2]),
+    /// The same in 8 bits.
+    Blocks([Blocks; 2]),
+    /// Both moments of AdamW in bf16, in the shape of a parameter in bf16.
+    Rounded([Tensor; 2]),
+    /// Adafactor's second moments.
+    Squares(Squares),
 }
 
 impl State {
     /// Fresh state of a parameter.
-    pub(super) fn new(param: &Param) -> Self {
-        let zeros = || param.tensor.detach().zeros_like();
-        Self::Moments([zeros(), zeros()])
+    pub(super) fn new(param: &Param, optim: Optim) -> Self {
+        let tensor = &param.tensor;
+        let zeros = |kind| Tensor::zeros(tensor.size(), (kind, tensor.device()));
+        let described = TrainedTensor { shape: tensor.size(), kind: tensor.kind(), is_embedding: param.embedding };
+        match Form::of(optim, &described) {
+            Form::Moments => Self::Moments([zeros(Kind::Float), zeros(Kind::Float)]),
+            Form::Rounded => Self::Rounded([zeros(Kind::BFloat16), zeros(Kind::BFloat16)]),
+            Form::Blocks => Self::Blocks([true, false].map(|signed| Blocks::zeros_like(tensor, signed))),
+            Form::Squares => Self::Squares(Squares::new(tensor)),
+        }
     }
 
     /// The tensors of the state, with the ends of their names in a saved state.
     pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        match self {
-            Self::Moments(moments) => MOMENTS.into_iter().zip(moments),
-        }
+        let tensors: Vec<(&'static str, &Tensor)> = match self {
+            Self::Moments(moments) | Self::Rounded(moments) => MOMENTS.into_iter().zip(moments).collect(),
+            Self::Blocks([first, second]) => {
+                BLOCKS.into_iter().zip([&first.codes, &second.codes, &first.absmax, &second.absmax]).collect()
+            }
+            Self::Squares(Squares::Factored(moments)) => FACTORED.into_iter().zip(moments).collect(),
+            Self::Squares(Squares::Whole(moments)) => WHOLE.into_iter().zip(moments).collect(),
+        };
+        tensors.into_iter()
     }
 
-    /// Changes the parameter by the gradient, and the state.
+    /// Changes the parameter by the gradient, and the state; the gradient is undefined afterwards.
     ///
     /// # Errors
     /// If libtorch refuses the step.
     pub(super) fn step(&mut self, param: &Tensor, grad: &Tensor, step: Step) -> Result<(), String> {
         match self {
-            Self::Moments([first, second]) => {
-                let one = |tensor: &Tensor| [tensor.shallow_clone()];
-                let (grads, settings) = (one(grad), step.settings);
-                tch_ext::fused_adamw(&mut one(param), &grads, &mut one(first), &mut one(second), step.number, settings)
+            Self::Moments([first, second]) => adamw(param, grad, [first, second], step),
+            Self::Blocks(moments) => {
+                let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
+                for (from, len) in chunks(&param) {
+                    let part = |x: &Tensor| x.narrow(0, from, len);
+                    let [first, second] = moments.each_ref().map(|moments| moments.read(from, len));
+                    adamw(&part(&param), &part(&grad), [&first, &second], step)?;
+                    moments.iter().zip([first, second]).for_each(|(moments, new)| moments.write(from, &new));
+                }
+                Ok(())
+            }
+            Self::Rounded(moments) => {
+                let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
+                let mut stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
+                for (from, len) in chunks(&param) {
+                    let part = |x: &Tensor| x.view([-1]).narrow(0, from, len);
+                    let wide = |x: &Tensor| part(x).to_kind(Kind::Float);
+                    let [first, second] = moments.each_ref().map(wide);
+                    let new = wide(&param);
+                    adamw(&new, &wide(&grad), [&first, &second], step)?;
+                    for (held, new) in [&param, &moments[0], &moments[1]].into_iter().zip([new, first, second]) {
+                        part(held).copy_(&round(&new, &mut stream));
+                    }
+                }
+                Ok(())
+            }
+            Self::Squares(squares) => {
+                squares.step(param, grad, step.number, step.settings);
+                Ok(())
             }
         }
     }
+}
+
+/// PyTorch's step of AdamW, in place.
+fn adamw(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], step: Step) -> Result<(), String> {
+    let one = |tensor: &Tensor| [tensor.shallow_clone()];
+    let [first, second] = moments.map(one);
+    let (mut first, mut second) = (first, second);
+    tch_ext::fused_adamw(&mut one(param), &one(grad), &mut first, &mut second, step.number, step.settings)
+}
+
+/// Start and length of each part of `flat` that is computed at once.
+fn chunks(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
+    let len = flat.numel() as i64;
+    (0..len).step_by(AT_ONCE as usize).map(move |from| (from, AT_ONCE.min(len - from)))
 }

@@ -6,6 +6,7 @@ use crate::Result;
 use crate::dist::ZeroStage;
 use crate::hub;
 use crate::model::{AdapterFolder, Held, Holding, LoraConfig, ModelConfig, ModelSizes};
+use crate::optim::{Optim, OptimizerConfig, state_bytes};
 use crate::reward::specs;
 use crate::settings::{PpoConfig, RunConfig};
 use crate::weights::Checkpoint;
@@ -45,6 +46,8 @@ pub(super) struct Member<'m> {
     pub(super) held: Held,
     pub(super) stage: ZeroStage,
     pub(super) is_trained: bool,
+    /// Bytes of the optimizer's state.
+    pub(super) states: usize,
     /// The adapter that is trained, and whether there is dropout before it.
     pub(super) adapter: Option<(LoraConfig, bool)>,
     /// The weights are those of the policy.
@@ -55,7 +58,7 @@ impl NamedModel {
     /// The model as a frozen member of a run.
     fn member(&self, role: &'static str, held: Held, stage: ZeroStage) -> Member<'_> {
         let Self { name, sizes } = self;
-        Member { role, name, sizes, held, stage, is_trained: false, adapter: None, is_view: false }
+        Member { role, name, sizes, held, stage, is_trained: false, states: 0, adapter: None, is_view: false }
     }
 }
 
@@ -174,15 +177,16 @@ impl Models {
     /// If an adapter's targets match no layer.
     pub(super) fn members(&self, run: &PlannedRun) -> Result<Vec<Member<'_>>> {
         match run {
-            PlannedRun::Sft(config) => Ok(vec![self.alone(&config.run, config.peft.lora())?]),
-            PlannedRun::Reward(config) => Ok(vec![self.alone(&config.run, config.peft.lora())?]),
+            PlannedRun::Sft(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
+            PlannedRun::Reward(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
             PlannedRun::Ppo(config) => self.of_ppo(config),
         }
     }
 
     /// The model of SFT or of reward training.
-    fn alone(&self, run: &RunConfig, lora: Option<LoraConfig>) -> Result<Member<'_>> {
-        let held = hold(&self.main.sizes, lora.as_ref().map_or(Holding::Trained(0), Holding::Adapted), run)?;
+    fn alone(&self, run: &RunConfig, lora: Option<LoraConfig>, optimizer: &OptimizerConfig) -> Result<Member<'_>> {
+        let holding = trained(lora.as_ref(), 0, optimizer.optim);
+        let held = hold(&self.main.sizes, holding, run)?;
         let drops = lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         Ok(Member {
             role: "model",
@@ -191,6 +195,7 @@ impl Models {
             held,
             stage: run.dist.zero_stage,
             is_trained: true,
+            states: states(&self.main.sizes, holding, optimizer.optim)?,
             adapter: lora.map(|lora| (lora, drops)),
             is_view: false,
         })
@@ -199,15 +204,15 @@ impl Models {
     fn of_ppo(&self, config: &PpoConfig) -> Result<Vec<Member<'_>>> {
         let (run, lora) = (&config.run, config.peft.lora());
         let shared = config.legacy.num_shared_layers.filter(|_| lora.is_none()).unwrap_or(0);
-        let trained = |lora: &Option<LoraConfig>, sizes: &ModelSizes, shared| {
-            hold(sizes, lora.as_ref().map_or(Holding::Trained(shared), Holding::Adapted), run)
-        };
-        let mut policy = self.main.member("policy", trained(&lora, &self.main.sizes, shared)?, config.policy_stage());
-        policy.is_trained = true;
+        let (optim, sizes) = (config.optimizer.optim, &self.main.sizes);
+        let holding = trained(lora.as_ref(), shared, optim);
+        let mut policy = self.main.member("policy", hold(sizes, holding, run)?, config.policy_stage());
+        (policy.is_trained, policy.states) = (true, states(sizes, holding, optim)?);
         policy.adapter = lora.clone().map(|lora| (lora, false));
         if config.needs_critic() && config.legacy.value_head {
             let head = self.main.sizes.config().embedding_size as usize + 1;
             policy.held.add_head(head);
+            policy.states += 8 * head;
         }
         let mut members = vec![policy];
         if config.needs_critic() && !config.legacy.value_head {
@@ -218,6 +223,7 @@ impl Models {
             let held = match config.sync.sync_ref_model {
                 true => Held {
                     trained: 0,
+                    gradients: 0,
                     trained_layer: 0,
                     trained_root: 0,
                     ..hold(&self.main.sizes, Holding::Trained(0), run)?
@@ -245,7 +251,8 @@ impl Models {
         let fresh = || (self.main.name.as_str(), self.fresh_value.as_ref().unwrap_or(&self.main.sizes));
         let (name, sizes) = found.map_or_else(fresh, |model| (model.name.as_str(), &model.sizes));
         let lora = config.value_lora();
-        let held = hold(sizes, lora.as_ref().map_or(Holding::Trained(0), Holding::Adapted), &config.run)?;
+        let holding = trained(lora.as_ref(), 0, config.optimizer.optim);
+        let held = hold(sizes, holding, &config.run)?;
         Ok(Member {
             role: "value model",
             name,
@@ -253,10 +260,25 @@ impl Models {
             held,
             stage: config.value_stage(),
             is_trained: true,
+            states: states(sizes, holding, config.optimizer.optim)?,
             adapter: lora.map(|lora| (lora, false)),
             is_view: false,
         })
     }
+}
+
+/// A model that is trained with this optimizer from layer `shared` on, or beside whose weights an adapter is.
+fn trained(lora: Option<&LoraConfig>, shared: usize, optim: Optim) -> Holding<'_> {
+    match (lora, optim) {
+        (Some(lora), _) => Holding::Adapted(lora),
+        (None, Optim::AdamwBf16) => Holding::TrainedInBf16(shared),
+        (None, _) => Holding::Trained(shared),
+    }
+}
+
+/// Bytes of the optimizer's state of a model.
+fn states(sizes: &ModelSizes, holding: Holding<'_>, optim: Optim) -> Result<usize> {
+    Ok(sizes.trained(holding)?.iter().map(|tensor| state_bytes(optim, tensor)).sum())
 }
 
 fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Held> {

@@ -127,11 +127,11 @@ impl<'a> Job<'a> {
         if !member.is_trained {
             return Resident { weights, ..Resident::default() };
         }
-        let all = held.trained * 4;
+        let all = held.gradients;
         // In stage 1 each rank has its part of the sum beside its whole gradients.
         let part = if stage == ZeroStage::Stage1 { all / self.machine.ranks } else { 0 };
         let offloads = self.run.run().dist.offload_optimizer && self.machine.device != Device::Cpu;
-        let moments = if offloads { 0 } else { 2 * all / self.sharing(stage.shards_optimizer()) };
+        let moments = if offloads { 0 } else { member.states / self.sharing(stage.shards_optimizer()) };
         Resident { weights, gradients: all / self.sharing(stage.shards_gradients()) + part, moments }
     }
 

@@ -8,7 +8,7 @@ use super::operations::{Operations, Read, factor, forward};
 use super::rows::Row;
 use crate::model::{
     Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
-    Precision,
+    Precision, Trains,
 };
 use crate::settings::PpoConfig;
 use crate::{Error, Result};
@@ -202,7 +202,7 @@ impl Trial {
             },
         };
         let mut model = CausalLm::from_config(config.clone(), 1, options)?;
-        model.prepare(is_frozen);
+        model.prepare(if is_frozen { Trains::Adapter } else { Trains::All });
         if let Some((lora, _)) = adapter {
             model.add_adapter(lora, 1)?;
         }

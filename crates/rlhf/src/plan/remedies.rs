@@ -5,6 +5,7 @@ use super::memory::Job;
 use super::rows::Rows;
 use super::{Machine, PlannedMemory, PlannedRun, Remedy};
 use crate::dist::{ZeroStage, as_ranks};
+use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchLimit;
 use crate::settings::PpoConfig;
 use tch::Device;
@@ -137,6 +138,19 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
             let none = Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false);
             edits.push(none.with_effect("no moving average of the policy"));
         }
+    }
+    let optim = match run {
+        PlannedRun::Sft(config) => config.optimizer.optim,
+        PlannedRun::Reward(config) => config.optimizer.optim,
+        PlannedRun::Ppo(config) => config.optimizer.optim,
+    };
+    if optim == Optim::AdamwTorch {
+        let small = Edit::new("--optim adamw_8bit", |run| match run {
+            PlannedRun::Sft(config) => config.optimizer.optim = Optim::Adamw8bit,
+            PlannedRun::Reward(config) => config.optimizer.optim = Optim::Adamw8bit,
+            PlannedRun::Ppo(config) => config.optimizer.optim = Optim::Adamw8bit,
+        });
+        edits.push(small.with_effect("moments have 8 bits"));
     }
     let stage = run.run().dist.zero_stage;
     for next in [ZeroStage::Stage1, ZeroStage::Stage2, ZeroStage::Stage3] {

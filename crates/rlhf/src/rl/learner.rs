@@ -132,6 +132,8 @@ pub struct LearnerSettings {
     pub value_stage: ZeroStage,
     /// Hold divided optimizer state in the memory of the host.
     pub offload_optimizer: bool,
+    /// Seed of stochastic rounding, with weights in bf16.
+    pub seed: u64,
 }
 
 /// The policy and the critic with their optimizers.
@@ -682,10 +684,12 @@ fn passes<'a>(
 
 fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
     Optimizer::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
+        .with_seed(settings.seed)
 }
 
 fn value_optimizer(value: &SequenceClassifier, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
     Optimizer::of_model(value.trainable_params(), value.shards(), config, settings.offload_optimizer)
+        .with_seed(settings.seed)
 }
 
 /// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.

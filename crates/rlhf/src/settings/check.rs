@@ -145,6 +145,7 @@ impl PpoConfig {
             self.ema.check(),
             self.trial.check(),
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
+            self.check_optimizer(),
             self.watch.check(self.run.checkpoints.save_steps),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
@@ -446,6 +447,13 @@ impl PpoConfig {
         }
     }
 
+    /// Checks the optimizer with what both models train.
+    fn check_optimizer(&self) -> Result<()> {
+        let no_critic_in_full = !self.needs_critic() || self.legacy.value_head || self.value_lora().is_some();
+        let stages = [self.policy_stage(), self.value_stage()];
+        self.optimizer.check_held(&stages, self.run.bf16, self.peft.use_peft && no_critic_in_full)
+    }
+
     /// Checks the adapters of both models.
     fn check_adapters(&self) -> Result<()> {
         let own = &self.value_peft;
@@ -607,10 +615,11 @@ fn check_token_id(id: Option<i64>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::ZeroStage;
     use crate::model::LoraConfig;
     use crate::rl::math::ScorePosition;
     use crate::settings::tests::{ppo, usage_of};
-    use crate::settings::{EosInLoss, ReportTo, SftConfig, TensorboardTags};
+    use crate::settings::{EosInLoss, Optim, ReportTo, SftConfig, TensorboardTags};
 
     #[test]
     fn tags_of_tensorboard_need_tensorboard() {
@@ -650,7 +659,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 43] = [
+        let changes: [(Change, &str); 46] = [
             (
                 |c| {
                     c.score_scaling.use_score_scaling = true;
@@ -756,6 +765,18 @@ mod tests {
             (
                 |c| (c.optimizer.lr_scheduler_type, c.optimizer.lr_end) = (LrSchedulerType::Constant, Some(0.0)),
                 "lr_end = 0 has no effect with lr_scheduler_type = constant",
+            ),
+            (
+                |c| (c.optimizer.optim, c.dist.critic_zero_stage) = (Optim::Adafactor, Some(ZeroStage::Stage2)),
+                "optim = adafactor and zero_stage = 2 exclude each other: sharded states are those of adamw_torch",
+            ),
+            (
+                |c| c.optimizer.optim = Optim::AdamwBf16,
+                "optim = adamw_bf16 needs bf16 = true: its weights are held in the dtype that they are computed in",
+            ),
+            (
+                |c| (c.optimizer.optim, c.run.bf16, c.peft.use_peft) = (Optim::AdamwBf16, true, true),
+                "optim = adamw_bf16 has no effect with use_peft = true: adapters are held in float32; adamw_8bit",
             ),
             (
                 |c| (c.value.value_learning_rate, c.optimizer.lr_end) = (Some(1e-7), Some(1e-6)),

@@ -215,6 +215,7 @@ impl PpoConfig {
             policy_stage: self.policy_stage(),
             value_stage: self.value_stage(),
             offload_optimizer: self.run.dist.offload_optimizer,
+            seed: self.run.seed,
         }
     }
 

@@ -141,6 +141,7 @@ impl RewardConfig {
             self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),
             self.peft.check(),
             check_learning(self.learning_rate, &self.optimizer, None),
+            self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),
             self.eval.check(
                 self.run.checkpoints.save_steps,

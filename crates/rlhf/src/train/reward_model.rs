@@ -6,7 +6,7 @@ use crate::data::{Dataset, Pair, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards};
+use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
@@ -116,7 +116,8 @@ fn load_run<'a>(
             model.shards(),
             &config.optimizer,
             config.run.dist.offload_optimizer,
-        ),
+        )
+        .with_seed(config.run.seed),
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_pairs.cursor(config.run.seed, &config.data),
         num_rows: num_pairs,
@@ -135,7 +136,7 @@ fn load_trained(config: &RewardConfig, dir: &Path) -> Result<(SequenceClassifier
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let (mut model, tokenizer, pads) = load(config, dir, new_head, options)?;
     // An adapter that is there already is merged, also below a new one.
-    model.prepare(config.peft.use_peft);
+    model.prepare(config.optimizer.optim.trains(config.peft.use_peft));
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
@@ -273,7 +274,7 @@ impl Measured {
         let dir = hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         // The scores of a new random head mean nothing.
         let (mut model, tokenizer, pads) = load(config, &dir, None, options)?;
-        model.prepare(false);
+        model.prepare(Trains::All);
         tokenizer.check_fits(model.config(), &dir)?;
         let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
         let datasets = eval.map_or(train, |eval| vec![eval]);

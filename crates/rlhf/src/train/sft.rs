@@ -108,7 +108,8 @@ fn load_run<'a>(
             model.shards(),
             &config.optimizer,
             config.run.dist.offload_optimizer,
-        ),
+        )
+        .with_seed(config.run.seed),
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_rows.cursor(config.run.seed, &config.data),
         num_rows: num_blocks,
@@ -187,7 +188,7 @@ fn load(config: &SftConfig) -> Result<Parts> {
         (None, None) => unreachable!("`check` refuses settings without a model"),
     };
     // An adapter that is there already is merged, also below a new one.
-    model.prepare(config.peft.use_peft);
+    model.prepare(config.optimizer.optim.trains(config.peft.use_peft));
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }

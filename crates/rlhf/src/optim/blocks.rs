@@ -1,0 +1,117 @@
+//! Numbers in 8 bits: blocks of 256, each with the largest magnitude in it, as bitsandbytes has them.
+
+use tch::{Device, Kind, Tensor};
+
+/// Numbers in one block.
+pub(super) const BLOCK: i64 = 256;
+
+/// f32 numbers as codes of 8 bits. The value of a code is the code's entry of a map from -1 or 0 to 1, times the largest magnitude of its
+/// block.
+///
+/// Source: Dettmers et al. 2022, section 2; the arithmetic of bitsandbytes' `quantize_blockwise`.
+#[derive(Debug)]
+pub(super) struct Blocks {
+    /// U8, in the shape of the numbers.
+    pub(super) codes: Tensor,
+    /// Largest magnitude of each block, f32 `[ceil(numbers / 256)]`.
+    pub(super) absmax: Tensor,
+    /// The values of all codes, f32 `[256]`, ascending.
+    map: Tensor,
+    /// The middles between neighbours of the map, f32 `[255]`.
+    middles: Tensor,
+}
+
+impl Blocks {
+    /// Zeros in the shape of `like`; with `signed` they can become negative.
+    pub(super) fn zeros_like(like: &Tensor, signed: bool) -> Self {
+        let device = like.device();
+        let map = dynamic_map(signed).to_device(device);
+        let middles = (map.narrow(0, 0, 255) + map.narrow(0, 1, 255)) / 2.0;
+        let blocks = (like.numel() as i64 + BLOCK - 1) / BLOCK;
+        // Every code of a block of magnitude 0 is 0.
+        let absmax = Tensor::zeros([blocks], (Kind::Float, device));
+        Self { codes: Tensor::zeros(like.size(), (Kind::Uint8, device)), absmax, map, middles }
+    }
+
+    /// `len` numbers from number `from` on, a multiple of [`BLOCK`], as f32 `[len]`.
+    pub(super) fn read(&self, from: i64, len: i64) -> Tensor {
+        let codes = self.codes.view([-1]).narrow(0, from, len).to_kind(Kind::Int);
+        let values = in_blocks(&self.map.index_select(0, &codes));
+        let absmax = self.absmax.narrow(0, from / BLOCK, values.size()[0]).unsqueeze(1);
+        (values * absmax).view([-1]).narrow(0, 0, len)
+    }
+
+    /// Stores `numbers`, f32 `[len]`, from number `from` on, a multiple of [`BLOCK`]: each as the nearest value that a code has.
+    pub(super) fn write(&self, from: i64, numbers: &Tensor) {
+        let len = numbers.size()[0];
+        let numbers = in_blocks(numbers);
+        let absmax = numbers.abs().amax([1i64].as_slice(), true);
+        let absmax = absmax.masked_fill(&absmax.eq(0.0), 1.0);
+        let codes = (numbers / &absmax).view([-1]).narrow(0, 0, len).bucketize(&self.middles, true, false);
+        self.codes.view([-1]).narrow(0, from, len).copy_(&codes);
+        self.absmax.narrow(0, from / BLOCK, absmax.size()[0]).copy_(&absmax.view([-1]));
+    }
+}
+
+/// Numbers `[len]` as `[blocks, 256]`, with zeros after the last.
+fn in_blocks(numbers: &Tensor) -> Tensor {
+    let rest = numbers.size()[0] % BLOCK;
+    let padded = if rest == 0 { numbers.shallow_clone() } else { numbers.constant_pad_nd([0, BLOCK - rest]) };
+    padded.view([-1, BLOCK])
+}
+
+/// bitsandbytes' dynamic map of 8 bits, f32 `[256]`, ascending: seven decades, each of which has twice as many values as the next smaller
+/// one, at equal distances; 0 and 1. With `signed` also the negative values, and half as many in each decade.
+///
+/// Source: bitsandbytes' `create_dynamic_map`.
+fn dynamic_map(signed: bool) -> Tensor {
+    let options = (Kind::Float, Device::Cpu);
+    let mut parts = vec![Tensor::from_slice(&[0.0f32, 1.0])];
+    for decade in 0..7 {
+        let values = if signed { 1 << decade } else { 2 << decade };
+        let edges = Tensor::linspace(0.1, 1.0, values + 1, options);
+        let middles = (edges.narrow(0, 0, values) + edges.narrow(0, 1, values)) / 2.0;
+        let middles = middles * 10f64.powi(decade - 6);
+        parts.extend(signed.then(|| middles.neg()));
+        parts.push(middles);
+    }
+    Tensor::cat(&parts, 0).sort(0, false).0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_have_zero_and_one_and_distinct_values() {
+        for (signed, least) in [(true, -0.992_968_7), (false, 0.0)] {
+            let map = Vec::<f32>::try_from(dynamic_map(signed)).unwrap();
+            assert_eq!(map.len(), 256);
+            assert!(map.is_sorted() && map.contains(&0.0) && map[255] == 1.0);
+            // The largest negative value is the middle of the last of 64 parts of 0.1 to 1.
+            assert!((map[0] - least).abs() < 1e-6, "{}", map[0]);
+            assert_eq!(map.windows(2).filter(|pair| pair[0] == pair[1]).count(), 0);
+        }
+    }
+
+    #[test]
+    fn a_number_becomes_the_nearest_value_of_its_block_whatever_else_is_stored() {
+        for (signed, bound) in [(true, 0.0071), (false, 0.0036)] {
+            let numbers = Tensor::arange(1000, (Kind::Float, Device::Cpu)).sin();
+            let numbers = if signed { numbers } else { numbers.abs() };
+            let blocks = Blocks::zeros_like(&numbers, signed);
+            assert_eq!(blocks.read(0, 1000).abs().max().double_value(&[]), 0.0);
+            blocks.write(0, &numbers);
+            let found = blocks.read(0, 1000);
+            // Half the distance between values of the largest decade, 0.9 / 64 or 0.9 / 128, times at most 1.
+            assert!((&found - &numbers).abs().max().double_value(&[]) < bound);
+            // Values that a code has are stored as they are.
+            blocks.write(0, &found);
+            assert!((blocks.read(0, 1000) - &found).abs().max().double_value(&[]) < 1e-6);
+            // A part is stored by itself.
+            blocks.write(256, &Tensor::zeros([300], (Kind::Float, Device::Cpu)));
+            assert_eq!(blocks.read(256, 300).abs().max().double_value(&[]), 0.0);
+            assert_eq!(blocks.read(0, 256), found.narrow(0, 0, 256));
+        }
+    }
+}
