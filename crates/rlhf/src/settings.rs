@@ -118,7 +118,10 @@ mod tests {
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
-            "seed": 42, "optim": "adamw_torch", "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "optim": "adamw_torch",
+        });
+        let run = json!({
+            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "lora_modules_to_save": [], "use_rslora": false, "use_dora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
@@ -132,7 +135,7 @@ mod tests {
             "report_to": [], "tensorboard_tags": "plain", "run_name": null, "project": null, "tracker_kwargs": null,
             "log_model": false,
         });
-        joined([data, others, scale, hub, tracking])
+        joined([data, others, run, scale, hub, tracking])
     }
 
     /// Joins the entries of all: `json!` itself is limited in their number.

@@ -144,8 +144,9 @@ fn a_pipeline_trains_an_encoder_decoder_in_all_of_its_stages() {
     let file = "output_dir: out\ndataset_name: rows.jsonl\nmodel_name_or_path: t5\nper_device_train_batch_size: 4\n\
                 sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\n";
     scratch.write("run.yaml", file);
-    scratch.succeeds("pipeline --config run.yaml");
-    for dir in ["out/reward", "out/ppo/value_model"] {
+    let ran = scratch.run("pipeline --config run.yaml");
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for dir in ["out/2-reward", "out/3-ppo/value_model"] {
         let model = SequenceClassifier::from_pretrained(&scratch.path(dir), None, ModelOptions::default()).unwrap();
         assert_eq!(model.config().architectures, ["T5ForSequenceClassification"], "{dir}");
     }

@@ -20,6 +20,8 @@ enum Hold {
     Lm,
     Classifier,
     Encoder,
+    /// Compared in encoder_decoders.rs.
+    EncoderDecoder,
 }
 
 /// The golden model folders of a kind; prints which, so that a log shows what was run.
@@ -28,6 +30,7 @@ fn folders(hold: Hold) -> Vec<PathBuf> {
     let kind = |path: &Path| {
         let config = ModelConfig::from_dir(path).unwrap();
         match (config.is_sequence_classifier(), config.causal) {
+            _ if config.is_encoder_decoder() => Hold::EncoderDecoder,
             (false, _) => Hold::Lm,
             (true, true) => Hold::Classifier,
             (true, false) => Hold::Encoder,
@@ -37,8 +40,6 @@ fn folders(hold: Hold) -> Vec<PathBuf> {
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.join("config.json").is_file())
-        // Encoder-decoders are refused by name.
-        .filter(|path| !path.file_name().unwrap().to_string_lossy().starts_with("t5"))
         .filter(|path| kind(path) == hold)
         .collect();
     found.sort();
