@@ -160,7 +160,7 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
 fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<String>) {
     let positionals: Vec<&Arg> = command.get_positionals().collect();
     let is_meant = |arg: &&Arg| arg.get_id() == name || (arg.get_id() == "model" && name == "model_name_or_path");
-    if positionals.iter().any(|arg| is_meant(arg)) {
+    if positionals.iter().any(is_meant) {
         // The words after it were taken for its values.
         let shown: Vec<String> = positionals.iter().map(ToString::to_string).collect();
         let usage = format!("rlhf {} {}", command.get_name(), shown.join(" "));
