@@ -22,6 +22,7 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+import bitsandbytes
 import peft
 import torch
 import transformers
@@ -1106,6 +1107,73 @@ def lora_checks(work):
             yield f"{what}: we open PEFT's", read
 
 
+def values_of_codes(codes, absmax, blocksize, quant_type, shape, dtype):
+    """bitsandbytes' own code for any device. Its AVX-512 kernel (0.50.2) takes wrong scales where a row is not a multiple of a block."""
+    map = bitsandbytes.functional.get_4bit_type(quant_type, device="cpu")
+    return bitsandbytes.backends.default.ops._dequantize_4bit_compute(codes.flatten(), absmax, map, blocksize, shape, dtype)
+
+
+def exact(model):
+    """Weights only, in f32: without bitsandbytes' kernel for bf16 instructions, and without quantized activations."""
+    for module in model.eval().modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            module.training = True
+    return model
+
+
+def quantized_checks(work):
+    """Models that transformers quantized with bitsandbytes, opened by us; adapters beside them and merges into them, opened by PEFT and
+    transformers."""
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    library.impl("dequantize_4bit", values_of_codes, "CPU", allow_override=True)
+    settings = {
+        "NF4 with double quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        "FP4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "8 bits": {"load_in_8bit": True},
+    }
+    for number, (family, (name, options)) in enumerate((f, s) for f in ("gpt2", "llama") for s in settings.items()):
+        folder = work / f"quantized-{number}"
+
+        def quantize(folder=folder, family=family, options=options):
+            base = build(folder / "base", family)
+            config = transformers.BitsAndBytesConfig(**options)
+            model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu", dtype=torch.float32)
+            model.save_pretrained(folder / "theirs")
+            AutoTokenizer.from_pretrained(base).save_pretrained(folder / "theirs")
+            return folder / "theirs"
+
+        theirs = Once(quantize)
+
+        def opened(folder):
+            return exact(AutoModelForCausalLM.from_pretrained(folder, device_map="cpu", dtype=torch.float32))
+
+        def train(folder=folder, theirs=theirs):
+            rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+            places = ["--model_name_or_path", theirs(), "--dataset_name", write_jsonl(folder / "data.jsonl", rows)]
+            rlhf("sft", *places, "--output_dir", folder / "ours", "--use_peft", "--learning_rate", 1e-2, "--max_steps", 3)
+            return folder / "ours"
+
+        ours = Once(train)
+
+        def read(theirs=theirs, opened=opened):
+            measures_agree(opened(theirs()), theirs(), work, False)
+
+        def beside(theirs=theirs, ours=ours, opened=opened):
+            measures_agree(exact(peft.PeftModel.from_pretrained(opened(theirs()), ours())), ours(), work, False)
+
+        def merged(ours=ours, folder=folder, opened=opened):
+            rlhf("merge", "--model", ours(), "--output_dir", folder / "merged")
+            model = opened(folder / "merged")
+            expect(model.config.quantization_config is not None, "not quantized")
+            measures_agree(model, folder / "merged", work, False)
+
+        yield f"{name}, {family}: we open what transformers quantized", read
+        yield f"{name}, {family}: PEFT opens the adapter that we trained", beside
+        yield f"{name}, {family}: transformers opens what we merged", merged
+
+
 def example_checks(work):
     """The script of examples/gpt2-sentiment in small, and its classifier in both hands."""
     example = ROOT / "examples/gpt2-sentiment"
@@ -1163,6 +1231,7 @@ def main():
         work = Path(folder)
         checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work)) + list(gguf_checks(work))
         checks += list(saving_checks(work)) + list(encoder_decoder_checks(work)) + list(example_checks(work))
+        checks += list(quantized_checks(work))
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()

@@ -22,6 +22,7 @@ mod lora;
 mod lora_config;
 mod mlp;
 mod params;
+mod quantized;
 mod relative;
 mod rope;
 mod sampled;
@@ -48,6 +49,7 @@ pub(crate) use lora::DropoutRows;
 pub use lora_config::{LoraConfig, PeftConfig};
 pub(crate) use lora_config::{MOST_RANK, is_lm_head};
 pub use params::Param;
+pub use quantized::{QuantType, Quantization, QuantizationConfig};
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{
     Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, RelativeBias, Rope, RopeScaling, Shape,
@@ -141,6 +143,9 @@ pub struct ModelOptions {
     pub dtype: Dtype,
     /// The precision of computation; `Held` is the dtype of most of the weights' bytes.
     pub precision: Precision,
+    /// The format that the weights of linear layers are quantized to, after they are read as `dtype`; such a model is trained by an
+    /// adapter only. Weights that are quantized in their files stay so in any case.
+    pub quantization: Option<Quantization>,
 }
 
 impl ModelOptions {
@@ -165,7 +170,7 @@ impl ModelOptions {
 
 impl Default for ModelOptions {
     fn default() -> Self {
-        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::Held }
+        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::Held, quantization: None }
     }
 }
 

@@ -72,7 +72,9 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
         Dtype::Auto if !gets_adapter => Dtype::Float32,
         other => other,
     };
-    ModelOptions { dtype, ..options }
+    // A model whose weights are all trained is not quantized.
+    let quantization = options.quantization.filter(|_| gets_adapter);
+    ModelOptions { dtype, quantization, ..options }
 }
 
 /// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading, or
@@ -100,7 +102,7 @@ fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<t
 fn trained_share(params: &[Param]) -> String {
     let count = |trained: bool| -> usize {
         let params = params.iter().filter(|param| !trained || param.tensor.requires_grad());
-        params.map(|param| param.tensor.numel()).sum()
+        params.map(Param::numel).sum()
     };
     let (trained, all) = (count(true), count(false));
     format!("{trained} of {all} ({:.4} %)", 100.0 * trained as f64 / all as f64)
@@ -117,7 +119,8 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         (false, true) => Precision::F16,
         (false, false) => Precision::F32,
     };
-    Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision })
+    let quantization = run.quantization.quantization();
+    Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision, quantization })
 }
 
 /// Returns the parts of a checkpoint's state that no update changes: the size of micro-batches, the commits of the hub, and

@@ -103,6 +103,11 @@ impl Checkpoint {
         }
     }
 
+    /// Whether the tensor `name` has codes of a quantized weight: bytes of eight bits.
+    pub(crate) fn holds_codes(&self, name: &str) -> bool {
+        self.tensors.get(name).is_some_and(|entry| matches!(entry.info.dtype, Dtype::U8 | Dtype::I8))
+    }
+
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir
@@ -111,8 +116,10 @@ impl Checkpoint {
     /// The dtype of most of the checkpoint's bytes: f32, bf16 or f16.
     pub fn kind(&self) -> Kind {
         let bytes_of = |dtype: Dtype| -> usize {
-            let tensors = self.tensors.values().filter(|entry| entry.info.dtype == dtype);
-            tensors.map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
+            // The scales of quantized weights are not weights.
+            let is_weight = |name: &str| !name.contains(".weight.") && !name.ends_with(".SCB");
+            let tensors = self.tensors.iter().filter(|(name, entry)| entry.info.dtype == dtype && is_weight(name));
+            tensors.map(|(_, entry)| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
         };
         let kinds = [(Dtype::F32, Kind::Float), (Dtype::BF16, Kind::BFloat16), (Dtype::F16, Kind::Half)];
         // The first of equals, so that no precision is lost.
@@ -124,11 +131,7 @@ impl Checkpoint {
     /// # Errors
     /// If there is no such tensor, its dtype is not a float (or not U8), or its bytes cannot be read.
     pub fn read(&self, name: &str, device: Device, kind: Kind) -> Result<Tensor> {
-        let entry = self
-            .tensors
-            .get(name)
-            .ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))?;
-        let source = &self.files[entry.file];
+        let entry = self.entry(name)?;
         let found = entry.info.dtype;
         let (stored, expected) = match kind {
             // Codes, which have no meaning as numbers.
@@ -136,8 +139,38 @@ impl Checkpoint {
             _ => (self.kind_of(name), "F32, F16, BF16 or F64"),
         };
         let stored = stored.ok_or_else(|| {
-            Error::invalid(&source.path, format!("tensor `{name}`: expected dtype {expected}, found {found:?}"))
+            let message = format!("tensor `{name}`: expected dtype {expected}, found {found:?}");
+            Error::invalid(&self.files[entry.file].path, message)
         })?;
+        self.read_as(entry, stored, device, kind)
+    }
+
+    /// Reads the tensor `name`, of floats or of bytes, in its own dtype.
+    ///
+    /// # Errors
+    /// If there is no such tensor, its dtype is another, or its bytes cannot be read.
+    pub fn read_stored(&self, name: &str, device: Device) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        let stored = match entry.info.dtype {
+            Dtype::U8 => Some(Kind::Uint8),
+            Dtype::I8 => Some(Kind::Int8),
+            _ => self.kind_of(name),
+        };
+        let stored = stored.ok_or_else(|| {
+            let message = format!("tensor `{name}`: expected floats or bytes, found {:?}", entry.info.dtype);
+            Error::invalid(&self.files[entry.file].path, message)
+        })?;
+        self.read_as(entry, stored, device, stored)
+    }
+
+    fn entry(&self, name: &str) -> Result<&Entry> {
+        let found = self.tensors.get(name);
+        found.ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))
+    }
+
+    /// Reads a tensor that is `stored` in this dtype.
+    fn read_as(&self, entry: &Entry, stored: Kind, device: Device, kind: Kind) -> Result<Tensor> {
+        let source = &self.files[entry.file];
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?;
         // The view is dropped: it would keep this memory alive when the tensor's data is replaced by another dtype.
@@ -306,6 +339,7 @@ impl TensorSpec {
             Kind::Int64 => Dtype::I64,
             Kind::Bool => Dtype::BOOL,
             Kind::Uint8 => Dtype::U8,
+            Kind::Int8 => Dtype::I8,
             other => unreachable!("no file holds {other:?} tensors"),
         }
     }

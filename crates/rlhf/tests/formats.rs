@@ -14,8 +14,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-const AUTO: ModelOptions =
-    ModelOptions { dtype: Dtype::Auto, device: Device::Cpu, precision: rlhf::model::Precision::Held };
+const AUTO: ModelOptions = ModelOptions {
+    dtype: Dtype::Auto,
+    device: Device::Cpu,
+    precision: rlhf::model::Precision::Held,
+    quantization: None,
+};
 
 /// The golden models that open, but for `t5`, which is there to be refused.
 fn models() -> Vec<PathBuf> {

@@ -31,6 +31,7 @@ mod plan;
 mod ppo;
 mod preferences;
 mod push;
+mod quantized;
 mod rank_rows;
 mod replay;
 mod report;

@@ -304,6 +304,251 @@ void few_rows(int64_t rows, int64_t depth, int64_t width, const T* x, const T* w
   });
 }
 
+// --- Quantized weights ----------------------------------------------------------------------------------------------
+
+// The scales of some blocks, or rows, from `first` on.
+void load_scales(const QuantizedMatrix& w, int64_t first, int64_t count, float* to) {
+  if (w.scales) return load_row(w.scales + first, to, count);
+  for (int64_t i = 0; i < count; i++) {
+    // Two roundings, as in bitsandbytes.
+    const float scale = w.nested_map[w.nested[first + i]] * w.nested_scales[(first + i) / w.nested_block];
+    to[i] = scale + w.offset;
+  }
+}
+
+// The map of four bits, for W codes at a time.
+class Map {
+ public:
+  explicit Map(const float* map) : map_(map) {
+#if defined(CPU_CAPABILITY_AVX512)
+    all_ = _mm512_loadu_ps(map);
+#elif defined(CPU_CAPABILITY_AVX2)
+    low_ = _mm256_loadu_ps(map);
+    high_ = _mm256_loadu_ps(map + 8);
+#endif
+  }
+
+  float one(const uint8_t* codes, int64_t at) const {
+    const uint8_t pair = codes[at / 2];
+    return map_[at % 2 ? pair & 15 : pair >> 4];
+  }
+
+  // The values of W codes from `at` on, which is even.
+  Vec some(const uint8_t* codes, int64_t at) const {
+    const uint8_t* from = codes + at / 2;
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(unpacked(pairs)), all_);
+#elif defined(CPU_CAPABILITY_AVX2)
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    const __m256i codes_of = _mm256_cvtepu8_epi32(unpacked(_mm_cvtsi32_si128(four)));
+    const __m256 low = _mm256_permutevar8x32_ps(low_, codes_of), high = _mm256_permutevar8x32_ps(high_, codes_of);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes_of, 28)));
+#else
+    float values[W];
+    for (int64_t i = 0; i < W; i++) values[i] = one(from, i);
+    return Vec::loadu(values);
+#endif
+  }
+
+ private:
+  const float* map_;
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 all_;
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256 low_, high_;
+#endif
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  // The codes of pairs in their order, one to a byte.
+  static __m128i unpacked(__m128i pairs) {
+    const __m128i mask = _mm_set1_epi8(15);
+    return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
+  }
+#endif
+};
+
+// W numbers of eight bits.
+Vec load_bytes(const int8_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  float values[W];
+  for (int64_t i = 0; i < W; i++) values[i] = from[i];
+  return Vec::loadu(values);
+#endif
+}
+
+// Rounds finite numbers to the precision of T, to even.
+Vec rounded(Vec x, float) { return x; }
+Vec rounded(Vec x, c10::BFloat16) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+#else
+  c10::BFloat16 narrow[W];
+  float wide[W];
+  x.store(wide);
+  store_row(wide, narrow, W);
+  return load_floats(narrow);
+#endif
+}
+
+// The values of `n` columns of row `row` from column `col` on; `scales` are those from that of the first value on.
+void dequantize_row(const QuantizedMatrix& w, const float* scales, int64_t row, int64_t col, int64_t n, float* to) {
+  if (!w.four_bits()) {
+    const int8_t* codes = reinterpret_cast<const int8_t*>(w.codes) + row * w.in + col;
+    const Vec scale(scales[0]);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) (load_bytes(codes + i) * scale).store(to + i);
+    for (; i < n; i++) to[i] = codes[i] * scales[0];
+    return;
+  }
+  const Map map(w.map);
+  const int64_t start = row * w.in + col, end = start + n, first = start / w.block;
+  for (int64_t from = start; from < end;) {
+    const int64_t until = std::min(end, (from / w.block + 1) * w.block);
+    const float scale = scales[from / w.block - first];
+    const Vec scale_of_all(scale);
+    if (from % 2) {
+      to[from - start] = map.one(w.codes, from) * scale;
+      from++;
+    }
+    for (; from + W <= until; from += W) (map.some(w.codes, from) * scale_of_all).store(to + (from - start));
+    for (; from < until; from++) to[from - start] = map.one(w.codes, from) * scale;
+  }
+}
+
+template <typename T>
+void dequantize(const QuantizedMatrix& w, Part part, T* out) {
+  const int64_t blocks = w.four_bits() ? part.cols / w.block + 2 : 1;
+  at::parallel_for(0, part.rows, std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(part.cols, 1)),
+                   [&](int64_t first, int64_t last) {
+                     Scratch scratch{blocks, part.cols};
+                     float *scales = scratch.take(blocks), *wide = scratch.take(part.cols);
+                     for (int64_t i = first; i < last; i++) {
+                       const int64_t row = part.row + i, start = row * w.in + part.col, end = start + part.cols;
+                       if (w.four_bits())
+                         load_scales(w, start / w.block, (end - 1) / w.block - start / w.block + 1, scales);
+                       else
+                         load_scales(w, row, 1, scales);
+                       if constexpr (std::is_same_v<T, float>) {
+                         dequantize_row(w, scales, row, part.col, part.cols, out + i * part.cols);
+                       } else {
+                         dequantize_row(w, scales, row, part.col, part.cols, wide);
+                         store_row(wide, out + i * part.cols, part.cols);
+                       }
+                     }
+                   });
+}
+
+// As `dots`, for the columns from `column` on; `scales` are those from that of the first value on.
+template <int ROWS, int COLS, bool FOUR_BITS, typename T>
+inline void dots_quantized(const QuantizedMatrix& w, const Map& map, int64_t column, const float* scales, const float* x,
+                           const T* bias, T* out) {
+  const int64_t depth = w.in, start = column * depth;
+  const int shift = FOUR_BITS ? __builtin_ctzll(w.block) : 0;
+  const int64_t first = start >> shift;
+  const int8_t* bytes = reinterpret_cast<const int8_t*>(w.codes);
+  Vec sums[ROWS][COLS];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) sums[i][j] = Vec(0.f);
+  for (int64_t k = 0; k < depth; k += W) {
+    Vec row[COLS];
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) {
+      const int64_t at = start + j * depth + k;
+      // `depth` and `block` are multiples of W, so these values are in one block.
+      if constexpr (FOUR_BITS)
+        row[j] = rounded(map.some(w.codes, at) * Vec(scales[(at >> shift) - first]), T{});
+      else
+        row[j] = rounded(load_bytes(bytes + at) * Vec(scales[j]), T{});
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+      const Vec y = Vec::loadu(x + i * depth + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < COLS; j++) sums[i][j] = at::vec::fmadd(y, row[j], sums[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) {
+      const float sum = sum_of(sums[i][j]);
+      out[i * w.out + j] = static_cast<T>(bias ? sum + static_cast<float>(bias[j]) : sum);
+    }
+}
+
+// Computes COLS columns of all rows.
+template <int COLS, bool FOUR_BITS, typename T>
+void dots_quantized_of(const QuantizedMatrix& w, const Map& map, int64_t rows, int64_t column, const float* scales,
+                       const float* x, const T* bias, T* out) {
+  for (int64_t i = 0; i < rows;) {
+    const float* from = x + i * w.in;
+    T* to = out + i * w.out;
+    switch (std::min<int64_t>(rows - i, 4)) {
+      case 4:
+        dots_quantized<4, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
+        i += 4;
+        break;
+      case 3:
+        dots_quantized<3, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
+        i += 3;
+        break;
+      case 2:
+        dots_quantized<2, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
+        i += 2;
+        break;
+      default:
+        dots_quantized<1, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
+        i++;
+    }
+  }
+}
+
+template <bool FOUR_BITS, typename T>
+void few_rows_quantized_as(const QuantizedMatrix& w, int64_t rows, const T* x, const T* bias, T* out) {
+  // Not scratch memory, which the tasks of this thread use.
+  Floats widened(std::is_same_v<T, float> ? 0 : rows * w.in);
+  const float* from = floats(x, widened.data(), rows * w.in);
+  constexpr int COLS = 4;
+  const float none[16] = {};
+  const Map map(FOUR_BITS ? w.map : none);
+  const int64_t tiles = (w.out + COLS - 1) / COLS;
+  const int64_t each = std::clamp<int64_t>(tiles / (8 * at::get_num_threads()), 1, 64);
+  for_each_task((tiles + each - 1) / each, [&](int64_t task) {
+    const int64_t begin = task * each * COLS, end = std::min(w.out, begin + each * COLS);
+    const int64_t block = FOUR_BITS ? w.block : w.in, first = begin * w.in / block, last = (end * w.in - 1) / block;
+    float* scales = Scratch{last - first + 1}.take(last - first + 1);
+    load_scales(w, first, last - first + 1, scales);
+    auto columns = [&](auto cols, int64_t j) {
+      dots_quantized_of<cols(), FOUR_BITS>(w, map, rows, j, scales + (j * w.in / block - first), from,
+                                           bias ? bias + j : nullptr, out + j);
+    };
+    int64_t j = begin;
+    for (; j + COLS <= end; j += COLS) columns(std::integral_constant<int, COLS>{}, j);
+    for (; j < end; j++) columns(std::integral_constant<int, 1>{}, j);
+  });
+}
+
+template <typename T>
+void few_rows_quantized(const QuantizedMatrix& w, int64_t rows, const T* x, const T* bias, T* out) {
+  w.four_bits() ? few_rows_quantized_as<true>(w, rows, x, bias, out)
+                : few_rows_quantized_as<false>(w, rows, x, bias, out);
+}
+
 // --- Attention ------------------------------------------------------------------------------------------------------
 
 // Number of queries that share a pass over the keys.
@@ -859,6 +1104,8 @@ constexpr KernelsOf<T> kernels_of() {
           {norm_forward<T>, norm_backward<T>},
           {logits_stats<T>, logits_gradient<T>, logits_sample<T>},
           PLAIN_LOOPS ? nullptr : few_rows<T>,
+          dequantize<T>,
+          PLAIN_LOOPS ? nullptr : few_rows_quantized<T>,
           sum<T>};
 }
 

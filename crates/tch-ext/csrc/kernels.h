@@ -97,6 +97,30 @@ struct LogitsKernels {
                  int64_t* tokens, float* logprobs);
 };
 
+// A quantized matrix [out, in], row after row. Four bits: two codes to a byte, the first in the high bits; the value of a code is
+// its entry in `map` times the scale of its block. Eight bits: the code times the scale of its row.
+struct QuantizedMatrix {
+  int64_t out;
+  int64_t in;
+  const uint8_t* codes;
+  const float* map;        // [16]; null: eight bits
+  const float* scales;     // of each block of `block` values, or of each row; null if they are quantized too:
+  const uint8_t* nested;   // codes of the scales, in `nested_map` [256]
+  const float* nested_map;
+  const float* nested_scales;  // of each block of `nested_block` scales
+  float offset;                // added to the scales
+  int64_t block;
+  int64_t nested_block;
+
+  bool four_bits() const { return map != nullptr; }
+};
+
+// A part of a matrix: some columns of some rows.
+struct Part {
+  int64_t row, rows;
+  int64_t col, cols;
+};
+
 // All kernels for activations of one dtype.
 template <typename T>
 struct KernelsOf {
@@ -107,6 +131,10 @@ struct KernelsOf {
   // `weight` [width, depth] and `bias` [width], which may be null. Null without vector instructions, where it would be
   // slower.
   void (*few_rows)(int64_t rows, int64_t depth, int64_t width, const T* x, const T* weight, const T* bias, T* out);
+  // The values of a part, [rows, cols], rounded once.
+  void (*dequantize)(const QuantizedMatrix&, Part, T* out);
+  // As `few_rows`, from the codes; with the same sums as of the rounded values. `in` is a multiple of 16. Null as there.
+  void (*few_rows_quantized)(const QuantizedMatrix&, int64_t rows, const T* x, const T* bias, T* out);
   // out = x + a + b, of `n` elements each; `b` may be null, and `out` may be `x`.
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
 };

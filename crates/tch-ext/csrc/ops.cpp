@@ -242,6 +242,185 @@ struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
   }
 };
 
+// --- Quantized linear layers ----------------------------------------------------------------------------------------
+
+// A frozen weight [out, in] as it is stored: see `QuantizedMatrix`. Undefined tensors are absent.
+struct QuantizedWeight {
+  int64_t out, in;
+  Tensor codes;   // uint8, two to a byte, or int8 [out, in]
+  Tensor map;     // f32 [16]; undefined for eight bits
+  Tensor scales;  // f32, or uint8 codes of scales; for eight bits the scale of each row
+  Tensor nested_map, nested_scales;  // f32
+  double offset;
+  int64_t block, nested_block;
+
+  bool four_bits() const { return map.defined(); }
+
+  void check() const {
+    const auto is = [](const Tensor& t, at::ScalarType dtype, int64_t n) {
+      return t.defined() && t.is_contiguous() && t.scalar_type() == dtype && t.numel() == n;
+    };
+    const int64_t n = out * in;
+    const bool pairs = four_bits() && block >= 32 && (block & (block - 1)) == 0;
+    const int64_t blocks = pairs ? (n + block - 1) / block : out;
+    const bool nests = nested_map.defined();
+    const bool coded = four_bits() ? pairs && is(codes, at::kByte, (n + 1) / 2) && is(map, at::kFloat, 16)
+                                   : is(codes, at::kChar, n) && !nests;
+    const bool scaled = is(scales, nests ? at::kByte : at::kFloat, blocks) &&
+                        (!nests || (nested_block > 0 && is(nested_map, at::kFloat, 256) &&
+                                    is(nested_scales, at::kFloat, (blocks + nested_block - 1) / nested_block)));
+    TORCH_CHECK(coded && scaled, "quantized weight [", out, ", ", in, "]: codes ", codes.sizes(), " ",
+                codes.scalar_type(), ", scales ", scales.sizes(), " ", scales.scalar_type(), ", blocks of ", block);
+  }
+
+  QuantizedMatrix matrix() const {
+    const bool nests = nested_map.defined();
+    return {out,
+            in,
+            static_cast<const uint8_t*>(codes.const_data_ptr()),
+            four_bits() ? map.const_data_ptr<float>() : nullptr,
+            nests ? nullptr : scales.const_data_ptr<float>(),
+            nests ? scales.const_data_ptr<uint8_t>() : nullptr,
+            nests ? nested_map.const_data_ptr<float>() : nullptr,
+            nests ? nested_scales.const_data_ptr<float>() : nullptr,
+            static_cast<float>(offset),
+            block,
+            nested_block};
+  }
+
+  // The scales as f32, by libtorch's operations.
+  Tensor plain_scales() const {
+    if (!nested_map.defined()) return scales;
+    const Tensor of_blocks = nested_scales.repeat_interleave(nested_block).narrow(0, 0, scales.numel());
+    return (nested_map.index_select(0, scales.flatten().to(at::kInt)) * of_blocks).add_(offset);
+  }
+
+  // All values, by libtorch's operations on any device.
+  Tensor plain_values(at::ScalarType dtype) const {
+    if (!four_bits()) return (codes.to(at::kFloat) * plain_scales().unsqueeze(1)).to(dtype);
+    const int64_t n = out * in, blocks = scales.numel();
+    const Tensor pairs = codes.flatten();
+    const Tensor each = at::stack({pairs.bitwise_right_shift(4), pairs.bitwise_and(15)}, 1).flatten().to(at::kInt);
+    Tensor values = map.index_select(0, each).narrow(0, 0, n);
+    if (blocks * block > n) values = at::constant_pad_nd(values, {0, blocks * block - n});
+    values = values.view({blocks, block}) * plain_scales().unsqueeze(1);
+    return values.flatten().narrow(0, 0, n).view({out, in}).to(dtype);
+  }
+
+  // Columns of rows, on a CPU.
+  Tensor part(Part part, at::ScalarType dtype) const {
+    const Tensor values = at::empty({part.rows, part.cols}, codes.options().dtype(dtype));
+    for_dtype(dtype, "quantized weight", [&](auto zero) {
+      using T = decltype(zero);
+      if (values.numel() > 0) kernels().of<T>().dequantize(matrix(), part, values.template mutable_data_ptr<T>());
+    });
+    return values;
+  }
+
+  bool has_kernels(at::ScalarType dtype) const {
+    return codes.is_cpu() && (dtype == at::kFloat || dtype == at::kBFloat16);
+  }
+
+  Tensor values(at::ScalarType dtype) const {
+    return has_kernels(dtype) ? part({0, out, 0, in}, dtype) : plain_values(dtype);
+  }
+
+  // x values^T + bias, without a graph.
+  Tensor linear(const Tensor& x, const MaybeTensor& bias) const {
+    const auto dtype = x.scalar_type();
+    if (!has_kernels(dtype)) return linear_of(x, plain_values(dtype), bias);
+    const int64_t rows = x.size(0);
+    TORCH_CHECK(x.size(1) == in && (!bias || (bias->numel() == out && bias->scalar_type() == dtype)),
+                "quantized weight [", out, ", ", in, "]: x ", x.sizes());
+    const Tensor result = at::empty({rows, out}, x.options().requires_grad(false));
+    if (result.numel() == 0) return result;
+    bool done = false;
+    for_dtype(dtype, "quantized weight", [&](auto zero) {
+      using T = decltype(zero);
+      const auto kernel = kernels().of<T>().few_rows_quantized;
+      if (!kernel || rows > FEW_ROWS || in % 16 != 0 || (bias && !bias->is_contiguous())) return;
+      const Tensor input = x.contiguous();
+      kernel(matrix(), rows, input.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr,
+             result.mutable_data_ptr<T>());
+      done = true;
+    });
+    if (done) return result;
+    for (int64_t from = 0; from < out; from += tile(in)) {
+      const int64_t count = std::min(tile(in), out - from);
+      const Tensor values = part({from, count, 0, in}, dtype);
+      const MaybeTensor bias_of_tile = bias ? MaybeTensor(bias->narrow(0, from, count)) : std::nullopt;
+      result.narrow(1, from, count).copy_(linear_of(x, values, bias_of_tile));
+    }
+    return result;
+  }
+
+  // g values, without a graph.
+  Tensor product_with(const Tensor& g) const {
+    const auto dtype = g.scalar_type();
+    if (!has_kernels(dtype)) return product(g, plain_values(dtype));
+    const Tensor result = at::empty({g.size(0), in}, g.options().requires_grad(false));
+    for (int64_t from = 0; from < in; from += tile(out)) {
+      const int64_t count = std::min(tile(out), in - from);
+      result.narrow(1, from, count).copy_(product(g, part({0, out, from, count}, dtype)));
+    }
+    return result;
+  }
+
+ private:
+  // Number of rows up to which the kernel on codes is faster than libtorch's product with the values.
+  static constexpr int64_t FEW_ROWS = 8;
+
+  // Rows, or columns, of `width` values in a tile, which stays in the CPU's cache.
+  static int64_t tile(int64_t width) { return std::max<int64_t>(PIECE / 4 / std::max<int64_t>(width, 1) / 64, 1) * 64; }
+};
+
+// A linear layer with a quantized weight, and as `AdaptedLinear` if it has the matrices `a` and `b`. The backward pass computes the
+// values again: the graph has the codes only.
+struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const MaybeTensor& bias, const MaybeTensor& a,
+                        const MaybeTensor& b, double scale, const QuantizedWeight* weight, at::ScalarType dtype) {
+    const QuantizedWeight& w = *weight;
+    w.check();
+    const Tensor input = x.to(dtype);
+    Tensor low;
+    if (a) low = product(input.to(at::kFloat), a->t()).mul_(scale);
+    ctx->save_for_backward({a ? input : Tensor(), value_of(a), value_of(b), low, w.codes, w.map, w.scales, w.nested_map,
+                            w.nested_scales});
+    ctx->saved_data["numbers"] = std::vector<int64_t>{w.out, w.in, w.block, w.nested_block};
+    ctx->saved_data["offset"] = w.offset;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["compute"] = dtype;
+    ctx->saved_data["dtype"] = x.scalar_type();
+    Tensor out = w.linear(input, bias);
+    if (a) add_f32_product(out, low, b->t());
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const auto n = ctx->saved_data["numbers"].toIntVector();
+    const Tensor &x = saved[0], &a = saved[1], &b = saved[2], &low = saved[3];
+    const QuantizedWeight weight{n[0],     n[1],     saved[4], saved[5], saved[6],
+                                 saved[7], saved[8], ctx->saved_data["offset"].toDouble(), n[2], n[3]};
+    const Tensor g = grads[0].to(ctx->saved_data["compute"].toScalarType());
+    Tensor d_low;
+    if (a.defined()) {
+      const Tensor wide = g.to(at::kFloat);
+      d_low = product(wide, b).mul_(ctx->saved_data["scale"].toDouble());
+      if (b.requires_grad()) add_product(b, wide.t(), low);
+      if (a.requires_grad()) add_product(a, d_low.t(), x.to(at::kFloat));
+    }
+    Tensor dx;
+    if (ctx->needs_input_grad(0)) {
+      dx = weight.product_with(g);
+      if (a.defined()) add_f32_product(dx, d_low, a);
+      dx = dx.to(ctx->saved_data["dtype"].toScalarType());
+    }
+    return {dx, {}, {}, {}, {}, {}, {}};
+  }
+};
+
 // --- The residual stream --------------------------------------------------------------------------------------------
 
 struct Residual : torch::autograd::Function<Residual> {
@@ -514,7 +693,19 @@ struct tch_ext_attention {
   bool causal, by_head;
 };
 
+// A quantized weight, as Rust passes it; the fields are those of `QuantizedWeight`, and absent tensors are null.
+struct tch_ext_quantized {
+  int64_t out, in, block, nested_block;
+  const Tensor *codes, *map, *scales, *nested_map, *nested_scales;
+  double offset;
+};
+
 }  // extern "C"
+
+static QuantizedWeight weight_of(const tch_ext_quantized* w) {
+  return {w->out, w->in, *w->codes, value_of(w->map), *w->scales, value_of(w->nested_map), value_of(w->nested_scales),
+          w->offset, w->block, w->nested_block};
+}
 
 static AttentionShape shape_of(const tch_ext_attention* a) {
   return {a->heads,  a->kv_heads, a->head_dim, static_cast<float>(a->scale), static_cast<float>(a->softcap),
@@ -535,6 +726,27 @@ char* tch_ext_adapted_linear(Tensor** out, const Tensor* x, const Tensor* used, 
                              const Tensor* a, const Tensor* b, double scale) {
   return guard(
       [&] { *out = new Tensor(AdaptedLinear::apply(*x, *used, maybe(used_bias), transposed, *a, *b, scale)); });
+}
+
+// The values of a quantized weight, as f32, bf16 or f16 (`dtype` is libtorch's number); by libtorch's operations if `plain`.
+char* tch_ext_dequantize(Tensor** out, const tch_ext_quantized* weight, int dtype, bool plain) {
+  return guard([&] {
+    at::NoGradGuard no_grad;
+    const QuantizedWeight w = weight_of(weight);
+    w.check();
+    const auto kind = static_cast<at::ScalarType>(dtype);
+    *out = new Tensor(plain ? w.plain_values(kind) : w.values(kind));
+  });
+}
+
+// `a` and `b` may both be null.
+char* tch_ext_quantized_linear(Tensor** out, const Tensor* x, const tch_ext_quantized* weight, const Tensor* bias,
+                               const Tensor* a, const Tensor* b, double scale, int dtype) {
+  return guard([&] {
+    const QuantizedWeight w = weight_of(weight);
+    const auto kind = static_cast<at::ScalarType>(dtype);
+    *out = new Tensor(QuantizedLinear::apply(*x, maybe(bias), maybe(a), maybe(b), scale, &w, kind));
+  });
 }
 
 char* tch_ext_residual(Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b) {

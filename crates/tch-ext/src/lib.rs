@@ -7,9 +7,9 @@ mod ops;
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, set_grad};
 pub use ops::{
-    Attention, Cache, LogitsStats, LowRank, Norm, adapted_linear, add_product_to_grad, attention, attention_step,
-    backward, embedding, flash_attention_varlen, has_kernels, linear, logits_gradient, logits_sample, logits_stats,
-    norm, product_into, residual, token_multiple,
+    Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
+    attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
+    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, token_multiple,
 };
 
 use std::ffi::{CStr, c_char};

@@ -5,7 +5,7 @@
 //! another operation. Like the plain methods of tch, they panic if tensors have incompatible shapes, dtypes or devices.
 
 use crate::into_result;
-use std::ffi::c_char;
+use std::ffi::{c_char, c_int};
 use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
@@ -22,7 +22,37 @@ struct RawAttention {
     by_head: bool,
 }
 
+#[repr(C)]
+struct RawQuantized {
+    width_out: i64,
+    width_in: i64,
+    block: i64,
+    nested_block: i64,
+    codes: *const C_tensor,
+    map: *const C_tensor,
+    scales: *const C_tensor,
+    nested_map: *const C_tensor,
+    nested_scales: *const C_tensor,
+    offset: f64,
+}
+
 unsafe extern "C" {
+    fn tch_ext_dequantize(
+        out: *mut *mut C_tensor,
+        weight: *const RawQuantized,
+        dtype: c_int,
+        plain: bool,
+    ) -> *mut c_char;
+    fn tch_ext_quantized_linear(
+        out: *mut *mut C_tensor,
+        x: *const C_tensor,
+        weight: *const RawQuantized,
+        bias: *const C_tensor,
+        a: *const C_tensor,
+        b: *const C_tensor,
+        scale: f64,
+        dtype: c_int,
+    ) -> *mut c_char;
     fn tch_ext_linear(
         out: *mut *mut C_tensor,
         x: *const C_tensor,
@@ -343,6 +373,100 @@ pub fn adapted_linear(
     // SAFETY: as in `linear`.
     new_tensor(|out| unsafe {
         tch_ext_adapted_linear(out, x.as_ptr(), used.as_ptr(), bias, transposed, a.as_ptr(), b.as_ptr(), scale)
+    })
+}
+
+/// A weight `[out, in]` in a format of bitsandbytes; all tensors are contiguous and on one device.
+///
+/// With a map of four bits, two codes are in a byte, the first in the high bits; the value of a code is its entry in the map times the
+/// scale of its block of consecutive values. Without one, it is the code times the scale of its row.
+#[derive(Debug, Clone, Copy)]
+pub struct Quantized<'a> {
+    /// Output and input width.
+    pub widths: [i64; 2],
+    /// u8, two codes to a byte, or i8 `[out, in]`.
+    pub codes: &'a Tensor,
+    /// f32 `[16]`; `None` for eight bits.
+    pub map: Option<&'a Tensor>,
+    /// f32, or with `nested` the u8 codes of the scales.
+    pub scales: &'a Tensor,
+    /// Number of consecutive values with one scale, a power of two from 32 on; not used for eight bits.
+    pub block: i64,
+    /// The scales' own quantization.
+    pub nested: Option<NestedScales<'a>>,
+}
+
+/// Quantized scales: the value of a code is its entry in the map times the scale of its block, plus the offset.
+#[derive(Debug, Clone, Copy)]
+pub struct NestedScales<'a> {
+    /// f32 `[256]`.
+    pub map: &'a Tensor,
+    /// f32.
+    pub scales: &'a Tensor,
+    /// Number of consecutive scales with one scale.
+    pub block: i64,
+    /// Added to each scale.
+    pub offset: f32,
+}
+
+impl Quantized<'_> {
+    fn raw(&self) -> RawQuantized {
+        let pointer = |tensor: Option<&Tensor>| tensor.map_or(null(), |tensor| tensor.as_ptr());
+        RawQuantized {
+            width_out: self.widths[0],
+            width_in: self.widths[1],
+            block: self.block,
+            nested_block: self.nested.map_or(0, |nested| nested.block),
+            codes: self.codes.as_ptr(),
+            map: pointer(self.map),
+            scales: self.scales.as_ptr(),
+            nested_map: pointer(self.nested.map(|nested| nested.map)),
+            nested_scales: pointer(self.nested.map(|nested| nested.scales)),
+            offset: self.nested.map_or(0.0, |nested| f64::from(nested.offset)),
+        }
+    }
+}
+
+/// Returns the values of a quantized weight, `[out, in]`, computed in f32 and rounded to `kind` once. With `plain` they are computed by
+/// libtorch's operations alone, with the same result.
+///
+/// # Panics
+/// If the tensors do not fit together.
+pub fn dequantize(weight: &Quantized<'_>, kind: Kind, plain: bool) -> Tensor {
+    let raw = weight.raw();
+    // SAFETY: `raw` has pointers to borrowed tensors, or null; the shim checks their dtypes and sizes.
+    new_tensor(|out| unsafe { tch_ext_dequantize(out, &raw const raw, number_of(kind), plain) })
+}
+
+/// libtorch's number of a dtype of products.
+fn number_of(kind: Kind) -> c_int {
+    match kind {
+        Kind::Float => 6,
+        Kind::Half => 5,
+        Kind::BFloat16 => 15,
+        other => panic!("expected f32, f16 or bf16, found {other:?}"),
+    }
+}
+
+/// A linear layer from `[N, in]` to `[N, out]` with a quantized weight, computed in `kind`, which is the dtype of `bias` too; with an
+/// `adapter`, as [`adapted_linear`]. Differentiable in `x` and in the adapter's leaves; the graph stores no values of the weight.
+///
+/// # Panics
+/// If shapes, dtypes or devices are incompatible.
+pub fn quantized_linear(
+    x: &Tensor,
+    weight: &Quantized<'_>,
+    bias: Option<&Tensor>,
+    adapter: Option<LowRank<'_>>,
+    kind: Kind,
+) -> Tensor {
+    let raw = weight.raw();
+    let bias = bias.map_or(null(), |bias| bias.as_ptr());
+    let (a, b) = adapter.map_or((null(), null()), |adapter| (adapter.a.as_ptr(), adapter.b.as_ptr()));
+    let scale = adapter.map_or(0.0, |adapter| adapter.scale);
+    // SAFETY: as in `dequantize`; autograd holds counted references to the tensors.
+    new_tensor(|out| unsafe {
+        tch_ext_quantized_linear(out, x.as_ptr(), &raw const raw, bias, a, b, scale, number_of(kind))
     })
 }
 

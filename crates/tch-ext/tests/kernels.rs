@@ -3,7 +3,7 @@
 //! A bf16 kernel is compared with f64 on the same rounded inputs. The last test runs the others on smaller instruction sets.
 
 use tch::{Device, IndexOp, Kind, Tensor, no_grad};
-use tch_ext::{Attention, Cache, Norm};
+use tch_ext::{Attention, Cache, LowRank, NestedScales, Norm, Quantized};
 
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)];
 
@@ -620,6 +620,100 @@ fn everything(kind: Kind) -> Vec<Vec<u8>> {
     all.extend(stats.entropy);
     all.extend(inputs.iter().chain(&norm_leaves).map(Tensor::grad));
     all.iter().map(bits).collect()
+}
+
+/// The tensors of a quantized weight: codes, and with four bits a map, codes of scales, and the map and scales of these.
+struct Weight {
+    widths: [i64; 2],
+    block: i64,
+    codes: Tensor,
+    scales: Tensor,
+    four: Option<[Tensor; 3]>,
+}
+
+impl Weight {
+    fn new(widths: [i64; 2], block: Option<i64>, seed: u64) -> Self {
+        let numel = widths[0] * widths[1];
+        let bytes = |n: i64, seed| (randn(&[n], seed) * 1000.0).remainder(256.0).to_kind(Kind::Uint8);
+        let Some(block) = block else {
+            let codes = (bytes(numel, seed).to_kind(Kind::Float) - 128.0).to_kind(Kind::Int8).view(widths);
+            let scales = (randn(&[widths[0]], seed + 1).abs() / 100.0).to_kind(Kind::Float);
+            return Self { widths, block: 0, codes, scales, four: None };
+        };
+        let blocks = (numel + block - 1) / block;
+        let floats = |n, seed| randn(&[n], seed).to_kind(Kind::Float);
+        let four = [floats(16, seed + 2), floats(256, seed + 3) * 0.1, floats((blocks + 255) / 256, seed + 4)];
+        Self { widths, block, codes: bytes((numel + 1) / 2, seed), scales: bytes(blocks, seed + 1), four: Some(four) }
+    }
+
+    fn view(&self) -> Quantized<'_> {
+        let nested = self.four.as_ref().map(|[_, map, scales]| NestedScales { map, scales, block: 256, offset: 0.7 });
+        let map = self.four.as_ref().map(|[map, ..]| map);
+        Quantized { widths: self.widths, codes: &self.codes, map, scales: &self.scales, block: self.block, nested }
+    }
+}
+
+/// Widths whose rows are whole blocks, are not, and end in the middle of a byte.
+const WIDTHS: [[i64; 2]; 5] = [[70, 128], [33, 48], [5, 13], [1, 1], [300, 2048]];
+
+#[test]
+fn values_of_quantized_weights_are_the_same_bits_as_by_libtorchs_operations() {
+    for widths in WIDTHS {
+        for block in [Some(32), Some(64), Some(4096), None] {
+            let weight = Weight::new(widths, block, 91);
+            for (kind, _) in KINDS {
+                let [found, plain] = [false, true].map(|plain| tch_ext::dequantize(&weight.view(), kind, plain));
+                assert_eq!((found.kind(), found.size()), (kind, widths.to_vec()));
+                assert!(found.equal(&plain), "{widths:?}, blocks of {block:?}, {kind:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_quantized_layer_is_the_layer_of_its_values_for_few_rows_and_many() {
+    for widths in WIDTHS {
+        for block in [Some(64), None] {
+            let weight = Weight::new(widths, block, 17);
+            let [width_out, width_in] = widths;
+            for (kind, tolerance) in KINDS {
+                let values = tch_ext::dequantize(&weight.view(), kind, true);
+                let bias = randn(&[width_out], 5).to_kind(kind);
+                for rows in [1, 2, 3, 4, 7, 8, 9, 40] {
+                    let what = format!("{widths:?}, blocks of {block:?}, {kind:?}, {rows} rows");
+                    let x = leaf(&randn(&[rows, width_in], 3), kind);
+                    let low =
+                        [leaf(&randn(&[2, width_in], 7), Kind::Float), leaf(&randn(&[width_out, 2], 8), Kind::Float)];
+                    let exact = doubles(&[x.copy(), low[0].copy(), low[1].copy()]);
+                    let adapter = Some(LowRank { a: &low[0], b: &low[1], scale: 0.5 });
+                    let out = tch_ext::quantized_linear(&x, &weight.view(), Some(&bias), adapter, kind);
+                    let plain = exact[0].linear(&values.to_kind(Kind::Double), Some(&bias.to_kind(Kind::Double)));
+                    let expected = plain + exact[0].matmul(&exact[1].tr()).matmul(&exact[2].tr()) * 0.5;
+                    assert_close(&what, &out, &expected, tolerance);
+                    let gradient = randn(&[rows, width_out], 4).to_kind(kind);
+                    tch_ext::backward(&out, &gradient);
+                    (expected * gradient.to_kind(Kind::Double)).sum(Kind::Double).backward();
+                    assert_grads_close(
+                        &what,
+                        &[x.shallow_clone(), low[0].shallow_clone(), low[1].shallow_clone()],
+                        &exact,
+                        3.0 * tolerance,
+                    );
+                    let alone = no_grad(|| tch_ext::quantized_linear(&x, &weight.view(), None, None, kind));
+                    let of_values = no_grad(|| tch_ext::linear(&x, &values, &values, None, false));
+                    assert_close(&what, &alone, &of_values, if kind == Kind::Float { 1e-6 } else { tolerance });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "quantized weight [4, 32]: codes")]
+fn tensors_of_a_quantized_weight_that_do_not_fit_are_an_error_and_not_a_crash() {
+    let mut weight = Weight::new([4, 32], Some(64), 1);
+    weight.codes = weight.codes.narrow(0, 0, 63);
+    drop(tch_ext::dequantize(&weight.view(), Kind::Float, false));
 }
 
 #[test]

@@ -320,18 +320,23 @@ mod tests {
             let seen = command.get_arguments().filter(|arg| !arg.is_hide_set());
             sorted(&seen.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" "))
         };
+        let bits = "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant";
         let lora =
             "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora";
         let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
-        let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
+        let run = format!(
+            "{bits} output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to tensorboard_tags run_name project tracker_kwargs log_model num_threads disable_tqdm no_report save_steps save_total_limit \
                    resume_from_checkpoint resume_with_changed_inputs zero_stage offload_optimizer dist_timeout push_to_hub hub_model_id \
-                   hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help";
+                   hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help"
+        );
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
-        let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
+        let rows = format!(
+            "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype {bits} device num_threads config help"
+        );
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_pair reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
         let eval = "eval_steps metric_for_best_model greater_is_better";
@@ -423,7 +428,7 @@ mod tests {
                  judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
                  judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \
                  repetition_penalty num_return_sequences stop_token_ids stop_strings seed output_dir overwrite_output_dir \
-                 batch_size dtype device num_threads config help"
+                 batch_size dtype {bits} device num_threads config help"
             ))
         );
         assert_eq!(flags("convert"), sorted("file output_dir dtype max_shard_size config help"));
@@ -432,7 +437,7 @@ mod tests {
             sorted("folder name include exclude private revision commit_message hub_token config help")
         );
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
-        let compute = "dtype device num_threads config help";
+        let compute = format!("dtype {bits} device num_threads config help");
         assert_eq!(
             flags("chat"),
             sorted(&format!(

@@ -47,7 +47,6 @@ const RANKS: &str = "losses, gradients and rows are those of all ranks in any ca
 const SPEED: &str = "it changes memory and speed only";
 const WHOLE: &str = "checkpoints are always complete, and a stopped run saves one";
 const COMMAND: &str = "the command decides what is done";
-const NO_BITS: &str = "weights are not quantized";
 const COMPUTED: &str = "it is computed from the other sizes";
 const OLD: &str = "it has no meaning for this program";
 
@@ -158,7 +157,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted(COMMAND), TRAIN, &["do_train", "do_eval", "do_predict"]),
     (Only(UNSET, "the organization is part of hub_model_id: ORGANIZATION/NAME"), TRAIN, &["push_to_hub_organization"]),
     (Together, PPO, &[IF_BEST, "compare_steps"]),
-    (Noted(NO_BITS), TRAIN, &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"]),
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
     (Noted("no model here has experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
     (
@@ -215,11 +213,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
     (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
     (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
-    (
-        Only(OFF, "weights are not quantized; dtype = bfloat16 halves frozen ones"),
-        TRAIN,
-        &["load_in_8bit", "load_in_4bit"],
-    ),
+    (Only(&["none", "uint8"], "4-bit weights are stored as bytes"), TRAIN, &["bnb_4bit_quant_storage"]),
     (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
     (
         Only(&["none", "causal_lm", "seq_cls", "seq_2_seq_lm"], "the command decides the task"),

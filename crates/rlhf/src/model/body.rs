@@ -9,6 +9,7 @@ use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
 use super::params::Param;
+use super::quantized::Quantization;
 use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::uses_kernels;
@@ -137,13 +138,32 @@ impl Body {
 
     /// Prepares weights that were just read for training: merges an adapter that is already there into `adapted_head` and the
     /// layers. The base of a new adapter is held in the dtype that it is computed in, `lm_head` included.
-    pub(super) fn prepare(&mut self, trains: Trains, adapted_head: Option<&mut Linear>, lm_head: Option<&mut Linear>) {
+    ///
+    /// # Errors
+    /// If quantized weights would be trained.
+    pub(super) fn prepare(
+        &mut self,
+        trains: Trains,
+        adapted_head: Option<&mut Linear>,
+        lm_head: Option<&mut Linear>,
+    ) -> Result<()> {
+        if self.quantization().is_some() && !matches!(trains, Trains::Adapter) {
+            let message =
+                "the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them";
+            return Err(Error::Usage(message.into()));
+        }
         self.merge_adapter(adapted_head);
         match trains {
             Trains::Adapter => self.hold_as_computed(lm_head),
             Trains::All => self.hold_as_f32(),
             Trains::AllInBf16 => self.hold_in_bf16(),
         }
+        Ok(())
+    }
+
+    /// The format of quantized weights of linear layers, if there are any.
+    pub(super) fn quantization(&self) -> Option<Quantization> {
+        self.decoder.linears().find_map(Linear::quantization)
     }
 
     /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
@@ -207,7 +227,16 @@ impl Body {
 
     /// Gives the parameters `names`, and the heads, memory of their own in f32, with the base's values or those of `values`. The
     /// base keeps the memory that they had.
-    fn train_in_full(&mut self, names: &[String], values: &[(String, Tensor)]) {
+    ///
+    /// # Errors
+    /// If one of them is quantized.
+    fn train_in_full(&mut self, names: &[String], values: &[(String, Tensor)]) -> Result<()> {
+        if let Some(param) = self.params.iter().find(|param| names.contains(&param.name) && param.is_quantized()) {
+            return Err(Error::Usage(format!(
+                "lora_modules_to_save: expected modules whose weights are not quantized, found that of `{}`",
+                param.name
+            )));
+        }
         for param in &mut self.params {
             let is_head = lora::is_head(&param.name);
             if !is_head && !names.contains(&param.name) {
@@ -222,6 +251,7 @@ impl Body {
         }
         // `set_data` does not change the version by which copies are renewed.
         self.decoder.drop_copies();
+        Ok(())
     }
 
     /// The dtype that the base of an adapter was rounded to, if the run has to save that base.
@@ -234,6 +264,9 @@ impl Body {
     pub(super) fn set_trainable(&mut self, trainable: bool) {
         let all = self.adapter.is_none();
         for (at, param) in self.params.iter().enumerate() {
+            if param.is_quantized() {
+                continue;
+            }
             let learns = trainable && at >= self.num_frozen && (all || self.is_trained(&param.name));
             let _ = param.tensor.shallow_clone().requires_grad_(learns);
         }
@@ -277,7 +310,7 @@ impl Body {
             linear.set_adapter(adapter);
             layers.push(linear.name().to_string());
         }
-        self.train_in_full(&saved, &[]);
+        self.train_in_full(&saved, &[])?;
         self.params.extend(params);
         self.adapter = Some(config.describe(family, &layers, classifier));
         self.set_trainable(false);
@@ -298,7 +331,7 @@ impl Body {
         let applied = self.linears(head).and_then(|linears| folder.apply(linears, target));
         self.params = params;
         let loaded = applied?;
-        self.train_in_full(&loaded.saved, &loaded.values);
+        self.train_in_full(&loaded.saved, &loaded.values)?;
         self.params.extend(loaded.params);
         self.adapter = Some(folder.described(family, classifier, &loaded.modules));
         self.set_trainable(false);

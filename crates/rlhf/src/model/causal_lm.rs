@@ -14,7 +14,7 @@ use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
 use super::shape::Shape;
 use super::shard::{PassKind, Shards};
-use super::{Dtype, ModelOptions, Precision};
+use super::{Dtype, ModelOptions, Precision, Quantization};
 use crate::dist::{World, ZeroStage};
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
@@ -88,6 +88,7 @@ impl CausalLm {
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
+        builder.quantize_to(options.quantization);
         // As in transformers 5: an encoder-decoder without a stored head has the embedding as head.
         if config.is_encoder_decoder() && builder.lacks(names.lm_head) {
             config.tie();
@@ -211,9 +212,12 @@ impl CausalLm {
     }
 
     /// Prepares weights that were just read for training: merges an adapter that is already there, and holds the weights as `trains` says.
-    pub(crate) fn prepare(&mut self, trains: Trains) {
+    ///
+    /// # Errors
+    /// If quantized weights would be trained.
+    pub(crate) fn prepare(&mut self, trains: Trains) -> Result<()> {
         let own_head = !self.body.config.tie_word_embeddings;
-        self.body.prepare(trains, None, own_head.then_some(&mut self.lm_head.linear));
+        self.body.prepare(trains, None, own_head.then_some(&mut self.lm_head.linear))
     }
 
     /// Whether tensors were rounded to the configured dtype when they were read.
@@ -289,7 +293,7 @@ impl CausalLm {
             Kind::Half => Precision::F16,
             _ => Precision::Bf16,
         };
-        let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
+        let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision, quantization: None };
         let source = Source::Shared(params);
         let (mut model, ()) = Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?;
         (model.body.kind, model.body.shared) = (self.body.kind, shared);
@@ -311,6 +315,11 @@ impl CausalLm {
         self.body.decoder.compute == Kind::Float
             && self.body.device == Device::Cpu
             && !self.config().has_length_dependent_rope()
+    }
+
+    /// The format of quantized weights of linear layers, if there are any.
+    pub fn quantization(&self) -> Option<Quantization> {
+        self.body.quantization()
     }
 
     /// The device of the weights.

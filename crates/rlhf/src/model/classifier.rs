@@ -1,6 +1,5 @@
 //! Sequence classifiers: reward models and value models.
 
-use super::ModelOptions;
 use super::adapter_folder::AdapterFolder;
 use super::batch::{Batch, shared_lens};
 use super::body::{Body, Gathered, Trains};
@@ -12,6 +11,7 @@ use super::lora_config::LoraConfig;
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::shape::{HeadActivation, HeadNames, Pooling};
 use super::shard::Shards;
+use super::{ModelOptions, Quantization};
 use crate::dist::{World, ZeroStage};
 use crate::flag::Setting;
 use crate::weights::{Checkpoint, replace_files};
@@ -133,7 +133,9 @@ impl SequenceClassifier {
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
         builder.set_tied(config.tie_word_embeddings);
+        builder.quantize_to(options.quantization);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
+        builder.quantize_to(None);
         let name = builder.first_stored(&SCORE_HEADS);
         let scores = match names.head {
             HeadNames::Score => name.to_string(),
@@ -165,6 +167,11 @@ impl SequenceClassifier {
         let origin = (!config.is_part()).then(|| dir.to_path_buf());
         let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
         Ok(Self { body, head, labels, chosen, new_head, format })
+    }
+
+    /// The format of quantized weights of linear layers, if there are any.
+    pub fn quantization(&self) -> Option<Quantization> {
+        self.body.quantization()
     }
 
     /// The device of the weights.
@@ -267,8 +274,8 @@ impl SequenceClassifier {
     }
 
     /// As [`super::CausalLm::prepare`].
-    pub(crate) fn prepare(&mut self, trains: Trains) {
-        self.body.prepare(trains, self.head.inner(), None);
+    pub(crate) fn prepare(&mut self, trains: Trains) -> Result<()> {
+        self.body.prepare(trains, self.head.inner(), None)
     }
 
     /// As [`super::CausalLm::was_rounded`].

@@ -1,6 +1,7 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
 use super::families::{FAMILIES, of_classifiers};
+use super::quantized::Quantization;
 use super::shape::{Family, Fields, MOST_LAYERS, Shape, brief};
 use crate::weights::{no_such_file, pretty, read_json, write_text};
 use crate::{Error, Result};
@@ -101,8 +102,8 @@ impl ModelConfig {
         let raw = if is_part { text_part(path, &raw)? } else { raw };
         let family = family(path, &raw)?;
         let f = Fields { path, raw: &raw, family };
-        if f.present("quantization_config").is_some() {
-            return Err(f.wrong("quantization_config", "none: quantised weights are not supported"));
+        if let Some(Err(expected)) = f.present("quantization_config").map(Quantization::check_config) {
+            return Err(f.wrong("quantization_config", &expected));
         }
         let mut shape = (family.shape)(&f)?;
         if shape.causal {
@@ -249,6 +250,17 @@ impl ModelConfig {
             shape.num_key_value_heads = if halves(groups) { groups / 2 } else { 1 };
         }
         config
+    }
+
+    /// The format of the weights, if the file says that they are quantized.
+    pub(crate) fn quantization(&self) -> Option<Quantization> {
+        self.raw.get("quantization_config").and_then(Quantization::of_config)
+    }
+
+    /// Describes quantized weights, unless the file does; the linear layers `kept`, of those outside experts, are not quantized.
+    pub(crate) fn describe_quantization(&mut self, format: Quantization, kept: &[String]) {
+        let described = || format.describe(kept);
+        self.raw.entry("quantization_config").or_insert_with(described);
     }
 
     /// Ties the LM head to the embedding.

@@ -235,10 +235,15 @@ impl Decoder {
         self.stacks().flat_map(|stack| stack.project.iter().flatten())
     }
 
+    /// All linear layers of the stacks.
+    pub(crate) fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let layers = self.stacks().flat_map(|stack| &stack.layers);
+        self.root_linears().chain(layers.flat_map(Layer::linears))
+    }
+
     /// Frees the copies of weights in the dtype of products.
     pub(crate) fn drop_copies(&self) {
-        let layers = self.stacks().flat_map(|stack| &stack.layers);
-        self.root_linears().chain(layers.flat_map(Layer::linears)).for_each(Linear::drop_copies);
+        self.linears().for_each(Linear::drop_copies);
     }
 
     /// Gathers layer `i`, if its parameters are divided over ranks.

@@ -7,6 +7,7 @@ use super::decoder::Decoder;
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Source};
+use super::quantized::Quantization;
 use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -264,11 +265,28 @@ impl ModelSizes {
     ///
     /// # Errors
     /// If a target of the adapter matches no layer.
+    #[cfg(test)]
     pub(crate) fn held(&self, holding: Holding<'_>, dtype: Option<Kind>, compute: Kind) -> Result<Held> {
+        self.held_as(holding, dtype, compute, None)
+    }
+
+    /// [`ModelSizes::held`], with the weights of linear layers in the format `quantization` where nothing but an adapter is trained; weights
+    /// that are quantized in the files stay so.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn held_as(
+        &self,
+        holding: Holding<'_>,
+        dtype: Option<Kind>,
+        compute: Kind,
+        quantization: Option<Quantization>,
+    ) -> Result<Held> {
+        let quantization = quantization.or(self.config.quantization());
+        let quantization = quantization.filter(|_| !matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_)));
         let mut held = Held::default();
         let mut layers: HashMap<usize, [usize; 2]> = HashMap::new();
-        let mut add = |layer: Option<usize>, numel: usize, kind: Kind, trained: bool| {
-            let bytes = numel * kind.elt_size_in_bytes();
+        let mut add = |layer: Option<usize>, numel: usize, bytes: usize, trained: bool| {
             let trained = if trained { numel } else { 0 };
             (held.parameters, held.weights) = (held.parameters + numel, held.weights + bytes);
             held.trained += trained;
@@ -287,20 +305,30 @@ impl ModelSizes {
         for (at, tensor) in tensors.iter().enumerate() {
             if saved.contains(&tensor.name) {
                 // Trained in f32; the base's own values stay beside it.
-                add(tensor.layer, tensor.numel, Kind::Float, true);
+                add(tensor.layer, tensor.numel, 4 * tensor.numel, true);
                 originals += tensor.numel * holding.kind(tensor, dtype, compute).elt_size_in_bytes();
                 if compute != Kind::Float && matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding) {
                     copies += tensor.numel * compute.elt_size_in_bytes();
                 }
                 continue;
             }
+            let used = tensor.numel * compute.elt_size_in_bytes();
+            if let Some((format, widths)) =
+                quantization.and_then(|format| Some((format, self.quantized_widths(tensor)?)))
+                && at >= first
+            {
+                add(tensor.layer, tensor.numel, format.bytes(widths), false);
+                // The values of one weight at a time.
+                widened = widened.max(used);
+                continue;
+            }
             let own = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
             // Memory that is shared with a trained model is f32.
             let kind = if own { holding.kind(tensor, dtype, compute) } else { Kind::Float };
             if own {
-                add(tensor.layer, tensor.numel, kind, at >= first && holding.trains(tensor.role));
+                let bytes = tensor.numel * kind.elt_size_in_bytes();
+                add(tensor.layer, tensor.numel, bytes, at >= first && holding.trains(tensor.role));
             }
-            let used = tensor.numel * compute.elt_size_in_bytes();
             let in_product = matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding);
             match kind.elt_size_in_bytes().cmp(&compute.elt_size_in_bytes()) {
                 std::cmp::Ordering::Greater if in_product => copies += used,
@@ -315,7 +343,7 @@ impl ModelSizes {
             for (linear, size) in self.adapted(lora)? {
                 let magnitudes = if lora.use_dora { linear.widths[1] } else { 0 };
                 let numel = size.r * (linear.widths[0] + linear.widths[1]) + magnitudes;
-                add(self.layer_of(&linear.name), numel, Kind::Float, true);
+                add(self.layer_of(&linear.name), numel, 4 * numel, true);
             }
         }
         held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
@@ -399,6 +427,13 @@ impl ModelSizes {
 
     fn layer_of(&self, linear: &str) -> Option<usize> {
         self.tensors.iter().find(|tensor| tensor.name.strip_suffix(".weight") == Some(linear))?.layer
+    }
+
+    /// Output and input width of a weight that is quantized when weights are.
+    fn quantized_widths(&self, tensor: &TensorSize) -> Option<[usize; 2]> {
+        let layer = tensor.name.strip_suffix(".weight").filter(|layer| self.config.family.names.quantizes(layer))?;
+        let [width_in, width_out] = self.linears.iter().find(|linear| linear.name == layer)?.widths;
+        Some([width_out, width_in])
     }
 
     /// The linear layers that get an adapter, with its size.
@@ -646,7 +681,7 @@ impl Holding<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, SequenceClassifier, Trains};
+    use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, QuantType, SequenceClassifier, Trains};
     use crate::optim::{Optim, Optimizer, OptimizerConfig, state_bytes};
 
     fn golden(name: &str) -> std::path::PathBuf {
@@ -699,7 +734,7 @@ mod tests {
                 };
                 let held = |holding, dtype| planned(sizes.held(holding, dtype, compute).unwrap());
                 let mut trained = load(Dtype::Float32);
-                trained.prepare(Trains::All);
+                trained.prepare(Trains::All).unwrap();
                 trained.set_trainable(true);
                 assert_eq!(held(Holding::Trained(0), None), real(trained.params()), "{name}");
                 let states = |model: &CausalLm, optim, holding| {
@@ -724,7 +759,7 @@ mod tests {
                     frozen.hold_as_computed();
                     assert_eq!(held(Holding::Frozen(0), kind), real(frozen.params()), "{name}");
                     let mut adapted = load(dtype);
-                    adapted.prepare(Trains::Adapter);
+                    adapted.prepare(Trains::Adapter).unwrap();
                     adapted.add_adapter(&lora(), 1).unwrap();
                     adapted.set_trainable(true);
                     assert_eq!(held(Holding::Adapted(&own), kind), real(adapted.params()), "{name}");
@@ -743,6 +778,32 @@ mod tests {
     }
 
     #[test]
+    fn sizes_of_quantized_models_are_those_of_the_real_tensors() {
+        let own = lora();
+        let formats = [
+            Quantization::FourBit { quant_type: QuantType::Nf4, nested: true },
+            Quantization::FourBit { quant_type: QuantType::Fp4, nested: false },
+            Quantization::EightBit,
+        ];
+        for (name, format) in ["llama_untied", "gpt2", "mixtral"].into_iter().zip(formats) {
+            let dir = golden(name);
+            let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
+            let options = ModelOptions { quantization: Some(format), ..Default::default() };
+            let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
+            model.prepare(Trains::Adapter).unwrap();
+            model.add_adapter(&own, 1).unwrap();
+            model.set_trainable(true);
+            let held = sizes.held_as(Holding::Adapted(&own), None, Kind::Float, Some(format)).unwrap();
+            let [bytes, _, trained] = real(model.params());
+            let count = model.params().iter().map(Param::numel).sum::<usize>();
+            assert_eq!((held.parameters, held.trained), (count, trained), "{name}");
+            // The scales of eight bits are held twice, and descriptions of four bits differ in length.
+            let most = 64 * sizes.linears.len() + bytes / 50;
+            assert!(held.weights.abs_diff(bytes) <= most, "{name}: {} bytes, {bytes} in memory", held.weights);
+        }
+    }
+
+    #[test]
     fn sizes_with_dora_and_modules_that_are_trained_in_full_are_those_of_the_real_tensors() {
         for (name, modules) in [
             ("llama_tied", "embed_tokens"),
@@ -757,7 +818,7 @@ mod tests {
             for (precision, compute) in [(Precision::F32, Kind::Float), (Precision::Bf16, Kind::BFloat16)] {
                 let options = ModelOptions { dtype: Dtype::BFloat16, precision, ..Default::default() };
                 let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
-                model.prepare(Trains::Adapter);
+                model.prepare(Trains::Adapter).unwrap();
                 model.add_adapter(&lora, 1).unwrap();
                 model.set_trainable(true);
                 let held = sizes.held(Holding::Adapted(&lora), Some(Kind::BFloat16), compute).unwrap();

@@ -2,6 +2,7 @@
 
 use super::lora::{Adapter, Dropout, Magnitude};
 use super::params::{Builder, Init};
+use super::quantized::{Quantization, Quantized};
 use super::shape::{NormKind, Shape};
 use super::{plain, uses_kernels};
 use crate::Result;
@@ -16,12 +17,74 @@ use tch::{Kind, Tensor};
 pub(crate) struct Linear {
     /// The name of its weight without `.weight`.
     name: String,
-    weight: Weight,
+    weight: Matrix,
     bias: Option<Weight>,
     /// Whether the weight is stored as `[in, out]` (GPT-2) instead of `[out, in]`.
     transposed: bool,
     compute: Kind,
     adapter: Option<Box<Adapter>>,
+}
+
+/// The weight of a linear layer.
+#[derive(Debug)]
+enum Matrix {
+    Plain(Weight),
+    /// Frozen, always `[out, in]`.
+    Quantized(Quantized),
+}
+
+impl Matrix {
+    /// The weight of a layer that is never quantized: a head.
+    fn plain(&self) -> &Weight {
+        match self {
+            Self::Plain(weight) => weight,
+            Self::Quantized(_) => unreachable!("heads are not quantized"),
+        }
+    }
+
+    /// The values in `kind`, the dtype of products.
+    fn used(&self, kind: Kind) -> Tensor {
+        match self {
+            Self::Plain(weight) => weight.used(kind),
+            Self::Quantized(weight) => weight.values(kind),
+        }
+    }
+
+    /// A number that changes with the values.
+    fn version(&self) -> i64 {
+        match self {
+            Self::Plain(weight) => weight.held.internal_version(),
+            Self::Quantized(weight) => weight.version(),
+        }
+    }
+
+    /// The values as they are held, in f32.
+    fn held(&self) -> Tensor {
+        match self {
+            Self::Plain(weight) => weight.held.to_kind(Kind::Float),
+            // As PEFT merges: rounded to the dtype that the weight had.
+            Self::Quantized(weight) => weight.values(weight.dtype()).to_kind(Kind::Float),
+        }
+    }
+
+    /// Replaces the values, f32, and holds them in f32, or quantized again. Returns whether they had lower precision.
+    fn replace(&mut self, values: &Tensor) -> bool {
+        match self {
+            Self::Quantized(weight) => {
+                let again = weight.like(values);
+                weight.replace(again);
+                false
+            }
+            Self::Plain(weight) if weight.held.kind() != Kind::Float => {
+                weight.replace(values);
+                true
+            }
+            Self::Plain(weight) => {
+                tch::no_grad(|| weight.held.copy_(values));
+                false
+            }
+        }
+    }
 }
 
 /// A weight and, if products are computed in a narrower dtype, a copy in that dtype.
@@ -95,30 +158,50 @@ pub(crate) struct LinearShape {
 impl Linear {
     /// Creates a head, which gets no adapter.
     pub(crate) fn new(weight: Tensor, bias: Option<Tensor>, compute: Kind) -> Self {
-        let (weight, bias) = (Weight::new(weight), bias.map(Weight::new));
+        let (weight, bias) = (Matrix::Plain(Weight::new(weight)), bias.map(Weight::new));
         Self { name: String::new(), weight, bias, transposed: false, compute, adapter: None }
     }
 
     /// Builds the layer whose tensors are `{base}.weight` and `{base}.bias`.
     pub(crate) fn build(b: &mut Builder<'_>, base: &str, shape: LinearShape, compute: Kind) -> Result<Self> {
-        let LinearShape { width_in, width_out, transposed, .. } = shape;
-        let stored = if transposed { [width_in, width_out] } else { [width_out, width_in] };
-        let weight = b.tensor(format!("{base}.weight"), &stored, Init::Normal(shape.std), true)?;
+        let LinearShape { width_in, width_out, mut transposed, .. } = shape;
+        let weight = match b.quantized(base, [width_out, width_in], transposed, Init::Normal(shape.std))? {
+            Some(weight) => {
+                transposed = false;
+                Matrix::Quantized(weight)
+            }
+            None => {
+                let stored = if transposed { [width_in, width_out] } else { [width_out, width_in] };
+                Matrix::Plain(Weight::new(b.tensor(
+                    format!("{base}.weight"),
+                    &stored,
+                    Init::Normal(shape.std),
+                    true,
+                )?))
+            }
+        };
         let bias = match shape.bias {
             true => Some(b.tensor(format!("{base}.bias"), &[width_out], Init::Zeros, false)?),
             false => None,
         };
-        let (weight, bias) = (Weight::new(weight), bias.map(Weight::new));
-        Ok(Self { name: base.to_string(), weight, bias, transposed, compute, adapter: None })
+        Ok(Self { name: base.to_string(), weight, bias: bias.map(Weight::new), transposed, compute, adapter: None })
     }
 
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// The weight as it is held.
+    /// The weight of a head as it is held.
     pub(crate) fn held(&self) -> &Tensor {
-        &self.weight.held
+        &self.weight.plain().held
+    }
+
+    /// The format of a quantized weight.
+    pub(crate) fn quantization(&self) -> Option<Quantization> {
+        match &self.weight {
+            Matrix::Plain(_) => None,
+            Matrix::Quantized(weight) => Some(weight.format()),
+        }
     }
 
     /// The weight in f32 as `[out, in]`, detached.
@@ -129,8 +212,16 @@ impl Linear {
 
     /// Input and output width.
     pub(crate) fn widths(&self) -> [i64; 2] {
-        let size = self.weight.held.size();
-        if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
+        match &self.weight {
+            Matrix::Quantized(weight) => {
+                let [width_out, width_in] = weight.widths();
+                [width_in, width_out]
+            }
+            Matrix::Plain(weight) => {
+                let size = weight.held.size();
+                if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
+            }
+        }
     }
 
     pub(crate) fn set_adapter(&mut self, adapter: Adapter) {
@@ -158,28 +249,27 @@ impl Linear {
         weight.norm_scalaropt_dim(2, [if self.transposed { 0i64 } else { 1 }], true)
     }
 
-    /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32. Returns whether the weight had
-    /// lower precision.
+    /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32, or quantized again, as PEFT does.
+    /// Returns whether the weight had lower precision and is held in f32 now.
     pub(crate) fn merge(&mut self) -> bool {
         let Some(adapter) = self.adapter.take() else { return false };
         let sum = tch::no_grad(|| {
-            let sum = self.adapted(&self.weight.held.to_kind(Kind::Float), &adapter);
+            let sum = self.adapted(&self.weight.held(), &adapter);
             let Some(magnitude) = &adapter.magnitude else { return sum };
             let norms = self.norms(&sum);
             sum * (magnitude.weight().view_as(&norms) / norms)
         });
-        let narrow = self.weight.held.kind() != Kind::Float;
-        match narrow {
-            true => self.weight.replace(&sum),
-            false => tch::no_grad(|| self.weight.held.copy_(&sum)),
-        }
-        narrow
+        self.weight.replace(&sum)
     }
 
     /// Converts weight and bias to the dtype of products, where that takes no more memory, except the tensors at the addresses
     /// `kept`; returns whether a tensor changed.
     pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
-        let weights = std::iter::once(&mut self.weight).chain(&mut self.bias);
+        let weight = match &mut self.weight {
+            Matrix::Plain(weight) => Some(weight),
+            Matrix::Quantized(_) => None,
+        };
+        let weights = weight.into_iter().chain(&mut self.bias);
         let own = weights.filter(|weight| !kept.contains(&weight.held.data_ptr()));
         // `any` would stop after the first that changed.
         own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
@@ -193,8 +283,17 @@ impl Linear {
     pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let Some(adapter) = &self.adapter else { return self.product(x, true) };
         if dropout.is_none() && adapter.magnitude.is_none() && !plain() {
-            let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
-            return tch_ext::adapted_linear(x, &weight, bias.as_ref(), self.transposed, adapter.low_rank());
+            let bias = self.bias.as_ref().map(|b| b.used(self.compute));
+            return match &self.weight {
+                Matrix::Plain(weight) => {
+                    let weight = weight.used(self.compute);
+                    tch_ext::adapted_linear(x, &weight, bias.as_ref(), self.transposed, adapter.low_rank())
+                }
+                Matrix::Quantized(weight) => {
+                    let adapter = Some(adapter.low_rank());
+                    tch_ext::quantized_linear(x, &weight.view(), bias.as_ref(), adapter, self.compute)
+                }
+            };
         }
         let out = self.product(x, true);
         let x = x.to_kind(Kind::Float);
@@ -202,7 +301,8 @@ impl Linear {
         let out = match &adapter.magnitude {
             None => out + adapter.product(&x),
             Some(magnitude) => {
-                let versions = [&adapter.a, &adapter.b, &self.weight.held].map(Tensor::internal_version);
+                let [a, b] = [&adapter.a, &adapter.b].map(Tensor::internal_version);
+                let versions = [a, b, self.weight.version()];
                 let norms = || self.norms(&self.adapted(&self.used(), adapter)).view([-1]);
                 let factor = magnitude.factor(versions, norms);
                 // As in PEFT: the bias is not scaled, and with dropout the scaled product is that of the remaining inputs.
@@ -222,11 +322,21 @@ impl Linear {
         let bias = self.bias.as_ref().filter(|_| with_bias);
         // On every device: this kernel reuses the copy of the weight and accumulates its gradient in place.
         if !plain() {
-            let (weight, used) = (self.weight.used(self.compute), bias.map(|b| b.used(self.compute)));
-            let bias = bias.map(|b| &b.held).zip(used.as_ref());
-            return tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed);
+            let used = bias.map(|b| b.used(self.compute));
+            return match &self.weight {
+                Matrix::Plain(weight) => {
+                    let bias = bias.map(|b| &b.held).zip(used.as_ref());
+                    tch_ext::linear(x, &weight.held, &weight.used(self.compute), bias, self.transposed)
+                }
+                Matrix::Quantized(weight) => {
+                    tch_ext::quantized_linear(x, &weight.view(), used.as_ref(), None, self.compute)
+                }
+            };
         }
-        let weight = self.weight.held.to_kind(self.compute);
+        let weight = match &self.weight {
+            Matrix::Plain(weight) => weight.held.to_kind(self.compute),
+            Matrix::Quantized(weight) => weight.values(self.compute),
+        };
         let weight = if self.transposed { weight.tr() } else { weight };
         let bias = bias.map(|bias| bias.held.to_kind(self.compute));
         x.to_kind(self.compute).linear(&weight, bias.as_ref())
@@ -234,17 +344,27 @@ impl Linear {
 
     /// Whether products use a copy of a tensor in another dtype.
     pub(crate) fn uses_copies(&self) -> bool {
-        std::iter::once(&self.weight).chain(&self.bias).any(|weight| weight.held.kind() != self.compute)
+        self.plain_weights().any(|weight| weight.held.kind() != self.compute)
     }
 
     /// Frees the copies in the dtype of products; the next product makes them again.
     pub(crate) fn drop_copies(&self) {
-        std::iter::once(&self.weight).chain(&self.bias).for_each(|weight| drop(weight.copy.take()));
+        self.plain_weights().for_each(|weight| drop(weight.copy.take()));
+    }
+
+    /// Weight and bias, without a quantized weight.
+    fn plain_weights(&self) -> impl Iterator<Item = &Weight> {
+        let weight = match &self.weight {
+            Matrix::Plain(weight) => Some(weight),
+            Matrix::Quantized(_) => None,
+        };
+        weight.into_iter().chain(&self.bias)
     }
 
     /// The layer's weight and the same in the dtype of products, detached, `[out, in]`; for a head.
     pub(crate) fn weight(&self) -> (&Tensor, Tensor) {
-        (&self.weight.held, self.weight.used(self.compute))
+        let weight = self.weight.plain();
+        (&weight.held, weight.used(self.compute))
     }
 }
 
@@ -320,7 +440,7 @@ mod tests {
         assert_ne!(dropped, x);
         for transposed in [false, true] {
             let stored = if transposed { weight.tr().contiguous() } else { weight.copy() };
-            let (stored, bias_held) = (Weight::new(stored), Some(Weight::new(bias.copy())));
+            let (stored, bias_held) = (Matrix::Plain(Weight::new(stored)), Some(Weight::new(bias.copy())));
             let name = String::new();
             let mut linear =
                 Linear { name, weight: stored, bias: bias_held, transposed, compute: Kind::Float, adapter: None };

@@ -1,10 +1,12 @@
 //! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
+use super::quantized::{self, Quantization, Quantized};
 use super::shape::{HeadNames, Names};
 use crate::rng::{Purpose, Stream};
 use crate::weights::{Checkpoint, brief};
 use crate::{Error, Result};
 use std::collections::HashSet;
+use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 /// One trainable tensor of a model.
@@ -12,12 +14,31 @@ use tch::{Device, Kind, Tensor};
 pub struct Param {
     /// Its name in the checkpoint, which is the Hugging Face name.
     pub name: String,
-    /// The tensor, in the dtype that it is held in; shares memory with the model.
+    /// The tensor, in the dtype that it is held in; shares memory with the model. A quantized weight is its codes, and has the tensors
+    /// beside it as further parameters.
     pub tensor: Tensor,
     /// Whether weight decay applies. It does not apply to biases and norms, as in TRL.
     pub decay: bool,
     /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
     pub embedding: bool,
+}
+
+impl Param {
+    /// Number of values: of a quantized weight those that its codes stand for.
+    pub fn numel(&self) -> usize {
+        let numel = self.tensor.numel();
+        match self.tensor.kind() {
+            _ if quantized::is_part(&self.name) => 0,
+            // Two to a byte. An odd number of values is counted with the one that fills the last byte.
+            Kind::Uint8 => 2 * numel,
+            _ => numel,
+        }
+    }
+
+    /// Whether it is a quantized weight or belongs to one, so that it cannot be trained.
+    pub(crate) fn is_quantized(&self) -> bool {
+        matches!(self.tensor.kind(), Kind::Uint8 | Kind::Int8) || quantized::is_part(&self.name)
+    }
 }
 
 /// Initialization of a tensor that comes from no checkpoint.
@@ -57,6 +78,8 @@ pub(crate) struct Builder<'a> {
     device: Device,
     /// The dtype of the tensors; `None`: that of the checkpoint, or f32.
     hold: Option<Kind>,
+    /// The format that weights of linear layers are quantized to.
+    quantization: Option<Quantization>,
     /// Whether a tensor of the checkpoint was rounded to that dtype.
     rounded: bool,
     /// The checkpoint's prefix of names that start with `names.prefix` here.
@@ -84,7 +107,84 @@ impl<'a> Builder<'a> {
         let (params, asked) = (Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
         let (rounded, tied, absent) = (false, false, None);
-        Self { source, names, device, hold, rounded, stored_prefix, tied, absent, params, asked, missing, mismatched }
+        let quantization = None;
+        Self {
+            source,
+            names,
+            device,
+            hold,
+            quantization,
+            rounded,
+            stored_prefix,
+            tied,
+            absent,
+            params,
+            asked,
+            missing,
+            mismatched,
+        }
+    }
+
+    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are.
+    pub(crate) fn quantize_to(&mut self, quantization: Option<Quantization>) {
+        self.quantization = quantization;
+    }
+
+    /// The weight of the linear layer `base` if it is quantized: in the checkpoint, in the model whose memory is shared, or because
+    /// weights are quantized when they are loaded. A plain weight is `[out, in]`, or `[in, out]` if `transposed`.
+    pub(crate) fn quantized(
+        &mut self,
+        base: &str,
+        widths: [i64; 2],
+        transposed: bool,
+        init: Init,
+    ) -> Result<Option<Quantized>> {
+        let name = format!("{base}.weight");
+        let found = match self.source {
+            Source::Shared(params) => {
+                let find = |name: &str| params.iter().find(|param| param.name == name);
+                let mut part =
+                    |name: &str| -> Result<Option<Tensor>> { Ok(find(name).map(|param| param.tensor.shallow_clone())) };
+                let is_quantized = find(&name).is_some_and(|param| param.is_quantized());
+                is_quantized.then(|| Quantized::from_parts(&name, widths, Path::new(""), &mut part)).transpose()?
+            }
+            Source::Checkpoint(checkpoint) => {
+                let stored = self.stored_name(checkpoint, &name);
+                let device = self.device;
+                let asked = &mut self.asked;
+                let mut part = |name: &str| -> Result<Option<Tensor>> {
+                    if checkpoint.shape(name).is_none() {
+                        return Ok(None);
+                    }
+                    asked.insert(name.to_string());
+                    // The description is read here.
+                    let device = if name.contains(".quant_state.") { Device::Cpu } else { device };
+                    checkpoint.read_stored(name, device).map(Some)
+                };
+                let is_quantized = checkpoint.holds_codes(&stored);
+                is_quantized.then(|| Quantized::from_parts(&stored, widths, checkpoint.dir(), &mut part)).transpose()?
+            }
+            Source::Fresh(_) | Source::Shapes(_) => None,
+        };
+        let found = match (found, self.quantization.filter(|_| self.names.quantizes(base))) {
+            (Some(found), _) => found,
+            (None, None) => return Ok(None),
+            (None, Some(format)) => {
+                let [width_out, width_in] = widths;
+                let shape = if transposed { [width_in, width_out] } else { widths };
+                let weight = self.sourced(&name, &shape, init)?;
+                if weight.size() != shape {
+                    // A placeholder of a tensor that is missing.
+                    drop(self.keep(name, weight, true));
+                    return Ok(None);
+                }
+                Quantized::new(&if transposed { weight.tr() } else { weight }, format)
+            }
+        };
+        for (name, tensor) in found.parts(&name) {
+            drop(self.keep(name, tensor, false));
+        }
+        Ok(Some(found))
     }
 
     /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would
@@ -174,7 +274,12 @@ impl<'a> Builder<'a> {
 
     /// Returns the tensor `name` of `shape`, from the checkpoint or initialized by `init`. [`Builder::finish`] reports problems.
     pub(crate) fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
-        let tensor = match self.source {
+        let tensor = self.sourced(&name, shape, init)?;
+        Ok(self.keep(name, tensor, decay))
+    }
+
+    fn sourced(&mut self, name: &str, shape: &[i64], init: Init) -> Result<Tensor> {
+        Ok(match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
             // Each element is the same one in memory.
             Source::Shapes(kind) => Tensor::f_zeros([1], (kind, self.device))?.f_expand(shape, false)?,
@@ -183,13 +288,13 @@ impl<'a> Builder<'a> {
                 shared.expect("both have the same shape").tensor.shallow_clone()
             }
             Source::Checkpoint(checkpoint) => {
-                let stored = self.stored_name(checkpoint, &name);
+                let stored = self.stored_name(checkpoint, name);
                 let read = match checkpoint.shape(&stored) {
                     None if self.absent.is_some() => {
                         self.absent.map(|seed| self.fresh(seed, shape, init)).transpose()?
                     }
                     None => {
-                        self.missing.push(name.clone());
+                        self.missing.push(name.to_string());
                         None
                     }
                     Some(found) if found != shape => {
@@ -202,8 +307,7 @@ impl<'a> Builder<'a> {
                 // A placeholder, so that all problems are listed; `finish` then fails.
                 read.unwrap_or_else(|| Tensor::zeros([0], (self.kind(), self.device)))
             }
-        };
-        Ok(self.keep(name, tensor, decay))
+        })
     }
 
     /// [`Builder::tensor`] of an embedding.

@@ -3,6 +3,7 @@
 use super::body::Body;
 use super::config::ModelConfig;
 use super::params::Param;
+use super::shape::HeadNames;
 use super::{BASE_MODEL, adapter_folder, is_model, lora};
 use crate::hub;
 use crate::weights::{self, Checkpoint, TensorSpec, replace_files};
@@ -109,7 +110,21 @@ impl Body {
             weights::check_finite(&specs[i].name, &tensor)?;
             Ok(tensor)
         })?;
+        let mut config = config.clone();
+        if let Some(format) = self.quantization() {
+            config.describe_quantization(format, &self.plain_heads());
+        }
         config.save(dir, self.kind)
+    }
+
+    /// The linear layers of a classifier's head with several, which transformers would quantize.
+    fn plain_heads(&self) -> Vec<String> {
+        match self.config.family.names.head {
+            HeadNames::Dense { inner, out, .. } if self.config.is_sequence_classifier() => {
+                vec![inner.into(), out.into()]
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Writes the base of an adapter to `dir` if no folder holds it, so that every adapter saved later refers to `dir`. A base

@@ -545,6 +545,14 @@ pub(crate) struct Names {
     pub(crate) harmless: &'static [&'static str],
 }
 
+impl Names {
+    /// Whether the linear layer of this name is quantized when weights are: as in transformers, neither experts nor the output of T5's
+    /// MLPs, whose numbers are large.
+    pub(crate) fn quantizes(&self, layer: &str) -> bool {
+        !layer.ends_with(".wo") && !self.experts.as_ref().is_some_and(|experts| experts.has(layer))
+    }
+}
+
 /// Names of a layer's attention to the encoder's hidden states.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CrossNames {

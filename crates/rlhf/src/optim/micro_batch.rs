@@ -85,7 +85,7 @@ pub(crate) fn micro_batch_tokens(
     params: &[Param],
     activation_bytes: usize,
 ) -> usize {
-    let parameters = params.iter().map(|param| param.tensor.numel()).sum();
+    let parameters = params.iter().map(Param::numel).sum();
     let default = || default_tokens(device, memory(device), parameters, activation_bytes);
     limit.map_or_else(default, |limit| limit.tokens(activation_bytes))
 }

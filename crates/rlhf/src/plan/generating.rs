@@ -93,7 +93,12 @@ impl<'c> Generation<'c> {
     }
 
     fn held(&self, choice: Choice) -> Result<Held> {
-        self.sizes.held(Holding::Frozen(0), choice.dtype, self.compute(choice))
+        self.sizes.held_as(
+            Holding::Frozen(0),
+            choice.dtype,
+            self.compute(choice),
+            self.config.rows.compute.quantization.quantization(),
+        )
     }
 
     /// Number of prompts whose responses are sampled together.

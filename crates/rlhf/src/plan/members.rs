@@ -282,7 +282,7 @@ fn states(sizes: &ModelSizes, holding: Holding<'_>, optim: Optim) -> Result<usiz
 }
 
 fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Held> {
-    sizes.held(holding, run.dtype.kind(), compute(run))
+    sizes.held_as(holding, run.dtype.kind(), compute(run), run.quantization.quantization())
 }
 
 /// Reads the configuration of the model `path`, and the dtype that its files hold it in. `downloads`: `config.json` may come from the hub.

@@ -200,9 +200,10 @@ impl Trial {
                 Kind::Half => Precision::F16,
                 _ => Precision::F32,
             },
+            quantization: None,
         };
         let mut model = CausalLm::from_config(config.clone(), 1, options)?;
-        model.prepare(if is_frozen { Trains::Adapter } else { Trains::All });
+        model.prepare(if is_frozen { Trains::Adapter } else { Trains::All })?;
         if let Some((lora, _)) = adapter {
             model.add_adapter(lora, 1)?;
         }

@@ -13,7 +13,7 @@ use crate::flag::{
     required, usage,
 };
 use crate::metrics::WarningKind;
-use crate::model::Dtype;
+use crate::model::{Dtype, QuantizationConfig};
 use crate::optim::loss_scale::LossScaleConfig;
 use crate::optim::micro_batch::MicroBatchLimit;
 use crate::run::push::settings::HubConfig;
@@ -46,6 +46,10 @@ pub struct RunConfig {
     /// Dtype to load models in; `auto` is that of their files. Trained weights are converted to float32.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
+    /// Quantization of frozen weights.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
     #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
@@ -102,6 +106,7 @@ impl RunConfig {
             } else {
                 Ok(())
             },
+            self.quantization.check(),
             self.loss_scale.check(self.fp16),
             self.tracking.check(),
             self.checkpoints.check(),

@@ -121,6 +121,7 @@ impl PpoConfig {
             self.advantage.check(),
             self.groups.check(self.advantage.num_generations, self.response_length),
             self.sync.check(self.peft.use_peft || self.legacy.num_shared_layers.is_some(), self.has_reference()),
+            self.run.quantization.check_trained(self.peft.use_peft),
             self.check_groups(),
             self.check_one_by_one(),
             self.check_without_critic(),

@@ -140,6 +140,7 @@ impl RewardConfig {
             at_least_one("logging_steps", self.logging_steps),
             self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),
             self.peft.check(),
+            self.run.quantization.check_trained(self.peft.use_peft || self.eval_only),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),

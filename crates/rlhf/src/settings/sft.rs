@@ -161,6 +161,7 @@ impl SftConfig {
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
             self.peft.check(),
+            self.run.quantization.check_trained(self.peft.use_peft),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),

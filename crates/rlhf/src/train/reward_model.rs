@@ -136,7 +136,7 @@ fn load_trained(config: &RewardConfig, dir: &Path) -> Result<(SequenceClassifier
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let (mut model, tokenizer, pads) = load(config, dir, new_head, options)?;
     // An adapter that is there already is merged, also below a new one.
-    model.prepare(config.optimizer.optim.trains(config.peft.use_peft));
+    model.prepare(config.optimizer.optim.trains(config.peft.use_peft))?;
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
@@ -274,7 +274,8 @@ impl Measured {
         let dir = hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         // The scores of a new random head mean nothing.
         let (mut model, tokenizer, pads) = load(config, &dir, None, options)?;
-        model.prepare(Trains::All);
+        let trains = if model.quantization().is_some() { Trains::Adapter } else { Trains::All };
+        model.prepare(trains)?;
         tokenizer.check_fits(model.config(), &dir)?;
         let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
         let datasets = eval.map_or(train, |eval| vec![eval]);

@@ -188,7 +188,7 @@ fn load(config: &SftConfig) -> Result<Parts> {
         (None, None) => unreachable!("`check` refuses settings without a model"),
     };
     // An adapter that is there already is merged, also below a new one.
-    model.prepare(config.optimizer.optim.trains(config.peft.use_peft));
+    model.prepare(config.optimizer.optim.trains(config.peft.use_peft))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }

@@ -313,7 +313,9 @@ pub(super) fn unit_params(
 ) -> Vec<(Option<usize>, Vec<&Param>)> {
     type Key = (Option<usize>, bool, Kind);
     let mut units: Vec<(Key, Vec<&Param>)> = Vec::new();
-    for param in params.iter().filter(|param| stage.shards_parameters() || param.tensor.requires_grad()) {
+    // Quantized weights stay whole on every rank.
+    let divides = |param: &&Param| !param.is_quantized() && (stage.shards_parameters() || param.tensor.requires_grad());
+    for param in params.iter().filter(divides) {
         let key = (layer_of(&param.name), param.tensor.requires_grad(), param.tensor.kind());
         match units.iter_mut().find(|(found, _)| *found == key) {
             Some((_, of_unit)) => of_unit.push(param),

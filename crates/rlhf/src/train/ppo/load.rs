@@ -355,7 +355,7 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
     let lora = config.peft.lora().map(undropped);
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
     // An adapter in the folder (SFT's) is merged, into the reference too.
-    policy.prepare(config.optimizer.optim.trains(lora.is_some()));
+    policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     // Each model is divided over the ranks at once, so that no more than one is whole in memory while models are loaded.
     let world = World::of_process();
     let divide = |policy: &mut CausalLm| {
@@ -418,7 +418,7 @@ fn load_value(
     };
     let mut model = SequenceClassifier::from_pretrained(dir, head, trained_options(frozen, lora.is_some()))?;
     model.check_values(dir)?;
-    model.prepare(config.optimizer.optim.trains(lora.is_some()));
+    model.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
         // PEFT knows no other names.
         model.set_format(ClassifierFormat::Transformers)?;
