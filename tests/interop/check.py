@@ -1113,6 +1113,10 @@ def values_of_codes(codes, absmax, blocksize, quant_type, shape, dtype):
     return bitsandbytes.backends.default.ops._dequantize_4bit_compute(codes.flatten(), absmax, map, blocksize, shape, dtype)
 
 
+KERNELS = torch.library.Library("bitsandbytes", "IMPL")  # for as long as it exists
+KERNELS.impl("dequantize_4bit", values_of_codes, "CPU", allow_override=True)
+
+
 def exact(model):
     """Weights only, in f32: without bitsandbytes' kernel for bf16 instructions, and without quantized activations."""
     for module in model.eval().modules():
@@ -1126,8 +1130,6 @@ def exact(model):
 def quantized_checks(work):
     """Models that transformers quantized with bitsandbytes, opened by us; adapters beside them and merges into them, opened by PEFT and
     transformers."""
-    library = torch.library.Library("bitsandbytes", "IMPL")
-    library.impl("dequantize_4bit", values_of_codes, "CPU", allow_override=True)
     settings = {
         "NF4 with double quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         "FP4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
