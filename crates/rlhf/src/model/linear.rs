@@ -206,7 +206,7 @@ impl Linear {
 
     /// The weight in f32 as `[out, in]`, detached.
     pub(super) fn rows(&self) -> Tensor {
-        let weight = self.weight.held.detach().to_kind(Kind::Float);
+        let weight = tch::no_grad(|| self.weight.held()).detach();
         if self.transposed { weight.tr() } else { weight }
     }
 

@@ -39,8 +39,9 @@ const BLOCK: i64 = 64;
 const NESTED_BLOCK: i64 = 256;
 /// The numbers of values with one scale that bitsandbytes knows.
 const BLOCKS: [i64; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
-/// Number of values that are quantized at once, a multiple of all blocks.
-const AT_ONCE: i64 = 1 << 22;
+/// Number of values that are quantized at once, a multiple of all blocks: larger temporary tensors would leave holes in the heap between
+/// the codes.
+const AT_ONCE: i64 = 1 << 18;
 /// The shape of a single number.
 const NO_DIMENSIONS: [i64; 0] = [];
 /// Maximum length of the JSON that describes a weight.
