@@ -148,8 +148,7 @@ impl Body {
         lm_head: Option<&mut Linear>,
     ) -> Result<()> {
         if self.quantization().is_some() && !matches!(trains, Trains::Adapter) {
-            let message =
-                "the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them";
+            let message = "the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them";
             return Err(Error::Usage(message.into()));
         }
         self.merge_adapter(adapted_head);

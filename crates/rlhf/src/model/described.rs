@@ -750,7 +750,7 @@ mod tests {
                     states(&trained, optim, Holding::Trained(0));
                 }
                 let mut narrow = load(Dtype::Float32);
-                narrow.prepare(Trains::AllInBf16);
+                narrow.prepare(Trains::AllInBf16).unwrap();
                 narrow.set_trainable(true);
                 assert_eq!(held(Holding::TrainedInBf16(0), None), real(narrow.params()), "{name}");
                 states(&narrow, Optim::AdamwBf16, Holding::TrainedInBf16(0));
