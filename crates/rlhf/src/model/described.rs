@@ -290,7 +290,7 @@ impl ModelSizes {
             let trained = if trained { numel } else { 0 };
             (held.parameters, held.weights) = (held.parameters + numel, held.weights + bytes);
             held.trained += trained;
-            held.gradients += trained * kind.elt_size_in_bytes();
+            held.gradients += if trained > 0 { bytes } else { 0 };
             match layer {
                 None => (held.root, held.trained_root) = (held.root + bytes, held.trained_root + trained),
                 Some(layer) => {
