@@ -5,7 +5,7 @@ use crate::cli::{PPO, REWARD, SFT, Scratch};
 use crate::lora::{TOLERANCE, bits, config, stir};
 use crate::support::{Tensors, assert_close, golden, near, read_json};
 use rlhf::model::{CausalLm, ModelOptions, Param, Precision, QuantType, Quantization};
-use rlhf::optim::{AdamW, OptimizerConfig};
+use rlhf::optim::{Optimizer, OptimizerConfig};
 use rlhf::settings::SftConfig;
 use rlhf::weights::{Checkpoint, save};
 use std::path::{Path, PathBuf};
@@ -78,7 +78,7 @@ fn qloras_logits_gradients_and_optimizer_steps_are_pefts() {
         model.set_trainable(true);
         let usual = SftConfig::new("m", "d", "o").optimizer;
         let settings = OptimizerConfig { weight_decay: 0.0, max_grad_norm: None, ..usual };
-        let mut optimizer = AdamW::new(model.trainable_params(), &settings);
+        let mut optimizer = Optimizer::new(model.trainable_params(), &settings);
         let rows = rows(name);
         let spans: Vec<_> = rows.iter().map(|row| 1..row.len()).collect();
         let stored =
