@@ -165,6 +165,13 @@ fn a_chat_template_and_special_tokens_come_along() {
         "bos_token_id": 1, "pad_token_id": 3, "eos_token_id": 2,
     });
     assert_eq!(read_json(&out.join("config.json")), expected);
+    // Transformers has a default of its own for tokens that SmolLM3's file does not name.
+    let nameless = scratch.path().join("nameless");
+    convert(&ConvertConfig::new(file("smollm3"), &nameless)).unwrap();
+    let config = read_json(&nameless.join("config.json"));
+    for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+        assert_eq!(config.get(token), Some(&Value::Null), "{token}");
+    }
     let scaled = scratch.path().join("scaled");
     convert(&ConvertConfig::new(file("llama3"), &scaled)).unwrap();
     let expected = json!({

@@ -234,16 +234,17 @@ impl Settings<'_> {
     /// The ids of special tokens. A token that ends a turn ends a text too.
     fn special_tokens(&self) -> Result<Map<String, Value>> {
         let id = |name: &str| self.file.integer(&format!("tokenizer.ggml.{name}_token_id"));
-        let mut ids = Map::new();
-        ids.extend(id("bos")?.map(|id| ("bos_token_id".to_string(), json!(id))));
-        ids.extend(id("padding")?.map(|id| ("pad_token_id".to_string(), json!(id))));
         let mut ends: Vec<i64> = id("eos")?.into_iter().chain(id("eot")?).collect();
         ends.dedup();
-        match ends[..] {
-            [] => {}
-            [only] => drop(ids.insert("eos_token_id".into(), json!(only))),
-            _ => drop(ids.insert("eos_token_id".into(), json!(ends))),
-        }
+        let ends = match ends[..] {
+            [] => Value::Null,
+            [only] => json!(only),
+            _ => json!(ends),
+        };
+        // Without a token: null, as transformers' classes have defaults of their own.
+        let (bos, pad) = (json!(id("bos")?), json!(id("padding")?));
+        let ids = [("bos_token_id", bos), ("pad_token_id", pad), ("eos_token_id", ends)];
+        let ids = Map::from_iter(ids.map(|(name, id)| (name.to_string(), id)));
         Ok(ids)
     }
 }
