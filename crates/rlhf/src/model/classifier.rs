@@ -87,7 +87,7 @@ pub(super) enum Head {
     /// A linear head, applied at any position.
     Score(Linear),
     /// A two-layer head, applied at the first token or to the mean over the tokens.
-    Dense { inner: Linear, activation: HeadActivation, norm: Option<Norm>, out: Linear },
+    Dense { inner: Linear, activation: HeadActivation, norm: Option<Norm>, out: Box<Linear> },
 }
 
 /// The labels whose logits make the score.
@@ -666,7 +666,7 @@ impl Head {
                 let norm = norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?;
                 let out = Linear::build(builder, out, shape(labels, true), compute)?;
                 builder.set_absent(None);
-                Ok(Head::Dense { inner, activation, norm, out })
+                Ok(Head::Dense { inner, activation, norm, out: Box::new(out) })
             }
         }
     }

@@ -292,7 +292,7 @@ impl Quantized {
             Quantization::EightBit => Self::eight_bits(&on_cpu),
             Quantization::FourBit { quant_type, nested } => Self::four_bits(&on_cpu, quant_type, BLOCK, nested),
         });
-        made.to_device(device)
+        made.on_device(device)
     }
 
     /// Quantizes another weight in this one's format.
@@ -304,10 +304,10 @@ impl Quantized {
                 Self::four_bits(&on_cpu.to_kind(*dtype), *quant_type, *block, nested.is_some())
             }
         });
-        made.to_device(weight.device())
+        made.on_device(weight.device())
     }
 
-    fn to_device(self, device: tch::Device) -> Self {
+    fn on_device(self, device: tch::Device) -> Self {
         let to = |tensor: Tensor| tensor.to_device(device);
         let scales = match self.scales {
             Scales::Rows { scb, layout, scales } => Scales::Rows { scb: to(scb), layout, scales: to(scales) },
