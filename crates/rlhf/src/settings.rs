@@ -121,6 +121,7 @@ mod tests {
             "optim": "adamw_torch",
         });
         let run = json!({
+            "load_in_4bit": false, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": false,
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
@@ -212,7 +213,6 @@ mod tests {
                     "per_device_generation_batch_size": null, "generation_batches": 1, "clip_reward_value": null,
                     "min_response_length": 0, "eos_in_loss": "always", "last_value_in_loss": true,
                     "unsupervised_dataset_name": null, "unsupervised_dataset_config_name": null, "unsup_coef": 27.8,
-                    "load_in_4bit": false, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": false,
                     "enable_ema": false, "ema_beta": 0.992, "value_use_peft": null, "value_lora_r": null,
                     "value_lora_target_modules": [], "value_lora_modules_to_save": [], "print_answers": false, "print_answers_interval": 1,
                     "enable_test_mode": false, "test_stop_step": 0, "log_rollouts": false, "rollouts_limit": null,

@@ -310,7 +310,7 @@ fn a_new_head_reads_the_states_of_the_language_models_decoder() {
         let tensor = |name: &str| {
             let params = model.params();
             params
-                .into_iter()
+                .iter()
                 .find(|param| param.name == format!("classification_head.{name}"))
                 .unwrap()
                 .tensor

@@ -13,7 +13,7 @@ const LARGEST: f64 = 1e15;
 /// Maximum number of experts of all layers, as [`MOST_LAYERS`].
 const MOST_EXPERTS: i64 = 100_000;
 
-/// Maximum number of layers, so that a hostile file cannot make building take hours.
+/// Maximum number of layers, so that a hostile file cannot make building take hours, or memory for lists of its layers.
 pub(super) const MOST_LAYERS: i64 = 10_000;
 
 /// End of the names of transformers' classes of sequence classifiers.
@@ -321,9 +321,6 @@ impl Shape {
 
     /// The base that the families' readers modify: a decoder with biases, layer norms and learned positions.
     pub(super) fn biased(f: &Fields<'_>, vocab_size: i64, hidden_size: i64, heads: i64, layers: i64) -> Result<Self> {
-        if layers > MOST_LAYERS {
-            return Err(Error::invalid(f.path, format!("expected at most {MOST_LAYERS} layers, found {layers}")));
-        }
         Ok(Self {
             family: f.family,
             vocab_size,
@@ -399,9 +396,6 @@ impl Shape {
                     format!("expected at most {MOST_EXPERTS} experts in all layers, found {} in each", experts.count);
                 return Err(Error::invalid(path, message));
             }
-        }
-        if self.encoder_layers.is_some_and(|layers| layers > MOST_LAYERS) {
-            return Err(Error::invalid(path, format!("expected at most {MOST_LAYERS} layers of the encoder")));
         }
         if self.head_dim == 0 || !self.attention_scale.is_finite() {
             return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
@@ -644,12 +638,13 @@ impl Fields<'_> {
     }
 
     fn integer(&self, name: &str, least: i64, default: i64) -> Result<i64> {
+        let most = if name.ends_with("layers") || name == "n_layer" { MOST_LAYERS } else { MOST };
         match self.present(name) {
             None => Ok(default),
             Some(value) => value
                 .as_i64()
-                .filter(|n| (least..=MOST).contains(n))
-                .ok_or_else(|| self.wrong(name, &format!("an integer from {least} to {MOST}"))),
+                .filter(|n| (least..=most).contains(n))
+                .ok_or_else(|| self.wrong(name, &format!("an integer from {least} to {most}"))),
         }
     }
 
