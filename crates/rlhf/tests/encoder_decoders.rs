@@ -309,12 +309,7 @@ fn a_new_head_reads_the_states_of_the_language_models_decoder() {
         model.check_values(&folder(name)).unwrap();
         let tensor = |name: &str| {
             let params = model.params();
-            params
-                .iter()
-                .find(|param| param.name == format!("classification_head.{name}"))
-                .unwrap()
-                .tensor
-                .detach()
+            params.iter().find(|param| param.name == format!("classification_head.{name}")).unwrap().tensor.detach()
         };
         let states = pairs.packed(golden.get("decoder_states"), |tokens| tokens.len() + 1);
         let inner = (states.matmul(&tensor("dense.weight").tr()) + tensor("dense.bias")).tanh();
