@@ -121,7 +121,6 @@ mod tests {
             "optim": "adamw_torch",
         });
         let run = json!({
-            "load_in_4bit": false, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": false,
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
@@ -136,7 +135,12 @@ mod tests {
             "report_to": [], "tensorboard_tags": "plain", "run_name": null, "project": null, "tracker_kwargs": null,
             "log_model": false,
         });
-        joined([data, others, run, scale, hub, tracking])
+        joined([data, others, run, quantization(), scale, hub, tracking])
+    }
+
+    /// Settings of the commands that load a base.
+    fn quantization() -> serde_json::Value {
+        json!({"load_in_4bit": false, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": false})
     }
 
     /// Joins the entries of all: `json!` itself is limited in their number.
@@ -242,25 +246,32 @@ mod tests {
         );
         assert_settings(
             &GenerateConfig::new("m"),
-            json!({
-                "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
-                "apply_chat_template": false,
-                "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
-                "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
-                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test", "dataset_columns": [],
-                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
-            }),
+            joined([
+                quantization(),
+                json!({
+                    "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
+                    "apply_chat_template": false,
+                    "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
+                    "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
+                    "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test", "dataset_columns": [],
+                    "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
+                }),
+            ]),
         );
         assert_settings(
             &LogprobsConfig::new("m"),
-            json!({
-                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
-                "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
-            }),
+            joined([
+                quantization(),
+                json!({
+                    "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
+                    "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
+                }),
+            ]),
         );
         assert_settings(
             &ScoreConfig::new("m"),
             joined([
+                quantization(),
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "tokenizer_name": null,
                     "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null, "batch_size": 32, "dtype": "auto",
