@@ -34,6 +34,7 @@ test-setup: setup
 	python3 examples/code_reward/test_example.py
 	python3 examples/t5-summary/test_example.py
 	python3 examples/smollm2/test_example.py
+	python3 benchmarks/test_table.py
 
 test-kills: setup ## kill a run fifty times at random moments, resume it each time, compare every bit
 	cargo test -p rlhf --locked --test main -- --ignored --nocapture a_run_killed_fifty_times

@@ -2,7 +2,8 @@
 
     bench.py cells                  lists the cells of the benchmark
     bench.py run [CELL ...]         measures cells, all by default; writes results/DATE-COMMIT.json and the table
-    bench.py table                  writes the table again from the files of results/, for each cell from the newest
+    bench.py table                  writes the table again from the files of results/, for each cell and kind
+                                    of processor from the newest
 
 A CELL may be a pattern: 'update/*' is every cell of updates.
 """

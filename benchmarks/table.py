@@ -1,6 +1,7 @@
-"""The results as Markdown: for each cell the newest of the files of raw numbers."""
+"""The results as Markdown: for each cell and each kind of processor the newest of the files of raw numbers."""
 
 import json
+import re
 from statistics import median
 
 from models import SIZES
@@ -27,13 +28,34 @@ MODES = {
 SHORT_MODES = MODES | {("TRL", "bf16-weights"): "TRL, bf16 weights", ("rlhf", "bf16"): "rlhf, bf16"}
 
 
+# What a processor multiplies with, the widest first: flags of Linux, and their name.
+VECTORS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 bf16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
+
+
+def processor(machine):
+    """The kind of processor of a report's machine: its name and its widest vector instructions."""
+    # Intel's virtual machines say "Intel(R) Xeon(R) Processor", its others "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz".
+    name = re.sub(r"\((R|TM)\)| (CPU|Processor)\b| @.*", "", machine["cpu"])
+    if "vectors" not in machine:
+        return f"{name}, vector instructions unknown"
+    return f"{name}, {next((words for flag, words in VECTORS.items() if flag in machine['vectors']), 'no vectors')}"
+
+
 def newest(folder):
-    """Returns the newest report of each cell: {cell: (report, runs)}."""
+    """Returns the newest report of each cell on each kind of processor: {processor: {cell: (report, runs)}}."""
     reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    cells = {}
+    found = {}
     for report in sorted(reports, key=lambda report: report["date"]):
+        cells = found.setdefault(processor(report["machine"]), {})
         cells |= {cell: (report, runs) for cell, runs in report["cells"].items()}
-    return cells
+    return dict(sorted(found.items()))
 
 
 def rounds(runs, *wanted):
@@ -120,15 +142,32 @@ def markdown(header, rows):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines) + "\n"
 
 
-def target_table(cells):
+def beside(found, header, rows):
+    """The table of `rows(cells)` of each processor; rows of one name stand together, a row for each processor that has it."""
+    of_each = {kind: rows(cells) for kind, cells in found.items()}
+    names = dict.fromkeys(row[0] for of_kind in of_each.values() for row in of_kind)
+    lines = [
+        [name, kind, *row[1:]]
+        for name in names
+        for kind, of_kind in of_each.items()
+        for row in of_kind
+        if row[0] == name and row[1:]
+    ]
+    return markdown([header[0], "processor", *header[1:]], lines) if lines else ""
+
+
+def target_rows(cells):
     rows = []
     for name, aim, less, numbers in (*targets(cells), *pretrained_targets(cells)):
-        if numbers:
+        if not numbers:
+            # Its place among the names, in which another processor's stands.
+            rows.append([name])
+        else:
             middle = median(numbers)
             bars = ["" if bar is None else f"{'<=' if less else '>='} {bar:g}" for bar in aim]
             each = " ".join(f"{number:.2f}" for number in numbers)
             rows.append([name, *bars, each, f"**{middle:.2f}**", verdict(middle, aim, less)])
-    return markdown(["", "gate", "stretch", "rounds", "median", "reached"], rows) if rows else ""
+    return rows
 
 
 def medians(runs, *keys):
@@ -140,7 +179,7 @@ def gigabytes(runs, key="peak_bytes"):
     return f"{median(run[key] for run in runs) / 1e9:.2f}"
 
 
-def update_table(title, of_cells, modes):
+def update_rows(of_cells, modes):
     """One row per program and mode of the runs of these cells."""
     rows = []
     for runs in of_cells:
@@ -150,20 +189,22 @@ def update_table(title, of_cells, modes):
             phases = medians(of_mode, "update", "generate", "rollout", "optimise")
             start_up = f"{median(run['start_up'] for run in of_mode):.1f}"
             rows.append([modes[mode], each, *phases, gigabytes(of_mode), start_up])
-    header = [title, "update, rounds", "update", "generation", "rest of rollout", "optimise", "peak GB", "start-up"]
-    return markdown(header, rows) if rows else ""
+    return rows
 
 
-def update_tables(cells, wanted, modes=MODES):
+def update_tables(found, wanted, modes=MODES):
     """The tables of `wanted`: titles, and patterns of the cells, in which {} is the precision."""
     text = ""
     for title, pattern in wanted:
         names = [pattern.format(precision) for precision in ("f32", "bf16")]
-        text += update_table(title, [cells[name][1] for name in names if name in cells], modes)
+        header = [title, "update, rounds", "update", "generation", "rest of rollout", "optimise", "peak GB", "start-up"]
+        text += beside(
+            found, header, lambda cells: update_rows([cells[name][1] for name in names if name in cells], modes)
+        )
     return text
 
 
-def generation_table(cells):
+def generation_rows(cells):
     rows = []
     for cell, (_, runs) in cells.items():
         experiment, size, *precision = cell.split("/")
@@ -173,10 +214,10 @@ def generation_table(cells):
                 rates = [f"{median(run[key] for run in of_batch):.0f}" for key in ("transformers", "rlhf")]
                 each = " ".join(f"{run['rlhf'] / run['transformers']:.2f}" for run in of_batch)
                 rows.append([f"{size}, {precision[0]}, batch {batch}", *rates, each])
-    return markdown(["", "transformers", "rlhf", "ratio, rounds"], sorted(rows)) if rows else ""
+    return sorted(rows)
 
 
-def gemm_table(cells):
+def gemm_rows(cells):
     rows = []
     for cell, (_, runs) in sorted(cells.items()):
         runs = [run for run in runs if "gemm" in run]
@@ -187,10 +228,10 @@ def gemm_table(cells):
             fraction = median(map(gemm_fraction, runs))
             numbers = [f"{number:.0f}" for number in (work, rate, reached)]
             rows.append([cell.removeprefix("update/"), *numbers, f"{fraction:.2f}"])
-    return markdown(["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction"], rows) if rows else ""
+    return rows
 
 
-def growth_table(cells):
+def growth_rows(cells):
     _, runs = cells.get("growth/s", (None, []))
     rows, first = [], None
     for episodes, limit in dict.fromkeys((run["episodes"], run["limit"]) for run in runs):
@@ -201,12 +242,10 @@ def growth_table(cells):
         phases = medians(of_row, "update", "generate", "rollout", "optimise")
         growth = f"{seconds / first:.2f}"
         rows.append([f"{episodes} episodes of {limit} tokens", *phases, growth, per_token, gigabytes(of_row)])
-    header = ["", "update", "generation", "rest of rollout", "optimise"]
-    header += ["times the first", "ms per response token", "peak GB"]
-    return markdown(header, rows) if rows else ""
+    return rows
 
 
-def early_table(cells):
+def early_rows(cells):
     _, runs = cells.get("early/s", (None, []))
     rows = []
     for program in ("TRL", "rlhf"):
@@ -223,12 +262,10 @@ def early_table(cells):
                     seconds, whole = (median(median(run[key]) for run in some) for some in (of_row, never))
                     row.append(f"{seconds:.2f} ({seconds / whole:.2f})")
                 rows.append(row)
-    header = ["stops", "response", "of response tokens", "of all tokens"]
-    header += ["update", "generation", "rest of rollout", "optimise"]
-    return markdown(header, rows) if rows else ""
+    return rows
 
 
-def ranks_table(cells):
+def ranks_rows(cells):
     _, runs = cells.get("ranks/s", (None, []))
     rows, first = [], None
     for ranks, threads, stage in dict.fromkeys((run["ranks"], run["threads"], run["stage"]) for run in runs):
@@ -240,24 +277,24 @@ def ranks_table(cells):
         name = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)} each, stage {stage}"
         numbers = [f"{seconds:.2f}", f"{seconds / first:.2f}", *(f"{share:.0%}" for share in shares), f"{peak / 1e9:.2f}"]
         rows.append([name, *numbers])
-    header = ["", "update", "times the first", "in collectives", "waiting", "peak GB of a rank"]
-    return markdown(header, rows) if rows else ""
+    return rows
 
 
-def sources(cells):
-    text = ""
-    for report in {id(report): report for report, _ in cells.values()}.values():
+def sources(found):
+    text, all_cells = "", [each for cells in found.values() for each in cells.items()]
+    for report in {id(report): report for _, (report, _) in all_cells}.values():
         machine, versions = report["machine"], report["versions"]
-        names = ", ".join(f"`{cell}`" for cell, (of_cell, _) in cells.items() if of_cell is report)
+        names = ", ".join(f"`{cell}`" for cell, (of_cell, _) in all_cells if of_cell is report)
+        vectors = " ".join(machine.get("vectors", ["vector instructions unknown"]))
         text += (
             f"- {report['date']}, commit `{report['commit']}`: {names}. {machine['cpu']}, {machine['cores']} cores, "
-            f"{machine['memory_bytes'] / 2**30:.0f} GiB, {' '.join(machine['vectors'])}; {machine['threads']} threads. "
+            f"{machine['memory_bytes'] / 2**30:.0f} GiB, {vectors}; {machine['threads']} threads. "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
         )
     return text
 
 
-def page(cells):
+def page(found):
     """The whole page."""
     sizes = "; ".join(
         f"{name}: hidden {size.hidden}, {size.layers} layers, vocabulary {size.vocab}"
@@ -269,14 +306,14 @@ def page(cells):
             "Targets",
             "Seconds of TRL or transformers divided by those of rlhf; for memory, bytes of rlhf divided by those of "
             "TRL: each round, and the median.",
-            target_table(cells),
+            beside(found, ["", "gate", "stretch", "rounds", "median", "reached"], target_rows),
         ),
         (
             "Seconds per update",
             "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up "
             "is the time from the program's start to its first rollout. TRL's `bf16=True` has no effect on a CPU: it "
             "computes in f32, with the time and memory of f32. The table therefore has both of TRL's bf16 modes.",
-            update_tables(cells, [(size, f"update/{size}/{{}}") for size in ("s", "m")]),
+            update_tables(found, [(size, f"update/{size}/{{}}") for size in ("s", "m")]),
         ),
         (
             "A pretrained model",
@@ -285,7 +322,7 @@ def page(cells):
             "weights in `GRPOTrainer`; in `PPOTrainer` it has no effect on a CPU. In bf16 rlhf holds what it trains in f32, and "
             "frozen weights in bf16. TRL's bf16 weights have bf16 gradients and Adam states; its adapters are f32.",
             update_tables(
-                cells,
+                found,
                 [
                     (f"{trainer}, {trained}", f"{trainer}/smollm2/{{}}/{trained}")
                     for trainer in ("grpo", "ppo")
@@ -294,41 +331,60 @@ def page(cells):
                 SHORT_MODES,
             ),
         ),
-        ("Generated tokens per second", "53 new tokens, sampled, including prefill.", generation_table(cells)),
+        (
+            "Generated tokens per second",
+            "53 new tokens, sampled, including prefill.",
+            beside(found, ["", "transformers", "rlhf", "ratio, rounds"], generation_rows),
+        ),
         (
             "GEMM rate",
             "The FLOPs that the optimise phase requires, divided by its seconds, compared with the rate of matrix "
             "products alone in the same shapes on this machine.",
-            gemm_table(cells),
+            beside(
+                found, ["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction"], gemm_rows
+            ),
         ),
         (
             "Growth",
             "rlhf, s, f32. Twice the episodes are twice the tokens. Twice the response length is less than twice the "
             "tokens, because the prompts do not change.",
-            growth_table(cells),
+            beside(
+                found,
+                ["", "update", "generation", "rest of rollout", "optimise"]
+                + ["times the first", "ms per response token", "peak GB"],
+                growth_rows,
+            ),
         ),
         (
             "Responses that stop early",
             "s, f32, the same model except for the logit of the end-of-text token. In brackets: the ratio to responses "
             "that never stop. Generation should be proportional to the response tokens, the rest to all tokens.",
-            early_table(cells),
+            beside(
+                found,
+                ["stops", "response", "of response tokens", "of all tokens"]
+                + ["update", "generation", "rest of rollout", "optimise"],
+                early_rows,
+            ),
         ),
         (
             "Ranks",
             "rlhf, s, f32: the rows of one update divided over the ranks of one machine, at each stage of ZeRO. Four ranks of "
             "one thread on two cores compete for them. Waiting is the time before a collective in which a rank waits for the "
             "others.",
-            ranks_table(cells),
+            beside(
+                found, ["", "update", "times the first", "in collectives", "waiting", "peak GB of a rank"], ranks_rows
+            ),
         ),
     ]
     text = (
-        "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder. "
+        "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder: the newest of each cell on each "
+        "kind of processor. "
         f"[The benchmark's page](../README.md) describes what is compared. GPT-NeoX of random weights: {sizes}.\n\n"
     )
     for title, words, body in sections:
         if body:
             text += f"## {title}\n\n{words}\n\n{body}"
-    return text + "## Where and when\n\n" + sources(cells)
+    return text + "## Where and when\n\n" + sources(found)
 
 
 def write(folder):
