@@ -17,7 +17,7 @@ use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
 pub(crate) use state::state_bytes;
-use state::{State, Step};
+use state::{State, Step, Together};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
@@ -193,13 +193,20 @@ impl Optimizer {
             self.zero_grad();
             return Ok(());
         }
-        for (index, param) in self.params.iter_mut().enumerate() {
-            let weight_decay = if param.decay { self.config.weight_decay } else { 0.0 };
+        let number = self.steps;
+        let failed = |e| Error::Run(format!("optimizer step {number}: {e}"));
+        let mut index = 0;
+        for group in self.params.chunk_by_mut(|a, b| a.decay == b.decay) {
+            let weight_decay = if group[0].decay { self.config.weight_decay } else { 0.0 };
             let settings = self.config.step(lr, weight_decay);
-            let step = Step { number: self.steps, settings, seed: self.seed, index };
-            let grad = param.grad();
-            let stepped = param.state.step(&param.tensor, &grad, step);
-            stepped.map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
+            let mut together = Together::default();
+            for param in group {
+                let step = Step { number, settings, seed: self.seed, index };
+                let grad = param.grad();
+                param.state.step(&param.tensor, grad, step, &mut together).map_err(failed)?;
+                index += 1;
+            }
+            together.step(number, settings).map_err(failed)?;
         }
         self.zero_grad();
         Ok(())
@@ -245,12 +252,13 @@ impl Optimizer {
             for (part, tensor) in state.tensors() {
                 let name = format!("{name}.{part}");
                 check_shape(&file, path, &name, &tensor.size())?;
-                let expected = tensor.kind();
-                if let Some(found) = file.kind_of(&name).filter(|found| *found != expected) {
+                let saved = file.read_stored(&name, tensor.device())?;
+                let (expected, found) = (tensor.kind(), saved.kind());
+                if found != expected {
                     let message = format!("tensor `{name}`: expected dtype {expected:?}, found {found:?}");
                     return Err(Error::invalid(path, message));
                 }
-                tensor.shallow_clone().copy_(&file.read(&name, tensor.device(), tensor.kind())?);
+                tensor.shallow_clone().copy_(&saved);
             }
         }
         if let Some(parts) = &mut self.parts {

@@ -116,8 +116,7 @@ impl Checkpoint {
     /// The dtype of most of the checkpoint's bytes: f32, bf16 or f16.
     pub fn kind(&self) -> Kind {
         let bytes_of = |dtype: Dtype| -> usize {
-            // The scales of quantized weights are not weights.
-            let is_weight = |name: &str| !name.contains(".weight.") && !name.ends_with(".SCB");
+            let is_weight = |name: &str| !is_beside_codes(name);
             let tensors = self.tensors.iter().filter(|(name, entry)| entry.info.dtype == dtype && is_weight(name));
             tensors.map(|(_, entry)| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
         };
@@ -126,20 +125,15 @@ impl Checkpoint {
         kinds.into_iter().rev().max_by_key(|&(dtype, _)| bytes_of(dtype)).expect("there are three").1
     }
 
-    /// Reads the tensor `name` as `kind` onto `device`: a float, or U8 as it is.
+    /// Reads the tensor `name`, of floats, as `kind` onto `device`.
     ///
     /// # Errors
-    /// If there is no such tensor, its dtype is not a float (or not U8), or its bytes cannot be read.
+    /// If there is no such tensor, its dtype is not a float, or its bytes cannot be read.
     pub fn read(&self, name: &str, device: Device, kind: Kind) -> Result<Tensor> {
         let entry = self.entry(name)?;
-        let found = entry.info.dtype;
-        let (stored, expected) = match kind {
-            // Codes, which have no meaning as numbers.
-            Kind::Uint8 => ((found == Dtype::U8).then_some(Kind::Uint8), "U8"),
-            _ => (self.kind_of(name), "F32, F16, BF16 or F64"),
-        };
-        let stored = stored.ok_or_else(|| {
-            let message = format!("tensor `{name}`: expected dtype {expected}, found {found:?}");
+        let stored = self.kind_of(name).ok_or_else(|| {
+            let found = entry.info.dtype;
+            let message = format!("tensor `{name}`: expected dtype F32, F16, BF16 or F64, found {found:?}");
             Error::invalid(&self.files[entry.file].path, message)
         })?;
         self.read_as(entry, stored, device, kind)
@@ -238,6 +232,11 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// Whether a tensor's name is that of one beside the codes of a quantized weight: scales, maps, its description.
+pub(crate) fn is_beside_codes(name: &str) -> bool {
+    name.contains(".weight.") || name.ends_with(".SCB") || name.ends_with(".weight_format")
 }
 
 /// The error for a folder or a model on the hub without supported weights: names the weights that it has, and how to convert

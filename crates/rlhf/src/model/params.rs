@@ -1,9 +1,9 @@
 //! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
-use super::quantized::{self, Quantization, Quantized};
+use super::quantized::{Quantization, Quantized};
 use super::shape::{HeadNames, Names};
 use crate::rng::{Purpose, Stream};
-use crate::weights::{Checkpoint, brief};
+use crate::weights::{Checkpoint, brief, is_beside_codes};
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::path::Path;
@@ -28,7 +28,7 @@ impl Param {
     pub fn numel(&self) -> usize {
         let numel = self.tensor.numel();
         match self.tensor.kind() {
-            _ if quantized::is_part(&self.name) => 0,
+            _ if is_beside_codes(&self.name) => 0,
             // Two to a byte. An odd number of values is counted with the one that fills the last byte.
             Kind::Uint8 => 2 * numel,
             _ => numel,
@@ -37,7 +37,7 @@ impl Param {
 
     /// Whether it is a quantized weight or belongs to one, so that it cannot be trained.
     pub(crate) fn is_quantized(&self) -> bool {
-        matches!(self.tensor.kind(), Kind::Uint8 | Kind::Int8) || quantized::is_part(&self.name)
+        matches!(self.tensor.kind(), Kind::Uint8 | Kind::Int8) || is_beside_codes(&self.name)
     }
 }
 
@@ -289,19 +289,17 @@ impl<'a> Builder<'a> {
             }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, name);
-                let read = match checkpoint.shape(&stored) {
-                    None if self.absent.is_some() => {
-                        self.absent.map(|seed| self.fresh(seed, shape, init)).transpose()?
-                    }
-                    None => {
+                let read = match (checkpoint.shape(&stored), self.absent) {
+                    (None, Some(seed)) => Some(self.fresh(seed, shape, init)?),
+                    (None, None) => {
                         self.missing.push(name.to_string());
                         None
                     }
-                    Some(found) if found != shape => {
+                    (Some(found), _) if found != shape => {
                         self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
                         None
                     }
-                    Some(_) => Some(self.read(checkpoint, &stored)?),
+                    (Some(_), _) => Some(self.read(checkpoint, &stored)?),
                 };
                 self.asked.insert(stored);
                 // A placeholder, so that all problems are listed; `finish` then fails.

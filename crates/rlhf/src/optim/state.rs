@@ -107,19 +107,29 @@ impl State {
         tensors.into_iter()
     }
 
-    /// Changes the parameter by the gradient, and the state; the gradient is undefined afterwards.
+    /// Changes the parameter by the gradient, and the state; the gradient is undefined afterwards. AdamW with moments in f32 is left to
+    /// `together`.
     ///
     /// # Errors
     /// If libtorch refuses the step.
-    pub(super) fn step(&mut self, param: &Tensor, grad: &Tensor, step: Step) -> Result<(), String> {
+    pub(super) fn step(
+        &mut self,
+        param: &Tensor,
+        grad: Tensor,
+        step: Step,
+        together: &mut Together,
+    ) -> Result<(), String> {
         match self {
-            Self::Moments([first, second]) => adamw(param, grad, [first, second], step),
+            Self::Moments(moments) => {
+                together.add(param, grad, moments.each_ref());
+                Ok(())
+            }
             Self::Blocks(moments) => {
                 let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
                 for (from, len) in chunks(&param) {
                     let part = |x: &Tensor| x.narrow(0, from, len);
                     let [first, second] = moments.each_ref().map(|moments| moments.read(from, len));
-                    adamw(&part(&param), &part(&grad), [&first, &second], step)?;
+                    adamw(&part(&param), part(&grad), [&first, &second], step)?;
                     moments.iter().zip([first, second]).for_each(|(moments, new)| moments.write(from, &new));
                 }
                 Ok(())
@@ -132,7 +142,7 @@ impl State {
                     let wide = |x: &Tensor| part(x).to_kind(Kind::Float);
                     let [first, second] = moments.each_ref().map(wide);
                     let new = wide(&param);
-                    adamw(&new, &wide(&grad), [&first, &second], step)?;
+                    adamw(&new, wide(&grad), [&first, &second], step)?;
                     for (held, new) in [&param, &moments[0], &moments[1]].into_iter().zip([new, first, second]) {
                         part(held).copy_(&round(&new, &mut stream));
                     }
@@ -140,19 +150,45 @@ impl State {
                 Ok(())
             }
             Self::Squares(squares) => {
-                squares.step(param, grad, step.number, step.settings);
+                squares.step(param, &grad, step.number, step.settings);
                 Ok(())
             }
         }
     }
 }
 
-/// PyTorch's step of AdamW, in place.
-fn adamw(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], step: Step) -> Result<(), String> {
-    let one = |tensor: &Tensor| [tensor.shallow_clone()];
-    let [first, second] = moments.map(one);
-    let (mut first, mut second) = (first, second);
-    tch_ext::fused_adamw(&mut one(param), &one(grad), &mut first, &mut second, step.number, step.settings)
+/// Parameters that take PyTorch's step of AdamW in one call: on a GPU, in one kernel for all of them.
+#[derive(Debug, Default)]
+pub(super) struct Together {
+    params: Vec<Tensor>,
+    grads: Vec<Tensor>,
+    moments: [Vec<Tensor>; 2],
+}
+
+impl Together {
+    fn add(&mut self, param: &Tensor, grad: Tensor, moments: [&Tensor; 2]) {
+        self.params.push(param.shallow_clone());
+        self.grads.push(grad);
+        for (all, moment) in self.moments.iter_mut().zip(moments) {
+            all.push(moment.shallow_clone());
+        }
+    }
+
+    /// Takes step number `number`, from 1, in place.
+    ///
+    /// # Errors
+    /// If libtorch refuses the step.
+    pub(super) fn step(mut self, number: i64, settings: tch_ext::AdamW) -> Result<(), String> {
+        let [first, second] = &mut self.moments;
+        tch_ext::fused_adamw(&mut self.params, &self.grads, first, second, number, settings)
+    }
+}
+
+/// PyTorch's step of AdamW of one tensor, in place.
+fn adamw(param: &Tensor, grad: Tensor, moments: [&Tensor; 2], step: Step) -> Result<(), String> {
+    let mut alone = Together::default();
+    alone.add(param, grad, moments);
+    alone.step(step.number, step.settings)
 }
 
 /// Start and length of each part of `flat` that is computed at once.
