@@ -49,6 +49,7 @@ pub(crate) use lora::DropoutRows;
 pub use lora_config::{LoraConfig, PeftConfig};
 pub(crate) use lora_config::{MOST_RANK, is_lm_head};
 pub use params::Param;
+pub(crate) use quantized::dynamic_map;
 pub use quantized::{QuantType, Quantization, QuantizationConfig};
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{

@@ -278,11 +278,6 @@ struct Nested {
     offset: f32,
 }
 
-/// Whether a tensor holds codes of a quantized weight, or belongs to one.
-pub(super) fn is_part(name: &str) -> bool {
-    name.contains(".weight.") || name.ends_with(".SCB") || name.ends_with(".weight_format")
-}
-
 impl Quantized {
     /// Quantizes `weight`, `[out, in]` f32, bf16 or f16, as bitsandbytes does on a CPU. The result is on the weight's device.
     pub(super) fn new(weight: &Tensor, format: Quantization) -> Self {
@@ -336,7 +331,7 @@ impl Quantized {
             true => {
                 let offset = absmax.mean(Kind::Float).double_value(&[]) as f32;
                 let (codes, tops) = quantize_scales(&(absmax - f64::from(offset)));
-                let map = Tensor::from_slice(dynamic_map());
+                let map = Tensor::from_slice(dynamic_map(true));
                 (codes, Some(Nested { absmax: tops, map, block: NESTED_BLOCK, offset }))
             }
         };
@@ -658,24 +653,28 @@ fn quantize_scales(scales: &Tensor) -> (Tensor, Tensor) {
     (Tensor::from_slice(&codes), Tensor::from_slice(&tops))
 }
 
-/// The map of eight bits for scales: more bits of exponent mean fewer of fraction. Source: Dettmers 2015; bitsandbytes'
-/// `create_dynamic_map`.
-fn dynamic_map() -> &'static [f32; 256] {
-    static MAP: OnceLock<[f32; 256]> = OnceLock::new();
-    MAP.get_or_init(|| {
+/// bitsandbytes' dynamic map of 8 bits, ascending: seven decades, each of which has twice as many values as the next smaller one, at equal
+/// distances; 0 and 1. With `signed` also the negative values, and half as many in each decade.
+///
+/// Source: Dettmers 2015; bitsandbytes' `create_dynamic_map`.
+pub(crate) fn dynamic_map(signed: bool) -> &'static [f32; 256] {
+    static MAPS: [OnceLock<[f32; 256]>; 2] = [OnceLock::new(), OnceLock::new()];
+    MAPS[usize::from(signed)].get_or_init(|| {
         let mut values = vec![0.0f32, 1.0];
-        for exponent in 0..7 {
-            let bounds = Tensor::linspace(0.1, 1.0, (1 << exponent) + 1, (Kind::Float, tch::Device::Cpu));
+        for decade in 0..7 {
+            let count = if signed { 1 << decade } else { 2 << decade };
+            let bounds = Tensor::linspace(0.1, 1.0, count + 1, (Kind::Float, tch::Device::Cpu));
             let bounds = Vec::<f32>::try_from(bounds).expect("they are f32");
             // As libtorch multiplies by a number: rounded to f32 before.
-            let power = 10f64.powi(exponent - 6) as f32;
+            let power = 10f64.powi(decade - 6) as f32;
             for pair in bounds.windows(2) {
                 let value = power * ((pair[0] + pair[1]) / 2.0);
-                values.extend([value, -value]);
+                values.push(value);
+                values.extend(signed.then_some(-value));
             }
         }
         values.sort_by(f32::total_cmp);
-        values.try_into().expect("2 (1 + 2 + ... + 64) + 2 values")
+        values.try_into().expect("2 + 254 values")
     })
 }
 
@@ -684,7 +683,7 @@ fn dynamic_map() -> &'static [f32; 256] {
 fn dynamic_code(x: f32) -> u8 {
     static CODES: OnceLock<Vec<u8>> = OnceLock::new();
     let codes = CODES.get_or_init(|| {
-        let map = dynamic_map();
+        let map = dynamic_map(true);
         let nearest = |cell: u32| {
             let centre = f64::from(cell) / 32767.5 - 1.0;
             let bound = |code: usize| (f64::from(map[code]) + f64::from(map[code + 1])) / 2.0;

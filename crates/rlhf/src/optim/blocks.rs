@@ -1,6 +1,7 @@
 //! Numbers in 8 bits: blocks of 256, each with the largest magnitude in it, as bitsandbytes has them.
 
-use tch::{Device, Kind, Tensor};
+use crate::model::dynamic_map;
+use tch::{Kind, Tensor};
 
 /// Numbers in one block.
 pub(super) const BLOCK: i64 = 256;
@@ -25,7 +26,7 @@ impl Blocks {
     /// Zeros in the shape of `like`; with `signed` they can become negative.
     pub(super) fn zeros_like(like: &Tensor, signed: bool) -> Self {
         let device = like.device();
-        let map = dynamic_map(signed).to_device(device);
+        let map = Tensor::from_slice(dynamic_map(signed)).to_device(device);
         let middles = (map.narrow(0, 0, 255) + map.narrow(0, 1, 255)) / 2.0;
         let blocks = (like.numel() as i64 + BLOCK - 1) / BLOCK;
         // Every code of a block of magnitude 0 is 0.
@@ -60,33 +61,15 @@ fn in_blocks(numbers: &Tensor) -> Tensor {
     padded.view([-1, BLOCK])
 }
 
-/// bitsandbytes' dynamic map of 8 bits, f32 `[256]`, ascending: seven decades, each of which has twice as many values as the next smaller
-/// one, at equal distances; 0 and 1. With `signed` also the negative values, and half as many in each decade.
-///
-/// Source: bitsandbytes' `create_dynamic_map`.
-fn dynamic_map(signed: bool) -> Tensor {
-    let options = (Kind::Float, Device::Cpu);
-    let mut parts = vec![Tensor::from_slice(&[0.0f32, 1.0])];
-    for decade in 0..7 {
-        let values = if signed { 1 << decade } else { 2 << decade };
-        let edges = Tensor::linspace(0.1, 1.0, values + 1, options);
-        let middles = (edges.narrow(0, 0, values) + edges.narrow(0, 1, values)) / 2.0;
-        let middles = middles * 10f64.powi(decade - 6);
-        parts.extend(signed.then(|| middles.neg()));
-        parts.push(middles);
-    }
-    Tensor::cat(&parts, 0).sort(0, false).0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     #[test]
     fn maps_have_zero_and_one_and_distinct_values() {
         for (signed, least) in [(true, -0.992_968_7), (false, 0.0)] {
-            let map = Vec::<f32>::try_from(dynamic_map(signed)).unwrap();
-            assert_eq!(map.len(), 256);
+            let map = dynamic_map(signed);
             assert!(map.is_sorted() && map.contains(&0.0) && map[255] == 1.0);
             // The largest negative value is the middle of the last of 64 parts of 0.1 to 1.
             assert!((map[0] - least).abs() < 1e-6, "{}", map[0]);
