@@ -16,6 +16,7 @@ mod work;
 
 use crate::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
 use crate::dist::as_ranks;
+use crate::optim::OptimizerConfig;
 use crate::settings::{GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
 use crate::{Error, Result};
@@ -246,6 +247,22 @@ impl PlannedRun {
             Self::Sft(config) => &mut config.run,
             Self::Reward(config) => &mut config.run,
             Self::Ppo(config) => &mut config.run,
+        }
+    }
+
+    fn optimizer(&self) -> &OptimizerConfig {
+        match self {
+            Self::Sft(config) => &config.optimizer,
+            Self::Reward(config) => &config.optimizer,
+            Self::Ppo(config) => &config.optimizer,
+        }
+    }
+
+    fn optimizer_mut(&mut self) -> &mut OptimizerConfig {
+        match self {
+            Self::Sft(config) => &mut config.optimizer,
+            Self::Reward(config) => &mut config.optimizer,
+            Self::Ppo(config) => &mut config.optimizer,
         }
     }
 

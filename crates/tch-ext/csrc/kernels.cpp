@@ -256,28 +256,33 @@ inline void dots(int64_t depth, const float* x, const T* weight, const T* bias, 
     }
 }
 
+// Calls `compute(count, first)` for MOST rows at a time, at most 4, and for the rest; `count` is a constant.
+template <int MOST, typename F>
+void for_tiles_of_rows(int64_t rows, const F& compute) {
+  static_assert(MOST <= 4);
+  for (int64_t i = 0; i < rows; i += MOST) {
+    switch (std::min<int64_t>(rows - i, MOST)) {
+      case 4:
+        compute(std::integral_constant<int, 4>{}, i);
+        break;
+      case 3:
+        compute(std::integral_constant<int, 3>{}, i);
+        break;
+      case 2:
+        compute(std::integral_constant<int, 2>{}, i);
+        break;
+      default:
+        compute(std::integral_constant<int, 1>{}, i);
+    }
+  }
+}
+
 // Computes COLS columns of all rows.
 template <int COLS, typename T>
 void dots_of(int64_t rows, int64_t depth, const float* x, const T* weight, const T* bias, T* out, int64_t width) {
-  for (int64_t i = 0; i < rows;) {
-    const int64_t count = std::min<int64_t>(rows - i, DOT_ROWS);
-    const float* from = x + i * depth;
-    T* to = out + i * width;
-    switch (count) {
-      case 4:
-        dots<4, COLS>(depth, from, weight, bias, to, width, i == 0);
-        break;
-      case 3:
-        dots<3, COLS>(depth, from, weight, bias, to, width, i == 0);
-        break;
-      case 2:
-        dots<2, COLS>(depth, from, weight, bias, to, width, i == 0);
-        break;
-      default:
-        dots<1, COLS>(depth, from, weight, bias, to, width, i == 0);
-    }
-    i += count;
-  }
+  for_tiles_of_rows<DOT_ROWS>(rows, [&](auto count, int64_t i) {
+    dots<count(), COLS>(depth, x + i * depth, weight, bias, out + i * width, width, i == 0);
+  });
 }
 
 template <typename T>
@@ -495,27 +500,9 @@ inline void dots_quantized(const QuantizedMatrix& w, const Map& map, int64_t col
 template <int COLS, bool FOUR_BITS, typename T>
 void dots_quantized_of(const QuantizedMatrix& w, const Map& map, int64_t rows, int64_t column, const float* scales,
                        const float* x, const T* bias, T* out) {
-  for (int64_t i = 0; i < rows;) {
-    const float* from = x + i * w.in;
-    T* to = out + i * w.out;
-    switch (std::min<int64_t>(rows - i, 4)) {
-      case 4:
-        dots_quantized<4, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
-        i += 4;
-        break;
-      case 3:
-        dots_quantized<3, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
-        i += 3;
-        break;
-      case 2:
-        dots_quantized<2, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
-        i += 2;
-        break;
-      default:
-        dots_quantized<1, COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
-        i++;
-    }
-  }
+  for_tiles_of_rows<4>(rows, [&](auto count, int64_t i) {
+    dots_quantized<count(), COLS, FOUR_BITS>(w, map, column, scales, x + i * w.in, bias, out + i * w.out);
+  });
 }
 
 template <bool FOUR_BITS, typename T>

@@ -161,10 +161,14 @@ impl TensorType {
     }
 }
 
-/// Appends 32 numbers of 4 bits and one of the bits of `high`: the low halves of 16 bytes, then the high ones.
+/// The low halves of bytes, then the high ones.
+fn halves(bytes: &[u8]) -> impl Iterator<Item = u8> {
+    bytes.iter().map(|byte| byte & 15).chain(bytes.iter().map(|byte| byte >> 4))
+}
+
+/// Appends 32 numbers of 4 bits, the halves of 16 bytes, and one of the bits of `high`.
 fn nibbles(numbers: &mut Vec<f32>, bytes: &[u8], high: u32, scale: f32, least: f32) {
-    let low = bytes.iter().map(|byte| byte & 15).chain(bytes.iter().map(|byte| byte >> 4));
-    numbers.extend(low.enumerate().map(|(at, four)| {
+    numbers.extend(halves(bytes).enumerate().map(|(at, four)| {
         let five = ((high >> at) & 1) as u8;
         scale * f32::from(four | (five << 4)) + least
     }));
@@ -246,10 +250,9 @@ fn six_bits(numbers: &mut Vec<f32>, block: &[u8]) {
 /// The numbers of IQ4_NL and IQ4_XS, for a scale of 1.
 const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// Appends 32 of [`LEVELS`]: the low halves of 16 bytes, then the high ones.
+/// Appends 32 of [`LEVELS`], whose numbers are the halves of 16 bytes.
 fn levels(numbers: &mut Vec<f32>, bytes: &[u8], scale: f32) {
-    let low = bytes.iter().map(|byte| byte & 15).chain(bytes.iter().map(|byte| byte >> 4));
-    numbers.extend(low.map(|level| scale * f32::from(LEVELS[usize::from(level)])));
+    numbers.extend(halves(bytes).map(|level| scale * f32::from(LEVELS[usize::from(level)])));
 }
 
 /// Appends the 256 numbers of a block of IQ4_XS: the scale of the scales, the high two bits and the low four of each 32 numbers'

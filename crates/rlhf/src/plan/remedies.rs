@@ -139,17 +139,8 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
             edits.push(none.with_effect("no moving average of the policy"));
         }
     }
-    let optim = match run {
-        PlannedRun::Sft(config) => config.optimizer.optim,
-        PlannedRun::Reward(config) => config.optimizer.optim,
-        PlannedRun::Ppo(config) => config.optimizer.optim,
-    };
-    if optim == Optim::AdamwTorch {
-        let small = Edit::new("--optim adamw_8bit", |run| match run {
-            PlannedRun::Sft(config) => config.optimizer.optim = Optim::Adamw8bit,
-            PlannedRun::Reward(config) => config.optimizer.optim = Optim::Adamw8bit,
-            PlannedRun::Ppo(config) => config.optimizer.optim = Optim::Adamw8bit,
-        });
+    if run.optimizer().optim == Optim::AdamwTorch {
+        let small = Edit::new("--optim adamw_8bit", |run| run.optimizer_mut().optim = Optim::Adamw8bit);
         edits.push(small.with_effect("moments have 8 bits"));
     }
     let stage = run.run().dist.zero_stage;
