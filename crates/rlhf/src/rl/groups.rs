@@ -146,16 +146,16 @@ pub fn truncated(responses: &[Response]) -> Vec<usize> {
 /// Adds the lengths of responses and the share of them that did not stop, as TRL's GRPOTrainer and RLOOTrainer log them.
 /// `docs/algorithm.md` defines each.
 pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
-    let lengths = |stopped: bool| -> Vec<f64> {
-        let all = responses.iter().filter(|response| !stopped || response.finish == FinishReason::Stop);
-        all.map(|response| response.tokens.len() as f64).collect()
-    };
-    for (kind, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
-        let count = lengths.len().max(1) as f64;
-        let least = lengths.iter().copied().fold(f64::INFINITY, f64::min);
-        m.push(format!("completions/mean_{kind}length"), lengths.iter().sum::<f64>() / count);
-        m.push(format!("completions/min_{kind}length"), if least.is_finite() { least } else { 0.0 });
-        m.push(format!("completions/max_{kind}length"), lengths.iter().copied().fold(0.0, f64::max));
+    for (kind, only_stopped) in [("", false), ("terminated_", true)] {
+        let counted = responses.iter().filter(|response| !only_stopped || response.finish == FinishReason::Stop);
+        let lengths: Vec<usize> = counted.map(|response| response.tokens.len()).collect();
+        let of_any = |length: Option<&usize>| length.map_or(0.0, |&length| length as f64);
+        m.push(
+            format!("completions/mean_{kind}length"),
+            lengths.iter().sum::<usize>() as f64 / lengths.len().max(1) as f64,
+        );
+        m.push(format!("completions/min_{kind}length"), of_any(lengths.iter().min()));
+        m.push(format!("completions/max_{kind}length"), of_any(lengths.iter().max()));
     }
     m.push("completions/clipped_ratio", truncated(responses).len() as f64 / responses.len() as f64);
 }

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
@@ -21,11 +22,18 @@ pub struct ConvertConfig {
     #[arg(value_name = "OUTPUT")]
     pub output_dir: PathBuf,
     /// Dtype of the weights: float32 loses nothing.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "float32")]
+    #[arg(long, help_heading = RUN, value_parser = stated(), default_value = "float32")]
     pub dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
+}
+
+/// Reads a dtype by its name: not `auto`, as a quantized file has none to keep.
+fn stated() -> impl TypedValueParser<Value = Dtype> {
+    let all = Dtype::value_variants().iter().filter(|dtype| **dtype != Dtype::Auto);
+    let names = PossibleValuesParser::new(all.filter_map(ValueEnum::to_possible_value));
+    names.map(|name| Dtype::from_str(&name, false).expect("one of the names"))
 }
 
 impl ConvertConfig {
