@@ -255,7 +255,9 @@ fn greedy_tokens_under_a_penalty_a_minimum_and_a_stop_string_equal_transformers_
 #[test]
 fn a_group_of_responses_is_that_of_the_prompt_given_several_times() {
     // Products of weights stored as [in, out] (GPT-2), and all of libtorch's own (RLHF_KERNELS=plain), round by the number of rows:
-    // log-probabilities differ by up to 3e-6, and with plain kernels by a little more than 1e-5 on some processors.
+    // log-probabilities differ by up to 3e-6, and with plain kernels by up to 1.3e-5 (on an AMD EPYC).
+    let plain = std::env::var("RLHF_KERNELS").is_ok_and(|kernels| kernels == "plain");
+    let tolerance = if plain { TOLERANCE as f32 } else { 1e-5 };
     for dir in folders(Hold::Lm) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let prompts = &prompts(&model)[..4];
@@ -273,7 +275,7 @@ fn a_group_of_responses_is_that_of_the_prompt_given_several_times() {
                 assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{case}");
                 assert_eq!(found.sets, expected.sets, "{case}");
                 let pairs = found.logprobs.iter().zip(&expected.logprobs);
-                assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-4), "{case}: {found:?}");
+                assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < tolerance), "{case}: {found:?}");
             }
         }
     }

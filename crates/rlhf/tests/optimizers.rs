@@ -53,6 +53,16 @@ fn steps(params: &[Param], optimizer: &mut Optimizer, steps: std::ops::RangeIncl
     }
 }
 
+/// The reference values, and the parameters and the state after all their steps with `optim`.
+fn after_all_steps(optim: Optim) -> (Tensors, Vec<Param>, Tensors) {
+    let reference = Tensors::read(&golden().join("optimizers.safetensors"));
+    let params = params(&reference);
+    let mut optimizer = Optimizer::new(&params, &config(optim));
+    steps(&params, &mut optimizer, 1..=STEPS);
+    let found = state(&optimizer);
+    (reference, params, found)
+}
+
 /// The tensors that the optimizer saves.
 fn state(optimizer: &Optimizer) -> Tensors {
     let dir = tempfile::tempdir().unwrap();
@@ -63,11 +73,7 @@ fn state(optimizer: &Optimizer) -> Tensors {
 
 #[test]
 fn steps_with_states_in_8_bits_are_those_of_bitsandbytes() {
-    let reference = Tensors::read(&golden().join("optimizers.safetensors"));
-    let params = params(&reference);
-    let mut optimizer = Optimizer::new(&params, &config(Optim::Adamw8bit));
-    steps(&params, &mut optimizer, 1..=STEPS);
-    let found = state(&optimizer);
+    let (reference, params, found) = after_all_steps(Optim::Adamw8bit);
     for (name, Param { tensor, .. }) in NAMES.iter().zip(&params) {
         let expected = |part: &str| reference.get(&format!("adamw_8bit.{name}{part}"));
         // A number in the middle between two codes may have got either in an earlier step.
@@ -95,11 +101,7 @@ fn steps_with_states_in_8_bits_are_those_of_bitsandbytes() {
 
 #[test]
 fn steps_of_adafactor_are_those_of_transformers() {
-    let reference = Tensors::read(&golden().join("optimizers.safetensors"));
-    let params = params(&reference);
-    let mut optimizer = Optimizer::new(&params, &config(Optim::Adafactor));
-    steps(&params, &mut optimizer, 1..=STEPS);
-    let found = state(&optimizer);
+    let (reference, params, found) = after_all_steps(Optim::Adafactor);
     for (name, Param { tensor, .. }) in NAMES.iter().zip(&params) {
         assert_close(name, tensor, reference.get(&format!("adafactor.{name}")), 2e-6);
     }

@@ -36,6 +36,15 @@ fn peak_of(scratch: &Scratch, line: &str) -> f64 {
     }
 }
 
+/// Checks the peak that `rlhf plan` expects of a run against the run's.
+#[track_caller]
+fn assert_near_peak(scratch: &Scratch, line: &str) {
+    let plan = number(&planned(scratch, "", line)["memory"]["peak"]);
+    let peak = peak_of(scratch, line);
+    crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
+    assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+}
+
 /// A folder with a model of 11 million parameters with random weights, `big`.
 fn with_model() -> Scratch {
     let scratch = Scratch::new();
@@ -62,11 +71,7 @@ fn a_plan_is_near_the_peak_of_the_run() {
         format!("{ppo} --output_dir b --no_report --device cpu --use_peft --bf16"),
         format!("{sft} --output_dir c --no_report --device cpu"),
     ] {
-        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
-        let peak = peak_of(&scratch, &line);
-        let off = plan / peak - 1.0;
-        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
-        assert!(off.abs() < 0.2, "{line}: planned {plan} bytes, found {peak}, {off:+.3}");
+        assert_near_peak(&scratch, &line);
     }
 }
 
@@ -102,10 +107,7 @@ fn a_plan_of_an_encoder_decoder_is_near_the_peak_of_the_run() {
         "generate --model big --dataset_name rows.jsonl --max_new_tokens 40 --batch_size 8 --device cpu --output_file c.jsonl"
             .into(),
     ] {
-        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
-        let peak = peak_of(&scratch, &line);
-        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
-        assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+        assert_near_peak(&scratch, &line);
     }
     let timed = scratch.succeeds(&format!("plan {ppo} --output_dir a"));
     assert!(timed.contains(" an update (rollout ") && timed.contains("FLOP/s in training"), "{timed}");
@@ -366,9 +368,7 @@ fn a_plan_of_generate_has_weights_cache_and_batches() {
     let phase = &plan["memory"]["phases"][0];
     assert_eq!(phase["weights"], plan["models"][0]["weights"]);
     assert!(number(&phase["cache"]) > 0.0 && plan["micro_batch"] == Value::Null);
-    let (plan, peak) = (number(&plan["memory"]["peak"]), peak_of(&scratch, line));
-    crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
-    assert!((plan / peak - 1.0).abs() < 0.2, "planned {plan} bytes, found {peak}");
+    assert_near_peak(&scratch, line);
     let timed = scratch.succeeds(&format!("plan {line}"));
     assert!(timed.contains("; 4 batches: ") && timed.contains(" a batch, "), "{timed}");
     let narrow = planned(&scratch, "--memory 1MB", &line.replace("--batch_size 4", "--batch_size 16"));
