@@ -316,7 +316,7 @@ fn the_command_writes_a_folder_that_other_commands_read_and_overwrites_none() {
     scratch.refuses("convert model.gguf made", 1, &["made: expected a new or an empty folder, found one with `"]);
     scratch.refuses("convert model.gguf policy", 1, &["policy: expected a new or an empty folder"]);
     scratch.refuses("convert missing.gguf new", 1, &["missing.gguf: cannot read"]);
-    scratch.refuses("convert model.gguf new --dtype auto", 2, &["dtype = auto: expected float32, bfloat16 or float16"]);
+    scratch.refuses("convert model.gguf new --dtype auto", 2, &["'auto' for '--dtype", "float32, bfloat16, float16"]);
     scratch.refuses("convert prompts.jsonl new", 1, &["prompts.jsonl: expected a GGUF file, found another format"]);
     assert!(!scratch.path("new").exists());
     let ran = scratch.run(&format!("convert {} plain", file("qwen3").display()));

@@ -42,7 +42,9 @@ fn assert_near_peak(scratch: &Scratch, line: &str) {
     let plan = number(&planned(scratch, "", line)["memory"]["peak"]);
     let peak = peak_of(scratch, line);
     crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
-    assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+    // Code and buffers of the libraries differ by processor: with AVX2 alone they are some 50 MiB smaller than with AVX-512.
+    let bound = 0.2 * peak + f64::from(32 << 20);
+    assert!((plan - peak).abs() < bound, "{line}: planned {plan} bytes, found {peak}");
 }
 
 /// A folder with a model of 11 million parameters with random weights, `big`.
