@@ -541,10 +541,7 @@ impl Division {
         self.reduced = true;
         let (world, whole) = (&self.world, !self.stage.shards_optimizer());
         let mut units = self.units.iter_mut().filter(|unit| unit.trained);
-        units.try_for_each(|unit| match &mut unit.grads {
-            Some(grads) if whole => world.sum(grads),
-            _ => unit.reduce_held(world),
-        })
+        units.try_for_each(|unit| if whole { unit.sum_whole(world) } else { unit.reduce_held(world) })
     }
 
     /// Asks the other ranks, which serve, for something.

@@ -89,7 +89,8 @@ impl Unit {
         }
         let len = (start as u64).next_multiple_of(ALIGNMENT * size) as i64;
         let own = len / size as i64;
-        let zeros = |len| Tensor::zeros([len], (Kind::Float, device));
+        // Weights in bf16 have gradients in bf16; they are never divided.
+        let zeros = |len| Tensor::zeros([len], (kind, device));
         let mut unit = Self {
             layer,
             trained,
@@ -177,6 +178,18 @@ impl Unit {
             Some(part) => drop(part.g_add_(&sum)),
             part => *part = Some(sum),
         }
+        Ok(())
+    }
+
+    /// Sums the gradients of a unit that keeps them whole, in f32.
+    pub(super) fn sum_whole(&mut self, world: &World) -> Result<()> {
+        let Some(grads) = &mut self.grads else { return Ok(()) };
+        if grads.kind() == Kind::Float {
+            return world.sum(grads);
+        }
+        let mut sum = grads.to_kind(Kind::Float);
+        world.sum(&mut sum)?;
+        grads.copy_(&sum);
         Ok(())
     }
 
