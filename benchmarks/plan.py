@@ -50,6 +50,7 @@ T5 = dict(d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_layers=6, num_decode
 RUNS = [
     ("ppo/full f32", f"{PPO} {RULE}", 1),
     ("ppo/full f32, reward model", f"{PPO} --reward_model_path JUDGE --new_reward_head", 1),
+    ("ppo/full f32, reward model, offload", f"{PPO} --reward_model_path JUDGE --new_reward_head --offload all", 1),
     ("ppo/full f32, gradient checkpointing", f"{PPO} {RULE} --gradient_checkpointing", 1),
     ("ppo/lora bf16", f"{PPO} {RULE} {LORA} --bf16", 1),
     ("ppo/lora bf16, value head", f"{PPO} {RULE} {LORA} --bf16 --value_head", 1),

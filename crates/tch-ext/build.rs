@@ -25,6 +25,7 @@ fn main() {
         .file("csrc/shim.cpp")
         .file("csrc/ops.cpp")
         .file("csrc/groups.cpp")
+        .file("csrc/offload.cpp")
         .compile("tch_ext");
     compiler(torch)
         .define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str())

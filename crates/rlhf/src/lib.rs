@@ -56,6 +56,7 @@ pub mod hub;
 pub mod merge;
 pub mod metrics;
 pub mod model;
+pub mod offload;
 pub mod optim;
 pub mod plan;
 mod process;

@@ -13,6 +13,7 @@ pub use settings::{LrSchedulerType, Optim, OptimizerConfig};
 
 use crate::dist::World;
 use crate::model::{Param, Shards};
+use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
@@ -20,6 +21,9 @@ pub(crate) use state::state_bytes;
 use state::{State, Step, Together};
 use std::path::Path;
 use tch::{Kind, Tensor};
+
+/// The state in errors about its room.
+const STATE: &str = "optimizer state";
 
 /// Name of the number of steps in a saved state.
 const STEPS: &str = "step";
@@ -34,6 +38,8 @@ pub struct Optimizer {
     shards: Option<Shards>,
     /// In place of `params`, if the state is divided.
     parts: Option<Parts>,
+    /// The state, if it is in memory for steps only.
+    offloaded: Option<Offloaded>,
     steps: i64,
     /// Seed of random numbers.
     seed: u64,
@@ -51,15 +57,37 @@ struct Trained {
 impl Optimizer {
     /// Creates an optimizer of `params`, which share memory with the model's.
     pub fn new<'a>(params: impl IntoIterator<Item = &'a Param>, config: &OptimizerConfig) -> Self {
-        let trained = |param: &Param| Trained {
-            name: param.name.clone(),
-            tensor: param.tensor.shallow_clone(),
-            decay: param.decay,
-            state: State::new(param, config.optim),
+        Self::build(params, config, None).expect("a state that stays in memory needs no file")
+    }
+
+    /// [`Optimizer::new`], with a state that leaves memory if there is a place for it.
+    fn build<'a>(
+        params: impl IntoIterator<Item = &'a Param>,
+        config: &OptimizerConfig,
+        place: Option<&Offload>,
+    ) -> Result<Self> {
+        let mut own: Vec<&Param> = params.into_iter().collect();
+        own.sort_by_key(|param| !param.decay);
+        let room = |place: &Offload| match own.first() {
+            Some(first) => {
+                let sizes = own.iter().flat_map(|param| state::sizes(config.optim, param));
+                place.room(STATE, first.tensor.device(), sizes).map(Some)
+            }
+            None => Ok(None),
         };
-        let mut params: Vec<Trained> = params.into_iter().map(trained).collect();
-        params.sort_by_key(|param| !param.decay);
-        Self { config: config.clone(), params, shards: None, parts: None, steps: 0, seed: 0 }
+        let offloaded = place.map_or(Ok(None), room)?;
+        let trained = |param: &&Param| {
+            let state = State::new(param, config.optim);
+            if let Some(offloaded) = &offloaded {
+                offloaded.put(state.tensors().map(|(_, tensor)| tensor))?;
+            }
+            let tensor = param.tensor.shallow_clone();
+            Ok(Trained { name: param.name.clone(), tensor, decay: param.decay, state })
+        };
+        let params = own.iter().map(trained).collect::<Result<_>>()?;
+        // What was put last leaves too.
+        drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
+        Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0 })
     }
 
     /// Sets the seed of the random numbers by which [`Optim::AdamwBf16`] rounds; a step depends on it and on the step's number.
@@ -68,21 +96,37 @@ impl Optimizer {
         Self { seed, ..self }
     }
 
-    /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With `offload` a divided
-    /// state is in the memory of the host, where the step is then computed.
+    /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With a place to `offload` to, the
+    /// state is in memory for steps only; a divided state of a model on a GPU is in the memory of the host, where the step is computed.
+    ///
+    /// # Errors
+    /// If the state has no room there.
     pub fn of_model<'a>(
         params: impl IntoIterator<Item = &'a Param>,
         shards: &Shards,
         config: &OptimizerConfig,
-        offload: bool,
-    ) -> Self {
-        match shards.stage() {
-            None => Self::new(params, config),
+        offload: Option<&Offload>,
+    ) -> Result<Self> {
+        Ok(match shards.stage() {
+            None => Self::build(params, config, offload)?,
             Some(stage) if !stage.shards_optimizer() => {
-                Self { shards: Some(shards.clone()), ..Self::new(params, config) }
+                Self { shards: Some(shards.clone()), ..Self::build(params, config, offload)? }
             }
-            Some(_) => Self { parts: Some(Parts::new(shards, offload)), ..Self::new([], config) },
-        }
+            Some(_) => {
+                let (parts, offloaded) = Parts::new(shards, offload)?;
+                Self { parts: Some(parts), offloaded, ..Self::new([], config) }
+            }
+        })
+    }
+
+    /// Whether the state is not where the parameters are, but for steps.
+    pub(crate) fn is_offloaded(&self) -> bool {
+        self.offloaded.is_some() || self.parts.as_ref().is_some_and(Parts::is_on_host)
+    }
+
+    /// Brings an offloaded state into memory.
+    fn in_use(&self) -> Result<Option<InUse>> {
+        self.offloaded.as_ref().map(Offloaded::in_use).transpose()
     }
 
     /// The division of the model over ranks.
@@ -187,6 +231,7 @@ impl Optimizer {
                 self.scale_grad(scale);
             }
         }
+        let _state = self.in_use()?;
         self.steps += 1;
         if let Some(parts) = &mut self.parts {
             parts.step(lr, &self.config, self.steps)?;
@@ -223,6 +268,7 @@ impl Optimizer {
     /// # Errors
     /// If it cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
+        let _state = self.in_use()?;
         if let Some(parts) = &self.parts {
             return parts.save(path, self.steps);
         }
@@ -238,6 +284,7 @@ impl Optimizer {
     /// # Errors
     /// If the file cannot be read, or is not of these parameters.
     pub fn load(&mut self, path: &Path) -> Result<()> {
+        let _state = self.in_use()?;
         let file = Checkpoint::open_file(path)?;
         let whole = || 1 + self.params.iter().map(|param| param.state.tensors().count()).sum::<usize>();
         let expected = self.parts.as_ref().map_or_else(whole, Parts::num_saved);

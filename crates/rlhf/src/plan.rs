@@ -341,6 +341,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
                 "memory of a GPU is arithmetic: it is not held against measured runs, and there is no time".into(),
             );
         }
+        notes.extend(job.offloaded());
         let memory = job.memory();
         Ok(Plan {
             command: run.command().into(),

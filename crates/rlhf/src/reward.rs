@@ -33,6 +33,7 @@ use crate::data::Prompt;
 use crate::dist::{World, ZeroStage};
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
+use crate::offload::Offload;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use retry::check;
@@ -444,6 +445,14 @@ impl Rewards {
     /// Divides the reward models over the ranks of `world`; see [`SequenceClassifier::shard`](crate::model::SequenceClassifier::shard).
     pub fn shard(&self, world: &World, stage: ZeroStage) {
         self.models().for_each(|model| model.classifier().shard(world, stage));
+    }
+
+    /// Moves the reward models out of memory between the scorings; see [`SequenceClassifier::offload`](crate::model::SequenceClassifier::offload).
+    ///
+    /// # Errors
+    /// If there is no room for one.
+    pub fn offload(&self, place: &Offload) -> Result<()> {
+        self.models().try_for_each(|model| model.classifier().offload(place, "reward model"))
     }
 
     /// Describes the rewards in one line: name, kind, and the weight if it is not 1.

@@ -66,6 +66,7 @@ pub use crate::dist::{DistConfig, PpoDistConfig, ZeroStage};
 pub use crate::flag::ByteSize;
 pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use crate::model::PeftConfig;
+pub use crate::offload::settings::{OffloadConfig, OffloadPart};
 pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
 pub use crate::optim::settings::{LrSchedulerType, Optim, OptimizerConfig};
 pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
@@ -124,7 +125,7 @@ mod tests {
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
-            "lora_modules_to_save": [], "use_rslora": false, "use_dora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
+            "lora_modules_to_save": [], "use_rslora": false, "use_dora": false, "zero_stage": 0, "offload": [], "offload_dir": null, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
         });
         let hub = json!({

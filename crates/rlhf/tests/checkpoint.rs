@@ -60,7 +60,7 @@ pub(crate) fn copy_dir(from: &Path, to: &Path) {
 
 /// The folder of a run that was killed some time after its checkpoint `stop`: later checkpoints and the model are missing,
 /// and metrics of later updates are there, the last of them in half.
-fn stopped(whole: &Path, stop: usize) -> PathBuf {
+pub(crate) fn stopped(whole: &Path, stop: usize) -> PathBuf {
     let dir = whole.with_file_name(format!("stopped-{stop}"));
     copy_dir(whole, &dir);
     for later in stop + 1..10 {
@@ -98,7 +98,7 @@ fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 fn state(checkpoint: &Path) -> Value {
     let mut state: Value =
         serde_json::from_slice(&std::fs::read(checkpoint.join("trainer_state.json")).unwrap()).unwrap();
-    for name in ["output_dir", "save_steps"] {
+    for name in ["output_dir", "save_steps", "offload", "offload_dir"] {
         state["config"][name] = Value::Null;
     }
     state["state"]["inputs"] = Value::Null; // by their names, or what the caller has in hand
@@ -513,7 +513,7 @@ fn a_checkpoint_that_cannot_be_written_is_one_error_and_the_one_before_it_is_who
 }
 
 /// Runs where a file of more than `most` bytes is refused, as on a full disk.
-fn run_on_full_disk(scratch: &Scratch, line: &str, most: u64) -> Ran {
+pub(crate) fn run_on_full_disk(scratch: &Scratch, line: &str, most: u64) -> Ran {
     // Shells count in 512 or in 1024 bytes; the system reports which.
     let unit = "ulimit -S -f 1; unit=$(awk '/Max file size/ {print $4}' /proc/self/limits)";
     let script = format!("trap '' XFSZ; {unit}; ulimit -S -f $(({most} / unit)); exec \"$0\" \"$@\"");

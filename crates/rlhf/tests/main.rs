@@ -25,6 +25,7 @@ mod library;
 mod lora;
 mod models;
 mod numbers;
+mod offload;
 mod optimizers;
 mod pipeline;
 mod plan;

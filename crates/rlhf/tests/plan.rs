@@ -72,6 +72,7 @@ fn a_plan_is_near_the_peak_of_the_run() {
         format!("{ppo} --output_dir a --no_report --device cpu"),
         format!("{ppo} --output_dir b --no_report --device cpu --use_peft --bf16"),
         format!("{sft} --output_dir c --no_report --device cpu"),
+        format!("{ppo} --output_dir d --no_report --device cpu --offload all"),
     ] {
         assert_near_peak(&scratch, &line);
     }
@@ -181,6 +182,42 @@ fn ranks_share_what_their_stage_divides() {
     assert_eq!(of(4, 0), [weights, gradients, moments]);
     assert_eq!(of(4, 2), [weights, gradients / 4.0, moments / 4.0]);
     assert_eq!(of(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
+}
+
+#[test]
+fn parts_that_leave_memory_count_in_the_phases_that_use_them() {
+    let scratch = with_model();
+    let line = "ppo --sft_model_path big --reward_model_path big --new_reward_head --dataset_name prompts.jsonl --output_dir out";
+    // The policy's own folder cannot be the reward model's.
+    std::fs::create_dir(scratch.path("judge")).unwrap();
+    for entry in std::fs::read_dir(scratch.path("big")).unwrap() {
+        let entry = entry.unwrap();
+        let _ = std::fs::copy(entry.path(), scratch.path("judge").join(entry.file_name()));
+    }
+    let line = line.replace("--reward_model_path big", "--reward_model_path judge");
+    let of = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
+    let part = |plan: &Value, phase: &str, part: &str| {
+        let phases = plan["memory"]["phases"].as_array().unwrap();
+        number(&phases.iter().find(|found| found["name"] == phase).unwrap_or_else(|| panic!("{phase}: {plan}"))[part])
+    };
+    let (whole, out) = (of(""), of("--offload all"));
+    let own = number(&whole["models"][0]["weights"]);
+    let held = |plan: &Value, phase: &str| part(plan, phase, "moments");
+    let all = held(&whole, "rollout");
+    assert_eq!(["rollout", "scoring", "policy step"].map(|phase| held(&out, phase)), [0.0; 3]);
+    assert_eq!(held(&out, "policy moments"), 2.0 * own);
+    assert_eq!(held(&out, "policy moments") + held(&out, "value model moments"), all);
+    // Reference and reward model are away but for scoring, where one of them is there.
+    let away = part(&whole, "policy step", "weights") - part(&out, "policy step", "weights");
+    let in_scoring = part(&whole, "scoring", "weights") - part(&out, "scoring", "weights");
+    assert!((away / own - 2.0).abs() < 0.05 && (in_scoring / own - 1.0).abs() < 0.05, "{away} {in_scoring} {own}");
+    assert!(number(&whole["memory"]["peak"]) - number(&out["memory"]["peak"]) > 3.0 * own);
+    let note = out["notes"].as_array().unwrap().last().unwrap().as_str().unwrap();
+    assert!(note.starts_with("offload: each rank has ") && note.contains("on the disk of offload_dir"), "{note}");
+    let narrow = planned(&scratch, "--memory 10MB", &line);
+    let remedies = narrow["remedies"].as_array().unwrap();
+    let remedy = remedies.iter().find(|remedy| remedy["change"] == "--offload all").unwrap();
+    assert!(number(&remedy["saves"]) > 3.0 * own, "{remedy}");
 }
 
 /// Demonstrations of one text whose completion has many tokens.

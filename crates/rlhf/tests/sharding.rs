@@ -5,6 +5,7 @@ use rlhf::dist::{World, ZeroStage};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, Precision, SequenceClassifier, ValueHeadInit,
 };
+use rlhf::offload::Offload;
 use rlhf::optim::{Optimizer, OptimizerConfig};
 use rlhf::settings::SftConfig;
 use rlhf::weights::Checkpoint;
@@ -50,7 +51,9 @@ struct Learned {
 fn learn(model: &mut CausalLm, stage: ZeroStage, offload: bool, dir: &Path) -> Learned {
     model.set_trainable(true);
     model.shard(&World::single(), stage);
-    let mut optimizer = Optimizer::of_model(model.trainable_params(), model.shards(), &optimizer(), offload);
+    let place = offload.then(|| Offload::to(dir));
+    let mut optimizer =
+        Optimizer::of_model(model.trainable_params(), model.shards(), &optimizer(), place.as_ref()).unwrap();
     let norms = (0..3).map(|_| {
         for rows in [0..2, 2..3] {
             let (sequences, spans) = (&SEQUENCES[rows.clone()], &spans()[rows]);
@@ -228,7 +231,7 @@ fn classifiers_and_value_heads_are_divided_too() {
         let (mut policy, head) = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(5)).unwrap().into_parts();
         policy.set_trainable(true);
         policy.shard(&World::single(), stage);
-        let mut optimizer = Optimizer::of_model(policy.trainable_params(), policy.shards(), &optimizer(), false);
+        let mut optimizer = Optimizer::of_model(policy.trainable_params(), policy.shards(), &optimizer(), None).unwrap();
         let spans = spans();
         for _ in 0..2 {
             let batch = rlhf::model::JointBatch {

@@ -2,10 +2,12 @@
 
 mod groups;
 mod memory;
+mod offload;
 mod ops;
 
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
-pub use memory::{FlatMemory, bump_version, clear_grad, set_grad};
+pub use memory::{FlatMemory, bump_version, clear_grad, set_grad, storage_bytes, storage_id};
+pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
     attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,

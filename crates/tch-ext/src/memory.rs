@@ -11,6 +11,8 @@ unsafe extern "C" {
     fn tch_ext_resize_storage(tensor: *const C_tensor, bytes: usize) -> *mut c_char;
     fn tch_ext_storage_bytes(tensor: *const C_tensor) -> usize;
     fn tch_ext_bump_version(param: *const C_tensor);
+    fn tch_ext_memory_id(tensor: *const C_tensor) -> usize;
+    fn tch_ext_memory_of(out: *mut *mut C_tensor, tensor: *const C_tensor) -> *mut c_char;
 }
 
 /// Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.
@@ -41,6 +43,18 @@ pub fn bump_version(param: &Tensor) {
     unsafe { tch_ext_bump_version(param.as_ptr()) }
 }
 
+/// Returns the number of bytes of the memory that `tensor` is in, of which it may be a part.
+pub fn storage_bytes(tensor: &Tensor) -> usize {
+    // SAFETY: it is alive.
+    unsafe { tch_ext_storage_bytes(tensor.as_ptr()) }
+}
+
+/// Returns a number that tensors on the same memory have in common, and that no other memory has as long as one of them lives.
+pub fn storage_id(tensor: &Tensor) -> usize {
+    // SAFETY: it is alive.
+    unsafe { tch_ext_memory_id(tensor.as_ptr()) }
+}
+
 /// A vector whose memory can be freed and allocated again while tensors that are views of it keep their shapes.
 ///
 /// While it is free, a view must not be read or written: torch's operations fail or read nothing, as with FSDP's freed
@@ -58,6 +72,20 @@ impl FlatMemory {
         // SAFETY: it is alive.
         let bytes = unsafe { tch_ext_storage_bytes(tensor.as_ptr()) };
         Self { tensor, bytes }
+    }
+
+    /// The memory that `tensor` is in, as bytes.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub fn of(tensor: &Tensor) -> Result<Self, String> {
+        let mut out = std::ptr::null_mut();
+        // SAFETY: the shim reads a live tensor, and sets the pointer unless it returns a message.
+        into_result(unsafe { tch_ext_memory_of(&raw mut out, tensor.as_ptr()) })?;
+        // SAFETY: it is a new tensor that the caller owns.
+        let tensor = unsafe { Tensor::from_ptr(out) };
+        let bytes = storage_bytes(&tensor);
+        Ok(Self { tensor, bytes })
     }
 
     /// The whole vector.

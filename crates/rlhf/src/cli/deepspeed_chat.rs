@@ -30,12 +30,10 @@ use To::{Only, Ours, Passed, Together};
 const OFF: &[&str] = &["false"];
 const ENGINE: &str = "generation here has a cache of its own and needs no second engine";
 const NO_SPLIT: &str = "each rank generates by itself: no layer is split over ranks";
-const OFFLOAD: &str =
-    "frozen weights stay on their device; --dtype bfloat16 halves their memory, and zero_stage = 3 shards them";
 const DROPOUT: &str = "a model's own dropout is not applied here, as ratios must start at 1";
 
 /// The flags, whether they may stand alone, and their treatment.
-const FLAGS: [(&str, bool, To); 40] = [
+const FLAGS: [(&str, bool, To); 37] = [
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
     ("preprocessing_num_workers", false, Passed),
@@ -72,9 +70,6 @@ const FLAGS: [(&str, bool, To); 40] = [
     ("release_inference_cache", true, Only(OFF, ENGINE)),
     ("inference_tp_size", false, Only(&["1"], NO_SPLIT)),
     ("tp_gather_partition_size", false, Only(&["8"], NO_SPLIT)),
-    ("offload", true, Ours("offload_optimizer")),
-    ("offload_reference_model", true, Only(OFF, OFFLOAD)),
-    ("offload_reward_model", true, Only(OFF, OFFLOAD)),
     ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("local_rank", false, Passed),
@@ -355,8 +350,6 @@ mod tests {
                 "--enable_hybrid_engine",
                 "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
             ),
-            ("--offload", "offload_optimizer = true needs zero_stage of 1 or more: set zero_stage = 1"),
-            ("--offload_reference_model", "offload_reference_model = true: frozen weights stay on their device"),
             ("--actor_dropout 0.1", "actor_dropout = 0.1: a model's own dropout is not applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
@@ -372,10 +365,20 @@ mod tests {
             ppo_error(&["--max_answer_seq_len", "2"]),
             "max_answer_seq_len is a flag of --preset deepspeed-chat; with other presets use response_length"
         );
-        assert_eq!(
-            ppo_error(&["--offload"]),
-            "offload is a flag of --preset deepspeed-chat; with other presets use offload_optimizer"
-        );
+    }
+
+    #[test]
+    fn the_offload_flags_of_deepspeed_chat_are_parts_of_ours() {
+        for (words, expected) in [
+            ("--offload", [true, false]),
+            ("--offload false", [false, false]),
+            ("--offload --offload_reference_model", [true, true]),
+            ("--offload_reward_model", [false, true]),
+            ("--offload_reference_model=false --offload optimizer models", [true, true]),
+        ] {
+            let offload = read(words).run.offload;
+            assert_eq!([offload.offloads_optimizer(), offload.offloads_models()], expected, "{words}");
+        }
     }
 
     #[test]

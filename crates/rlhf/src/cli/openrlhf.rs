@@ -96,7 +96,7 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["train.ema_beta"], "ema_beta"),
     (&["actor.gradient_checkpointing_enable"], "gradient_checkpointing"),
     (&["ds.zero_stage"], "zero_stage"),
-    (&["adam_offload", "ds.adam_offload"], "offload_optimizer"),
+    (&["adam_offload", "ds.adam_offload"], "offload = optimizer"),
     (&["param_dtype", "ds.param_dtype"], "bf16 or fp16"),
     (&["lora_rank", "ds.lora.rank"], "use_peft and lora_r"),
     (&["ds.lora.alpha"], "lora_alpha"),

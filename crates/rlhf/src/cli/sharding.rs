@@ -32,7 +32,7 @@ pub(super) struct Word<'a> {
 }
 
 impl Layers<'_> {
-    /// Replaces transformers' `fsdp` by `zero_stage` and `offload_optimizer`.
+    /// Replaces transformers' `fsdp` by `zero_stage` and `offload_optimizer`, a name of `offload = optimizer`.
     pub(super) fn translate_fsdp(&mut self, word: &Word<'_>) {
         let value = word.value.to_ascii_lowercase();
         let words = value.split([' ', ',', '[', ']', '"', '\'']).filter(|word| !word.is_empty());
@@ -244,7 +244,7 @@ mod tests {
             assert_eq!(stage(&["--fsdp", value]), expected, "{value}");
         }
         assert_eq!(stage(&["--fsdp", "full_shard", "auto_wrap", "--zero_stage", "3"]), ZeroStage::Stage3);
-        assert!(ppo(&["--fsdp", "full_shard offload"]).run.dist.offload_optimizer);
+        assert!(ppo(&["--fsdp", "full_shard offload"]).run.offload.offloads_optimizer());
         let error = ppo_error(&["--fsdp", "full_shard", "--zero_stage", "1"]);
         assert_eq!(error, "`fsdp = full_shard`: zero_stage = 3 there contradicts zero_stage = 1: set one of them");
         let error = with_file("fsdp: hybrid_shard\n", &PPO).unwrap_err();

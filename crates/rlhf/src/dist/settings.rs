@@ -4,7 +4,7 @@ use clap::Args;
 use serde::{Serialize, Serializer};
 
 use crate::Result;
-use crate::flag::{DIST, NONE, Setting, all, expect, optional, required, usage};
+use crate::flag::{DIST, NONE, Setting, expect, optional, required};
 
 /// A stage of ZeRO: the parts of training that are sharded over the ranks, each stage with those of the one before
 /// (Rajbhandari et al. 2020).
@@ -75,26 +75,15 @@ pub struct DistConfig {
     /// Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0 nothing.
     #[arg(long, help_heading = DIST, default_value_t = ZeroStage::Stage0, value_name = ZeroStage::NAME, value_parser = required::<ZeroStage>)]
     pub zero_stage: ZeroStage,
-    /// Hold the optimizer state in the memory of the host; needs `zero_stage` 1, 2 or 3.
-    #[arg(long, help_heading = DIST)]
-    pub offload_optimizer: bool,
     /// Maximum seconds that a rank waits for the others.
     #[arg(long, alias = "ddp_timeout", help_heading = DIST, default_value_t = 1800)]
     pub dist_timeout: u64,
 }
 
 impl DistConfig {
-    /// Checks the settings of a run whose trained models are sharded by `stages`.
-    pub(crate) fn check(&self, stages: &[ZeroStage]) -> Result<()> {
-        let sharded = stages.iter().any(|stage| stage.shards_optimizer());
-        all([
-            if self.offload_optimizer && !sharded {
-                usage("offload_optimizer = true needs zero_stage of 1 or more: set zero_stage = 1")
-            } else {
-                Ok(())
-            },
-            expect(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1"),
-        ])
+    /// Checks the settings.
+    pub(crate) fn check(&self) -> Result<()> {
+        expect(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1")
     }
 }
 
@@ -135,15 +124,10 @@ mod tests {
     }
 
     #[test]
-    fn an_offloaded_optimizer_needs_a_sharded_one() {
+    fn ranks_wait_for_a_time() {
         let mut config: DistConfig = defaults();
-        config.check(&[ZeroStage::Stage0]).unwrap();
-        config.offload_optimizer = true;
-        let error = config.check(&[ZeroStage::Stage0]).unwrap_err().to_string();
-        assert_eq!(error, "offload_optimizer = true needs zero_stage of 1 or more: set zero_stage = 1");
-        config.check(&[ZeroStage::Stage0, ZeroStage::Stage2]).unwrap();
+        config.check().unwrap();
         config.dist_timeout = 0;
-        let error = config.check(&[ZeroStage::Stage1]).unwrap_err().to_string();
-        assert_eq!(error, "dist_timeout = 0: expected at least 1");
+        assert_eq!(config.check().unwrap_err().to_string(), "dist_timeout = 0: expected at least 1");
     }
 }

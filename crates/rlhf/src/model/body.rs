@@ -14,8 +14,10 @@ use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::uses_kernels;
 use crate::dist::{World, ZeroStage};
+use crate::offload::{InUse, Offload, Offloaded};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::PathBuf;
 use tch::{Device, Kind, Tensor};
@@ -47,6 +49,8 @@ pub(super) struct Body {
     pub(super) num_frozen: usize,
     /// Whether trained matrices are held in bf16.
     pub(super) trains_in_bf16: bool,
+    /// The parameters, if they are in memory for passes only.
+    pub(super) offloaded: OnceCell<Offloaded>,
 }
 
 /// The part of a model that is trained, and how it is held.
@@ -78,6 +82,7 @@ pub(super) struct Hidden<'a> {
 /// A pass through the model, which holds the parameters outside the layers.
 pub(super) struct Pass<'a> {
     guard: Option<RootGuard>,
+    _loaded: Option<InUse>,
     body: &'a Body,
     head: Option<&'a Linear>,
 }
@@ -116,6 +121,24 @@ impl Drop for Gathered<'_> {
     }
 }
 
+/// The parameters of a model that leaves memory between its uses, in memory until this guard is dropped.
+#[derive(Debug)]
+#[must_use = "the parameters leave memory when the guard is dropped"]
+pub struct Loaded<'a> {
+    in_use: Option<InUse>,
+    body: &'a Body,
+    head: Option<&'a Linear>,
+}
+
+impl Drop for Loaded<'_> {
+    fn drop(&mut self) {
+        if self.in_use.take().is_some() {
+            self.body.decoder.drop_copies();
+            self.head.iter().for_each(|head| head.drop_copies());
+        }
+    }
+}
+
 impl Body {
     pub(super) fn new(decoder: Decoder, params: Vec<Param>, config: ModelConfig, device: Device, kind: Kind) -> Self {
         Self {
@@ -133,6 +156,7 @@ impl Body {
             gradient_checkpointing: false,
             num_frozen: 0,
             trains_in_bf16: false,
+            offloaded: OnceCell::new(),
         }
     }
 
@@ -488,7 +512,31 @@ impl Body {
     /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone come
     /// before it, as the other ranks take part in a pass that has started.
     pub(super) fn start_pass<'a>(&'a self, kind: PassKind, head: Option<&'a Linear>) -> Result<Pass<'a>> {
-        Ok(Pass { guard: Some(self.shards().start_pass(kind)?), body: self, head })
+        let loaded = self.offloaded.get().map(Offloaded::in_use).transpose()?;
+        Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
+    }
+
+    /// Moves the parameters out of memory between their uses, unless they are out: of a frozen model that is not divided over ranks, but
+    /// for those that it shares with another model. `name` is the model's in errors.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    pub(super) fn offload(&self, place: &Offload, name: &str) -> Result<()> {
+        let own = self.params.iter().skip(self.shared).map(|param| &param.tensor);
+        if self.offloaded.get().is_some() || self.shards().are_params_divided() {
+            return Ok(());
+        }
+        self.decoder.drop_copies();
+        if let Some(offloaded) = place.hold(name, own)? {
+            drop(self.offloaded.set(offloaded));
+        }
+        Ok(())
+    }
+
+    /// Brings the parameters of a model that is offloaded into memory; `head` is the linear head.
+    pub(super) fn loaded<'a>(&'a self, head: Option<&'a Linear>) -> Result<Loaded<'a>> {
+        let in_use = self.offloaded.get().map(Offloaded::in_use).transpose()?;
+        Ok(Loaded { in_use, body: self, head })
     }
 
     /// Hidden states of all tokens, packed.

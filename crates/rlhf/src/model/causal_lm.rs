@@ -2,7 +2,7 @@
 
 use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
-use super::body::{Body, Gathered, Hidden, Trains};
+use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
@@ -16,6 +16,7 @@ use super::shape::Shape;
 use super::shard::{PassKind, Shards};
 use super::{Dtype, ModelOptions, Precision, Quantization};
 use crate::dist::{World, ZeroStage};
+use crate::offload::Offload;
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -494,12 +495,12 @@ impl CausalLm {
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
     pub fn distributions<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Distributions> {
-        let divided = self.body.shards().are_params_divided();
+        // Of a head that only a pass holds the distributions have a copy.
+        let divided = self.body.shards().are_params_divided() || self.body.offloaded.get().is_some();
         if batch.sequences.is_empty() && !divided {
             return Ok(Distributions::none(&self.lm_head));
         }
         if batch.sequences.is_empty() {
-            // Only a pass holds the head, of which the distributions have a copy.
             let span = 1..2;
             let batch = Batch::new(&[[0, 0]], std::slice::from_ref(&span)).with_prompts(Some(&[1]));
             let pass = tch::no_grad(|| self.hidden_at(batch, -1))?;
@@ -581,6 +582,25 @@ impl CausalLm {
         self.body.gathered(Some(&self.lm_head.linear))
     }
 
+    /// Moves the weights of a frozen model out of memory between its passes, but for those that it shares with another model. Results stay
+    /// the same. `name` is the model's in errors. Does nothing if they are out already, or divided over ranks.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    pub fn offload(&self, place: &Offload, name: &str) -> Result<()> {
+        self.lm_head.linear.drop_copies();
+        self.body.offload(place, name)
+    }
+
+    /// Holds the weights of a model that is offloaded in memory until the guard is dropped: for several passes, or a look at
+    /// [`CausalLm::params`], which are only there while it holds them.
+    ///
+    /// # Errors
+    /// If the device has no memory for them.
+    pub fn loaded(&self) -> Result<Loaded<'_>> {
+        self.body.loaded(Some(&self.lm_head.linear))
+    }
+
     /// The division of the model over ranks.
     pub fn shards(&self) -> &Shards {
         self.body.shards()
@@ -626,6 +646,7 @@ impl CausalLm {
     /// # Errors
     /// If a file cannot be written; the folder then keeps its previous content.
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
+        let _loaded = self.loaded()?;
         let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
         let mut generation = config.generation();
         let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };

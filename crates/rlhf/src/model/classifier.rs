@@ -2,7 +2,7 @@
 
 use super::adapter_folder::AdapterFolder;
 use super::batch::{Batch, shared_lens};
-use super::body::{Body, Gathered, Trains};
+use super::body::{Body, Gathered, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape, Norm};
@@ -14,6 +14,7 @@ use super::shard::Shards;
 use super::{ModelOptions, Quantization};
 use crate::dist::{World, ZeroStage};
 use crate::flag::Setting;
+use crate::offload::Offload;
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
 use serde::Serialize;
@@ -432,6 +433,22 @@ impl SequenceClassifier {
     /// As that.
     pub fn gathered(&self) -> Result<Gathered<'_>> {
         self.body.gathered(None)
+    }
+
+    /// As [`super::CausalLm::offload`].
+    ///
+    /// # Errors
+    /// As that.
+    pub fn offload(&self, place: &Offload, name: &str) -> Result<()> {
+        self.body.offload(place, name)
+    }
+
+    /// As [`super::CausalLm::loaded`].
+    ///
+    /// # Errors
+    /// As that.
+    pub fn loaded(&self) -> Result<Loaded<'_>> {
+        self.body.loaded(None)
     }
 
     /// The division of the model over ranks.

@@ -1,8 +1,9 @@
 //! AdamW over this rank's parts of a model that is divided over ranks (ZeRO stages 1 to 3).
 
 use super::state::MOMENTS;
-use super::{Optim, OptimizerConfig, STEPS};
+use super::{Optim, OptimizerConfig, STATE, STEPS};
 use crate::model::{Shards, TrainedPart};
+use crate::offload::{Offload, Offloaded};
 use crate::weights::{self, Checkpoint, TensorSpec};
 use crate::{Error, Result};
 use std::path::Path;
@@ -23,16 +24,32 @@ struct Part {
 }
 
 impl Parts {
-    /// Fresh state for the trained parts of a model; with `offload` in the memory of the host, where the step is then computed.
-    pub(super) fn new(shards: &Shards, offload: bool) -> Self {
-        let part = |trained: TrainedPart| {
-            let device = if offload { Device::Cpu } else { trained.params.device() };
-            let zeros = || Tensor::zeros(trained.params.size(), (Kind::Float, device));
-            Part { moments: [zeros(), zeros()], trained }
+    /// Fresh state for the trained parts of a model. With a place to offload to, the state leaves memory between its uses; that of a model
+    /// on a GPU stays in the memory of the host, where the step is then computed.
+    pub(super) fn new(shards: &Shards, offload: Option<&Offload>) -> Result<(Self, Option<Offloaded>)> {
+        let trained = shards.trained_parts();
+        let on_cpu = trained.iter().all(|part| part.params.device() == Device::Cpu);
+        let room = |place: &Offload| {
+            let sizes = trained.iter().flat_map(|part| [4 * part.params.numel(); 2]);
+            place.room(STATE, Device::Cpu, sizes)
         };
-        let parts: Vec<Part> = shards.trained_parts().into_iter().map(part).collect();
+        let offloaded = offload.filter(|_| on_cpu).map(room).transpose()?;
+        let part = |trained: TrainedPart| {
+            let device = if offload.is_some() { Device::Cpu } else { trained.params.device() };
+            let zeros = || Tensor::zeros(trained.params.size(), (Kind::Float, device));
+            let moments = [zeros(), zeros()];
+            offloaded.as_ref().map_or(Ok(()), |offloaded| offloaded.put(&moments))?;
+            Ok(Part { moments, trained })
+        };
+        let parts: Vec<Part> = trained.into_iter().map(part).collect::<Result<_>>()?;
+        drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
         shards.set_moments(parts.iter().map(|part| part.moments.each_ref().map(Tensor::shallow_clone)));
-        Self { shards: shards.clone(), parts }
+        Ok((Self { shards: shards.clone(), parts }, offloaded))
+    }
+
+    /// Whether the state is on the host, and the parameters are not.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.parts.iter().any(|part| part.moments[0].device() != part.trained.params.device())
     }
 
     /// The norm of the gradients of all ranks' parts together.

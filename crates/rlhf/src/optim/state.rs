@@ -55,6 +55,17 @@ pub(crate) fn state_bytes(optim: Optim, tensor: &TrainedTensor) -> usize {
     }
 }
 
+/// Sizes in bytes of at least the tensors of a parameter's state.
+pub(super) fn sizes(optim: Optim, param: &Param) -> impl Iterator<Item = usize> + use<> {
+    // Each of up to four tensors begins at a round address.
+    const ROUNDING: [usize; 4] = [1; 4];
+    std::iter::once(state_bytes(optim, &described(param))).chain(ROUNDING)
+}
+
+fn described(param: &Param) -> TrainedTensor {
+    TrainedTensor { shape: param.tensor.size(), kind: param.tensor.kind(), is_embedding: param.embedding }
+}
+
 /// An optimizer step of one parameter.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Step {
@@ -85,8 +96,7 @@ impl State {
     pub(super) fn new(param: &Param, optim: Optim) -> Self {
         let tensor = &param.tensor;
         let zeros = |kind| Tensor::zeros(tensor.size(), (kind, tensor.device()));
-        let described = TrainedTensor { shape: tensor.size(), kind: tensor.kind(), is_embedding: param.embedding };
-        match Form::of(optim, &described) {
+        match Form::of(optim, &described(param)) {
             Form::Moments => Self::Moments([zeros(Kind::Float), zeros(Kind::Float)]),
             Form::Rounded => Self::Rounded([zeros(Kind::BFloat16), zeros(Kind::BFloat16)]),
             Form::Blocks => Self::Blocks([true, false].map(|signed| Blocks::zeros_like(tensor, signed))),

@@ -2,6 +2,7 @@
 
 use super::members::{Member, Models, compute};
 use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
+use super::table::size;
 use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
 use crate::Result;
 use crate::dist::ZeroStage;
@@ -124,15 +125,34 @@ impl<'a> Job<'a> {
         let of_params = self.sharing(stage.shards_parameters());
         let copies = if self.releases(stage) { 0 } else { held.copies };
         let weights = held.weights / of_params + copies + held.originals;
+        if !member.is_trained && self.run.run().offload.offloads_models() {
+            return Resident::default();
+        }
         if !member.is_trained {
             return Resident { weights, ..Resident::default() };
         }
         let all = held.gradients;
         // In stage 1 each rank has its part of the sum beside its whole gradients.
         let part = if stage == ZeroStage::Stage1 { all / self.machine.ranks } else { 0 };
-        let offloads = self.run.run().dist.offload_optimizer && self.machine.device != Device::Cpu;
-        let moments = if offloads { 0 } else { member.states / self.sharing(stage.shards_optimizer()) };
+        let moments = if self.run.run().offload.offloads_optimizer() { 0 } else { self.moments(member) };
         Resident { weights, gradients: all / self.sharing(stage.shards_gradients()) + part, moments }
+    }
+
+    /// Bytes of the optimizer state of a model while it is in memory.
+    fn moments(&self, member: &Member<'_>) -> usize {
+        member.states / self.sharing(member.stage.shards_optimizer())
+    }
+
+    /// Bytes of a model that are in memory only while it is used: its weights if it is frozen, its optimizer state in a step.
+    fn brought(&self, member: &Member<'_>) -> Resident {
+        let (offload, held) = (&self.run.run().offload, &member.held);
+        let divided = member.stage.shards_optimizer();
+        // The steps of a sharded state are computed where it is.
+        let on_host = divided && self.machine.device != Device::Cpu;
+        let moments = if offload.offloads_optimizer() && !on_host { self.moments(member) } else { 0 };
+        let is_out = !member.is_trained && !member.is_view && offload.offloads_models();
+        let weights = if is_out { held.weights + held.copies + held.originals } else { 0 };
+        Resident { weights, moments, gradients: 0 }
     }
 
     /// Whether weights are gathered for each layer and released after it.
@@ -182,6 +202,7 @@ impl<'a> Job<'a> {
         }
         for member in self.members.iter().filter(|member| member.is_trained) {
             phases.push(self.step(member, None));
+            phases.extend(self.moments_phase(member));
         }
         phases.push(self.saving());
         PlannedMemory::of(phases, self.machine.available)
@@ -258,7 +279,7 @@ impl<'a> Job<'a> {
             if member.role == "reference model" || member.role == "policy" {
                 phase.logits = self.logits(member, tokens.outputs, false);
             }
-            phase.weights += member.held.widened + self.gathered(member, false)[0];
+            phase.weights += member.held.widened + self.gathered(member, false)[0] + self.brought(member).weights;
             phase
         };
         let members = self.members.iter().filter(|member| member.role != "policy");
@@ -319,6 +340,35 @@ impl<'a> Job<'a> {
         phase
     }
 
+    /// The optimizer step of a model whose state is in memory for it alone: activations and logits are gone.
+    fn moments_phase(&self, member: &Member<'_>) -> Option<Phase> {
+        let moments = self.brought(member).moments;
+        let name = match member.role {
+            "policy" => "policy moments",
+            "value model" => "value model moments",
+            _ => "optimizer moments",
+        };
+        let mut phase = self.base(name);
+        phase.moments += moments;
+        (moments > 0).then_some(phase)
+    }
+
+    /// The bytes on the disk of what is out of memory, in words; none if nothing is.
+    pub(super) fn offloaded(&self) -> Option<String> {
+        let out: Vec<Resident> = self.members.iter().map(|member| self.brought(member)).collect();
+        let (moments, weights) = out.iter().fold((0, 0), |(m, w), out| (m + out.moments, w + out.weights));
+        let place = if self.machine.device == Device::Cpu { "on the disk of offload_dir" } else { "on the host" };
+        let dir = self.run.run().offload.offload_dir.as_ref();
+        let dir = dir.map_or(String::new(), |dir| format!(", {}", dir.display()));
+        (moments + weights > 0).then(|| {
+            format!(
+                "offload: each rank has {} of optimizer state and {} of frozen models {place}{dir}; the time to move them is not planned",
+                size(moments),
+                size(weights)
+            )
+        })
+    }
+
     pub(super) fn activations(&self, member: &Member<'_>, tokens: PassTokens) -> Activations {
         let adapter = member.adapter.as_ref().map(|(lora, drops)| (lora, *drops));
         let checkpointing = self.run.run().gradient_checkpointing;
@@ -330,6 +380,7 @@ impl<'a> Job<'a> {
     fn saving(&self) -> Phase {
         let mut phase = self.base("saving");
         phase.weights += self.members.iter().map(|member| member.sizes.largest_tensor() * 4).max().unwrap_or(0);
+        phase.moments += self.members.iter().map(|member| self.brought(member).moments).max().unwrap_or(0);
         if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
             && config.ema.enable_ema
             && !policy.stage.shards_parameters()

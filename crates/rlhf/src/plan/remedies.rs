@@ -7,7 +7,7 @@ use super::{Machine, PlannedMemory, PlannedRun, Remedy};
 use crate::dist::{ZeroStage, as_ranks};
 use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchLimit;
-use crate::settings::PpoConfig;
+use crate::settings::{OffloadPart, PpoConfig};
 use tch::Device;
 
 /// Smallest micro-batch that is proposed, in tokens.
@@ -138,6 +138,14 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
             let none = Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false);
             edits.push(none.with_effect("no moving average of the policy"));
         }
+    }
+    let offload = &run.run().offload;
+    let (part, flag) = match run {
+        PlannedRun::Ppo(_) => (OffloadPart::All, "--offload all"),
+        PlannedRun::Sft(_) | PlannedRun::Reward(_) => (OffloadPart::Optimizer, "--offload optimizer"),
+    };
+    if !offload.offloads_optimizer() || part == OffloadPart::All && !offload.offloads_models() {
+        edits.push(Edit::new(flag, move |run| run.run_mut().offload.offload = vec![part]));
     }
     if run.optimizer().optim == Optim::AdamwTorch {
         let small = Edit::new("--optim adamw_8bit", |run| run.optimizer_mut().optim = Optim::Adamw8bit);

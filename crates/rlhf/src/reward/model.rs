@@ -201,6 +201,7 @@ const CUT: &str = "\u{fdd0}\u{fdd1}";
 impl Reward for RewardModel {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         let sequences: Vec<Vec<i64>> = batch.iter().map(|input| self.sequence(input)).collect::<Result<_>>()?;
+        let _loaded = self.model.loaded()?;
         let scores =
             tch::no_grad(|| in_batches(sequences.len(), self.batch_size, |rows| self.model.scores(&sequences[rows])))?;
         Ok(Vec::<f32>::try_from(&scores)?.into_iter().map(|score| Score::Response(f64::from(score))).collect())

@@ -176,6 +176,7 @@ impl Display for Checks {
 /// Returns true if two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
 /// Parameters that are divided over ranks are gathered one unit at a time.
 fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
+    let _loaded = reference.loaded()?;
     let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
     for param in policy.params().iter().filter(|param| !param.name.starts_with("v_head.")) {
         let other = reference.params().iter().find(|other| other.name == param.name);

@@ -5,6 +5,7 @@ use crate::model::{
     CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs,
     ValueModel,
 };
+use crate::offload::Offload;
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
 use crate::optim::{LearningRates, Optimizer, OptimizerConfig};
@@ -130,8 +131,6 @@ pub struct LearnerSettings {
     pub policy_stage: ZeroStage,
     /// Parts of a separate value model's training that are divided over ranks.
     pub value_stage: ZeroStage,
-    /// Hold divided optimizer state in the memory of the host.
-    pub offload_optimizer: bool,
     /// Seed of stochastic rounding, with weights in bf16.
     pub seed: u64,
 }
@@ -170,7 +169,20 @@ pub struct Learner {
 impl Learner {
     /// Makes `policy` and `value` trainable, divides them over the ranks of this process by their stages, and creates fresh
     /// optimizers; a value head must be one on this policy.
-    pub fn new(mut policy: CausalLm, value: impl Into<ValueModel>, settings: LearnerSettings) -> Self {
+    pub fn new(policy: CausalLm, value: impl Into<ValueModel>, settings: LearnerSettings) -> Self {
+        Self::with_state_at(policy, value, settings, None).expect("a state that stays in memory needs no file")
+    }
+
+    /// [`Learner::new`], with optimizer state that is at `place` between the steps if there is one; see [`Optimizer::of_model`].
+    ///
+    /// # Errors
+    /// If the state has no room there.
+    pub fn with_state_at(
+        mut policy: CausalLm,
+        value: impl Into<ValueModel>,
+        settings: LearnerSettings,
+        place: Option<&Offload>,
+    ) -> Result<Self> {
         let mut value = value.into();
         let checkpointing = settings.gradient_checkpointing;
         policy.set_trainable(true);
@@ -188,9 +200,10 @@ impl Learner {
         if let Some(value) = value.model_mut() {
             value.shard(&world, settings.value_stage);
         }
-        Self {
-            policy_optimizer: policy_optimizer(&policy, &settings.policy_optimizer, &settings),
-            value_optimizer: value.model().map(|value| value_optimizer(value, &settings.value_optimizer, &settings)),
+        let of_value = |value| value_optimizer(value, &settings.value_optimizer, &settings, place);
+        Ok(Self {
+            policy_optimizer: policy_optimizer(&policy, &settings.policy_optimizer, &settings, place)?,
+            value_optimizer: value.model().map(of_value).transpose()?,
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             unsupervised: None,
@@ -202,16 +215,23 @@ impl Learner {
             value,
             settings,
             micro_batch_tokens,
-        }
+        })
     }
 
     /// Replaces the optimizers by fresh ones with these settings: betas, epsilon, weight decay and `max_grad_norm`; learning
-    /// rates are given to every step. A head on the policy is trained by the policy's optimizer.
+    /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
-        self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings);
-        self.value_optimizer = self.value.model().map(|model| value_optimizer(model, value, &self.settings));
+        let in_memory = "a state that stays in memory needs no file";
+        self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
+        let of_value = |model| value_optimizer(model, value, &self.settings, None).expect(in_memory);
+        self.value_optimizer = self.value.model().map(of_value);
         self
+    }
+
+    /// Whether the optimizers' state is in memory for steps only, or on the host.
+    pub(crate) fn offloads_state(&self) -> bool {
+        self.policy_optimizer.is_offloaded()
     }
 
     /// Whether this rank lacks parts of the models or of their optimizers.
@@ -682,14 +702,24 @@ fn passes<'a>(
     micro_batches(rows, most_rows, most_tokens, |row| (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0)))
 }
 
-fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
-    Optimizer::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
-        .with_seed(settings.seed)
+fn policy_optimizer(
+    policy: &CausalLm,
+    config: &OptimizerConfig,
+    settings: &LearnerSettings,
+    place: Option<&Offload>,
+) -> Result<Optimizer> {
+    let optimizer = Optimizer::of_model(policy.trainable_params(), policy.shards(), config, place)?;
+    Ok(optimizer.with_seed(settings.seed))
 }
 
-fn value_optimizer(value: &SequenceClassifier, config: &OptimizerConfig, settings: &LearnerSettings) -> Optimizer {
-    Optimizer::of_model(value.trainable_params(), value.shards(), config, settings.offload_optimizer)
-        .with_seed(settings.seed)
+fn value_optimizer(
+    value: &SequenceClassifier,
+    config: &OptimizerConfig,
+    settings: &LearnerSettings,
+    place: Option<&Offload>,
+) -> Result<Optimizer> {
+    let optimizer = Optimizer::of_model(value.trainable_params(), value.shards(), config, place)?;
+    Ok(optimizer.with_seed(settings.seed))
 }
 
 /// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.

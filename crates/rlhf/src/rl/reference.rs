@@ -71,7 +71,7 @@ impl SyncConfig {
     /// # Errors
     /// If the models have different parameters; if a rank has ended or does not respond.
     pub fn mix(&self, policy: &CausalLm, reference: &CausalLm) -> Result<()> {
-        let alpha = self.ref_model_mixup_alpha;
+        let (alpha, _loaded) = (self.ref_model_mixup_alpha, reference.loaded()?);
         let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
         for param in reference.params() {
             let from = policy.params().iter().find(|other| other.name == param.name).ok_or_else(|| {

@@ -215,6 +215,7 @@ impl<'a> Passes<'a> {
 
     /// Log-probabilities of the response tokens under `model`.
     fn logprobs(&self, model: &CausalLm) -> Result<Tensor> {
+        let _loaded = model.loaded()?;
         self.per_token(|batch| {
             let rows = batch.at(&batch.tokens).sharing(batch.shared_lens.as_deref());
             Ok(model.logprobs_of(rows, self.sampled(batch), false)?.logprobs)
@@ -236,6 +237,7 @@ impl<'a> Passes<'a> {
     /// KL(policy || reference) over the whole vocabulary at each response token.
     fn full_kl(&self) -> Result<Tensor> {
         let (policy, reference) = (self.models.policy, self.reference()?);
+        let _loaded = reference.loaded()?;
         self.per_token(|batch| policy.kl_to(reference, batch.at(&batch.tokens), self.sampled(batch)))
     }
 
@@ -243,6 +245,7 @@ impl<'a> Passes<'a> {
     fn distributions(&self) -> Result<Distributions> {
         let rows = self.rows();
         let reference = self.reference()?;
+        let _loaded = reference.loaded()?;
         let mut all = reference.distributions::<Vec<i64>>(model::Batch::new(&[], &[]))?;
         for part in batches(rows.len(), self.settings.batch_size) {
             let batch = self.batch(rows.start + part.start..rows.start + part.end);

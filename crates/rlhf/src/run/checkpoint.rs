@@ -38,7 +38,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-pub(crate) const FREE: [&str; 42] = [
+pub(crate) const FREE: [&str; 43] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -73,7 +73,8 @@ pub(crate) const FREE: [&str; 42] = [
     "actor_zero_stage",
     "critic_zero_stage",
     "ds3_gather_for_generation",
-    "offload_optimizer",
+    "offload",
+    "offload_dir",
     "dist_timeout",
     "push_to_hub",
     "hub_model_id",

@@ -14,6 +14,8 @@ use crate::flag::{
 };
 use crate::metrics::WarningKind;
 use crate::model::{Dtype, QuantizationConfig};
+use crate::offload::Offload;
+use crate::offload::settings::OffloadConfig;
 use crate::optim::loss_scale::LossScaleConfig;
 use crate::optim::micro_batch::MicroBatchLimit;
 use crate::run::push::settings::HubConfig;
@@ -63,6 +65,10 @@ pub struct RunConfig {
     /// [default: by the available memory].
     #[arg(long, help_heading = RUN, default_value = NONE, value_name = MicroBatchLimit::NAME, value_parser = optional::<MicroBatchLimit>)]
     pub max_tokens_per_micro_batch: std::option::Option<MicroBatchLimit>,
+    /// Parts that leave memory.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub offload: OffloadConfig,
     /// Trackers, besides the files of `output_dir`.
     #[command(flatten)]
     #[serde(flatten)]
@@ -96,6 +102,28 @@ impl RunConfig {
         self.bf16 || self.fp16
     }
 
+    /// Returns the place of optimizer state between steps; none if it stays in memory.
+    pub(crate) fn state_place(&self) -> Option<Offload> {
+        self.offload.of_optimizer(&self.output_dir)
+    }
+
+    /// Returns the place of frozen models between their uses; none if they stay in memory.
+    pub(crate) fn models_place(&self) -> Option<Offload> {
+        self.offload.of_models(&self.output_dir)
+    }
+
+    /// Refuses frozen models that leave memory in a run that shards them.
+    fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
+        let mut all = stages.iter().chain([&self.dist.zero_stage]);
+        match self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {
+            true => usage(
+                "offload = models with zero_stage = 3: frozen models are sharded, and each rank has its part of them in memory; expected \
+                 optimizer alone, or zero_stage = 0, 1 or 2",
+            ),
+            false => Ok(()),
+        }
+    }
+
     /// Checks every setting of a run whose trained models are sharded by `stages`, and whose best model is set by `eval`.
     pub(crate) fn check(&self, stages: &[ZeroStage], eval: &EvalConfig) -> Result<()> {
         all([
@@ -110,7 +138,9 @@ impl RunConfig {
             self.loss_scale.check(self.fp16),
             self.tracking.check(),
             self.checkpoints.check(),
-            self.dist.check(stages),
+            self.dist.check(),
+            self.offload.check(),
+            self.check_offload(stages),
             match self.max_tokens_per_micro_batch {
                 Some(MicroBatchLimit::Tokens(most)) => at_least_one("max_tokens_per_micro_batch", most),
                 Some(MicroBatchLimit::Memory(_)) | None => Ok(()),

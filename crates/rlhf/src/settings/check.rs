@@ -147,6 +147,7 @@ impl PpoConfig {
             self.trial.check(),
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.check_optimizer(),
+            self.check_offload(),
             self.watch.check(self.run.checkpoints.save_steps),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
@@ -154,6 +155,18 @@ impl PpoConfig {
             self.check_best_metric(),
             sizes.map(drop),
         ])
+    }
+
+    /// Refuses to offload frozen models alone where there are none.
+    fn check_offload(&self) -> Result<()> {
+        let own_reference = self.has_reference() && !self.peft.use_peft;
+        let rewards = crate::reward::specs(self).unwrap_or_default();
+        match own_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
+            true => Ok(()),
+            false => {
+                self.run.offload.check_models("without a reference model of its own weights and without a reward model")
+            }
+        }
     }
 
     /// Checks the evaluations, and the metric of the best model.

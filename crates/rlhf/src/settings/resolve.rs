@@ -214,7 +214,6 @@ impl PpoConfig {
             ema_beta: self.ema.enable_ema.then_some(self.ema.ema_beta),
             policy_stage: self.policy_stage(),
             value_stage: self.value_stage(),
-            offload_optimizer: self.run.dist.offload_optimizer,
             seed: self.run.seed,
         }
     }

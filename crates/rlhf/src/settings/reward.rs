@@ -144,6 +144,7 @@ impl RewardConfig {
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),
+            self.run.offload.check_models("in reward training, which has no frozen model"),
             self.eval.check(
                 self.run.checkpoints.save_steps,
                 &["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"],

@@ -107,8 +107,8 @@ fn load_run<'a>(
             model.trainable_params(),
             model.shards(),
             &config.optimizer,
-            config.run.dist.offload_optimizer,
-        )
+            config.run.state_place().as_ref(),
+        )?
         .with_seed(config.run.seed),
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_rows.cursor(config.run.seed, &config.data),

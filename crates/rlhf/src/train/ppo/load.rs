@@ -189,6 +189,10 @@ impl PpoParts {
             return Err(Error::Usage(message));
         }
         check_sync(config, &self.learner.world)?;
+        if config.run.offload.offloads_optimizer() && !self.learner.offloads_state() {
+            let message = "PpoParts::learner: expected one of Learner::with_state_at for offload = optimizer, found its state in memory";
+            return Err(Error::Usage(message.into()));
+        }
         self.learner.collect_clips = !has_critic;
         Ok(())
     }
@@ -203,6 +207,7 @@ impl PpoParts {
             reference.shard(&self.learner.world, config.policy_stage());
         }
         self.rewards.shard(&self.learner.world, config.frozen_stage());
+        offload_frozen(config, self.reference.as_ref(), Some(&self.rewards))?;
         let vocab = self.learner.policy.config().vocab_size;
         check_encoder_decoder(config, self.learner.policy.config())?;
         self.tokenizer.set_encoder_decoder(self.learner.policy.config().is_encoder_decoder());
@@ -277,20 +282,23 @@ impl Loaded {
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
         rewards.shard(&World::of_process(), config.frozen_stage());
+        offload_frozen(config, reference.as_ref(), Some(&rewards))?;
         check_best_metric(config, &rewards)?;
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
         }
+        let place = config.run.state_place();
+        let learner = |policy, value| Learner::with_state_at(policy, value, config.learner(), place.as_ref());
         let learner = if !config.needs_critic() {
-            Learner::new(policy, ValueModel::None, config.learner())
+            learner(policy, ValueModel::None)?
         } else if config.legacy.value_head {
             let (policy, head) = CausalLmWithValueHead::found_in(&dir, policy, config.run.seed)?.into_parts();
-            Learner::new(policy, head, config.learner())
+            learner(policy, head.into())?
         } else {
             let (value, value_notes) = load_value(config, value_dir.as_deref(), &dir, &rewards, frozen)?;
             notes.extend(value_notes);
             tokenizer.check_same(&value.dir)?;
-            Learner::new(policy, value.model, config.learner())
+            learner(policy, value.model.into())?
         };
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
@@ -390,7 +398,15 @@ pub(super) fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOption
         reference.hold_as_computed();
     }
     reference.shard(world, config.policy_stage());
+    offload_frozen(config, Some(&reference), None)?;
     Ok(reference)
+}
+
+/// Moves frozen models out of memory, if the settings say so and they are not out already.
+fn offload_frozen(config: &PpoConfig, reference: Option<&CausalLm>, rewards: Option<&Rewards>) -> Result<()> {
+    let Some(place) = config.run.models_place() else { return Ok(()) };
+    reference.map_or(Ok(()), |reference| reference.offload(&place, "reference model"))?;
+    rewards.map_or(Ok(()), |rewards| rewards.offload(&place))
 }
 
 /// A separate value model, and the folder it was loaded from.

@@ -1,0 +1,253 @@
+//! Optimizer state and frozen models that leave memory between the phases that use them.
+//!
+//! The memory of a tensor on the CPU moves into a file, of which pages are in memory only while they are used. That of a tensor on a GPU
+//! moves to the host, and back for its use. Tensors stay as they are, so no code that computes with them knows about it.
+
+pub mod settings;
+
+use crate::{Error, Result};
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tch::{Device, Tensor};
+use tch_ext::{FlatMemory, MappedFile};
+
+/// The place to which memory leaves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offload {
+    dir: PathBuf,
+}
+
+/// Tensors that leave memory together. Clones refer to the same tensors.
+#[derive(Debug, Clone)]
+pub struct Offloaded(Arc<Mutex<Held>>);
+
+#[derive(Debug)]
+struct Held {
+    place: Place,
+    /// The memory that was put here, by its number.
+    known: HashSet<usize>,
+    /// Number of guards that need the tensors in memory.
+    users: usize,
+}
+
+#[derive(Debug)]
+enum Place {
+    File(MappedFile),
+    Host(Vec<OnHost>),
+}
+
+/// Memory of a device, or its copy on the host.
+#[derive(Debug)]
+struct OnHost {
+    device: FlatMemory,
+    copy: Tensor,
+}
+
+/// Holds offloaded tensors in memory until it is dropped.
+#[derive(Debug)]
+#[must_use = "the tensors leave memory when the guard is dropped"]
+pub struct InUse(Offloaded);
+
+impl Offload {
+    /// Memory leaves to files in the folder `dir`, and from a GPU to the host.
+    pub fn to(dir: impl Into<PathBuf>) -> Self {
+        Self { dir: dir.into() }
+    }
+
+    /// Returns room for tensors of these sizes in bytes, which are on `device` and are called `name` in errors. On the CPU all of it is
+    /// reserved on the disk.
+    ///
+    /// # Errors
+    /// If the folder cannot be written, or the disk is full.
+    pub fn room(&self, name: &str, device: Device, sizes: impl IntoIterator<Item = usize>) -> Result<Offloaded> {
+        let place = if device == Device::Cpu {
+            let bytes = MappedFile::room_for(sizes);
+            Place::File(file_in(&self.dir, bytes).map_err(|e| {
+                let (dir, mib) = (self.dir.display(), bytes.div_ceil(1 << 20));
+                Error::Run(format!("offload_dir = {dir}: cannot make a file of {mib} MiB for the {name}: {e}"))
+            })?)
+        } else {
+            Place::Host(Vec::new())
+        };
+        Ok(Offloaded::new(place))
+    }
+
+    /// Moves `tensors` out of memory; several of them may share some.
+    ///
+    /// # Errors
+    /// As [`Offload::room`].
+    pub fn hold<'t>(&self, name: &str, tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<Option<Offloaded>> {
+        let (mut known, mut own): (HashSet<usize>, Vec<&Tensor>) = Default::default();
+        own.extend(tensors.into_iter().filter(|tensor| known.insert(tch_ext::storage_id(tensor))));
+        let Some(first) = own.first() else { return Ok(None) };
+        let room = self.room(name, first.device(), own.iter().map(|tensor| tch_ext::storage_bytes(tensor)))?;
+        room.put(own)?;
+        room.lock().leave()?;
+        Ok(Some(room))
+    }
+}
+
+/// Creates the file, and its folder.
+fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
+    fs::create_dir_all(dir).map_err(|e| e.to_string())?;
+    MappedFile::new(dir, bytes)
+}
+
+impl Offloaded {
+    fn new(place: Place) -> Self {
+        Self(Arc::new(Mutex::new(Held { place, known: HashSet::new(), users: 0 })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Moves the memory of `tensors` to this place, for good.
+    ///
+    /// # Errors
+    /// If it cannot be moved.
+    pub fn put<'t>(&self, tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<()> {
+        let mut held = self.lock();
+        for tensor in tensors {
+            if !held.known.insert(tch_ext::storage_id(tensor)) {
+                continue;
+            }
+            let is_used = held.users > 0;
+            match &mut held.place {
+                Place::File(file) => file.take(tensor).map_err(Error::Run)?,
+                Place::Host(all) => {
+                    let mut moved = OnHost::of(tensor)?;
+                    if !is_used {
+                        moved.leave()?;
+                    }
+                    all.push(moved);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings the tensors into memory until the guard is dropped.
+    ///
+    /// # Errors
+    /// If the device has no memory for them.
+    pub fn in_use(&self) -> Result<InUse> {
+        let mut held = self.lock();
+        if held.users == 0 {
+            held.enter()?;
+        }
+        held.users += 1;
+        drop(held);
+        Ok(InUse(self.clone()))
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let mut held = self.0.lock();
+        held.users -= 1;
+        if held.users == 0 {
+            // Tensors that cannot leave stay in memory.
+            drop(held.leave());
+        }
+    }
+}
+
+impl Held {
+    fn enter(&mut self) -> Result<()> {
+        match &self.place {
+            Place::File(file) => file.enter(),
+            Place::Host(all) => all.iter().try_for_each(OnHost::enter)?,
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self) -> Result<()> {
+        match &mut self.place {
+            Place::File(file) => file.leave().map_err(Error::Run),
+            Place::Host(all) => all.iter_mut().try_for_each(OnHost::leave),
+        }
+    }
+}
+
+impl OnHost {
+    fn of(tensor: &Tensor) -> Result<Self> {
+        let device = FlatMemory::of(tensor).map_err(Error::Run)?;
+        let copy = Tensor::f_empty(device.tensor().size(), (device.tensor().kind(), Device::Cpu))?;
+        // Pinned memory, where there is a driver for it, is copied faster.
+        let copy = if tensor.device().is_cuda() { copy.f_pin_memory(tensor.device()).unwrap_or(copy) } else { copy };
+        Ok(Self { device, copy })
+    }
+
+    fn enter(&self) -> Result<()> {
+        if !self.device.is_allocated() {
+            self.device.allocate().map_err(Error::Run)?;
+            self.device.tensor().shallow_clone().f_copy_(&self.copy)?;
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self) -> Result<()> {
+        if self.device.is_allocated() {
+            self.copy.f_copy_(self.device.tensor())?;
+            self.device.free();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Kind;
+
+    /// Both places, the host's with tensors of the CPU in place of a GPU's.
+    fn places(dir: &Path) -> [Offloaded; 2] {
+        let file = Offload::to(dir).room("numbers", Device::Cpu, [4000, 4000]).unwrap();
+        [file, Offloaded::new(Place::Host(Vec::new()))]
+    }
+
+    #[test]
+    fn tensors_have_the_numbers_of_their_last_use_at_the_next_one() {
+        let dir = tempfile::tempdir().unwrap();
+        for place in places(dir.path()) {
+            let numbers = Tensor::arange(1000, (Kind::Float, Device::Cpu));
+            let (view, other) = (numbers.view([10, 100]), numbers.copy());
+            place.put([&numbers, &view, &other]).unwrap();
+            for step in 1..4 {
+                let outer = place.in_use().unwrap();
+                drop(place.in_use().unwrap());
+                // Still in memory: a use of the same tensors is not over.
+                let _ = tch::no_grad(|| numbers.shallow_clone().g_add_scalar_(1));
+                assert_eq!(view.double_value(&[1, 3]), f64::from(103 + step));
+                assert_eq!(other.double_value(&[103]), 103.0);
+                drop(outer);
+            }
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "the file has no name");
+        }
+    }
+
+    #[test]
+    fn memory_of_a_device_is_free_between_its_uses() {
+        let place = Offloaded::new(Place::Host(Vec::new()));
+        let numbers = Tensor::ones([8], (Kind::Float, Device::Cpu));
+        place.put([&numbers]).unwrap();
+        assert_eq!(tch_ext::storage_bytes(&numbers), 0);
+        let used = place.in_use().unwrap();
+        assert_eq!(numbers.sum(Kind::Float).double_value(&[]), 8.0);
+        drop(used);
+        assert_eq!(tch_ext::storage_bytes(&numbers), 0);
+        let _used = place.in_use().unwrap();
+        assert_eq!(numbers.sum(Kind::Float).double_value(&[]), 8.0);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_one_line_with_its_setting() {
+        let held = Offload::to("/proc/rlhf").hold("reference model", [&Tensor::ones([8], (Kind::Float, Device::Cpu))]);
+        let error = held.unwrap_err().to_string();
+        let expected = "offload_dir = /proc/rlhf: cannot make a file of 1 MiB for the reference model: ";
+        assert!(error.starts_with(expected) && !error.contains('\n'), "{error}");
+    }
+}
