@@ -232,7 +232,7 @@ impl Task {
         }
         let options = config.compute.options()?;
         let rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
-        let other = models.b.as_ref().map(|dir| Tokenizer::from_pretrained(dir)).transpose()?;
+        let other = models.b.as_ref().map(|dir| self.tokenizer.beside(dir)).transpose()?;
         // A model with other token ids is scored by its text.
         let other_ids = other.is_none_or(|other| {
             self.tokenizer.difference(&other) > 0 || other.has_other_chat_template(&self.tokenizer)

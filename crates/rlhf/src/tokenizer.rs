@@ -2,6 +2,7 @@
 
 mod bounds;
 mod chat;
+mod file;
 mod rules;
 
 use crate::files;
@@ -14,10 +15,14 @@ use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The file of a tokenizer that is read.
+const JSON: &str = "tokenizer.json";
 
 /// The files of a tokenizer; the existing ones are saved with every model.
 pub(crate) const FILES: [&str; 10] = [
-    "tokenizer.json",
+    JSON,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -53,10 +58,12 @@ const NAMED_TOKENS: [&str; 7] =
 /// ```
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    /// `None` if the folder has no tokenizer.json and none is required.
-    inner: Option<tokenizers::Tokenizer>,
+    /// `None` if the folder has no tokenizer.json and none is required. Copies share it.
+    inner: Option<Arc<tokenizers::Tokenizer>>,
     /// Bounds on the cost of its rules.
     growth: Option<Growth>,
+    /// One more than the largest id of its tokens.
+    ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
     /// The special tokens by name.
@@ -82,10 +89,22 @@ impl Tokenizer {
     /// # Errors
     /// If there is no valid `tokenizer.json`, a named special token is not in the vocabulary, or an id in these files is invalid.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
+        Self::from_folder(dir, None)
+    }
+
+    /// As [`Tokenizer::from_pretrained`]; if both have the same `tokenizer.json`, its vocabulary is not read again and takes memory once.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_pretrained`].
+    pub(crate) fn beside(&self, dir: &Path) -> Result<Self> {
+        Self::from_folder(dir, Some(self))
+    }
+
+    fn from_folder(dir: &Path, beside: Option<&Self>) -> Result<Self> {
         let dir = &Self::folder(dir)?;
         let path = dir.join("tokenizer.json");
         if path.is_file() {
-            return Self::read(dir);
+            return Self::read(dir, beside);
         }
         Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
             Some(name) => Error::invalid(
@@ -105,7 +124,7 @@ impl Tokenizer {
     /// # Errors
     /// If an existing file is invalid.
     pub fn of_text_or_ids(dir: &Path) -> Result<Self> {
-        Self::read(&Self::folder(dir)?)
+        Self::read(&Self::folder(dir)?, None)
     }
 
     /// Whether text can be encoded and ids decoded.
@@ -113,19 +132,27 @@ impl Tokenizer {
         self.inner.is_some()
     }
 
-    fn read(dir: &Path) -> Result<Self> {
-        let path = dir.join("tokenizer.json");
-        // The bounds first: they reject rules on which loading would fail.
-        let growth = path.is_file().then(|| Growth::read(&path)).transpose()?;
-        let inner = path.is_file().then(|| load(&path)).transpose()?;
+    fn read(dir: &Path, beside: Option<&Self>) -> Result<Self> {
         let mut files = Vec::new();
         for name in FILES {
             if dir.join(name).is_file() {
                 files.push((name, files::read(&dir.join(name))?));
             }
         }
+        let (mut inner, mut growth, mut ids) = (None, None, 0);
+        if let [(JSON, json), ..] = &files[..] {
+            if let Some(other) = beside.filter(|other| other.reads_as(json)) {
+                (inner, growth, ids) = (other.inner.clone(), other.growth, other.ids);
+            } else {
+                let path = dir.join(JSON);
+                // The bounds first: they reject rules on which loading would fail.
+                growth = Some(Growth::read(&path, json)?);
+                let (found, count) = load(&path, json)?;
+                (inner, ids) = (Some(Arc::new(found)), count);
+            }
+        }
         let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
-        let special = SpecialTokens::read(dir, inner.as_ref(), &tokenizer_config)?;
+        let special = SpecialTokens::read(dir, inner.as_deref(), &tokenizer_config)?;
         let SpecialTokens { named, eos, pad, mut apart } = special;
         // An adapter has the configuration of its base, which need not be there for its tokenizer.
         if !dir.join("config.json").is_file()
@@ -135,7 +162,7 @@ impl Tokenizer {
             apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
         }
         let mut tokenizer =
-            Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
+            Self { inner, growth, ids, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {
@@ -143,6 +170,12 @@ impl Tokenizer {
                 .map(|source| ChatTemplate::new(dir.join("tokenizer_config.json"), source));
         }
         Ok(tokenizer)
+    }
+
+    /// Whether this tokenizer was read from the `tokenizer.json` `json`, and still reads texts as it did then.
+    fn reads_as(&self, json: &[u8]) -> bool {
+        let is_whole = self.inner.as_ref().is_some_and(|inner| inner.get_truncation().is_none());
+        is_whole && self.files.iter().any(|(name, bytes)| *name == JSON && bytes == json)
     }
 
     /// The folder of the tokenizer of the model in `dir`: `dir`, or, for an adapter without one, its base's folder.
@@ -384,7 +417,7 @@ impl Tokenizer {
     }
 
     fn require_inner(&self) -> Result<&tokenizers::Tokenizer> {
-        self.inner.as_ref().ok_or_else(|| {
+        self.inner.as_deref().ok_or_else(|| {
             Error::Run(format!(
                 "text needs a tokenizer, and {} has no tokenizer.json; rows of token ids (prompt_ids) need none",
                 self.dir.display()
@@ -536,19 +569,19 @@ impl Tokenizer {
     /// # Errors
     /// If an id has none.
     pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
-        let ids = self.vocab().into_values().max().map_or(0, |id| i64::from(id) + 1);
         let eos = self.eos().filter(|eos| !(0..model.vocab_size).contains(eos));
         if let Some(eos) = eos {
             let message = format!("eos_token_id: expected an id below vocab_size {}, found {eos}", model.vocab_size);
             return Err(Error::invalid(&self.dir, message));
         }
-        if ids <= model.vocab_size {
+        if self.ids <= model.vocab_size {
             return Ok(());
         }
         Err(Error::invalid(
             dir,
             format!(
-                "expected a vocabulary of at least {ids}, the tokenizer's in {}, found vocab_size {}",
+                "expected a vocabulary of at least {}, the tokenizer's in {}, found vocab_size {}",
+                self.ids,
                 self.dir.display(),
                 model.vocab_size
             ),
@@ -563,7 +596,7 @@ impl Tokenizer {
         if !Self::is_in(dir)? {
             return Ok(());
         }
-        let differing = self.difference(&Self::from_pretrained(dir)?);
+        let differing = self.difference(&self.beside(dir)?);
         if differing == 0 {
             return Ok(());
         }
@@ -582,6 +615,11 @@ impl Tokenizer {
 
     /// Number of this tokenizer's tokens that have another id, or none, in `other`.
     pub(crate) fn difference(&self, other: &Self) -> usize {
+        if let (Some(own), Some(theirs)) = (&self.inner, &other.inner)
+            && Arc::ptr_eq(own, theirs)
+        {
+            return 0;
+        }
         let theirs = other.vocab();
         self.vocab().iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
     }
@@ -594,7 +632,7 @@ impl Tokenizer {
         let direction = tokenizers::TruncationDirection::Left;
         let truncation = tokenizers::TruncationParams { max_length: most, direction, ..Default::default() };
         let Some(inner) = &mut self.inner else { return Ok(()) };
-        let done = inner.with_truncation(Some(truncation)).map(|_| ()).map_err(|e| e.to_string());
+        let done = Arc::make_mut(inner).with_truncation(Some(truncation)).map(|_| ()).map_err(|e| e.to_string());
         done.map_err(|message| self.error(&message))
     }
 
@@ -674,13 +712,14 @@ impl TextStream<'_> {
     }
 }
 
-/// Loads a `tokenizer.json`, without its padding and truncation, which would change the ids of a text.
-fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
-    let mut found = guarded(|| tokenizers::Tokenizer::from_file(path))
+/// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a
+/// text; with one more than its largest id.
+fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64)> {
+    let (mut found, ids) = guarded(|| file::read(json))
         .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
     found.with_padding(None);
     found.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
-    Ok(found)
+    Ok((found, ids))
 }
 
 /// The JSON file `name` in `dir`; null if there is none.

@@ -57,7 +57,7 @@ impl RewardModel {
         let mut own = None;
         let whole = reads_whole(&model);
         if Tokenizer::is_in(dir)? || whole || policy.is_of_encoder_decoder() {
-            let mut tokenizer = Tokenizer::from_pretrained(dir)?;
+            let mut tokenizer = policy.beside(dir)?;
             tokenizer.set_encoder_decoder(false);
             let apart = policy.is_of_encoder_decoder();
             let other_ids = apart || whole || policy.difference(&tokenizer) > 0;

@@ -4,8 +4,6 @@
 use crate::{Error, Result};
 use serde::Deserialize;
 use serde_json::Value;
-use std::fs::File;
-use std::io::BufReader;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
@@ -54,13 +52,12 @@ struct Parts {
 }
 
 impl Growth {
-    /// Reads the bounds of the rules in the `tokenizer.json` at `path`.
+    /// Reads the bounds of the rules in the `tokenizer.json` at `path`, whose bytes are `json`.
     ///
     /// # Errors
     /// If the rules are invalid or nested too deep.
-    pub(super) fn read(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io("read", path))?;
-        let parts: Parts = serde_json::from_reader(BufReader::new(file))
+    pub(super) fn read(path: &Path, json: &[u8]) -> Result<Self> {
+        let parts: Parts = serde_json::from_slice(json)
             .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
         let bound = |bound: &mut Bound, name: &str, rules: &Value| {
             grow(bound, rules, 0).map_err(|message| Error::invalid(path, format!("`{name}`: {message}")))
