@@ -371,6 +371,7 @@ class Map {
     return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
   }
 #endif
+  friend class ScaledMap;
 };
 
 // W numbers of eight bits.
@@ -407,6 +408,59 @@ Vec rounded(Vec x, c10::BFloat16) {
   return load_floats(narrow);
 #endif
 }
+
+// The map of four bits times the scale of a block: sixteen products instead of one for each code.
+class ScaledMap {
+ public:
+  // Number of vectors of sixteen codes.
+  static constexpr int VECTORS = 16 / W;
+
+  ScaledMap() = default;
+
+  // The products are rounded to the precision of T.
+  template <typename T>
+  ScaledMap(const Map& map, float scale, T zero) {
+#if defined(CPU_CAPABILITY_AVX512)
+    all_ = rounded(Vec(map.all_) * Vec(scale), zero);
+#elif defined(CPU_CAPABILITY_AVX2)
+    low_ = rounded(Vec(map.low_) * Vec(scale), zero);
+    high_ = rounded(Vec(map.high_) * Vec(scale), zero);
+#else
+    for (int i = 0; i < 16; i += W) rounded(Vec::loadu(map.map_ + i) * Vec(scale), zero).store(all_ + i);
+#endif
+  }
+
+  // The values of the sixteen codes of eight bytes.
+  void sixteen(const uint8_t* from, Vec values[VECTORS]) const {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m128i codes = Map::unpacked(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    values[0] = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), all_);
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m128i codes = Map::unpacked(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    values[0] = eight(codes);
+    values[1] = eight(_mm_unpackhi_epi64(codes, codes));
+#else
+    float wide[16];
+    for (int i = 0; i < 8; i++) wide[2 * i] = all_[from[i] >> 4], wide[2 * i + 1] = all_[from[i] & 15];
+    for (int i = 0; i < VECTORS; i++) values[i] = Vec::loadu(wide + i * W);
+#endif
+  }
+
+ private:
+#if defined(CPU_CAPABILITY_AVX512)
+  Vec all_;
+#elif defined(CPU_CAPABILITY_AVX2)
+  Vec low_, high_;
+
+  Vec eight(__m128i bytes) const {
+    const __m256i codes = _mm256_cvtepu8_epi32(bytes);
+    const __m256 low = _mm256_permutevar8x32_ps(low_, codes), high = _mm256_permutevar8x32_ps(high_, codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+  }
+#else
+  float all_[16];
+#endif
+};
 
 // The values of `n` columns of row `row` from column `col` on; `scales` are those from that of the first value on.
 void dequantize_row(const QuantizedMatrix& w, const float* scales, int64_t row, int64_t col, int64_t n, float* to) {
@@ -496,12 +550,53 @@ inline void dots_quantized(const QuantizedMatrix& w, const Map& map, int64_t col
     }
 }
 
+// As `dots_quantized`, of four bits where rows are whole blocks: the same sums.
+template <int ROWS, int COLS, typename T>
+inline void dots_of_blocks(const QuantizedMatrix& w, const Map& map, int64_t column, const float* scales, const float* x,
+                           const T* bias, T* out) {
+  const int64_t depth = w.in, blocks = depth / w.block;
+  const uint8_t* codes = w.codes + column * depth / 2;
+  Vec sums[ROWS][COLS];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) sums[i][j] = Vec(0.f);
+  for (int64_t block = 0; block < blocks; block++) {
+    ScaledMap maps[COLS];
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) maps[j] = ScaledMap(map, scales[j * blocks + block], T{});
+    for (int64_t k = block * w.block; k < (block + 1) * w.block; k += 16) {
+#pragma GCC unroll 8
+      for (int j = 0; j < COLS; j++) {
+        Vec values[ScaledMap::VECTORS];
+        maps[j].sixteen(codes + (j * depth + k) / 2, values);
+#pragma GCC unroll 8
+        for (int v = 0; v < ScaledMap::VECTORS; v++)
+#pragma GCC unroll 8
+          for (int i = 0; i < ROWS; i++)
+            sums[i][j] = at::vec::fmadd(Vec::loadu(x + i * depth + k + v * W), values[v], sums[i][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) {
+      const float sum = sum_of(sums[i][j]);
+      out[i * w.out + j] = static_cast<T>(bias ? sum + static_cast<float>(bias[j]) : sum);
+    }
+}
+
 // Computes COLS columns of all rows.
 template <int COLS, bool FOUR_BITS, typename T>
 void dots_quantized_of(const QuantizedMatrix& w, const Map& map, int64_t rows, int64_t column, const float* scales,
                        const float* x, const T* bias, T* out) {
+  const bool whole = FOUR_BITS && w.in % w.block == 0;
   for_tiles_of_rows<4>(rows, [&](auto count, int64_t i) {
-    dots_quantized<count(), COLS, FOUR_BITS>(w, map, column, scales, x + i * w.in, bias, out + i * w.out);
+    const float* from = x + i * w.in;
+    T* to = out + i * w.out;
+    whole ? dots_of_blocks<count(), COLS>(w, map, column, scales, from, bias, to)
+          : dots_quantized<count(), COLS, FOUR_BITS>(w, map, column, scales, from, bias, to);
   });
 }
 
