@@ -78,6 +78,74 @@ fn a_plan_is_near_the_peak_of_the_run() {
     }
 }
 
+#[test]
+fn a_plan_of_a_quantized_base_is_near_the_peak_of_the_run() {
+    let scratch = with_model();
+    for (out, bits) in [("four", "--load_in_4bit --use_bnb_nested_quant"), ("eight", "--load_in_8bit")] {
+        let line = format!(
+            "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 2 --no_report --device cpu --output_dir {out} \
+             --use_peft --lora_dropout 0 {bits}"
+        );
+        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
+        let peak = peak_of(&scratch, &line);
+        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
+        assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+    }
+}
+
+/// The folder `7b` with the configuration of Llama-2-7B, and no weights.
+fn with_7b() -> Scratch {
+    let scratch = Scratch::new();
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "max_position_embeddings": 4096, "vocab_size": 32000, "tie_word_embeddings": false,
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    });
+    std::fs::create_dir(scratch.path("7b")).unwrap();
+    scratch.write("7b/config.json", &config.to_string());
+    scratch
+}
+
+#[test]
+fn ppo_of_7b_with_a_base_in_4_bits_lora_and_a_shared_trunk_takes_less_than_24_gb_on_a_gpu_and_on_a_cpu() {
+    let scratch = with_7b();
+    let line = "ppo --sft_model_path 7b --dataset_name none.jsonl --max_prompt_length 512 --response_length 256 \
+                --reward length:target=20 --train_batch_size 64 --total_episodes 640 --local_rollout_forward_batch_size 8 \
+                --num_sample_generations 0 --output_dir out --bf16 --use_peft --lora_target_modules all-linear \
+                --load_in_4bit --use_bnb_nested_quant --value_head --gradient_checkpointing";
+    for device in ["cpu", "cuda"] {
+        let plan = planned(&scratch, "--memory 24GB", &format!("{line} --device {device}"));
+        let (peak, memory) = (number(&plan["memory"]["peak"]), &plan["memory"]);
+        crate::support::say(&format!("7B on {device}: {:.1} GB in {}", peak / 1e9, memory["peak_phase"]));
+        assert!(memory["fits"] == json!(true) && peak < 24e9, "{device}: {peak}");
+        let [policy, reference] = [&plan["models"][0], &plan["models"][1]];
+        assert_eq!((&reference["role"], &reference["weights"]), (&json!("reference model"), &json!(0)));
+        // Queries, keys, values and their output; three matrices of the MLP.
+        let linears = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11008.0);
+        // Half a byte for each weight, one for each 64, four for each 64 * 256.
+        let base = linears * (0.5 + 1.0 / 64.0 + 4.0 / 64.0 / 256.0);
+        // Embedding, LM head and norms in bf16.
+        let rest = 2.0 * (2.0 * 32000.0 * 4096.0 + 65.0 * 4096.0);
+        // Matrices of rank 16 beside each linear layer; the head for values and its bias.
+        let adapters = 32.0 * 16.0 * (4.0 * (4096.0 + 4096.0) + 3.0 * (4096.0 + 11008.0));
+        let trained = adapters + 4097.0;
+        assert_eq!(number(&policy["trained"]), trained);
+        assert_eq!([&policy["gradients"], &policy["moments"]].map(number), [4.0 * trained, 8.0 * trained]);
+        // Maps and descriptions of 224 weights.
+        let weights = base + rest + 4.0 * trained;
+        let beside = number(&policy["weights"]) - weights;
+        assert!((0.0..224.0 * 2048.0).contains(&beside), "{device}: {beside}");
+        let phase =
+            |name: &str| memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == name).unwrap();
+        // Keys and values in bf16 of eight rows of 768 tokens.
+        assert_eq!(number(&phase("rollout")["cache"]), 2.0 * 32.0 * 4096.0 * 2.0 * 8.0 * 768.0);
+        // The inputs of 32 layers in f32, of at least one row.
+        assert!(number(&phase("policy step")["activations"]) > 32.0 * 768.0 * 4096.0 * 4.0, "{memory}");
+        assert!(number(&phase("policy step")["logits"]) > 0.0, "{memory}");
+    }
+}
+
 /// A folder with a T5 of 20 million parameters with random weights, `big`.
 fn with_t5() -> Scratch {
     let scratch = crate::encoder_decoder_training::scratch();

@@ -64,9 +64,11 @@ pub(crate) enum Holding<'a> {
     TrainedInBf16(usize),
     /// An adapter is trained, beside weights that are held as they are computed.
     Adapted(&'a LoraConfig),
-    /// Nothing is trained, and weights are held as they are computed. If `.0` is above 0, the weights before that layer share the memory
-    /// of a trained model.
+    /// Nothing is trained, and weights are held as they are computed. If `.0` is above 0, it is a copy of a model that is trained from that
+    /// layer on: the weights before it share that model's memory.
     Frozen(usize),
+    /// The same beside a model that is trained with its larger matrices in bf16.
+    FrozenInBf16(usize),
 }
 
 /// Bytes and numbers of parameters of a model as it is held.
@@ -86,6 +88,8 @@ pub(crate) struct Held {
     pub(crate) copies: usize,
     /// Bytes of the largest temporary copy in a wider dtype of products.
     pub(crate) widened: usize,
+    /// Number of values of the largest quantized weight.
+    pub(crate) unpacked: usize,
     /// Bytes of all such copies in the layers: the graph of a backward pass stores them.
     pub(crate) widened_layers: usize,
     /// Bytes of the weights of the largest layer of the stack.
@@ -147,7 +151,15 @@ fn bounded(bytes: f64) -> usize {
     bytes.min((1u64 << 58) as f64) as usize
 }
 
+/// Bytes for each value of a quantized weight while libtorch's own operations unpack it: codes as i32, values, and values with their scales.
+const UNPACKED: usize = 12;
+
 impl Held {
+    /// Bytes of the largest temporary copy of a weight. Kernels unpack a quantized weight by tiles, libtorch's operations all of it.
+    pub(crate) fn temporary(&self, has_kernels: bool) -> usize {
+        self.widened.max(if has_kernels { 0 } else { self.unpacked * UNPACKED })
+    }
+
     /// Adds a trained head of `parameters` parameters.
     pub(crate) fn add_head(&mut self, parameters: usize) {
         let bytes = parameters * Kind::Float.elt_size_in_bytes();
@@ -299,7 +311,7 @@ impl ModelSizes {
                 }
             }
         };
-        let (mut copies, mut widened, mut widened_layers, mut originals) = (0, 0, 0, 0);
+        let (mut copies, mut widened, mut widened_layers, mut originals, mut unpacked) = (0, 0, 0, 0, 0);
         let first = self.first_own(holding);
         let (tensors, saved) = self.with_saved(holding)?;
         for (at, tensor) in tensors.iter().enumerate() {
@@ -318,13 +330,11 @@ impl ModelSizes {
                 && at >= first
             {
                 add(tensor.layer, tensor.numel, format.bytes(widths), false);
-                // The values of one weight at a time.
-                widened = widened.max(used);
+                unpacked = unpacked.max(tensor.numel);
                 continue;
             }
             let own = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
-            // Memory that is shared with a trained model is f32.
-            let kind = if own { holding.kind(tensor, dtype, compute) } else { Kind::Float };
+            let kind = if own { holding.kind(tensor, dtype, compute) } else { holding.trained_kind(tensor) };
             if own {
                 let bytes = tensor.numel * kind.elt_size_in_bytes();
                 add(tensor.layer, tensor.numel, bytes, at >= first && holding.trains(tensor.role));
@@ -348,7 +358,7 @@ impl ModelSizes {
         }
         held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
         held.trained_layer = layers.values().map(|[_, trained]| *trained).max().unwrap_or(0);
-        (held.copies, held.widened, held.widened_layers) = (copies, widened, widened_layers);
+        (held.copies, held.widened, held.widened_layers, held.unpacked) = (copies, widened, widened_layers, unpacked);
         // A head that was tied shares the memory of the embedding until both are trained.
         let shared = tensors.len() > self.tensors.len() && originals > 0;
         held.originals = originals - if shared { self.tied_bytes(holding, dtype, compute) } else { 0 };
@@ -385,8 +395,10 @@ impl ModelSizes {
 
     /// Place of the first tensor that is trained, or that is the model's own: that of the first layer that `holding` names.
     fn first_own(&self, holding: Holding<'_>) -> usize {
-        let (Holding::Trained(first) | Holding::TrainedInBf16(first) | Holding::Frozen(first)) = holding else {
-            return 0;
+        let first = match holding {
+            Holding::Trained(first) | Holding::TrainedInBf16(first) => first,
+            Holding::Frozen(first) | Holding::FrozenInBf16(first) => first,
+            Holding::Adapted(_) => 0,
         };
         if first == 0 {
             return 0;
@@ -657,20 +669,26 @@ impl Holding<'_> {
         match self {
             Self::Trained(_) | Self::TrainedInBf16(_) => true,
             Self::Adapted(_) => role == TensorRole::Score,
-            Self::Frozen(_) => false,
+            Self::Frozen(_) | Self::FrozenInBf16(_) => false,
         }
+    }
+
+    /// The dtype that the tensor is trained in.
+    fn trained_kind(self, tensor: &TensorSize) -> Kind {
+        let in_bf16 = matches!(self, Self::TrainedInBf16(_) | Self::FrozenInBf16(_));
+        if in_bf16 && holds_in_bf16(&tensor.name, &tensor.shape) { Kind::BFloat16 } else { Kind::Float }
     }
 
     /// The dtype that the tensor is held in.
     fn kind(self, tensor: &TensorSize, dtype: Option<Kind>, compute: Kind) -> Kind {
-        let loaded = match tensor.role {
-            TensorRole::Score => Kind::Float,
+        let loaded = match (tensor.role, self) {
+            (TensorRole::Score, _) => Kind::Float,
+            (_, Self::Frozen(1..) | Self::FrozenInBf16(1..)) => self.trained_kind(tensor),
             _ => dtype.unwrap_or(tensor.kind),
         };
         let narrows = loaded.elt_size_in_bytes() >= compute.elt_size_in_bytes();
         match self {
-            Self::TrainedInBf16(_) if holds_in_bf16(&tensor.name, &tensor.shape) => Kind::BFloat16,
-            Self::Trained(_) | Self::TrainedInBf16(_) => Kind::Float,
+            Self::Trained(_) | Self::TrainedInBf16(_) => self.trained_kind(tensor),
             // As `Linear::hold_as_computed`: where it takes no more memory.
             _ if tensor.role == TensorRole::Product && narrows => compute,
             _ => loaded,
@@ -768,11 +786,19 @@ mod tests {
                 if trained.config().is_encoder_decoder() {
                     continue;
                 }
-                let reference = trained.share_lower_layers(1).unwrap();
-                trained.set_trainable(true);
-                assert_eq!(held(Holding::Trained(1), None)[2], real(trained.params())[2], "{name}");
-                let upper = &reference.params()[reference.body.shared..];
-                assert_eq!(held(Holding::Frozen(1), Some(Kind::Float))[1], real(upper)[1], "{name}");
+                for (model, trains, frozen) in [
+                    (&mut trained, Holding::Trained(1), Holding::Frozen(1)),
+                    (&mut narrow, Holding::TrainedInBf16(1), Holding::FrozenInBf16(1)),
+                ] {
+                    let mut reference = model.share_lower_layers(1).unwrap();
+                    reference.hold_as_computed();
+                    model.set_trainable(true);
+                    assert_eq!(held(trains, None)[2], real(model.params())[2], "{name}");
+                    let upper = &reference.params()[reference.body.shared..];
+                    // Whatever dtype the policy's files have.
+                    let found = held(frozen, Some(Kind::BFloat16));
+                    assert_eq!(found[..2], real(upper)[..2], "{name}, {frozen:?}, {compute:?}");
+                }
             }
         }
     }

@@ -178,7 +178,10 @@ impl<'a> Builder<'a> {
                     drop(self.keep(name, weight, true));
                     return Ok(None);
                 }
-                Quantized::new(&if transposed { weight.tr() } else { weight }, format)
+                let quantized = Quantized::new(&if transposed { weight.tr() } else { weight }, format);
+                // The plain weight leaves a hole in the heap that the next one does not always fit into.
+                tch_ext::release_memory();
+                quantized
             }
         };
         for (name, tensor) in found.parts(&name) {

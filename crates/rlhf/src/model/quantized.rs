@@ -343,12 +343,20 @@ impl Quantized {
 
     fn eight_bits(weight: &Tensor) -> Self {
         let widths = <[i64; 2]>::try_from(weight.size()).expect("a weight has two dimensions");
-        // bitsandbytes rounds to f16 before.
-        let rounded = weight.to_kind(Kind::Half).to_kind(Kind::Float);
-        let scb = rounded.abs().amax([1i64].as_slice(), false);
-        let factors = (scb.reciprocal() * 127.0).unsqueeze(1);
-        // Rows of zeros, which have no factor, get the code 0.
-        let codes = (rounded * factors).round().nan_to_num(0.0, None::<f64>, None::<f64>).to_kind(Kind::Int8);
+        let [width_out, width_in] = widths;
+        let at_once = (AT_ONCE / width_in.max(1)).max(1);
+        let (mut codes, mut scb) = (Vec::new(), Vec::new());
+        for from in (0..width_out).step_by(at_once as usize) {
+            let rows = weight.narrow(0, from, at_once.min(width_out - from));
+            // bitsandbytes rounds to f16 before.
+            let rounded = rows.to_kind(Kind::Half).to_kind(Kind::Float);
+            let tops = rounded.abs().amax([1i64].as_slice(), false);
+            let factors = (tops.reciprocal() * 127.0).unsqueeze(1);
+            // Rows of zeros, which have no factor, get the code 0.
+            codes.push((rounded * factors).round().nan_to_num(0.0, None::<f64>, None::<f64>).to_kind(Kind::Int8));
+            scb.push(tops);
+        }
+        let (codes, scb) = (Tensor::cat(&codes, 0), Tensor::cat(&scb, 0));
         let layout = Some(Tensor::from_slice(&[0u8]).reshape(NO_DIMENSIONS));
         Self { widths, codes, scales: Scales::Rows { scales: row_scales(&scb), scb, layout } }
     }

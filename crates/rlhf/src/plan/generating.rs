@@ -122,7 +122,7 @@ impl<'c> Generation<'c> {
         };
         let of_part = |part: &[usize]| {
             let mut phase = Phase { name: "generation", program, ..Phase::default() };
-            phase.weights = held.weights + held.copies + held.widened;
+            phase.weights = held.weights + held.copies + held.temporary(uses_kernels(compute, self.machine.device));
             let sampled = Sampled {
                 rows: (part.len() * size).min(most).max(1),
                 prompts: part.len(),

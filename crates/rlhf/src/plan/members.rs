@@ -228,6 +228,9 @@ impl Models {
                     trained_root: 0,
                     ..hold(&self.main.sizes, Holding::Trained(0), run)?
                 },
+                false if optim == Optim::AdamwBf16 && shared > 0 => {
+                    hold(&self.main.sizes, Holding::FrozenInBf16(shared), run)?
+                }
                 false => hold(&self.main.sizes, Holding::Frozen(shared), run)?,
             };
             members.push(Member { is_view, ..self.main.member("reference model", held, config.policy_stage()) });

@@ -175,6 +175,11 @@ impl<'a> Job<'a> {
         [weights, gradients]
     }
 
+    /// Bytes of the largest temporary copy of a weight of a member.
+    fn temporary(&self, member: &Member<'_>) -> usize {
+        member.held.temporary(uses_kernels(self.compute, self.machine.device))
+    }
+
     /// The parts of memory that all phases have.
     fn base(&self, name: &'static str) -> Phase {
         let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
@@ -258,7 +263,7 @@ impl<'a> Job<'a> {
                 false => self.gathered(policy, false)[0],
             };
         }
-        phase.weights += policy.held.widened;
+        phase.weights += self.temporary(policy);
         phase
     }
 
@@ -279,7 +284,7 @@ impl<'a> Job<'a> {
             if member.role == "reference model" || member.role == "policy" {
                 phase.logits = self.logits(member, tokens.outputs, false);
             }
-            phase.weights += member.held.widened + self.gathered(member, false)[0] + self.brought(member).weights;
+            phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
             phase
         };
         let members = self.members.iter().filter(|member| member.role != "policy");
@@ -335,7 +340,7 @@ impl<'a> Job<'a> {
         phase.activations = stored + working.saturating_sub(phase.logits);
         let [weights, gradients] = self.gathered(member, true);
         let stored = if self.run.run().gradient_checkpointing { 0 } else { member.held.widened_layers };
-        phase.weights += weights + member.held.widened.max(stored);
+        phase.weights += weights + self.temporary(member).max(stored);
         phase.gradients += gradients;
         phase
     }
