@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -126,6 +126,9 @@ class Job:
     never_stops: bool = False
     # LoRA adapters of the policy; the value model is trained whole, as TRL's is.
     lora: bool = False
+    # Further flags of rlhf and of TRL's scripts, above those of the other fields.
+    extra: dict = field(default_factory=dict)
+    trl_extra: dict = field(default_factory=dict)
 
     @property
     def episodes(self):
@@ -133,7 +136,14 @@ class Job:
 
     def rlhf(self, binary, precision, **watching):
         """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16."""
-        return self._summary("rlhf", precision, watch(self._rlhf(binary, self._flags(precision)), **watching))
+        flags = self._flags(precision) | self.extra
+        return self._summary("rlhf", precision, watch(self._rlhf(binary, flags), **watching))
+
+    def plan(self, binary, precision):
+        """The plan of such a run, without times."""
+        program, *line = self._rlhf(binary, self._flags(precision) | self.extra)
+        command = [program, "plan", "--json", "--calibrate=false", *line]
+        return json.loads(subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout)
 
     def rlhf_ranks(self, binary, ranks, threads, stage):
         """One update's rows divided over `ranks` ranks of `threads` threads each, in f32, at this stage of ZeRO."""
@@ -189,7 +199,7 @@ class Job:
 
     def trl(self, precision, **watching):
         """Precisions: those of trl_ppo.py or trl_grpo.py."""
-        command = [sys.executable, HERE / self.TRL, *_words(self._trl_flags(precision))]
+        command = [sys.executable, HERE / self.TRL, *_words(self._trl_flags(precision) | self.trl_extra)]
         return self._summary("TRL", precision, watch(command, **watching))
 
     def _trl_flags(self, precision):

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from trl_shared import Clock, adapters
+from trl_shared import Clock, adapters, add_memory_flags, base_options
 
 # Dtype of the weights, TRL's `bf16`.
 PRECISIONS = {
@@ -60,7 +60,7 @@ def main():
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--target_chars", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--lora_r", type=int, help="train LoRA adapters of this rank, on all linear layers")
+    add_memory_flags(parser)
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -80,14 +80,15 @@ def main():
             temperature=args.temperature,
             learning_rate=args.learning_rate,
             bf16=bf16,
-            gradient_checkpointing=False,
+            optim=args.optim,
+            gradient_checkpointing=args.gradient_checkpointing == "true",
             use_cpu=True,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
         ),
         processing_class=AutoTokenizer.from_pretrained(f"{args.models}/policy", padding_side="left"),
-        model=AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype=dtype),
+        model=AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", **base_options(args, dtype)),
         reward_funcs=length_reward(args.target_chars),
         train_dataset=prompts,
         callbacks=[clock],

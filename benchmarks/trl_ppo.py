@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
-from trl_shared import Clock, adapters
+from trl_shared import Clock, adapters, add_memory_flags, base_options
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Dtype of the trained models, dtype of the frozen ones, TRL's `bf16`.
@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--never_stops", choices=["true", "false"], required=True, help="true: eos is not sampled")
-    parser.add_argument("--lora_r", type=int, help="train LoRA adapters of the policy of this rank, on all linear layers")
+    add_memory_flags(parser)
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -69,7 +69,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/policy", padding_side="left")
 
     def policy(dtype):
-        return AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", **base_options(args, dtype))
 
     def classifier(dtype):
         return AutoModelForSequenceClassification.from_pretrained(f"{args.models}/reward", dtype=dtype, num_labels=1)
@@ -93,7 +93,8 @@ def main():
             stop_token="eos",
             num_sample_generations=0,
             bf16=bf16,
-            gradient_checkpointing=False,
+            optim=args.optim,
+            gradient_checkpointing=args.gradient_checkpointing == "true",
             use_cpu=args.device == "cpu",
             report_to="none",
             save_strategy="no",

@@ -1,4 +1,4 @@
-"""A clock and LoRA adapters for TRL's trainers."""
+"""What both of TRL's trainers take: a clock, LoRA adapters, quantized bases, settings of memory."""
 
 import json
 import time
@@ -55,3 +55,22 @@ def adapters(rank):
     from peft import LoraConfig
 
     return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def add_memory_flags(parser):
+    """The settings that change the memory of a run, with TRL's names."""
+    parser.add_argument("--lora_r", type=int, help="train LoRA adapters of this rank, on all linear layers")
+    parser.add_argument("--optim", default="adamw_torch")
+    parser.add_argument("--gradient_checkpointing", choices=["true", "false"], default="false")
+    parser.add_argument("--bits", type=int, choices=[4, 8], help="hold the linear layers below adapters in this many bits")
+
+
+def base_options(args, dtype):
+    """The options of `from_pretrained` for the policy."""
+    if args.bits is None:
+        return {"dtype": dtype}
+    from transformers import BitsAndBytesConfig
+
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    format = four | {"bnb_4bit_compute_dtype": dtype} if args.bits == 4 else {"load_in_8bit": True}
+    return {"dtype": dtype, "quantization_config": BitsAndBytesConfig(**format), "device_map": "cpu"}
