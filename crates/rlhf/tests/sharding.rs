@@ -231,7 +231,8 @@ fn classifiers_and_value_heads_are_divided_too() {
         let (mut policy, head) = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(5)).unwrap().into_parts();
         policy.set_trainable(true);
         policy.shard(&World::single(), stage);
-        let mut optimizer = Optimizer::of_model(policy.trainable_params(), policy.shards(), &optimizer(), None).unwrap();
+        let mut optimizer =
+            Optimizer::of_model(policy.trainable_params(), policy.shards(), &optimizer(), None).unwrap();
         let spans = spans();
         for _ in 0..2 {
             let batch = rlhf::model::JointBatch {
