@@ -85,7 +85,7 @@ impl Optimizer {
             Ok(Trained { name: param.name.clone(), tensor, decay: param.decay, state })
         };
         let params = own.iter().map(trained).collect::<Result<_>>()?;
-        // What was put last leaves too.
+        // The state that was put last leaves too.
         drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
         Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0 })
     }

@@ -86,10 +86,7 @@ fn a_plan_of_a_quantized_base_is_near_the_peak_of_the_run() {
             "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 2 --no_report --device cpu --output_dir {out} \
              --use_peft --lora_dropout 0 {bits}"
         );
-        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
-        let peak = peak_of(&scratch, &line);
-        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
-        assert!((plan / peak - 1.0).abs() < 0.2, "{line}: planned {plan} bytes, found {peak}");
+        assert_near_peak(&scratch, &line);
     }
 }
 

@@ -795,7 +795,7 @@ mod tests {
                     model.set_trainable(true);
                     assert_eq!(held(trains, None)[2], real(model.params())[2], "{name}");
                     let upper = &reference.params()[reference.body.shared..];
-                    // Whatever dtype the policy's files have.
+                    // Independent of the dtype of the policy's files.
                     let found = held(frozen, Some(Kind::BFloat16));
                     assert_eq!(found[..2], real(upper)[..2], "{name}, {frozen:?}, {compute:?}");
                 }

@@ -26,13 +26,13 @@ pub struct OffloadConfig {
     #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub offload_dir: std::option::Option<PathBuf>,
     /// `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two.
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, help_heading = RUN)]
     pub offload_optimizer: bool,
     /// `offload = models` by DeepSpeed-Chat's name.
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, help_heading = RUN)]
     pub offload_reference_model: bool,
     /// `offload = models` by DeepSpeed-Chat's name.
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, help_heading = RUN)]
     pub offload_reward_model: bool,
 }
 
