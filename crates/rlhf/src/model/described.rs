@@ -396,8 +396,10 @@ impl ModelSizes {
     /// Place of the first tensor that is trained, or that is the model's own: that of the first layer that `holding` names.
     fn first_own(&self, holding: Holding<'_>) -> usize {
         let first = match holding {
-            Holding::Trained(first) | Holding::TrainedInBf16(first) => first,
-            Holding::Frozen(first) | Holding::FrozenInBf16(first) => first,
+            Holding::Trained(first)
+            | Holding::TrainedInBf16(first)
+            | Holding::Frozen(first)
+            | Holding::FrozenInBf16(first) => first,
             Holding::Adapted(_) => 0,
         };
         if first == 0 {

@@ -39,7 +39,7 @@ impl Parts {
             let zeros = || Tensor::zeros(trained.params.size(), (Kind::Float, device));
             let moments = [zeros(), zeros()];
             offloaded.as_ref().map_or(Ok(()), |offloaded| offloaded.put(&moments))?;
-            Ok(Part { moments, trained })
+            Ok(Part { trained, moments })
         };
         let parts: Vec<Part> = trained.into_iter().map(part).collect::<Result<_>>()?;
         drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
