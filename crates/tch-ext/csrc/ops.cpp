@@ -1,5 +1,6 @@
 // The kernels as functions of tensors, differentiable where training needs it. The gradient of a weight is added to its
 // `.grad` in place, without a temporary tensor of the weight's size.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -78,8 +79,52 @@ bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
   return onednn_takes_f32() && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_MIN;
 }
 
+// Returns true if the CPU has instructions by which libtorch, that is oneDNN, multiplies bf16 or f16. Without them libtorch's own
+// loops do, at a hundredth to a tenth of the rate of f32.
+bool has_fast_products(at::ScalarType dtype) {
+  static const auto supported = [](const char* name) {
+    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+    return !op || op->typed<bool()>().call();
+  };
+  static const bool bf16 = supported("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool f16 = supported("mkldnn::_is_mkldnn_fp16_supported");
+  return dtype == at::kBFloat16 ? bf16 : dtype == at::kHalf ? f16 : true;
+}
+
+// Returns true if a product on `x` is computed in f32 from converted operands.
+bool widens(const Tensor& x) { return x.is_cpu() && !has_fast_products(x.scalar_type()); }
+
+// Number of elements of an operand that are converted at once: they stay in the CPU's cache.
+constexpr int64_t WIDE = 1 << 19;
+
+// out = a b + bias, or out += a b, computed in f32 and rounded once. `out` is f32 or has the dtype of `a` and `b`; `bias` has a number
+// for each column.
+void multiply_widened(const Tensor& out, const Tensor& a, const Tensor& b, bool add, const MaybeTensor& bias = {}) {
+  const int64_t rows = a.size(0), depth = std::max<int64_t>(a.size(1), 1), width = b.size(1);
+  const bool direct = out.scalar_type() == at::kFloat;
+  const Tensor wide_bias = bias ? bias->to(at::kFloat) : Tensor();
+  const int64_t most_rows = std::max<int64_t>(4 * WIDE / depth, 64), most_columns = std::max<int64_t>(WIDE / depth, 64);
+  for (int64_t i = 0; i < rows; i += most_rows) {
+    const int64_t count = std::min(most_rows, rows - i);
+    const Tensor wide = a.narrow(0, i, count).to(at::kFloat);
+    for (int64_t j = 0; j < width; j += most_columns) {
+      const int64_t columns = std::min(most_columns, width - j);
+      const Tensor tile = b.narrow(1, j, columns).to(at::kFloat), part = out.narrow(0, i, count).narrow(1, j, columns);
+      Tensor sums = direct ? part : add ? part.to(at::kFloat) : at::empty({count, columns}, wide.options());
+      if (add)
+        sums.addmm_(wide, tile);
+      else if (bias)
+        at::addmm_out(sums, wide_bias.narrow(0, j, columns), wide, tile);
+      else
+        at::mm_out(sums, wide, tile);
+      if (!direct) part.copy_(sums);
+    }
+  }
+}
+
 // out = a b, or out += a b.
 void multiply_into(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
+  if (widens(a)) return multiply_widened(out, a, b, add);
   if (prefers_onednn(out, a.size(0), a.size(1), b.size(1)))
     at::native::mkldnn_matmul(a, b, out, add ? 1.f : 0.f, 1.f);
   else if (add)
@@ -107,7 +152,8 @@ constexpr int64_t PIECE = 1 << 21;
 // grad += a b, in the dtype of `grad`.
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
-  if (a.scalar_type() == grad.scalar_type()) return multiply_into(grad, a, b, true);
+  if (a.scalar_type() == grad.scalar_type() || (widens(a) && grad.is_cpu() && grad.scalar_type() == at::kFloat))
+    return multiply_into(grad, a, b, true);
   if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 &&
         grad.is_contiguous())) {
     grad.add_(product(a, b));
@@ -131,7 +177,8 @@ const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data
 // of 256 to 4096.
 bool are_few(at::ScalarType dtype, int64_t rows, int64_t depth) {
   // With more rows, CPUs with bf16 instructions are faster with oneDNN.
-  return dtype == at::kBFloat16 ? rows < 16 : dtype == at::kFloat && rows <= 64 && rows * depth <= 1 << 15;
+  if (dtype == at::kBFloat16 && has_fast_products(dtype)) return rows < 16;
+  return (dtype == at::kFloat || dtype == at::kBFloat16) && rows <= 64 && rows * depth <= 1 << 15;
 }
 
 // Computes a linear layer by the kernel for few rows, if it is the fastest.
@@ -160,6 +207,11 @@ std::optional<Tensor> few_rows(const Tensor& x, const Tensor& weight, const Mayb
 // x matrix^T + bias, without a graph.
 Tensor linear_of(const Tensor& x, const Tensor& matrix, const MaybeTensor& bias) {
   if (auto out = few_rows(x, matrix, bias)) return *out;
+  if (widens(x)) {
+    const Tensor out = at::empty({x.size(0), matrix.size(0)}, x.options().requires_grad(false));
+    multiply_widened(out, x, matrix.t(), false, bias);
+    return out;
+  }
   if (prefers_onednn(x, x.size(0), x.size(1), matrix.size(0)))
     return at::native::mkldnn_linear_pointwise(x, matrix, bias, "none", c10::List<std::optional<at::Scalar>>(),
                                                std::nullopt);

@@ -393,6 +393,35 @@ fn a_bf16_product_larger_than_a_piece_is_added_completely() {
     assert_close("gradient", &weight.grad(), &a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double)), 1e-2);
 }
 
+/// The sizes need more than one tile of rows and of columns where operands are converted to f32.
+#[test]
+fn products_in_low_precision_are_summed_in_f32_and_rounded_once() {
+    let [rows, depth, width] = [710, 3000, 400];
+    for (kind, unit) in [(Kind::BFloat16, 2f64.powi(-8)), (Kind::Half, 2f64.powi(-11))] {
+        let of = |size: &[i64], seed| randn(size, seed).to_kind(kind);
+        let (x, stored, bias, grad) =
+            (of(&[rows, depth], 1), of(&[width, depth], 2), of(&[width], 3), of(&[rows, width], 4));
+        for transposed in [false, true] {
+            let input = leaf(&x, kind);
+            let used = if transposed { stored.tr().contiguous() } else { stored.copy() };
+            let weight = leaf(&used, Kind::Float);
+            let out = tch_ext::linear(&input, &weight, &used, Some((&bias, &bias)), transposed);
+            tch_ext::backward(&out, &grad);
+            let [x, stored, bias, grad] = [&x, &stored, &bias, &grad].map(|x| x.to_kind(Kind::Double));
+            let of_weight = grad.tr().matmul(&x);
+            for (what, found, expected) in [
+                ("output", out, x.linear(&stored, Some(&bias))),
+                ("gradient of the input", input.grad(), grad.matmul(&stored)),
+                ("gradient of the weight", weight.grad(), if transposed { of_weight.tr() } else { of_weight }),
+            ] {
+                let excess = (found.detach().to_kind(Kind::Double) - &expected).abs() - expected.abs() * unit;
+                let excess = excess.max().double_value(&[]);
+                assert!(excess < 1e-3, "{what}, {kind:?}, transposed {transposed}: {excess:e} more than a rounding");
+            }
+        }
+    }
+}
+
 #[test]
 fn branches_are_added_to_the_residual_stream_and_receive_its_gradient() {
     for (kind, tolerance) in KINDS {
