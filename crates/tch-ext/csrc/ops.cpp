@@ -94,23 +94,54 @@ bool has_fast_products(at::ScalarType dtype) {
 // Returns true if a product on `x` is computed in f32 from converted operands.
 bool widens(const Tensor& x) { return x.is_cpu() && !has_fast_products(x.scalar_type()); }
 
-// Number of elements of an operand that are converted at once: they stay in the CPU's cache.
-constexpr int64_t WIDE = 1 << 19;
+// Memory for temporary tensors of one purpose, kept by the thread from call to call: memory that is allocated anew between the
+// tensors that a graph stores leaves holes in the heap.
+class Kept {
+ public:
+  // A tensor of `shape`, stored column after column if `transposed`; its contents are undefined.
+  Tensor take(at::IntArrayRef shape, at::ScalarType dtype, bool transposed = false) {
+    const int64_t bytes = c10::multiply_integers(shape) * static_cast<int64_t>(c10::elementSize(dtype));
+    if (!bytes_.defined() || bytes_.numel() < bytes) {
+      bytes_.reset();
+      bytes_ = at::empty({bytes}, at::TensorOptions(at::kByte));
+    }
+    const Tensor flat = bytes_.narrow(0, 0, bytes).view(dtype);
+    return transposed ? flat.view({shape[1], shape[0]}).t() : flat.view(shape);
+  }
+
+  // `x`, a matrix, in f32.
+  Tensor widened(const Tensor& x) {
+    const Tensor wide = take(x.sizes(), at::kFloat, x.stride(0) < x.stride(1));
+    wide.copy_(x);
+    return wide;
+  }
+
+ private:
+  Tensor bytes_;
+};
+
+// Number of elements of an operand that are converted at once, and most rows and columns of a piece of the result: all of them stay
+// in the CPU's cache.
+constexpr int64_t WIDE = 1 << 19, WIDE_ROWS = 2048, WIDE_COLUMNS = 1024;
 
 // out = a b + bias, or out += a b, computed in f32 and rounded once. `out` is f32 or has the dtype of `a` and `b`; `bias` has a number
 // for each column.
 void multiply_widened(const Tensor& out, const Tensor& a, const Tensor& b, bool add, const MaybeTensor& bias = {}) {
+  thread_local Kept of_rows, of_columns, of_sums;
   const int64_t rows = a.size(0), depth = std::max<int64_t>(a.size(1), 1), width = b.size(1);
   const bool direct = out.scalar_type() == at::kFloat;
   const Tensor wide_bias = bias ? bias->to(at::kFloat) : Tensor();
-  const int64_t most_rows = std::max<int64_t>(4 * WIDE / depth, 64), most_columns = std::max<int64_t>(WIDE / depth, 64);
+  const int64_t most_rows = std::clamp<int64_t>(4 * WIDE / depth, 64, WIDE_ROWS);
+  const int64_t most_columns = std::clamp<int64_t>(WIDE / depth, 64, WIDE_COLUMNS);
   for (int64_t i = 0; i < rows; i += most_rows) {
     const int64_t count = std::min(most_rows, rows - i);
-    const Tensor wide = a.narrow(0, i, count).to(at::kFloat);
+    const Tensor wide = of_rows.widened(a.narrow(0, i, count));
     for (int64_t j = 0; j < width; j += most_columns) {
       const int64_t columns = std::min(most_columns, width - j);
-      const Tensor tile = b.narrow(1, j, columns).to(at::kFloat), part = out.narrow(0, i, count).narrow(1, j, columns);
-      Tensor sums = direct ? part : add ? part.to(at::kFloat) : at::empty({count, columns}, wide.options());
+      const Tensor tile = of_columns.widened(b.narrow(1, j, columns));
+      const Tensor part = out.narrow(0, i, count).narrow(1, j, columns);
+      Tensor sums = direct ? part : of_sums.take({count, columns}, at::kFloat);
+      if (add && !direct) sums.copy_(part);
       if (add)
         sums.addmm_(wide, tile);
       else if (bias)
@@ -216,6 +247,34 @@ Tensor linear_of(const Tensor& x, const Tensor& matrix, const MaybeTensor& bias)
     return at::native::mkldnn_linear_pointwise(x, matrix, bias, "none", c10::List<std::optional<at::Scalar>>(),
                                                std::nullopt);
   return at::linear(x, matrix, bias);
+}
+
+// Returns true if a product of a CPU can be written into columns of a matrix: not by oneDNN.
+bool writes_columns(const Tensor& x, int64_t width) {
+  return widens(x) || (x.scalar_type() == at::kFloat && !prefers_onednn(x, x.size(0), x.size(1), width));
+}
+
+// columns = x matrix^T + bias, without a graph; the columns of a larger matrix.
+void linear_into(Tensor columns, const Tensor& x, const Tensor& matrix, const MaybeTensor& bias) {
+  if (auto out = few_rows(x, matrix, bias)) {
+    columns.copy_(*out);
+  } else if (!writes_columns(x, matrix.size(0))) {
+    columns.copy_(linear_of(x, matrix, bias));
+  } else if (widens(x)) {
+    multiply_widened(columns, x, matrix.t(), false, bias);
+  } else if (bias) {
+    at::addmm_out(columns, *bias, x, matrix.t());
+  } else {
+    at::mm_out(columns, x, matrix.t());
+  }
+}
+
+// columns = a b, without a graph; the columns of a larger matrix.
+void product_into(const Tensor& columns, const Tensor& a, const Tensor& b) {
+  if (writes_columns(a, b.size(1)))
+    multiply_into(columns, a, b, false);
+  else
+    columns.copy_(product(a, b));
 }
 
 // sums += a b, computed in f32 and rounded once; a and b are f32.
@@ -359,10 +418,9 @@ struct QuantizedWeight {
     return values.flatten().narrow(0, 0, n).view({out, in}).to(dtype);
   }
 
-  // Columns of rows, on a CPU.
-  Tensor part(Part part, at::ScalarType dtype) const {
-    const Tensor values = at::empty({part.rows, part.cols}, codes.options().dtype(dtype));
-    for_dtype(dtype, "quantized weight", [&](auto zero) {
+  // Columns of rows, on a CPU, into `values`.
+  Tensor part(Part part, const Tensor& values) const {
+    for_dtype(values.scalar_type(), "quantized weight", [&](auto zero) {
       using T = decltype(zero);
       if (values.numel() > 0) kernels().of<T>().dequantize(matrix(), part, values.template mutable_data_ptr<T>());
     });
@@ -374,7 +432,8 @@ struct QuantizedWeight {
   }
 
   Tensor values(at::ScalarType dtype) const {
-    return has_kernels(dtype) ? part({0, out, 0, in}, dtype) : plain_values(dtype);
+    if (!has_kernels(dtype)) return plain_values(dtype);
+    return part({0, out, 0, in}, at::empty({out, in}, codes.options().dtype(dtype)));
   }
 
   // x values^T + bias, without a graph.
@@ -399,9 +458,9 @@ struct QuantizedWeight {
     if (done) return result;
     for (int64_t from = 0; from < out; from += tile(in)) {
       const int64_t count = std::min(tile(in), out - from);
-      const Tensor values = part({from, count, 0, in}, dtype);
+      const Tensor values = part({from, count, 0, in}, tile_values().take({count, in}, dtype));
       const MaybeTensor bias_of_tile = bias ? MaybeTensor(bias->narrow(0, from, count)) : std::nullopt;
-      result.narrow(1, from, count).copy_(linear_of(x, values, bias_of_tile));
+      linear_into(result.narrow(1, from, count), x, values, bias_of_tile);
     }
     return result;
   }
@@ -413,7 +472,8 @@ struct QuantizedWeight {
     const Tensor result = at::empty({g.size(0), in}, g.options().requires_grad(false));
     for (int64_t from = 0; from < in; from += tile(out)) {
       const int64_t count = std::min(tile(out), in - from);
-      result.narrow(1, from, count).copy_(product(g, part({0, out, from, count}, dtype)));
+      const Tensor values = part({0, out, from, count}, tile_values().take({out, count}, dtype));
+      product_into(result.narrow(1, from, count), g, values);
     }
     return result;
   }
@@ -421,6 +481,11 @@ struct QuantizedWeight {
  private:
   // Number of rows up to which the kernel on codes is faster than libtorch's product with the values.
   static constexpr int64_t FEW_ROWS = 8;
+
+  static Kept& tile_values() {
+    thread_local Kept kept;
+    return kept;
+  }
 
   // Rows, or columns, of `width` values in a tile, which stays in the CPU's cache.
   static int64_t tile(int64_t width) { return std::max<int64_t>(PIECE / 4 / std::max<int64_t>(width, 1) / 64, 1) * 64; }

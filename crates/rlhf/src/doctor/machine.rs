@@ -120,7 +120,15 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
             .into_iter()
             .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
             .collect();
-    let more = if extra.is_empty() { String::new() } else { format!("; {} for bf16 products", extra.join(", ")) };
+    // As oneDNN: AVX-512, or the instructions of later processors without it.
+    let multiplies_bf16 = neon || has(SETS[0].2) || flags.contains("avx_ne_convert");
+    let more = match (extra.is_empty(), multiplies_bf16) {
+        (false, _) => format!("; {} for bf16 products", extra.join(", ")),
+        (true, true) => String::new(),
+        (true, false) => {
+            "; no instructions for bf16 products, which are computed in f32: --bf16 saves memory, not time".into()
+        }
+    };
     let text = format!("{model}: kernels for {used}{more}");
     let finding = match (forced, capability) {
         (Some(set), _) if !has(set.2) => Finding::failure(
@@ -458,6 +466,7 @@ mod tests {
             );
         }
         assert!(cpu_finding(&avx512, None, false).text.contains("AMX BF16"));
+        assert!(cpu_finding(&avx2, None, false).text.contains("bf16 products, which are computed in f32"));
         assert_eq!(status_of(&cpu_finding(&avx512, None, true)), (Status::Warning, "unset RLHF_KERNELS"));
         let arm = "processor : 0\nFeatures : fp asimd sve bf16\nCPU part : 0xd40\n";
         assert_eq!(kernels(&cpu_finding(arm, None, false)), "NEON");
