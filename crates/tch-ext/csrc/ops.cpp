@@ -120,6 +120,11 @@ class Kept {
   Tensor bytes_;
 };
 
+// `x` in f32: itself, or on a CPU a copy in `kept`, which the next call replaces.
+Tensor in_f32(const Tensor& x, Kept& kept) {
+  return x.is_cpu() && x.scalar_type() != at::kFloat ? kept.widened(x) : x.to(at::kFloat);
+}
+
 // Number of elements of an operand that are converted at once, and most rows and columns of a piece of the result: all of them stay
 // in the CPU's cache.
 constexpr int64_t WIDE = 1 << 19, WIDE_ROWS = 2048, WIDE_COLUMNS = 1024;
@@ -281,11 +286,12 @@ void product_into(const Tensor& columns, const Tensor& a, const Tensor& b) {
 void add_f32_product(const Tensor& sums, const Tensor& a, const Tensor& b) {
   if (sums.scalar_type() == at::kFloat) return multiply_into(sums, a, b, true);
   // On a CPU in pieces that stay in its cache.
+  thread_local Kept of_pieces;
   const int64_t rows = sums.size(0), width = std::max<int64_t>(sums.size(1), 1);
   const int64_t most = sums.is_cpu() ? std::max<int64_t>(PIECE / 8 / width, 1) : rows;
   for (int64_t from = 0; from < rows; from += most) {
     const int64_t count = std::min(most, rows - from);
-    const Tensor piece = sums.narrow(0, from, count), wide = piece.to(at::kFloat);
+    const Tensor piece = sums.narrow(0, from, count), wide = in_f32(piece, of_pieces);
     multiply_into(wide, a.narrow(0, from, count), b, true);
     piece.copy_(wide);
   }
@@ -318,6 +324,21 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
+// The term that an adapter adds before its second matrix: scale x a^T, f32.
+Tensor low_rank(const Tensor& x, const Tensor& a, double scale) {
+  thread_local Kept kept;
+  return product(in_f32(x, kept), a.t()).mul_(scale);
+}
+
+// Adds the gradients of an adapter's matrices; returns that of its low-rank term. `g` is the gradient of the layer's output.
+Tensor low_rank_backward(const Tensor& g, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& low, double scale) {
+  thread_local Kept of_g, of_x;
+  const Tensor wide = in_f32(g, of_g), d_low = product(wide, b).mul_(scale);
+  if (b.requires_grad()) add_product(b, wide.t(), low);
+  if (a.requires_grad()) add_product(a, d_low.t(), in_f32(x, of_x));
+  return d_low;
+}
+
 // A linear layer whose weight is frozen, with the low-rank matrices `a` [r, in] and `b` [out, r], f32, which are trained:
 // x weight^T + bias + scale (x a^T) b^T. The products with `a` and `b` are f32, and the sum is rounded once.
 struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
@@ -325,7 +346,7 @@ struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& used, const MaybeTensor& used_bias,
                         bool transposed, const Tensor& a, const Tensor& b, double scale) {
     const Tensor input = x.to(used.scalar_type());
-    const Tensor low = product(input.to(at::kFloat), a.t()).mul_(scale);
+    const Tensor low = low_rank(input, a, scale);
     ctx->save_for_backward({input, used, a, b, low});
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["scale"] = scale;
@@ -339,10 +360,8 @@ struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &used = saved[1], &a = saved[2], &b = saved[3], &low = saved[4];
-    const Tensor g = grads[0].to(used.scalar_type()), wide = g.to(at::kFloat);
-    const Tensor d_low = product(wide, b).mul_(ctx->saved_data["scale"].toDouble());
-    if (b.requires_grad()) add_product(b, wide.t(), low);
-    if (a.requires_grad()) add_product(a, d_low.t(), x.to(at::kFloat));
+    const Tensor g = grads[0].to(used.scalar_type());
+    const Tensor d_low = low_rank_backward(g, x, a, b, low, ctx->saved_data["scale"].toDouble());
     Tensor dx;
     if (ctx->needs_input_grad(0)) {
       dx = product(g, ctx->saved_data["transposed"].toBool() ? used.t() : used);
@@ -500,7 +519,7 @@ struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
     w.check();
     const Tensor input = x.to(dtype);
     Tensor low;
-    if (a) low = product(input.to(at::kFloat), a->t()).mul_(scale);
+    if (a) low = low_rank(input, *a, scale);
     ctx->save_for_backward({a ? input : Tensor(), value_of(a), value_of(b), low, w.codes, w.map, w.scales, w.nested_map,
                             w.nested_scales});
     ctx->saved_data["numbers"] = std::vector<int64_t>{w.out, w.in, w.block, w.nested_block};
@@ -522,12 +541,7 @@ struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
                                  saved[7], saved[8], ctx->saved_data["offset"].toDouble(), n[2], n[3]};
     const Tensor g = grads[0].to(ctx->saved_data["compute"].toScalarType());
     Tensor d_low;
-    if (a.defined()) {
-      const Tensor wide = g.to(at::kFloat);
-      d_low = product(wide, b).mul_(ctx->saved_data["scale"].toDouble());
-      if (b.requires_grad()) add_product(b, wide.t(), low);
-      if (a.requires_grad()) add_product(a, d_low.t(), x.to(at::kFloat));
-    }
+    if (a.defined()) d_low = low_rank_backward(g, x, a, b, low, ctx->saved_data["scale"].toDouble());
     Tensor dx;
     if (ctx->needs_input_grad(0)) {
       dx = weight.product_with(g);
