@@ -1,5 +1,6 @@
 //! Batches of ragged sequences: the tokens of one pass and the positions whose results are computed.
 
+use super::layout::on_device;
 use super::lora::DropoutRows;
 use std::ops::Range;
 use tch::{Device, Tensor};
@@ -141,8 +142,7 @@ impl JointSpans {
             spans.push(start..end);
             before += end - start;
         }
-        let on_device = |indices: &[i64]| Tensor::from_slice(indices).to_device(device);
-        Self { spans, tokens: on_device(&tokens), values: on_device(&values) }
+        Self { spans, tokens: on_device(&tokens, device), values: on_device(&values, device) }
     }
 }
 

@@ -4,7 +4,7 @@ use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::Batch;
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
-use super::layout::{Layout, rounded};
+use super::layout::{Layout, on_device, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
@@ -696,7 +696,7 @@ impl Body {
         let of_row =
             |(row, span): (usize, &Range<usize>)| span.clone().map(move |t| layout.index_of(row, t as i64 + shift));
         let rows: Vec<i64> = spans.iter().enumerate().flat_map(of_row).collect();
-        Tensor::from_slice(&rows).to_device(self.device)
+        on_device(&rows, self.device)
     }
 
     /// [`Body::rows_at`] followed by unused indices up to a round number, and the number of used ones.

@@ -4,7 +4,23 @@ use super::plain;
 use crate::Result;
 use std::cell::OnceCell;
 use std::collections::HashMap;
+use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
+
+/// `numbers` as a tensor on `device`, `[numbers.len()]`.
+///
+/// A copy from ordinary memory to a GPU waits until the GPU has done all work before it; one from pinned memory does not.
+pub(crate) fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
+    let tensor = Tensor::from_slice(numbers);
+    match device {
+        // Not `pin_memory`, which prints at each call that its argument is deprecated. libtorch holds the pinned memory until the copy
+        // is done.
+        Device::Cuda(_) if !numbers.is_empty() => {
+            tensor.internal_pin_memory(device).to_device_(device, tensor.kind(), true, false)
+        }
+        _ => tensor.to_device(device),
+    }
+}
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
 /// should be few shapes.
@@ -222,14 +238,14 @@ impl Layout {
         if tokens.len() == indices.len() {
             return layout;
         }
-        let on_device = |numbers: &[i64]| Tensor::from_slice(numbers).to_device(device);
         let shared = SharedPrefixes {
-            expand: on_device(&indices),
-            collapse: on_device(&collapse),
+            expand: on_device(&indices, device),
+            collapse: on_device(&collapse, device),
             positions: layout.positions.shallow_clone(),
             indices,
         };
-        Self { tokens: on_device(&tokens), positions: on_device(&positions), shared: Some(shared), ..layout }
+        let (tokens, positions) = (on_device(&tokens, device), on_device(&positions, device));
+        Self { tokens, positions, shared: Some(shared), ..layout }
     }
 
     /// Position of each token that attention has, `[N]` i64.
@@ -257,7 +273,7 @@ impl Layout {
             }
             of_rows.push(place);
         }
-        let of_rows = (different.len() < prompts.len()).then(|| Tensor::from_slice(&of_rows).to_device(device));
+        let of_rows = (different.len() < prompts.len()).then(|| on_device(&of_rows, device));
         let layout = Box::new(Self::new(&different, device));
         let source = Source { layout, of_rows, mask: OnceCell::new() };
         Self { firsts: Some(firsts), source: Some(source), ..Self::new(decoded, device) }
@@ -272,7 +288,7 @@ impl Layout {
     /// Which slots of [rows, width] have a token, bool `[rows, 1, 1, width]`; `None` if all have one.
     pub(crate) fn slots_with_tokens(&self) -> Option<Tensor> {
         let device = self.tokens.device();
-        let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
+        let lens = || on_device(&self.lens, device).view([-1, 1, 1, 1]);
         self.is_ragged().then(|| Tensor::arange(self.width, (Kind::Int64, device)).lt_tensor(&lens()))
     }
 
@@ -292,8 +308,7 @@ impl Layout {
         let starts = std::iter::once(0).chain(ends).collect();
         let tokens: Vec<i64> = sequences.iter().flat_map(|s| s.as_ref()).copied().collect();
         let positions: Vec<i64> = lens.iter().flat_map(|&len| 0..len).collect();
-        // One copy: each copy to a GPU waits until all work before it is done.
-        let both = Tensor::from_slice(&[tokens, positions].concat()).to_device(device).view([2, -1]);
+        let both = on_device(&[tokens, positions].concat(), device).view([2, -1]);
         let (tokens, positions) = (both.get(0), both.get(1));
         Self {
             tokens,
@@ -323,7 +338,7 @@ impl Layout {
         let rows = layout.lens.iter().zip(&unpadded);
         let positions = rows
             .flat_map(|(&len, &unpadded)| (0..len).map(move |t| if t < unpadded { t } else { position.unwrap_or(t) }));
-        let positions = Tensor::from_slice(&positions.collect::<Vec<_>>()).to_device(device);
+        let positions = on_device(&positions.collect::<Vec<_>>(), device);
         Self { positions, unpadded: Some(unpadded), ..layout }
     }
 
@@ -360,14 +375,14 @@ impl Layout {
                 .collect();
             let rows = self.lens.iter().zip(0i64..);
             let places: Vec<i64> = rows.flat_map(|(&len, row)| (0..len).map(move |t| row * self.width + t)).collect();
-            let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.tokens.device());
-            (on_device(&slots), on_device(&places))
+            let device = self.tokens.device();
+            (on_device(&slots, device), on_device(&places, device))
         })
     }
 
     fn device_starts(&self) -> &Tensor {
-        let device = self.tokens.device();
-        self.device_starts.get_or_init(|| Tensor::from_slice(&self.starts).to_kind(Kind::Int).to_device(device))
+        let starts = || self.starts.iter().map(|&start| start as i32).collect::<Vec<_>>();
+        self.device_starts.get_or_init(|| on_device(&starts(), self.tokens.device()))
     }
 
     pub(crate) fn rows(&self) -> i64 {
@@ -445,7 +460,7 @@ impl Layout {
         let back = slots().unsqueeze(1) - slots().unsqueeze(0);
         let near = back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width)));
         let Some(unpadded) = &self.unpadded else { return Some(near) };
-        let unpadded = Tensor::from_slice(unpadded).to_device(device).view([-1, 1, 1, 1]);
+        let unpadded = on_device(unpadded, device).view([-1, 1, 1, 1]);
         let near = near.logical_and(&slots().lt_tensor(&unpadded));
         // Padding after a whole window of padding attends to itself, as each query must attend to a key.
         let none = near.any_dim(-1, true).logical_not();
@@ -456,7 +471,7 @@ impl Layout {
     pub(crate) fn len_of_each_token(&self) -> Tensor {
         let mut lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
         lens.resize(self.attention_positions().size()[0] as usize, 1);
-        Tensor::from_slice(&lens).to_device(self.tokens.device())
+        on_device(&lens, self.tokens.device())
     }
 
     /// Number of tokens of the sequences, without the unused ones of [`Layout::padded`].
@@ -624,7 +639,7 @@ impl KvCache {
 
     /// Replaces the keys and values of the rows `rows` by those of all rows of `other`, which has the same capacity.
     pub(crate) fn replace_rows(&mut self, rows: &[i64], other: &Self) {
-        let index = Tensor::from_slice(rows).to_device(self.device);
+        let index = on_device(rows, self.device);
         let count = self.lens.len() as i64;
         for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
             for (to, from) in [(keys, new_keys), (values, new_values)] {
@@ -664,7 +679,7 @@ impl KvCache {
         let places = self.places.take().unwrap_or_else(|| {
             let rows = self.lens.iter().zip(0i64..).map(|(&len, row)| (len, row * self.capacity));
             let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
-            Tensor::from_slice(&places).to_device(self.device)
+            on_device(&places, self.device)
         });
         self.write(layer, &places, keys, values);
         self.places = Some(places);
@@ -696,7 +711,7 @@ impl KvCache {
     /// Prepares the cache for one more token in every row, `tokens` `[rows]` i64, and returns the position of each in its sequence,
     /// `[rows]` i64; the decoder calls it once per forward pass.
     pub(crate) fn begin_step(&mut self, tokens: &Tensor) -> Tensor {
-        let positions = self.filled.take().unwrap_or_else(|| Tensor::from_slice(&self.lens).to_device(self.device));
+        let positions = self.filled.take().unwrap_or_else(|| on_device(&self.lens, self.device));
         if let Some(history) = &self.history {
             let _ = history.tokens.shallow_clone().scatter_(1, &positions.unsqueeze(1), &tokens.unsqueeze(1));
         }
@@ -769,7 +784,7 @@ impl KvCache {
 
     /// Selects the rows at `kept`, in that order; a row can be selected several times. Copies the rows one layer at a time.
     pub(crate) fn keep_rows(&mut self, kept: &[i64]) {
-        let index = Tensor::from_slice(kept).to_device(self.device);
+        let index = on_device(kept, self.device);
         let rows = self.lens.len() as i64;
         for (keys, values) in &mut self.layers {
             for cache in [keys, values] {

@@ -1,7 +1,7 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
-use super::layout::rounded;
+use super::layout::{on_device, rounded};
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
 use super::shape::Shape;
@@ -198,7 +198,7 @@ impl<'a> Targets<'a> {
         if let Some((of, rows)) = kl_to {
             of.check(rows, spans, head.vocab_size())?;
         }
-        let ids = Tensor::from_slice(&ids).to_device(head.linear.held().device());
+        let ids = on_device(&ids, head.linear.held().device());
         Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
     }
 

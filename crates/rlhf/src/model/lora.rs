@@ -1,5 +1,6 @@
 //! Low-rank adapters (LoRA and DoRA): small trained tensors beside frozen weights, and the dropout before them.
 
+use super::layout::on_device;
 use super::params::Param;
 use super::shape::Family;
 use crate::Result;
@@ -198,7 +199,7 @@ impl Dropout {
         for (stream, len) in self.streams.borrow_mut().iter_mut().zip(&self.lens) {
             dropped.extend(stream.chances((len * width) as usize, self.share));
         }
-        let dropped = Tensor::from_slice(&dropped).view([-1, width]).to_device(x.device());
+        let dropped = on_device(&dropped, x.device()).view([-1, width]);
         x.masked_fill(&dropped, 0.0) / (1.0 - self.share)
     }
 }

@@ -1,5 +1,6 @@
 //! The distribution that tokens were sampled from: with a temperature, and over a subset of the vocabulary if filters removed tokens.
 
+use super::layout::on_device;
 use crate::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::sync::Arc;
@@ -92,7 +93,7 @@ impl Sampled<'_> {
         let places = (0i64..)
             .zip(sets)
             .flat_map(|(row, set)| set.ids().into_iter().filter(move |&id| id < vocab).map(move |id| row * vocab + id));
-        let places = Tensor::from_slice(&places.collect::<Vec<i64>>()).to_device(device);
+        let places = on_device(&places.collect::<Vec<i64>>(), device);
         let excluded = Tensor::ones([count * vocab], (Kind::Bool, device));
         Some(excluded.index_fill(0, &places, 0).view([count, vocab]))
     }
