@@ -1,6 +1,6 @@
 //! The data of one PPO update: responses and everything that the models computed for them.
 
-use crate::model::{Distributions, TokenSet, shared_lens};
+use crate::model::{Distributions, TokenSet, on_device, shared_lens};
 use crate::rl::math;
 use crate::{Error, Result};
 use std::ops::Range;
@@ -116,6 +116,33 @@ impl Experience {
         start..start + self.value_counts[row] as usize
     }
 
+    /// The slots of the tokens and of the values of `rows`.
+    pub(crate) fn slots(&self, rows: &[usize]) -> Slots {
+        let lengths: Vec<i64> = rows.iter().map(|&row| self.responses[row].len() as i64).collect();
+        let value_counts: Vec<i64> = rows.iter().map(|&row| self.value_counts[row]).collect();
+        let slots_of = |counts: &[i64]| slots(rows.iter().copied(), counts, self.width());
+        let (tokens, values) = (slots_of(&lengths), slots_of(&value_counts));
+        let row_of_tokens =
+            lengths.iter().zip(0i64..).flat_map(|(&length, row)| std::iter::repeat_n(row, length as usize));
+        let all = [&tokens[..], &row_of_tokens.collect::<Vec<_>>(), &values].concat();
+        let all = on_device(&all, self.masks.response.device());
+        let (num_tokens, num_values) = (tokens.len() as i64, values.len() as i64);
+        Slots {
+            tokens: all.narrow(0, 0, num_tokens),
+            row_of_tokens: all.narrow(0, num_tokens, num_tokens),
+            values: all.narrow(0, 2 * num_tokens, num_values),
+        }
+    }
+
+    /// Number of tokens and of values of each row in the losses, as the masks are now; waits for the device once.
+    pub(crate) fn loss_counts(&self) -> LossCounts {
+        let count = |mask: &Tensor| mask.sum_dim_intlist(1i64, false, Kind::Int64);
+        let both = Tensor::cat(&[count(&self.masks.loss), count(&self.masks.value_loss)], 0);
+        let mut tokens = Vec::<i64>::try_from(both).expect("a vector of i64");
+        let values = tokens.split_off(self.rows());
+        LossCounts { tokens, values }
+    }
+
     /// Total score of each row, `[B]`: its own and those of its tokens.
     pub fn total_scores(&self) -> Tensor {
         match &self.token_scores {
@@ -195,7 +222,7 @@ impl Experience {
             )));
         }
         let flat: Vec<f32> = kept.iter().flatten().map(|&kept| f32::from(u8::from(kept))).collect();
-        let flat = Tensor::from_slice(&flat).to_device(self.masks.response.device());
+        let flat = on_device(&flat, self.masks.response.device());
         let left = to_slots(&flat, &lengths, self.width()).gt(0.5);
         let lost = self.masks.response.logical_and(&left.logical_not());
         let Masks { response, loss, value, value_loss } = &mut self.masks;
@@ -216,28 +243,76 @@ impl Experience {
 
 /// Scatters `numbers`, row after row, into the first `counts[b]` slots of each row: `[M]` to `[B, width]`; differentiable.
 pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
-    let slots: Vec<i64> =
-        counts.iter().zip(0i64..).flat_map(|(&count, row)| (0..count).map(move |t| row * width + t)).collect();
-    let slots = Tensor::from_slice(&slots).to_device(numbers.device());
+    let slots = on_device(&slots(0..counts.len(), counts, width), numbers.device());
     let rows = counts.len() as i64;
     Tensor::zeros([rows * width], (Kind::Float, numbers.device())).index_copy(0, &slots, numbers).view([rows, width])
 }
 
-/// The inverse of [`to_slots`] for some rows: the first `counts[b]` slots of `rows` of `x`, concatenated.
-pub(crate) fn from_slots(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
-    let slots = math::response_mask(counts, x.size()[1], x.device());
-    x.index_select(0, &row_index(rows, x)).masked_select(&slots)
+/// Index of the first `counts[i]` slots of row `rows[i]` in a flattened `[B, width]` tensor, row after row.
+fn slots(rows: impl IntoIterator<Item = usize>, counts: &[i64], width: i64) -> Vec<i64> {
+    let first = |row| row as i64 * width;
+    rows.into_iter().zip(counts).flat_map(|(row, &count)| first(row)..first(row) + count).collect()
+}
+
+/// The slots of some rows' tokens and values, row after row: [`to_slots`] back, for those rows.
+///
+/// The indices come from the lengths, which the host has: a selection by a mask would wait for the device to count it.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    /// Index of each token in a flattened `[B, R]` tensor, `[M]` i64.
+    tokens: Tensor,
+    /// The same of each value.
+    values: Tensor,
+    /// Index among the rows of the row of each token, `[M]` i64.
+    pub(crate) row_of_tokens: Tensor,
+}
+
+impl Slots {
+    /// The numbers of the tokens in `x` `[B, R]`: `[M]`.
+    pub(crate) fn of_tokens(&self, x: &Tensor) -> Tensor {
+        x.reshape([-1]).index_select(0, &self.tokens)
+    }
+
+    /// The numbers of the values in `x` `[B, R]`.
+    pub(crate) fn of_values(&self, x: &Tensor) -> Tensor {
+        x.reshape([-1]).index_select(0, &self.values)
+    }
+}
+
+/// Number of tokens and of values of each row that are in the losses.
+#[derive(Debug)]
+pub(crate) struct LossCounts {
+    tokens: Vec<i64>,
+    values: Vec<i64>,
+}
+
+impl LossCounts {
+    /// Number of tokens of `rows` in the policy loss.
+    pub(crate) fn tokens(&self, rows: &[usize]) -> f64 {
+        rows.iter().map(|&row| self.tokens[row]).sum::<i64>() as f64
+    }
+
+    /// Number of values of `rows` in the value loss.
+    pub(crate) fn values(&self, rows: &[usize]) -> f64 {
+        rows.iter().map(|&row| self.values[row]).sum::<i64>() as f64
+    }
+
+    /// Number of tokens of all rows in the policy loss.
+    pub(crate) fn all_tokens(&self) -> f64 {
+        self.tokens.iter().sum::<i64>() as f64
+    }
 }
 
 /// Row numbers as an index tensor on the device of `like`.
 pub(crate) fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
-    Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
+    on_device(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>(), like.device())
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
     use crate::rl::math::ScorePosition;
+    use crate::rng::{Purpose, Stream};
     use tch::Device;
 
     /// An experience of responses of these lengths, in groups of `size` rows, with these scores, of which NaN is none; log-probabilities
@@ -267,5 +342,49 @@ pub(crate) mod tests {
             token_scores: None,
             sets: None,
         }
+    }
+
+    #[test]
+    fn slots_of_rows_are_those_that_a_mask_of_their_lengths_selects() {
+        let mut stream = Stream::new(5, Purpose::Lengths, 0, 0);
+        for rows in [1, 2, 9] {
+            let mut lengths: Vec<i64> = (0..rows).map(|_| (stream.uniform() * 6.0) as i64).collect();
+            lengths[rows / 2] = 0;
+            lengths[0] = 5;
+            let mut e = experience(&lengths, 1, &vec![0.0; rows]);
+            e.value_counts = lengths.iter().map(|&length| (length + 1).min(5)).collect();
+            let numbers = (Tensor::arange(5 * rows as i64, (Kind::Float, Device::Cpu)) * 0.7).view([rows as i64, 5]);
+            let order: Vec<usize> = stream.permutation(rows).into_iter().chain([rows / 2, 0]).collect();
+            for picked in [&order[..], &order[..rows - 1], &[rows / 2], &[]] {
+                let slots = e.slots(picked);
+                let by_mask = |x: &Tensor, counts: &[i64]| {
+                    let counts: Vec<i64> = picked.iter().map(|&row| counts[row]).collect();
+                    let mask = math::response_mask(&counts, 5, Device::Cpu);
+                    x.index_select(0, &row_index(picked, x)).masked_select(&mask)
+                };
+                // Of a view, whose memory has another order, too.
+                for x in [&numbers, &numbers.tr().contiguous().tr(), &numbers.gt(7.0)] {
+                    assert_eq!(slots.of_tokens(x), by_mask(x, &lengths));
+                    assert_eq!(slots.of_values(x), by_mask(x, &e.value_counts));
+                }
+                let at =
+                    Tensor::arange(picked.len() as i64, (Kind::Int64, Device::Cpu)).unsqueeze(1).expand([-1, 5], true);
+                let lengths: Vec<i64> = picked.iter().map(|&row| lengths[row]).collect();
+                assert_eq!(slots.row_of_tokens, at.masked_select(&math::response_mask(&lengths, 5, Device::Cpu)));
+            }
+        }
+    }
+
+    #[test]
+    fn counts_of_the_losses_are_those_of_the_masks() {
+        let mut e = experience(&[3, 0, 2, 4], 2, &[0.0; 4]);
+        e.masks.value_loss = math::response_mask(&[4, 1, 3, 4], 4, Device::Cpu);
+        e.leave_out(&[vec![true, false, true], vec![], vec![true, true], vec![true; 4]]).unwrap();
+        e.mask_rows(&[2]);
+        let counts = e.loss_counts();
+        // The masked token takes its value out of the loss too.
+        assert_eq!([0, 1, 2, 3].map(|row| counts.tokens(&[row])), [2.0, 0.0, 0.0, 4.0]);
+        assert_eq!([0, 1, 2, 3].map(|row| counts.values(&[row])), [3.0, 1.0, 0.0, 4.0]);
+        assert_eq!((counts.tokens(&[3, 0, 3]), counts.values(&[]), counts.all_tokens()), (10.0, 0.0, 6.0));
     }
 }

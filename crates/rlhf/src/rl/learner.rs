@@ -11,8 +11,8 @@ use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batch
 use crate::optim::{LearningRates, Optimizer, OptimizerConfig};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
-use crate::rl::experience::{Experience, row_index};
-use crate::rl::loss::{LossSettings, MicroBatch, Preview, Sums, Weights};
+use crate::rl::experience::{Experience, LossCounts};
+use crate::rl::loss::{LossSettings, MicroBatch, Preview, Sums, Weights, selected};
 use crate::rl::math::{self, LossAggregation};
 use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::{Shaping, Targets, targets};
@@ -24,7 +24,7 @@ use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
@@ -346,6 +346,7 @@ impl Learner {
     ) -> Result<Vec<StepStats>> {
         let rates = rates.into();
         self.observed(|| Learned::Batch(Box::new(Observed::of(experience, targets))));
+        let batch = Batch { experience, targets, counts: experience.loss_counts() };
         let (mut steps, mut done) = (Vec::new(), 0);
         for (epoch, order) in orders.iter().enumerate() {
             for mini_batch in order.chunks(plan.mini_batch_size) {
@@ -354,8 +355,7 @@ impl Learner {
                 let trains_policy = rates.policy.is_some();
                 let parts = mini_batch.chunks(plan.part_size);
                 let share = (parts.len() as f64).recip();
-                let parts =
-                    parts.map(|part| self.gradients(experience, targets, part, plan.micro_batch_size, trains_policy));
+                let parts = parts.map(|part| self.gradients_of(&batch, part, plan.micro_batch_size, trains_policy));
                 let mut parts: Vec<StepStats> = parts.collect::<Result<_>>()?;
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
                 if self.takes_step(&mut parts, share) {
@@ -398,10 +398,21 @@ impl Learner {
         micro_batch_size: usize,
         trains_policy: bool,
     ) -> Result<StepStats> {
-        let count =
-            |mask: &Tensor| mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double).double_value(&[]);
-        let tokens = if trains_policy { count(&experience.masks.loss) } else { 0.0 };
-        let value_slots = count(&experience.masks.value_loss);
+        let batch = Batch { experience, targets, counts: experience.loss_counts() };
+        self.gradients_of(&batch, mini_batch, micro_batch_size, trains_policy)
+    }
+
+    /// [`Learner::gradients`] of rows of `batch`.
+    fn gradients_of(
+        &self,
+        batch: &Batch<'_>,
+        mini_batch: &[usize],
+        micro_batch_size: usize,
+        trains_policy: bool,
+    ) -> Result<StepStats> {
+        let Batch { experience, targets, counts } = batch;
+        let tokens = if trains_policy { counts.tokens(mini_batch) } else { 0.0 };
+        let value_slots = counts.values(mini_batch);
         let has_critic = !matches!(self.value, ValueModel::None);
         let whitened = self
             .settings
@@ -417,7 +428,7 @@ impl Learner {
         let own = self.world.share_by(&rows, length);
         let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), self.shares_first_tokens());
         let weights = Weights {
-            divisor: self.divisor(experience, mini_batch.len(), tokens),
+            divisor: self.divisor(batch, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
             value_slots,
             kl_coef: targets.kl_coef,
@@ -469,16 +480,13 @@ impl Learner {
     }
 
     /// Divisor of the sum of the policy's losses over a mini-batch of `rows` rows with `tokens` tokens.
-    fn divisor(&self, experience: &Experience, rows: usize, tokens: f64) -> f64 {
-        let all_rows = experience.rows() as f64;
+    fn divisor(&self, batch: &Batch<'_>, rows: usize, tokens: f64) -> f64 {
+        let all_rows = batch.experience.rows() as f64;
         match self.settings.loss.aggregation {
             LossAggregation::Tokens => tokens.max(1.0),
             LossAggregation::Responses | LossAggregation::ResponseSums => rows as f64,
             LossAggregation::Length(most) => (rows * most) as f64,
-            LossAggregation::UpdateTokens => {
-                let all = experience.masks.loss.sum(Kind::Double).double_value(&[]);
-                all.max(1.0) * (rows as f64 / all_rows)
-            }
+            LossAggregation::UpdateTokens => batch.counts.all_tokens().max(1.0) * (rows as f64 / all_rows),
         }
     }
 
@@ -491,16 +499,18 @@ impl Learner {
     ) -> Result<(Vec<Preview>, Weights)> {
         let settings = &self.settings.loss;
         let of_entropy = settings.top_entropy_quantile < 1.0;
-        let (mut previews, mut entropies) = (Vec::new(), Vec::new());
+        let (mut previews, mut counted) = (Vec::new(), Vec::new());
         let passes = batches.into_iter().try_for_each(|batch| {
             let rows = batch.at(&batch.token_spans);
             let now = tch::no_grad(|| self.policy.logprobs_of(rows, batch.sampled(settings), of_entropy))?;
-            entropies.extend(now.entropy.iter().flat_map(|entropy| batch.counted(entropy)));
+            counted.extend(now.entropy.iter().map(|entropy| [entropy.shallow_clone(), batch.counts().shallow_clone()]));
             previews.push(Preview { logprobs: now.logprobs, entropy: now.entropy });
             Ok(())
         });
         self.world.agree(passes)?;
         if of_entropy {
+            // All micro-batches in one read, as each waits for the device.
+            let entropies = if counted.is_empty() { Vec::new() } else { math::numbers(&selected(&counted)) };
             let mut all = self.world.gather_numbers(&entropies)?.concat();
             let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
             // Tokens with the same history have the same entropy, but for rounding, which must not divide them.
@@ -687,6 +697,13 @@ impl Learner {
         self.policy_optimizer.zero_grad();
         self.value_optimizer.iter_mut().for_each(Optimizer::zero_grad);
     }
+}
+
+/// The data of an update.
+struct Batch<'a> {
+    experience: &'a Experience,
+    targets: &'a Targets,
+    counts: LossCounts,
 }
 
 /// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by

@@ -1,7 +1,7 @@
 //! The losses of one micro-batch: the policy's objective with KL and entropy terms, the clipped value loss.
 
 use crate::model::{Batch, Sampled, TokenLogprobs, TokenSet};
-use crate::rl::experience::{Experience, from_slots};
+use crate::rl::experience::Experience;
 use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, PolicyClip, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
@@ -121,12 +121,10 @@ impl MicroBatch {
         rows: &[usize],
         settings: &LossSettings,
     ) -> Self {
-        let lengths: Vec<i64> = rows.iter().map(|&row| e.responses[row].len() as i64).collect();
-        let of_tokens = |x: &Tensor| from_slots(x, &lengths, rows);
-        let value_counts: Vec<i64> = rows.iter().map(|&row| e.value_counts[row]).collect();
-        let of_values = |x: &Tensor| from_slots(x, &value_counts, rows);
+        let slots = e.slots(rows);
+        let (of_tokens, of_values) = (|x: &Tensor| slots.of_tokens(x), |x: &Tensor| slots.of_values(x));
         let counts = of_tokens(&e.masks.loss);
-        let rows_of = Rows::new(&lengths, &counts);
+        let rows_of = Rows::new(slots.row_of_tokens.shallow_clone(), rows.len(), &counts);
         let old_logprobs = of_tokens(&e.logprobs);
         let by_response = matches!(settings.aggregation, LossAggregation::Responses);
         // On the policy that sampled every ratio is 1, but the gradient of a product is that of all its factors.
@@ -282,9 +280,9 @@ impl MicroBatch {
         };
     }
 
-    /// The entropies of the tokens that count.
-    pub(crate) fn counted(&self, entropy: &Tensor) -> Vec<f64> {
-        math::numbers(&entropy.masked_select(&self.counts))
+    /// The tokens that count, `[M]` bool.
+    pub(crate) fn counts(&self) -> &Tensor {
+        &self.counts
     }
 
     /// The row of each token.
@@ -324,11 +322,9 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    fn new(lengths: &[i64], counts: &Tensor) -> Self {
-        let of_tokens: Vec<i64> =
-            lengths.iter().zip(0i64..).flat_map(|(&length, row)| std::iter::repeat_n(row, length as usize)).collect();
-        let of_tokens = Tensor::from_slice(&of_tokens).to_device(counts.device());
-        let zeros = Tensor::zeros([lengths.len() as i64], (Kind::Float, counts.device()));
+    /// `of_tokens`: the row of each token, `[M]` i64; `counts`: the tokens that count, `[M]` bool.
+    fn new(of_tokens: Tensor, rows: usize, counts: &Tensor) -> Self {
+        let zeros = Tensor::zeros([rows as i64], (Kind::Float, counts.device()));
         let counts = zeros.index_add(0, &of_tokens, &counts.to_kind(Kind::Float));
         Self { of_tokens, counts }
     }
@@ -350,8 +346,8 @@ pub(crate) struct Sums {
     policy: Option<Tensor>,
     value: Option<Tensor>,
     entropy: Option<Tensor>,
-    /// Probability ratios of the tokens that count, if they are collected.
-    ratios: Option<Vec<Tensor>>,
+    /// Probability ratios of the slices, and which of their tokens count, if they are collected.
+    ratios: Option<Vec<[Tensor; 2]>>,
     /// Loss of the policy with all its terms.
     loss: Option<Tensor>,
     /// Tokens below and above the clip range of the slices of a micro-batch, if they are collected.
@@ -408,7 +404,7 @@ impl Sums {
             ],
         );
         if let Some(ratios) = &mut self.ratios {
-            ratios.push(ratio.masked_select(counts));
+            ratios.push([ratio.shallow_clone(), counts.shallow_clone()]);
         }
         if let Some(clips) = &mut self.clips {
             clips.push([loss.low_clipped.shallow_clone(), loss.high_clipped.shallow_clone()]);
@@ -441,34 +437,34 @@ impl Sums {
         stats
     }
 
-    /// Reads the sums from the device into `stats`.
+    /// Reads the sums from the device into `stats`, all at once, as each read waits for the device.
     pub(crate) fn read_into(self, stats: &mut StepStats) {
-        if let [loss, clipped, dual_clipped, approx_kl, policy_kl, ratio, ratio_squared, ref_kl] =
-            numbers(self.policy).as_slice()
-        {
+        let extremes = self.extremes.map(|extremes| Tensor::stack(&extremes, 0));
+        let ratios = self.ratios.filter(|ratios| !ratios.is_empty()).map(|ratios| selected(&ratios));
+        let [policy, loss, row_clips, extremes, value, entropy, ratios] =
+            read([self.policy, self.loss, self.row_clips, extremes, self.value, self.entropy, ratios]);
+        if let [loss, clipped, dual_clipped, approx_kl, policy_kl, ratio, ratio_squared, ref_kl] = policy.as_slice() {
             (stats.policy_loss, stats.policy_clipped, stats.dual_clipped) = (*loss, *clipped, *dual_clipped);
             (stats.approx_kl, stats.policy_kl, stats.ref_kl) = (*approx_kl, *policy_kl, *ref_kl);
             (stats.ratio, stats.ratio_squared) = (*ratio, *ratio_squared);
         }
-        if let [loss] = numbers(self.loss).as_slice() {
+        if let [loss] = loss.as_slice() {
             stats.loss = *loss;
         }
-        if let [low, high, low_rows, high_rows] = numbers(self.row_clips).as_slice() {
+        if let [low, high, low_rows, high_rows] = row_clips.as_slice() {
             (stats.low_clipped, stats.high_clipped) = ([*low, *low_rows], [*high, *high_rows]);
         }
         // A rank without a row that counts has no least share: [`StepStats::sum_over`] takes those of the other ranks.
-        (stats.low_clipped_min, stats.high_clipped_max) = match self.extremes {
-            Some([least, most]) => (least.double_value(&[]), most.double_value(&[])),
-            None => (f64::INFINITY, 0.0),
+        (stats.low_clipped_min, stats.high_clipped_max) = match extremes.as_slice() {
+            [least, most] => (*least, *most),
+            _ => (f64::INFINITY, 0.0),
         };
-        if let [loss, clipped, value, error] = numbers(self.value).as_slice() {
+        if let [loss, clipped, value, error] = value.as_slice() {
             (stats.value_loss, stats.value_clipped) = (*loss, *clipped);
             (stats.value, stats.value_error) = (*value, *error);
         }
-        stats.entropy = numbers(self.entropy).first().copied().unwrap_or(0.0);
-        if let Some(ratios) = self.ratios.filter(|ratios| !ratios.is_empty()) {
-            stats.ratios = Vec::try_from(Tensor::cat(&ratios, 0)).expect("a vector of f32");
-        }
+        stats.entropy = entropy.first().copied().unwrap_or(0.0);
+        stats.ratios = ratios.into_iter().map(|ratio| ratio as f32).collect();
     }
 }
 
@@ -483,8 +479,19 @@ fn add(sums: &mut Option<Tensor>, terms: &[&Tensor]) {
     });
 }
 
-fn numbers(sums: Option<Tensor>) -> Vec<f64> {
-    sums.map_or_else(Vec::new, |sums| Vec::try_from(sums).expect("a vector of f64"))
+/// The numbers of the tensors, each of one dimension, in one read; none of those that are `None`.
+fn read<const N: usize>(tensors: [Option<Tensor>; N]) -> [Vec<f64>; N] {
+    let lens = tensors.each_ref().map(|x| x.as_ref().map_or(0, Tensor::numel));
+    let found: Vec<Tensor> = tensors.into_iter().flatten().map(|x| x.to_kind(Kind::Double)).collect();
+    let all = if found.is_empty() { Vec::new() } else { math::numbers(&Tensor::cat(&found, 0)) };
+    let mut rest = all.into_iter();
+    lens.map(|len| rest.by_ref().take(len).collect())
+}
+
+/// The numbers `[M]` of each pair whose mask, `[M]` bool, is true, one after another.
+pub(crate) fn selected(pairs: &[[Tensor; 2]]) -> Tensor {
+    let all = |at: usize| Tensor::cat(&pairs.iter().map(|pair| &pair[at]).collect::<Vec<_>>(), 0);
+    all(0).masked_select(&all(1))
 }
 
 #[cfg(test)]
@@ -713,7 +720,7 @@ mod tests {
 
     #[test]
     fn the_least_share_that_is_clipped_is_that_of_the_rows_that_count() {
-        let rows = |counts: &[bool]| Rows::new(&[1, 1], &Tensor::from_slice(counts));
+        let rows = |counts: &[bool]| Rows::new(Tensor::from_slice(&[0i64, 1]), 2, &Tensor::from_slice(counts));
         let clips = |low: &[bool]| [Tensor::from_slice(low), Tensor::from_slice(&[false, false])];
         let least = |batches: &[(&[bool], &[bool])]| {
             let mut sums = Sums::new(false, true);
@@ -732,5 +739,66 @@ mod tests {
         // A rank whose rows are masked, or that has none, leaves the minimum to the others; without any row it is 0.
         assert_eq!(least(&[(&[false, false], &[false, false])]), [f64::INFINITY, 0.0]);
         assert_eq!(least(&[]), [f64::INFINITY, 0.0]);
+    }
+
+    #[test]
+    fn one_read_puts_each_sum_where_it_belongs_and_leaves_out_those_that_there_are_not() {
+        let scalar = |x: f64| Tensor::from(x as f32);
+        let sums = |policy: bool, value: bool| {
+            let mut sums = Sums::new(policy, policy);
+            // Sums in f64: in f32 the second term would be lost.
+            for term in [1.0, 2f64.powi(-30)] {
+                if policy {
+                    let terms: Vec<Tensor> = (1..9).map(|at| scalar(f64::from(at) * term)).collect();
+                    add(&mut sums.policy, &terms.iter().collect::<Vec<_>>());
+                    sums.add_loss(&scalar(10.0 * term), 2.0);
+                    sums.add_entropy(&scalar(9.0 * term));
+                }
+                if value {
+                    sums.add_value([&scalar(20.0 * term), &scalar(21.0), &scalar(22.0), &scalar(23.0)]);
+                }
+            }
+            if policy {
+                let counts = Tensor::from_slice(&[true, false, true]);
+                let ratios = [[0.5f32, 9.0, f32::INFINITY], [1.25, 9.0, 0.0]];
+                sums.ratios = Some(ratios.map(|ratio| [Tensor::from_slice(&ratio), counts.shallow_clone()]).into());
+                sums.clips = Some(vec![[Tensor::from_slice(&[true, true]), Tensor::from_slice(&[false, true])]]);
+                sums.end_rows(&Rows::new(Tensor::from_slice(&[0i64, 0]), 1, &Tensor::from_slice(&[true, true])));
+            }
+            let mut stats = StepStats { tokens: 3.0, ..StepStats::default() };
+            sums.read_into(&mut stats);
+            stats
+        };
+        let e = 1.0 + 2f64.powi(-30);
+        let of_values = StepStats {
+            value_loss: 20.0 * e,
+            value_clipped: 42.0,
+            value: 44.0,
+            value_error: 46.0,
+            ..StepStats::default()
+        };
+        let of_both = StepStats {
+            tokens: 3.0,
+            loss: 5.0 * e,
+            policy_loss: e,
+            policy_clipped: 2.0 * e,
+            dual_clipped: 3.0 * e,
+            approx_kl: 4.0 * e,
+            policy_kl: 5.0 * e,
+            ratio: 6.0 * e,
+            ratio_squared: 7.0 * e,
+            ref_kl: 8.0 * e,
+            entropy: 9.0 * e,
+            low_clipped: [2.0, 1.0],
+            high_clipped: [1.0, 0.5],
+            low_clipped_min: 1.0,
+            high_clipped_max: 0.5,
+            ratios: vec![0.5, f32::INFINITY, 1.25, 0.0],
+            ..of_values.clone()
+        };
+        let none = f64::INFINITY;
+        assert_eq!(sums(true, true), of_both);
+        assert_eq!(sums(false, true), StepStats { tokens: 3.0, low_clipped_min: none, ..of_values });
+        assert_eq!(sums(false, false), StepStats { tokens: 3.0, low_clipped_min: none, ..StepStats::default() });
     }
 }

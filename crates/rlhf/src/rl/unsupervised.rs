@@ -6,6 +6,7 @@ use crate::dist::World;
 use crate::flag::{DATA, NONE, PPO, above_zero, all, defaults, no_effect, optional};
 use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
+use crate::rl::math;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use clap::Args;
@@ -13,7 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 /// The order of the blocks must not be that of the prompts, where there are as many: this is added to the run's seed.
 const SEED: u64 = 1 << 32;
@@ -161,7 +162,7 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     if tokens == 0 {
         return Err(Error::Run("unsupervised batch: expected texts of at least two tokens, found none".into()));
     }
-    let mut sum = 0.0;
+    let mut sums = Vec::new();
     let length = |text: &S| text.as_ref().len();
     let own = limits.world.share_by(texts, length);
     let mut passes = micro_batches(own, limits.most_rows, limits.most_tokens, |text| (length(text), 0)).into_iter();
@@ -169,11 +170,13 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
         let found = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
             -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)
         })?;
-        sum -= found.logprobs.sum(Kind::Float).double_value(&[]);
+        sums.push(found.logprobs.sum(Kind::Float));
         Ok(())
     });
     limits.world.agree(learned)?;
-    let mut sums = [sum];
+    // All passes in one read, as each waits for the device.
+    let sums = if sums.is_empty() { Vec::new() } else { math::numbers(&Tensor::stack(&sums, 0)) };
+    let mut sums = [sums.into_iter().fold(0.0, |sum, logprobs| sum - logprobs)];
     limits.world.sum_numbers(&mut sums)?;
     Ok(sums[0] / tokens as f64)
 }
