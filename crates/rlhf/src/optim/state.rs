@@ -2,11 +2,11 @@
 
 use super::adafactor::{self, Squares};
 use super::blocks::{BLOCK, Blocks};
-use super::rounding::round;
+use super::rounding::{Words, round};
 use super::settings::Optim;
 use crate::model::{Param, TrainedTensor};
 use crate::rng::{Purpose, Stream};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Ends of the names of both moments in a saved state.
 pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
@@ -19,8 +19,10 @@ const WHOLE: [&str; 1] = ["exp_avg_sq"];
 /// Parameters with fewer elements have moments in f32 beside others in 8 bits, as in bitsandbytes.
 const SMALL: i64 = 4096;
 
-/// Elements of a parameter whose moments are in f32 at a time: whole blocks.
+/// Elements of a parameter whose moments are in f32 at a time: whole blocks. On a CPU they stay in its cache. On a GPU a kernel over as
+/// few would take longer to launch than to run; the temporary tensors of 2^23 take about a quarter of a GiB.
 const AT_ONCE: i64 = 256 * BLOCK;
+const AT_ONCE_ON_GPU: i64 = AT_ONCE << 7;
 
 /// The form of a parameter's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,15 +148,17 @@ impl State {
             }
             Self::Rounded(moments) => {
                 let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
-                let mut stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
+                let stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
+                let mut words = Words::new(stream, 3, param.device());
                 for (from, len) in chunks(&param) {
                     let part = |x: &Tensor| x.view([-1]).narrow(0, from, len);
                     let wide = |x: &Tensor| part(x).to_kind(Kind::Float);
                     let [first, second] = moments.each_ref().map(wide);
                     let new = wide(&param);
                     adamw(&new, wide(&grad), [&first, &second], step)?;
-                    for (held, new) in [&param, &moments[0], &moments[1]].into_iter().zip([new, first, second]) {
-                        part(held).copy_(&round(&new, &mut stream));
+                    let held = [&param, &moments[0], &moments[1]];
+                    for (tensor, (held, new)) in held.into_iter().zip([new, first, second]).enumerate() {
+                        part(held).copy_(&round(&new, &words.take(tensor, from, len, param.device())));
                     }
                 }
                 Ok(())
@@ -204,5 +208,6 @@ fn adamw(param: &Tensor, grad: Tensor, moments: [&Tensor; 2], step: Step) -> Res
 /// Start and length of each part of `flat` that is computed at once.
 fn chunks(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
     let len = flat.numel() as i64;
-    (0..len).step_by(AT_ONCE as usize).map(move |from| (from, AT_ONCE.min(len - from)))
+    let at_once = if flat.device() == Device::Cpu { AT_ONCE } else { AT_ONCE_ON_GPU };
+    (0..len).step_by(at_once as usize).map(move |from| (from, at_once.min(len - from)))
 }
