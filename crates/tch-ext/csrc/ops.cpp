@@ -422,19 +422,21 @@ struct QuantizedWeight {
   Tensor plain_scales() const {
     if (!nested_map.defined()) return scales;
     const Tensor of_blocks = nested_scales.repeat_interleave(nested_block).narrow(0, 0, scales.numel());
-    return (nested_map.index_select(0, scales.flatten().to(at::kInt)) * of_blocks).add_(offset);
+    return nested_map.index_select(0, scales.flatten().to(at::kInt)).mul_(of_blocks).add_(offset);
   }
 
-  // All values, by libtorch's operations on any device.
+  // All values, by libtorch's operations on any device. Takes 6 bytes a value: indices of a byte's two values as i32, and values in f32.
   Tensor plain_values(at::ScalarType dtype) const {
-    if (!four_bits()) return (codes.to(at::kFloat) * plain_scales().unsqueeze(1)).to(dtype);
-    const int64_t n = out * in, blocks = scales.numel();
-    const Tensor pairs = codes.flatten();
-    const Tensor each = at::stack({pairs.bitwise_right_shift(4), pairs.bitwise_and(15)}, 1).flatten().to(at::kInt);
-    Tensor values = map.index_select(0, each).narrow(0, 0, n);
-    if (blocks * block > n) values = at::constant_pad_nd(values, {0, blocks * block - n});
-    values = values.view({blocks, block}) * plain_scales().unsqueeze(1);
-    return values.flatten().narrow(0, 0, n).view({out, in}).to(dtype);
+    if (!four_bits()) return codes.to(at::kFloat).mul_(plain_scales().unsqueeze(1)).to(dtype);
+    const int64_t n = out * in, whole = n / block;
+    // Both values of each byte, [256, 2], as one number of 64 bits: so libtorch copies pairs, not single values.
+    const Tensor firsts = map.unsqueeze(1).expand({16, 16}), seconds = map.unsqueeze(0).expand({16, 16});
+    const Tensor pairs = at::stack({firsts, seconds}, 2).view({256, 2}).view(at::kLong).flatten();
+    const Tensor values = pairs.index_select(0, codes.flatten().to(at::kInt)).view(at::kFloat).narrow(0, 0, n);
+    const Tensor factors = plain_scales();
+    values.narrow(0, 0, whole * block).view({whole, block}).mul_(factors.narrow(0, 0, whole).unsqueeze(1));
+    if (whole * block < n) values.narrow(0, whole * block, n - whole * block).mul_(factors.narrow(0, whole, 1));
+    return values.view({out, in}).to(dtype);
   }
 
   // Columns of rows, on a CPU, into `values`.
