@@ -250,6 +250,31 @@ fn ranks_share_what_their_stage_divides() {
 }
 
 #[test]
+fn ranks_share_the_plain_weights_of_a_quantized_base_alone() {
+    let scratch = with_7b();
+    let line = "ppo --sft_model_path 7b --dataset_name none.jsonl --max_prompt_length 512 --response_length 256 --bf16 --use_peft \
+                --reward length:target=20 --output_dir out --num_sample_generations 0 --load_in_8bit --value_head";
+    let of = |stage: usize, flags: &str| {
+        let plan =
+            planned(&scratch, "--nproc_per_node 4 --memory 99GB", &format!("{line} --zero_stage {stage} {flags}"));
+        let phases = plan["memory"]["phases"].as_array().unwrap();
+        let rollout = phases.iter().find(|phase| phase["name"] == "rollout").unwrap();
+        [&plan["models"][0]["weights"], &rollout["weights"]].map(number)
+    };
+    // A byte for each number, and eight for the scale of each row, which is held twice.
+    let rows = 32.0 * (5.0 * 4096.0 + 2.0 * 11008.0);
+    let quantized = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11008.0) + 8.0 * rows;
+    let ([whole, _], [part, in_rollout]) = (of(0, ""), of(3, "--ds3_gather_for_generation=false"));
+    // Embedding, LM head, norms and the adapter are divided: nearly all that is not in eight bits.
+    let rest = whole - quantized;
+    assert!(rest < 0.1 * quantized && (part - quantized - rest / 4.0).abs() < 0.01 * rest, "{whole}, {part}");
+    // A pass gathers what is outside the layers, and adapters and norms of one.
+    assert!(in_rollout - part < rest, "{in_rollout}, {part}");
+    let [_, gathered] = of(3, "");
+    assert!((gathered - whole).abs() < 0.01 * rest, "{gathered}, {whole}");
+}
+
+#[test]
 fn parts_that_leave_memory_count_in_the_phases_that_use_them() {
     let scratch = with_model();
     let line = "ppo --sft_model_path big --reward_model_path big --new_reward_head --dataset_name prompts.jsonl --output_dir out";

@@ -80,8 +80,10 @@ pub(crate) struct Held {
     pub(crate) trained: usize,
     /// Bytes of their gradients, which have their dtypes.
     pub(crate) gradients: usize,
-    /// Bytes of the weights.
+    /// Bytes of the weights, but for quantized ones.
     pub(crate) weights: usize,
+    /// Bytes of the quantized weights, which no rank divides.
+    pub(crate) quantized: usize,
     /// Bytes of the base's values of modules that are trained in full beside an adapter, which no rank divides.
     pub(crate) originals: usize,
     /// Bytes of the permanent copies in a narrower dtype of products.
@@ -92,9 +94,9 @@ pub(crate) struct Held {
     pub(crate) unpacked: usize,
     /// Bytes of all such copies in the layers: the graph of a backward pass stores them.
     pub(crate) widened_layers: usize,
-    /// Bytes of the weights of the largest layer of the stack.
+    /// Bytes of the weights of the largest layer of the stack, but for quantized ones.
     pub(crate) layer: usize,
-    /// Bytes of the weights outside the layers.
+    /// Bytes of the weights outside the layers, none of which is quantized.
     pub(crate) root: usize,
     /// Number of trained parameters of the largest layer.
     pub(crate) trained_layer: usize,
@@ -155,6 +157,11 @@ fn bounded(bytes: f64) -> usize {
 const UNPACKED: usize = 12;
 
 impl Held {
+    /// Bytes of the weights of a rank, one of `ranks` that share them.
+    pub(crate) fn share_of(&self, ranks: usize) -> usize {
+        self.weights / ranks + self.quantized
+    }
+
     /// Bytes of the largest temporary copy of a weight. Kernels unpack a quantized weight by tiles, libtorch's operations all of it.
     pub(crate) fn temporary(&self, has_kernels: bool) -> usize {
         self.widened.max(if has_kernels { 0 } else { self.unpacked * UNPACKED })
@@ -311,7 +318,8 @@ impl ModelSizes {
                 }
             }
         };
-        let (mut copies, mut widened, mut widened_layers, mut originals, mut unpacked) = (0, 0, 0, 0, 0);
+        let (mut copies, mut widened, mut widened_layers, mut originals) = (0, 0, 0, 0);
+        let (mut parameters, mut quantized, mut unpacked) = (0, 0, 0);
         let first = self.first_own(holding);
         let (tensors, saved) = self.with_saved(holding)?;
         for (at, tensor) in tensors.iter().enumerate() {
@@ -329,7 +337,7 @@ impl ModelSizes {
                 quantization.and_then(|format| Some((format, self.quantized_widths(tensor)?)))
                 && at >= first
             {
-                add(tensor.layer, tensor.numel, format.bytes(widths), false);
+                (parameters, quantized) = (parameters + tensor.numel, quantized + format.bytes(widths));
                 unpacked = unpacked.max(tensor.numel);
                 continue;
             }
@@ -359,6 +367,7 @@ impl ModelSizes {
         held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
         held.trained_layer = layers.values().map(|[_, trained]| *trained).max().unwrap_or(0);
         (held.copies, held.widened, held.widened_layers, held.unpacked) = (copies, widened, widened_layers, unpacked);
+        (held.parameters, held.quantized) = (held.parameters + parameters, quantized);
         // A head that was tied shares the memory of the embedding until both are trained.
         let shared = tensors.len() > self.tensors.len() && originals > 0;
         held.originals = originals - if shared { self.tied_bytes(holding, dtype, compute) } else { 0 };
@@ -827,7 +836,8 @@ mod tests {
             assert_eq!((held.parameters, held.trained), (count, trained), "{name}");
             // The scales of eight bits are held twice, and descriptions of four bits differ in length.
             let most = 64 * sizes.linears.len() + bytes / 50;
-            assert!(held.weights.abs_diff(bytes) <= most, "{name}: {} bytes, {bytes} in memory", held.weights);
+            let weights = held.weights + held.quantized;
+            assert!(weights.abs_diff(bytes) <= most, "{name}: {weights} bytes, {bytes} in memory");
         }
     }
 

@@ -56,7 +56,7 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
         false => None,
     };
     let held = run.held(own)?;
-    let (weights, parameters) = (held.weights + held.copies, held.parameters);
+    let (weights, parameters) = (held.share_of(1) + held.copies, held.parameters);
     let name = config.model_name_or_path.display().to_string();
     let model = PlannedModel { role: "model", name, parameters, trained: 0, weights, gradients: 0, moments: 0 };
     Ok(Plan {
@@ -122,7 +122,7 @@ impl<'c> Generation<'c> {
         };
         let of_part = |part: &[usize]| {
             let mut phase = Phase { name: "generation", program, ..Phase::default() };
-            phase.weights = held.weights + held.copies + held.temporary(uses_kernels(compute, self.machine.device));
+            phase.weights = held.share_of(1) + held.copies + held.temporary(uses_kernels(compute, self.machine.device));
             let sampled = Sampled {
                 rows: (part.len() * size).min(most).max(1),
                 prompts: part.len(),

@@ -124,7 +124,7 @@ impl<'a> Job<'a> {
         }
         let of_params = self.sharing(stage.shards_parameters());
         let copies = if self.releases(stage) { 0 } else { held.copies };
-        let weights = held.weights / of_params + copies + held.originals;
+        let weights = held.share_of(of_params) + copies + held.originals;
         if !member.is_trained && self.run.run().offload.offloads_models() {
             return Resident::default();
         }
@@ -151,7 +151,7 @@ impl<'a> Job<'a> {
         let on_host = divided && self.machine.device != Device::Cpu;
         let moments = if offload.offloads_optimizer() && !on_host { self.moments(member) } else { 0 };
         let is_out = !member.is_trained && !member.is_view && offload.offloads_models();
-        let weights = if is_out { held.weights + held.copies + held.originals } else { 0 };
+        let weights = if is_out { held.share_of(1) + held.copies + held.originals } else { 0 };
         Resident { weights, moments, gradients: 0 }
     }
 
@@ -259,7 +259,7 @@ impl<'a> Job<'a> {
         sampled.add_to(&mut phase, policy.sizes, self.compute);
         if self.releases(policy.stage) {
             phase.weights += match config.dist.ds3_gather_for_generation {
-                true => policy.held.weights + policy.held.copies - policy.held.weights / self.machine.ranks,
+                true => policy.held.share_of(1) + policy.held.copies - policy.held.share_of(self.machine.ranks),
                 false => self.gathered(policy, false)[0],
             };
         }
