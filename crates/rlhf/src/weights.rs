@@ -108,6 +108,11 @@ impl Checkpoint {
         self.tensors.get(name).is_some_and(|entry| matches!(entry.info.dtype, Dtype::U8 | Dtype::I8))
     }
 
+    /// The file of the tensor `name`; the folder if there is no such tensor.
+    pub(crate) fn path_of(&self, name: &str) -> &Path {
+        self.tensors.get(name).map_or(&self.dir, |entry| &self.files[entry.file].path)
+    }
+
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir
@@ -386,17 +391,21 @@ pub(crate) fn save_of(
 /// # Errors
 /// If a number is infinite or NaN; the error names the tensor.
 pub(crate) fn check_finite(name: &str, tensor: &Tensor) -> Result<()> {
-    if tensor.numel() == 0 {
-        return Ok(());
-    }
-    // Both are NaN if any number is, and no second tensor of this size is allocated.
-    let (least, most) = tensor.aminmax(None, false);
-    let found = [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite());
-    found.map_or(Ok(()), |found| {
+    not_finite(tensor).map_or(Ok(()), |found| {
         Err(Error::Run(format!(
             "tensor `{name}`: expected finite numbers, found {found}: the weights are damaged, or training diverged"
         )))
     })
+}
+
+/// A number of `tensor` that is infinite or NaN, if there is one.
+pub(crate) fn not_finite(tensor: &Tensor) -> Option<f64> {
+    if tensor.numel() == 0 {
+        return None;
+    }
+    // Both are NaN if any number is, and no second tensor of this size is allocated.
+    let (least, most) = tensor.aminmax(None, false);
+    [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite())
 }
 
 /// Writes `tensors` as one safetensors file, under a temporary name that is then renamed.

@@ -221,6 +221,19 @@ fn each_part_of_a_quantized_weight_is_checked() {
             "expected nf4 of [64, 32], found nf4 of [32, 64]",
         ),
         (
+            state.into(),
+            text(
+                r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [64, 32], "nested_blocksize": 256,
+                "nested_offset": 1e39}"#,
+            ),
+            "`nested_offset`: expected a number of f32, found 1e+39",
+        ),
+        (
+            format!("{weight}.nested_absmax"),
+            Some(Tensor::from_slice(&[f32::INFINITY])),
+            "model.safetensors: tensor `model.layers.0.mlp.up_proj.weight.nested_absmax`: expected finite numbers, found inf",
+        ),
+        (
             format!("{weight}.quant_map"),
             Some(Tensor::zeros([16], (Kind::Float, Device::Cpu))),
             "expected the values of nf4",
@@ -236,6 +249,25 @@ fn each_part_of_a_quantized_weight_is_checked() {
         save(dir.path(), &tensors, usize::MAX).unwrap();
         let error = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap_err().to_string();
         assert!(error.contains(says) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn a_scale_that_is_not_a_number_is_refused_in_every_format() {
+    let scales = ["nested_absmax", "absmax", "SCB"];
+    for ((name, _), scale) in MODELS.into_iter().zip(scales) {
+        let whole = Checkpoint::open(&folder(name)).unwrap();
+        let damaged = whole.names().find(|name| name.ends_with(&format!(".{scale}"))).unwrap();
+        let tensors: Vec<_> =
+            whole.names().map(|name| (name.to_string(), whole.read_stored(name, Device::Cpu).unwrap())).collect();
+        let (_, tensor) = tensors.iter().find(|(name, _)| name == damaged).unwrap();
+        let _ = tensor.get(0).fill_(f64::NAN);
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(folder(name).join("config.json"), dir.path().join("config.json")).unwrap();
+        save(dir.path(), &tensors, usize::MAX).unwrap();
+        let error = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap_err().to_string();
+        let says = format!("model.safetensors: tensor `{damaged}`: expected finite numbers, found NaN");
+        assert!(error.contains(&says) && !error.contains('\n'), "{error}");
     }
 }
 

@@ -3,7 +3,7 @@
 use super::quantized::{Quantization, Quantized};
 use super::shape::{HeadNames, Names};
 use crate::rng::{Purpose, Stream};
-use crate::weights::{Checkpoint, brief, is_beside_codes};
+use crate::weights::{Checkpoint, brief, is_beside_codes, not_finite};
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::path::Path;
@@ -150,19 +150,8 @@ impl<'a> Builder<'a> {
             }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, &name);
-                let device = self.device;
-                let asked = &mut self.asked;
-                let mut part = |name: &str| -> Result<Option<Tensor>> {
-                    if checkpoint.shape(name).is_none() {
-                        return Ok(None);
-                    }
-                    asked.insert(name.to_string());
-                    // The description is read here.
-                    let device = if name.contains(".quant_state.") { Device::Cpu } else { device };
-                    checkpoint.read_stored(name, device).map(Some)
-                };
-                let is_quantized = checkpoint.holds_codes(&stored);
-                is_quantized.then(|| Quantized::from_parts(&stored, widths, checkpoint.dir(), &mut part)).transpose()?
+                let is_read = checkpoint.holds_codes(&stored);
+                is_read.then(|| self.read_quantized(checkpoint, &stored, widths)).transpose()?
             }
             Source::Fresh(_) | Source::Shapes(_) => None,
         };
@@ -188,6 +177,27 @@ impl<'a> Builder<'a> {
             drop(self.keep(name, tensor, false));
         }
         Ok(Some(found))
+    }
+
+    /// Reads the quantized weight `stored`, `[out, in]`, of the checkpoint.
+    fn read_quantized(&mut self, checkpoint: &Checkpoint, stored: &str, widths: [i64; 2]) -> Result<Quantized> {
+        let (device, asked) = (self.device, &mut self.asked);
+        let mut part = |name: &str| -> Result<Option<Tensor>> {
+            if checkpoint.shape(name).is_none() {
+                return Ok(None);
+            }
+            asked.insert(name.to_string());
+            // The description is read here.
+            let device = if name.contains(".quant_state.") { Device::Cpu } else { device };
+            let found = checkpoint.read_stored(name, device)?;
+            // A scale that is not a number would make all of its block or row so.
+            if let Some(number) = found.is_floating_point().then(|| not_finite(&found)).flatten() {
+                let message = format!("tensor `{}`: expected finite numbers, found {number}", brief(name));
+                return Err(Error::invalid(checkpoint.path_of(name), message));
+            }
+            Ok(Some(found))
+        };
+        Quantized::from_parts(stored, widths, checkpoint.path_of(stored), &mut part)
     }
 
     /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would

@@ -593,9 +593,10 @@ impl State {
         let nested = match json.contains_key("nested_blocksize") {
             false => None,
             true => {
-                let offset = json.get("nested_offset").and_then(Value::as_f64).filter(|offset| offset.is_finite());
-                let offset = offset.ok_or_else(|| wrong("nested_offset", "a number"))?;
-                Some((block("nested_blocksize")?, offset as f32))
+                let offset = json.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
+                let offset = offset.filter(|offset| offset.is_finite());
+                let offset = offset.ok_or_else(|| wrong("nested_offset", "a number of f32"))?;
+                Some((block("nested_blocksize")?, offset))
             }
         };
         Ok(Self { quant_type, block: block("blocksize")?, dtype, shape, nested })
