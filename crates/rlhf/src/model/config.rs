@@ -1,7 +1,7 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
 use super::families::{FAMILIES, of_classifiers};
-use super::quantized::Quantization;
+use super::quantized::{Quantization, is_skipped};
 use super::shape::{Family, Fields, MOST_LAYERS, Shape, brief};
 use crate::weights::{no_such_file, pretty, read_json, write_text};
 use crate::{Error, Result};
@@ -257,10 +257,17 @@ impl ModelConfig {
         self.raw.get("quantization_config").and_then(Quantization::of_config)
     }
 
-    /// Describes quantized weights, unless the file does; the linear layers `kept`, of those outside experts, are not quantized.
-    pub(crate) fn describe_quantization(&mut self, format: Quantization, kept: &[String]) {
-        let described = || format.describe(kept);
-        self.raw.entry("quantization_config").or_insert_with(described);
+    /// Describes quantized weights, unless the file that was read does: the linear layers `kept` are not quantized, and `quantized` are.
+    pub(crate) fn describe_quantization(&mut self, format: Quantization, kept: &[String], quantized: &[&str]) {
+        let old = self.raw.get("quantization_config");
+        let fits = |old: &Value| {
+            Quantization::of_config(old) == Some(format)
+                && kept.iter().all(|layer| is_skipped(old, layer))
+                && !quantized.iter().any(|layer| is_skipped(old, layer))
+        };
+        if !old.is_some_and(fits) {
+            self.raw.insert("quantization_config".into(), format.describe(kept));
+        }
     }
 
     /// Ties the LM head to the embedding.

@@ -176,6 +176,13 @@ impl Quantization {
     }
 }
 
+/// Whether the `quantization_config` that is `described` spares the linear layer of this name.
+pub(super) fn is_skipped(described: &Value, layer: &str) -> bool {
+    let modules = described.get("llm_int8_skip_modules").and_then(Value::as_array);
+    let is_in = |module: &str| format!(".{layer}.").contains(&format!(".{module}."));
+    modules.into_iter().flatten().filter_map(Value::as_str).any(is_in)
+}
+
 /// Settings of the quantization of frozen weights, with TRL's names.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -712,6 +719,7 @@ fn dynamic_code(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{CausalLm, ModelOptions};
     use crate::weights::Checkpoint;
     use tch::Device;
 
@@ -736,6 +744,52 @@ mod tests {
         assert_eq!((found.kind(), found.size()), (expected.kind(), expected.size()), "{what}");
         // NaN would not equal itself.
         assert!(found.equal(expected), "{what}: {found:?}, expected {expected:?}");
+    }
+
+    /// Writes the model in `from` to `dir` with these weights quantized.
+    fn with_quantized(from: &str, dir: &Path, quantizes: &dyn Fn(&str) -> bool, format: Quantization) {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(from);
+        let whole = Checkpoint::open(&from).unwrap();
+        let mut tensors = Vec::new();
+        for name in whole.names() {
+            let tensor = whole.read_stored(name, Device::Cpu).unwrap();
+            match name.strip_suffix(".weight").is_some_and(quantizes) {
+                true => tensors.extend(Quantized::new(&tensor, format).parts(name)),
+                false => tensors.push((name.to_string(), tensor)),
+            }
+        }
+        crate::weights::save(dir, &tensors, usize::MAX).unwrap();
+        let mut config = crate::weights::read_json(&from.join("config.json")).unwrap();
+        config["quantization_config"] = format.describe(&[]);
+        std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    }
+
+    fn described(dir: &Path) -> Value {
+        crate::weights::read_json(&dir.join("config.json")).unwrap()["quantization_config"].clone()
+    }
+
+    #[test]
+    fn the_saved_description_lists_the_layers_that_are_plain_and_no_others() {
+        let format = Quantization::FourBit { quant_type: QuantType::Nf4, nested: false };
+        let (dir, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let is_quantized = |layer: &str| layer.ends_with("_proj") && !layer.ends_with("up_proj");
+        with_quantized("llama_untied", dir.path(), &is_quantized, format);
+        let save = |options| {
+            let model = CausalLm::from_pretrained(dir.path(), options).unwrap();
+            model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+            described(out.path())
+        };
+        let plain = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"];
+        assert_eq!(save(ModelOptions::default()), format.describe(&plain.map(String::from)));
+        // A list that is true is kept, with all beside it.
+        let mut config = crate::weights::read_json(&dir.path().join("config.json")).unwrap();
+        config["quantization_config"]["llm_int8_skip_modules"] = json!(["up_proj", "lm_head"]);
+        config["quantization_config"]["bnb_4bit_compute_dtype"] = json!("bfloat16");
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        assert_eq!(save(ModelOptions::default()), config["quantization_config"]);
+        // They are quantized too.
+        let all = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
+        assert_eq!(save(all), format.describe(&[]));
     }
 
     #[test]

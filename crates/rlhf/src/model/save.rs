@@ -2,6 +2,7 @@
 
 use super::body::Body;
 use super::config::ModelConfig;
+use super::linear::Linear;
 use super::params::Param;
 use super::shape::HeadNames;
 use super::{BASE_MODEL, adapter_folder, is_model, lora};
@@ -112,19 +113,29 @@ impl Body {
         })?;
         let mut config = config.clone();
         if let Some(format) = self.quantization() {
-            config.describe_quantization(format, &self.plain_heads());
+            let kept = self.plain_linears(&config);
+            let quantized = self.decoder.linears().filter(|linear| linear.quantization().is_some());
+            config.describe_quantization(format, &kept, &quantized.map(Linear::name).collect::<Vec<_>>());
         }
         config.save(dir, self.kind)
     }
 
-    /// The linear layers of a classifier's head with several, which transformers would quantize.
-    fn plain_heads(&self) -> Vec<String> {
-        match self.config.family.names.head {
-            HeadNames::Dense { inner, out, .. } if self.config.is_sequence_classifier() => {
-                vec![inner.into(), out.into()]
+    /// The linear layers of a quantized model that are not quantized, but would be without their names in `config`, its saved configuration.
+    fn plain_linears(&self, config: &ModelConfig) -> Vec<String> {
+        let names = &self.config.family.names;
+        let is_plain = |linear: &&Linear| linear.quantization().is_none() && names.quantizes(linear.name());
+        let mut kept: Vec<String> =
+            self.decoder.linears().filter(is_plain).map(|linear| linear.name().into()).collect();
+        match names.head {
+            HeadNames::Dense { inner, out, .. } if config.is_sequence_classifier() => {
+                kept.extend([inner, out].map(Into::into))
             }
-            _ => Vec::new(),
+            // Without a list transformers spares the head by itself.
+            _ if kept.is_empty() => {}
+            HeadNames::Score if config.is_sequence_classifier() => kept.push("score".into()),
+            _ => kept.push(names.lm_head.trim_end_matches(".weight").into()),
         }
+        kept
     }
 
     /// Writes the base of an adapter to `dir` if no folder holds it, so that every adapter saved later refers to `dir`. A base
