@@ -219,9 +219,9 @@ impl Body {
         (self.kind, self.trains_in_bf16) = (Kind::BFloat16, true);
     }
 
-    /// Holds each tensor in the dtype that `kind` returns.
+    /// Holds each tensor, but for quantized weights, in the dtype that `kind` returns.
     fn hold_as(&mut self, kind: impl Fn(&Param) -> Kind) {
-        for param in &mut self.params {
+        for param in self.params.iter_mut().filter(|param| !param.is_quantized()) {
             let kind = kind(param);
             if param.tensor.kind() != kind {
                 let held = tch::no_grad(|| param.tensor.to_kind(kind));

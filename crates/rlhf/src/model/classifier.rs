@@ -666,14 +666,16 @@ impl Head {
         let width_in = config.hidden_size;
         let by_width = if config.scale_init_by_width { (width_in as f64).sqrt() } else { 1.0 };
         let std = config.initializer_range / by_width;
-        match config.family.names.head {
+        // A head is trained in full beside an adapter, so it is never held in codes.
+        builder.unpack(true);
+        let head = match config.family.names.head {
             HeadNames::Score => {
                 let shape = [labels, config.embedding_size];
                 let weight = match new_head {
                     Some(seed) => builder.new_head(name.to_string(), &shape, seed, std)?,
                     None => builder.tensor(name.to_string(), &shape, Init::Zeros, true)?,
                 };
-                Ok(Head::Score(Linear::new(weight, None, compute)))
+                Head::Score(Linear::new(weight, None, compute))
             }
             HeadNames::Dense { inner, activation, norm, out } => {
                 let shape = |width_out, bias| LinearShape { width_in, width_out, bias, transposed: false, std };
@@ -683,8 +685,10 @@ impl Head {
                 let norm = norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?;
                 let out = Linear::build(builder, out, shape(labels, true), compute)?;
                 builder.set_absent(None);
-                Ok(Head::Dense { inner, activation, norm, out: Box::new(out) })
+                Head::Dense { inner, activation, norm, out: Box::new(out) }
             }
-        }
+        };
+        builder.unpack(false);
+        Ok(head)
     }
 }

@@ -80,6 +80,8 @@ pub(crate) struct Builder<'a> {
     hold: Option<Kind>,
     /// The format that weights of linear layers are quantized to.
     quantization: Option<Quantization>,
+    /// Whether quantized weights of the checkpoint become plain.
+    unpacks: bool,
     /// Whether a tensor of the checkpoint was rounded to that dtype.
     rounded: bool,
     /// The checkpoint's prefix of names that start with `names.prefix` here.
@@ -107,13 +109,14 @@ impl<'a> Builder<'a> {
         let (params, asked) = (Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
         let (rounded, tied, absent) = (false, false, None);
-        let quantization = None;
+        let (quantization, unpacks) = (None, false);
         Self {
             source,
             names,
             device,
             hold,
             quantization,
+            unpacks,
             rounded,
             stored_prefix,
             tied,
@@ -150,7 +153,7 @@ impl<'a> Builder<'a> {
             }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, &name);
-                let is_read = checkpoint.holds_codes(&stored);
+                let is_read = checkpoint.holds_codes(&stored) && !self.unpacks;
                 is_read.then(|| self.read_quantized(checkpoint, &stored, widths)).transpose()?
             }
             Source::Fresh(_) | Source::Shapes(_) => None,
@@ -198,6 +201,11 @@ impl<'a> Builder<'a> {
             Ok(Some(found))
         };
         Quantized::from_parts(stored, widths, checkpoint.path_of(stored), &mut part)
+    }
+
+    /// Sets whether the next weights are plain even if the checkpoint holds them quantized, as those of heads are.
+    pub(crate) fn unpack(&mut self, unpacks: bool) {
+        self.unpacks = unpacks;
     }
 
     /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would
@@ -307,6 +315,10 @@ impl<'a> Builder<'a> {
                     (None, None) => {
                         self.missing.push(name.to_string());
                         None
+                    }
+                    (Some(_), _) if self.unpacks && shape.len() == 2 && checkpoint.holds_codes(&stored) => {
+                        let weight = self.read_quantized(checkpoint, &stored, [shape[0], shape[1]])?;
+                        Some(weight.values(self.kind()))
                     }
                     (Some(found), _) if found != shape => {
                         self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));

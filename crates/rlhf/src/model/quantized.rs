@@ -719,7 +719,8 @@ fn dynamic_code(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{CausalLm, ModelOptions};
+    use crate::model::{CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
+    use crate::optim::Optimizer;
     use crate::weights::Checkpoint;
     use tch::Device;
 
@@ -769,6 +770,49 @@ mod tests {
     }
 
     #[test]
+    fn a_quantized_head_with_two_layers_is_plain_trains_beside_an_adapter_and_is_saved() {
+        let nf4 = Quantization::FourBit { quant_type: QuantType::Nf4, nested: true };
+        for (model, head, format) in [
+            ("roberta_cls3", "classifier.dense", nf4),
+            ("bart_cls1", "classification_head.dense", Quantization::EightBit),
+            ("t5_v11_cls1", "classification_head.dense", nf4),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let quantizes = |layer: &str| layer == head || layer.ends_with("attention.self.query");
+            let quantizes = |layer: &str| {
+                quantizes(layer) || layer.ends_with("self_attn.q_proj") || layer.ends_with("SelfAttention.q")
+            };
+            with_quantized(model, dir.path(), &quantizes, format);
+            let open = |dir: &Path| SequenceClassifier::from_pretrained(dir, None, ModelOptions::default()).unwrap();
+            let (mut model, rows) = (open(dir.path()), [[5i64, 6, 7, 2]]);
+            assert_eq!(model.quantization(), Some(format), "{head}");
+            let weight = |model: &SequenceClassifier| {
+                let name = format!("{head}.weight");
+                model.params().iter().find(|param| param.name == name).unwrap().tensor.detach().copy()
+            };
+            let stored = Checkpoint::open(dir.path()).unwrap();
+            let widths = <[i64; 2]>::try_from(weight(&model).size()).unwrap();
+            let mut part = |name: &str| stored.shape(name).map(|_| stored.read_stored(name, Device::Cpu)).transpose();
+            let codes = Quantized::from_parts(&format!("{head}.weight"), widths, dir.path(), &mut part).unwrap();
+            same(head, &weight(&model), &codes.values(Kind::Float));
+            let before = model.logits(&rows).unwrap();
+            model.add_adapter(&LoraConfig::default(), 1).unwrap();
+            same(head, &model.logits(&rows).unwrap(), &before);
+            model.set_trainable(true);
+            model.scores_backward(&rows, None, |scores| scores.sum(Kind::Float)).unwrap();
+            let mut optimizer = Optimizer::new(model.trainable_params(), &crate::flag::defaults());
+            optimizer.step(1e-2).unwrap();
+            assert!(!weight(&model).equal(&codes.values(Kind::Float)), "{head} is trained");
+            model.merge_adapter();
+            let (after, out) = (model.logits(&rows).unwrap(), tempfile::tempdir().unwrap());
+            model.save_pretrained(out.path(), &[2], Some(1), usize::MAX).unwrap();
+            same(head, &open(out.path()).logits(&rows).unwrap(), &after);
+            let skipped = &described(out.path())["llm_int8_skip_modules"];
+            assert!(skipped.as_array().unwrap().contains(&json!(head)), "{skipped}");
+        }
+    }
+
+    #[test]
     fn the_saved_description_lists_the_layers_that_are_plain_and_no_others() {
         let format = Quantization::FourBit { quant_type: QuantType::Nf4, nested: false };
         let (dir, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -790,6 +834,17 @@ mod tests {
         // They are quantized too.
         let all = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
         assert_eq!(save(all), format.describe(&[]));
+    }
+
+    #[test]
+    fn bf16_for_training_leaves_codes_as_they_are() {
+        let dir = tempfile::tempdir().unwrap();
+        with_quantized("llama_untied", dir.path(), &|layer| layer.ends_with("_proj"), Quantization::EightBit);
+        let mut model = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
+        model.hold_in_bf16();
+        let codes = model.params().iter().filter(|param| param.tensor.kind() == Kind::Int8).count();
+        assert!(codes > 0 && model.logits(&[[5i64, 6]]).is_ok());
+        assert_eq!(model.quantization(), Some(Quantization::EightBit));
     }
 
     #[test]
