@@ -263,6 +263,14 @@ fn a_run_with_a_moving_average_and_texts_in_its_steps_resumes_to_the_same_bits()
 }
 
 #[test]
+fn a_run_whose_weights_are_in_bf16_resumes_to_the_same_bits_of_its_moving_average() {
+    ppo_resumes(|config| {
+        (config.optimizer.optim, config.run.bf16) = (Optim::AdamwBf16, true);
+        config.ema.enable_ema = true;
+    });
+}
+
+#[test]
 fn a_run_of_groups_that_are_sampled_anew_with_a_reference_that_follows_resumes_to_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     resumes_from_everywhere(5, |with| {

@@ -192,6 +192,18 @@ impl CausalLm {
         self.body.merge_rounded(None, own_head.then_some(&mut self.lm_head.linear));
     }
 
+    /// Swaps the memory of the trained parameters and that of `weights`, which are in their order and may have another float dtype. The
+    /// parameters of the model must not be divided over ranks.
+    pub(crate) fn swap_trained(&self, weights: &[Tensor]) {
+        for (param, weight) in self.trainable_params().zip(weights) {
+            let own = param.tensor.detach();
+            // In all their handles; copies in the dtype of products are renewed by the version, which `set_data` does not change.
+            param.tensor.shallow_clone().set_data(&weight.detach());
+            weight.shallow_clone().set_data(&own);
+            tch_ext::bump_version(&param.tensor);
+        }
+    }
+
     /// Whether the model has an adapter.
     pub fn has_adapter(&self) -> bool {
         self.body.adapter.is_some()

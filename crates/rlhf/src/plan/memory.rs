@@ -390,8 +390,9 @@ impl<'a> Job<'a> {
             && config.ema.enable_ema
             && !policy.stage.shards_parameters()
         {
-            // The policy's own weights, while the average is in their place.
-            phase.weights += policy.held.trained * 4;
+            // The average in the dtypes of the policy's weights, where they are not f32.
+            let narrow = policy.held.gradients < 4 * policy.held.trained;
+            phase.weights += if narrow { policy.held.gradients } else { 0 };
         }
         phase
     }

@@ -78,27 +78,37 @@ impl Ema {
         &self.weights
     }
 
-    /// Calls `f` with the policy at the average's weights, then restores the policy's own, bit for bit. Where the policy's
-    /// parameters are divided over ranks, rank 0 calls this to write the average, while the others
-    /// take part in the collectives.
+    /// Calls `f` with the policy at the average's weights, in the dtypes of the policy's; the policy then has its own again, bit for
+    /// bit. Where the policy's parameters are divided over ranks, rank 0 calls this to write the average, while the others take part in
+    /// the collectives.
     ///
     /// # Errors
     /// The errors of `f`; if a rank has ended or does not respond.
     pub fn with<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
+        let pairs = self.weights.iter().zip(policy.trainable_params());
+        let rounded: Vec<Tensor> = pairs.map(|(weight, param)| weight.to_kind(param.tensor.kind())).collect();
+        self.at(policy, &rounded, f)
+    }
+
+    /// [`Ema::with`] in f32, the dtype of the average: a resumed run has to find the numbers that it left.
+    pub(crate) fn with_exact<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
+        self.at(policy, &self.weights, f)
+    }
+
+    fn at<T>(&self, policy: &CausalLm, weights: &[Tensor], f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
         if self.is_divided {
             policy.shards().swap_average(true)?;
             let done = f(policy);
             policy.shards().swap_average(true)?;
             return done;
         }
-        let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
-        put(policy, &self.weights);
+        policy.swap_trained(weights);
         let done = f(policy);
-        put(policy, &own);
+        policy.swap_trained(weights);
         done
     }
 
-    /// Loads the average: `read` puts it into `policy`, whose own weights are then restored.
+    /// Loads the average: `read` puts it into `policy`, which then has its own weights again.
     ///
     /// # Errors
     /// The errors of `read`.
@@ -110,19 +120,9 @@ impl Ema {
             policy.shards().swap_average(false)?;
             return done.map_err(named);
         }
-        let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
+        policy.swap_trained(&self.weights);
         let done = read(policy);
-        *self = Self::new(policy, self.beta);
-        put(policy, &own);
+        policy.swap_trained(&self.weights);
         done.map_err(named)
     }
-}
-
-/// Writes `weights` into the policy's trained parameters.
-fn put(policy: &CausalLm, weights: &[Tensor]) {
-    tch::no_grad(|| {
-        for (param, weight) in policy.trainable_params().zip(weights) {
-            param.tensor.shallow_clone().copy_(weight);
-        }
-    });
 }

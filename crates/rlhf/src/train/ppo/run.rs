@@ -356,7 +356,7 @@ impl Trainee for PpoTrainer {
 
     fn write_models(&self, dir: &Path) -> Result<()> {
         self.write_policy(dir)?;
-        self.write_ema(&dir.join(EMA))?;
+        self.write_exact_ema(&dir.join(EMA))?;
         self.write_value_model(&dir.join(VALUE_MODEL))?;
         self.write_reference(dir)?;
         self.learner.end_serving()

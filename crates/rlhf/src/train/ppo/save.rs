@@ -49,6 +49,12 @@ impl PpoTrainer {
         ema.with(&self.learner.policy, |_| self.write_policy(dir))
     }
 
+    /// [`PpoTrainer::write_ema`] for a checkpoint, with every bit of the average.
+    pub(super) fn write_exact_ema(&self, dir: &Path) -> Result<()> {
+        let Some(ema) = &self.learner.ema else { return Ok(()) };
+        ema.with_exact(&self.learner.policy, |_| self.write_policy(dir))
+    }
+
     pub(super) fn write_policy(&self, dir: &Path) -> Result<()> {
         let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
         // The stop tokens of training end a response elsewhere too.
