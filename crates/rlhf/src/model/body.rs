@@ -190,9 +190,9 @@ impl Body {
     }
 
     /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
-    /// model is divided over ranks.
+    /// model is divided over ranks or has left memory, as its memory is then fixed.
     pub(super) fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
-        if self.shards().stage().is_some() {
+        if self.shards().stage().is_some() || self.offloaded.get().is_some() {
             return;
         }
         let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();

@@ -380,7 +380,12 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
             divide(&mut policy);
             base
         }
-        (None, Some(layers)) => Some(policy.share_lower_layers(layers)?),
+        (None, Some(layers)) => {
+            let mut reference = policy.share_lower_layers(layers)?;
+            // Before it leaves memory, as a dtype cannot change later.
+            reference.hold_as_computed();
+            Some(reference)
+        }
         (None, None) => {
             divide(&mut policy);
             config.has_reference().then(|| load_reference(config, dir, frozen, &world)).transpose()?
