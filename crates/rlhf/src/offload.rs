@@ -25,11 +25,15 @@ pub struct Offloaded(Arc<Mutex<Held>>);
 
 #[derive(Debug)]
 struct Held {
+    /// Their name in errors.
+    name: String,
     place: Place,
     /// The memory that was put here, by its number.
     known: HashSet<usize>,
     /// Number of guards that need the tensors in memory.
     users: usize,
+    /// Why they could not leave after a use: then what is out is not what that use left.
+    failed: Option<String>,
 }
 
 #[derive(Debug)]
@@ -71,7 +75,7 @@ impl Offload {
         } else {
             Place::Host(Vec::new())
         };
-        Ok(Offloaded::new(place))
+        Ok(Offloaded::new(name, place))
     }
 
     /// Moves `tensors` out of memory; several of them may share some.
@@ -84,7 +88,7 @@ impl Offload {
         let Some(first) = own.first() else { return Ok(None) };
         let room = self.room(name, first.device(), own.iter().map(|tensor| tch_ext::storage_bytes(tensor)))?;
         room.put(own)?;
-        room.lock().leave()?;
+        room.leave()?;
         Ok(Some(room))
     }
 }
@@ -96,8 +100,9 @@ fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
 }
 
 impl Offloaded {
-    fn new(place: Place) -> Self {
-        Self(Arc::new(Mutex::new(Held { place, known: HashSet::new(), users: 0 })))
+    fn new(name: &str, place: Place) -> Self {
+        let held = Held { name: name.into(), place, known: HashSet::new(), users: 0, failed: None };
+        Self(Arc::new(Mutex::new(held)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Held> {
@@ -129,12 +134,24 @@ impl Offloaded {
         Ok(())
     }
 
+    /// Moves the tensors out of memory, unless they are in use.
+    ///
+    /// # Errors
+    /// If they cannot be written; they then stay in memory.
+    pub fn leave(&self) -> Result<()> {
+        let mut held = self.lock();
+        if held.users == 0 { held.leave() } else { Ok(()) }
+    }
+
     /// Brings the tensors into memory until the guard is dropped.
     ///
     /// # Errors
-    /// If the device has no memory for them.
+    /// If the device has no memory for them; if they could not leave after their last use.
     pub fn in_use(&self) -> Result<InUse> {
         let mut held = self.lock();
+        if let Some(failed) = &held.failed {
+            return Err(Error::Run(format!("{} after its last use: {failed}", held.name)));
+        }
         if held.users == 0 {
             held.enter()?;
         }
@@ -148,9 +165,11 @@ impl Drop for InUse {
     fn drop(&mut self) {
         let mut held = self.0.lock();
         held.users -= 1;
-        if held.users == 0 {
-            // Tensors that cannot leave stay in memory.
-            drop(held.leave());
+        if held.users == 0
+            && let Err(error) = held.leave()
+        {
+            // Returned by the next use.
+            held.failed = Some(error.to_string());
         }
     }
 }
@@ -206,7 +225,7 @@ mod tests {
     /// Both places, the host's with tensors of the CPU in place of a GPU's.
     fn places(dir: &Path) -> [Offloaded; 2] {
         let file = Offload::to(dir).room("numbers", Device::Cpu, [4000, 4000]).unwrap();
-        [file, Offloaded::new(Place::Host(Vec::new()))]
+        [file, Offloaded::new("numbers", Place::Host(Vec::new()))]
     }
 
     #[test]
@@ -231,7 +250,7 @@ mod tests {
 
     #[test]
     fn memory_of_a_device_is_free_between_its_uses() {
-        let place = Offloaded::new(Place::Host(Vec::new()));
+        let place = Offloaded::new("numbers", Place::Host(Vec::new()));
         let numbers = Tensor::ones([8], (Kind::Float, Device::Cpu));
         place.put([&numbers]).unwrap();
         assert_eq!(tch_ext::storage_bytes(&numbers), 0);
@@ -241,6 +260,21 @@ mod tests {
         assert_eq!(tch_ext::storage_bytes(&numbers), 0);
         let _used = place.in_use().unwrap();
         assert_eq!(numbers.sum(Kind::Float).double_value(&[]), 8.0);
+    }
+
+    #[test]
+    fn tensors_that_could_not_leave_are_an_error_at_their_next_use() {
+        let place = Offloaded::new("optimizer state", Place::Host(Vec::new()));
+        place.put([&Tensor::ones([8], (Kind::Float, Device::Cpu))]).unwrap();
+        let used = place.in_use().unwrap();
+        match &mut place.lock().place {
+            Place::Host(all) => all[0].copy = Tensor::ones([3], (Kind::Uint8, Device::Cpu)),
+            Place::File(_) => unreachable!("it is the host"),
+        }
+        place.leave().unwrap();
+        drop(used);
+        let error = place.in_use().unwrap_err().to_string();
+        assert!(error.starts_with("optimizer state after its last use: ") && !error.contains('\n'), "{error}");
     }
 
     #[test]

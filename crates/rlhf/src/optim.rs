@@ -86,7 +86,7 @@ impl Optimizer {
         };
         let params = own.iter().map(trained).collect::<Result<_>>()?;
         // The state that was put last leaves too.
-        drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
+        offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
         Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0 })
     }
 

@@ -20,7 +20,14 @@ using namespace tch_ext;
 
 namespace {
 
-constexpr size_t PAGE = 4096;
+// Bytes that are compared with zeros at once; no page of any system is smaller.
+constexpr size_t CHUNK = 4096;
+
+// Bytes of a page: what is advised and written begins at one.
+size_t page() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 [[noreturn]] void fail(const char* action, int error) {
   throw std::runtime_error(std::string(action) + ": " + std::strerror(error));
@@ -71,9 +78,9 @@ using Handle = std::shared_ptr<File>;
 
 // Copies what is not zero: the pages of a new file are zeros, and stay free of memory until they are written.
 void copy_to_zeros(char* to, const char* from, size_t bytes) {
-  static const char zeros[PAGE] = {};
-  for (size_t at = 0; at < bytes; at += PAGE) {
-    size_t len = std::min(PAGE, bytes - at);
+  static const char zeros[CHUNK] = {};
+  for (size_t at = 0; at < bytes; at += CHUNK) {
+    size_t len = std::min(CHUNK, bytes - at);
     if (memcmp(from + at, zeros, len) != 0) memcpy(to + at, from + at, len);
   }
 }
@@ -108,7 +115,7 @@ char* tch_ext_file_take(const Handle* file, const at::Tensor* tensor, size_t off
 // Writes the pages of a range to the disk and drops them from memory.
 char* tch_ext_file_leave(const Handle* file, size_t from, size_t bytes) {
   return guard([&] {
-    size_t start = from / PAGE * PAGE;
+    size_t start = from / page() * page();
     size_t len = std::min(from + bytes, (*file)->bytes) - start;
     char* data = (*file)->data + start;
     if (msync(data, len, MS_SYNC) != 0) fail("offload: writing to the disk", errno);
@@ -120,7 +127,7 @@ char* tch_ext_file_leave(const Handle* file, size_t from, size_t bytes) {
 
 // Starts to read a range.
 void tch_ext_file_enter(const Handle* file, size_t from, size_t bytes) {
-  size_t start = from / PAGE * PAGE;
+  size_t start = from / page() * page();
   madvise((*file)->data + start, std::min(from + bytes, (*file)->bytes) - start, MADV_WILLNEED);
 }
 

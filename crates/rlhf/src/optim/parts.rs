@@ -42,7 +42,7 @@ impl Parts {
             Ok(Part { trained, moments })
         };
         let parts: Vec<Part> = trained.into_iter().map(part).collect::<Result<_>>()?;
-        drop(offloaded.as_ref().map(Offloaded::in_use).transpose()?);
+        offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
         shards.set_moments(parts.iter().map(|part| part.moments.each_ref().map(Tensor::shallow_clone)));
         Ok((Self { shards: shards.clone(), parts }, offloaded))
     }
