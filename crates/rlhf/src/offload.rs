@@ -7,7 +7,6 @@ pub mod settings;
 
 use crate::{Error, Result};
 use std::collections::HashSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Tensor};
@@ -93,10 +92,12 @@ impl Offload {
     }
 }
 
-/// Creates the file, and its folder.
+/// Creates a file without a name on the file system of the folder `dir`. A folder that does not exist is not made: the file is then in
+/// the folder that it would be made in.
 fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
-    fs::create_dir_all(dir).map_err(|e| e.to_string())?;
-    MappedFile::new(dir, bytes)
+    let dir = std::path::absolute(dir).map_err(|e| e.to_string())?;
+    let existing = dir.ancestors().find(|dir| dir.exists());
+    MappedFile::new(existing.unwrap_or(&dir), bytes)
 }
 
 impl Offloaded {
@@ -220,6 +221,7 @@ impl OnHost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use tch::Kind;
 
     /// Both places, the host's with tensors of the CPU in place of a GPU's.
@@ -275,6 +277,13 @@ mod tests {
         drop(used);
         let error = place.in_use().unwrap_err().to_string();
         assert!(error.starts_with("optimizer state after its last use: ") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn a_file_is_on_the_disk_of_a_folder_that_does_not_exist_which_is_not_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let _file = Offload::to(dir.path().join("runs/out")).room("numbers", Device::Cpu, [4000]).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
