@@ -6,7 +6,7 @@ use crate::rollouts::with_groups;
 use crate::support::{Tensors, near};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::run::Console;
-use rlhf::settings::{AdvantageEstimator, LogprobsOf, PpoConfig, WhitenAdvantages};
+use rlhf::settings::{AdvantageEstimator, LogprobsOf, OffloadPart, PpoConfig, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, RecordedUpdate, Replayed, ppo};
 use serde_json::Value;
 use std::path::Path;
@@ -74,6 +74,20 @@ fn updates_with_adapters_in_bf16_are_those_of_the_run() {
     (config.peft.use_peft, config.run.bf16, config.total_episodes) = (true, true, Some(12));
     config.missing_eos_penalty = Some(0.5);
     replays("LoRA in bf16", &config, &[1, 2, 3]);
+}
+
+#[test]
+fn updates_of_a_run_whose_parts_left_memory_are_those_of_the_run_where_their_folder_cannot_be_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = recorded(dir.path());
+    config.total_episodes = Some(8);
+    config.run.offload.offload = vec![OffloadPart::All];
+    config.run.offload.offload_dir = Some(dir.path().join("files"));
+    ppo(&config, Console::Silent).unwrap();
+    // Not a folder any more.
+    std::fs::write(dir.path().join("files"), "").unwrap();
+    let replayed = replay(&config, 2, &config, "again").unwrap();
+    assert!(replayed.verdict().unwrap().starts_with("equal to the run: "));
 }
 
 #[test]

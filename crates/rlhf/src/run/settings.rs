@@ -112,6 +112,11 @@ impl RunConfig {
         self.offload.of_models(&self.output_dir)
     }
 
+    /// Leaves all parts in memory.
+    pub(crate) fn keep_in_memory(&mut self) {
+        self.offload = crate::flag::defaults();
+    }
+
     /// Refuses frozen models that leave memory in a run that shards them.
     fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
         let mut all = stages.iter().chain([&self.dist.zero_stage]);

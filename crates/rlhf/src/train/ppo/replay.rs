@@ -31,7 +31,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// The file with every number of a replayed update.
 const TENSORS: &str = "update.safetensors";
@@ -244,6 +244,11 @@ impl RecordedUpdate {
         let mut config = config.clone();
         config.run.output_dir.clone_from(&self.run);
         (config.trial.log_rollouts, config.trial.rollouts_limit) = (false, None);
+        if config.run.device.resolve()? == Device::Cpu {
+            // The folder of the run need not be writable. From a GPU nothing goes to a file, and the steps of a sharded state that is
+            // offloaded are computed by the processor.
+            config.run.keep_in_memory();
+        }
         if !changes.iter().any(|change| change.name == "num_threads") {
             // Sums depend on the number of threads.
             config.run.num_threads = usize::try_from(self.record.state.threads).ok();
