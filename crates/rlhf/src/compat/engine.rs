@@ -252,7 +252,7 @@ impl RlhfEngine {
     /// Creates an engine of loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting has no effect here.
+    /// If a setting has no effect here; if what is to leave memory has no room.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,
@@ -262,7 +262,8 @@ impl RlhfEngine {
         config: &PpoConfig,
     ) -> Result<Self> {
         config.check()?;
-        Self::with_learner(Learner::new(actor, critic, config.learner()), reference, reward, tokenizer, config)
+        let learner = Learner::with_state_at(actor, critic, config.learner(), config.run.state_place().as_ref())?;
+        Self::with_learner(learner, reference, reward, tokenizer, config)
     }
 
     fn with_learner(
@@ -310,6 +311,10 @@ impl RlhfEngine {
         }
         let left_out = config.left_out(&learner.policy, &tokenizer);
         reference.hold_as_computed();
+        if let Some(place) = config.run.models_place() {
+            reference.offload(&place, "reference model")?;
+            reward.offload(&place)?;
+        }
         let mut reward = reward;
         reward.set_world(&learner.world);
         Ok(Self {

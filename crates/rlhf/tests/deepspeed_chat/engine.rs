@@ -9,13 +9,13 @@ use rlhf::compat::engine::{
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::reward::{RewardModel, Rewards};
+use rlhf::reward::{FnReward, RewardModel, Rewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::targets;
 use rlhf::run::{Console, WarningKind};
-use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
+use rlhf::settings::{EosInLoss, LrSchedulerType, OffloadPart, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoTrainer, ppo};
 use rlhf::weights::save;
@@ -681,6 +681,45 @@ fn generation_batches_and_epochs_make_so_many_steps() {
                 let dir = config.run.output_dir.with_file_name(folder);
                 CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
             }
+        },
+    );
+}
+
+#[test]
+fn an_engine_of_loaded_models_offloads_what_the_settings_say() {
+    in_scratch(
+        |config, _| config.run.offload.offload = vec![OffloadPart::All],
+        |config| {
+            let engine = |config: &PpoConfig| {
+                let lm = |name: &str| CausalLm::from_pretrained(&init(name), ModelOptions::default()).unwrap();
+                let of_scores = |name: &str| {
+                    SequenceClassifier::from_pretrained(&init(name), None, ModelOptions::default()).unwrap()
+                };
+                let rewards = Rewards::new().with("short", FnReward::new(|batch| Ok(vec![0.0; batch.len()])));
+                let tokenizer = Tokenizer::from_pretrained(&golden().join("models/gpt_neox")).unwrap();
+                RlhfEngine::new(
+                    lm("llama_policy"),
+                    lm("llama_ref"),
+                    of_scores("llama_value"),
+                    rewards,
+                    tokenizer,
+                    config,
+                )
+            };
+            let out = engine(config).unwrap();
+            let mut whole = config.clone();
+            whole.run.offload.offload = Vec::new();
+            let whole = engine(&whole).unwrap();
+            let rows = [vec![5i64, 6, 7]];
+            let logits = |engine: &RlhfEngine| engine.reference.logits(&rows).unwrap();
+            assert_eq!(logits(&out), logits(&whole));
+            let mut nowhere = config.clone();
+            nowhere.run.offload.offload_dir = Some("/proc/rlhf".into());
+            let error = engine(&nowhere).unwrap_err().to_string();
+            assert!(
+                error.starts_with("offload_dir = /proc/rlhf: cannot make a file of 1 MiB for the optimizer state"),
+                "{error}"
+            );
         },
     );
 }
