@@ -308,6 +308,22 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
 }
 
 #[test]
+fn adapters_on_quantized_bases_train_alike_on_two_ranks_whether_the_rest_is_divided_or_not() {
+    let scratch = scratch();
+    let line = format!(
+        "{PPO} {STEPS} --train_batch_size 4 --total_episodes 8 --num_sample_generations 0 --use_peft --lora_r 4"
+    );
+    for (name, flags) in [
+        ("four", "--load_in_4bit --use_bnb_nested_quant --zero_stage 0"),
+        ("four-divided", "--load_in_4bit --use_bnb_nested_quant --zero_stage 3"),
+        ("eight-divided", "--load_in_8bit --zero_stage 3 --ds3_gather_for_generation=false"),
+    ] {
+        worlds_agree(&scratch, name, &format!("{line} {flags}"), &[2]);
+    }
+    same(&scratch, "four-divided-2", "four-1");
+}
+
+#[test]
 fn an_encoder_decoder_trains_alike_on_two_ranks_with_a_value_model_and_with_a_value_head() {
     let scratch = crate::encoder_decoder_training::scratch();
     let line = "ppo --sft_model_path t5 --dataset_name demos.jsonl --reward rouge_l:completion --response_length 8 --stop_token eos \

@@ -55,10 +55,10 @@ fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_leaves_me
 }
 
 #[test]
-fn frozen_models_that_leave_memory_may_be_moved_store_distributions_and_share_layers() {
+fn parts_may_leave_memory_where_models_are_moved_store_distributions_share_layers_or_are_averaged() {
     use rlhf::rl::math::KlEstimator;
     type Change = fn(&mut PpoConfig);
-    let changes: [Change; 4] = [
+    let changes: [Change; 6] = [
         |c| {
             c.sync.sync_ref_model = true;
             c.sync.ref_model_sync_steps = 3;
@@ -68,6 +68,8 @@ fn frozen_models_that_leave_memory_may_be_moved_store_distributions_and_share_la
             c.kl.kl_in_loss = true;
         },
         |c| c.legacy.num_shared_layers = Some(1),
+        |c| (c.legacy.num_shared_layers, c.run.bf16) = (Some(1), true),
+        |c| c.ema.enable_ema = true,
         |c| c.peft.use_peft = true,
     ];
     for change in changes {

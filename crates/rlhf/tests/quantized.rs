@@ -292,6 +292,24 @@ fn runs_and_generation_take_quantized_bases_and_refuse_to_train_them() {
 }
 
 #[test]
+fn adapters_on_a_quantized_base_train_with_recomputed_layers_a_value_head_and_dora() {
+    let scratch = Scratch::new();
+    for bits in ["--load_in_4bit --use_bnb_nested_quant", "--load_in_8bit"] {
+        let train = |line: &str, flags: &str| {
+            scratch.succeeds(&format!("{line} --use_peft {bits} {flags} --overwrite_output_dir"));
+            std::fs::read(scratch.path("out/adapter_model.safetensors")).unwrap()
+        };
+        for flags in ["--lora_dropout 0.2", "--use_dora"] {
+            assert!(train(SFT, flags) == train(SFT, &format!("{flags} --gradient_checkpointing")), "{bits} {flags}");
+        }
+        for flags in ["--value_head", "--value_head --use_dora", "--value_head --gradient_checkpointing"] {
+            // A run in f32 that does not start with a ratio of 1 and a KL of 0 ends with an error.
+            train(PPO, flags);
+        }
+    }
+}
+
+#[test]
 fn a_quantized_folder_is_the_base_of_an_adapter_and_is_not_trained() {
     let scratch = Scratch::new();
     let options = ModelOptions { quantization: Some(NF4), ..ModelOptions::default() };
