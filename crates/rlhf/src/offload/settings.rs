@@ -15,8 +15,8 @@ use crate::flag::{NONE, RUN, Setting, all, no_effect, optional, required, usage}
 #[command(rename_all = "snake_case")]
 pub struct OffloadConfig {
     /// Parts that leave memory between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
-    /// On the CPU they are in a file of `offload_dir`, from a GPU they go to the memory of the host. Less memory, more time, the same
-    /// results. Without a value: optimizer [default: none].
+    /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more
+    /// time. Without a value: optimizer [default: none].
     #[arg(
         long, help_heading = RUN, value_name = OffloadPart::NAME, value_parser = required::<OffloadPart>,
         num_args = 0.., default_missing_value = "optimizer"
