@@ -14,6 +14,7 @@ use crate::device::use_threads;
 use crate::dist::World;
 use crate::hub::Commits;
 use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
+use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::report;
 use crate::run::checkpoint::Saved;
@@ -50,20 +51,24 @@ fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
     }
 }
 
-/// Returns device and dtype of a run, for its title.
-fn describe_machine(run: &RunConfig, device: tch::Device) -> [(&'static str, String); 2] {
+/// Returns device and dtype of a run whose optimizer is `optim`, for its title.
+fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'static str, String); 2] {
     let threads = tch::get_num_threads();
     let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
     let device = match device {
         tch::Device::Cuda(number) => format!("cuda:{number}, {threads} on the processor"),
         _ => format!("cpu, {threads}"),
     };
-    let dtype = match (run.bf16, run.fp16) {
-        (true, _) => "bfloat16; the optimizer's weights are float32",
-        (false, true) => "float16; the optimizer's weights are float32",
-        (false, false) => "float32",
+    let weights = match optim {
+        Optim::AdamwBf16 => "bfloat16, those of vectors and heads float32",
+        Optim::AdamwTorch | Optim::Adamw8bit | Optim::Adafactor => "float32",
     };
-    [("device", device), ("dtype", dtype.into())]
+    let dtype = match (run.bf16, run.fp16) {
+        (true, _) => format!("bfloat16; the optimizer's weights are {weights}"),
+        (false, true) => format!("float16; the optimizer's weights are {weights}"),
+        (false, false) => "float32".into(),
+    };
+    [("device", device), ("dtype", dtype)]
 }
 
 /// Returns the options for loading a model to train: without an adapter its weights are f32, for every dtype of its files.
@@ -77,11 +82,20 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     ModelOptions { dtype, quantization, ..options }
 }
 
-/// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading, or
-/// where the
-/// base of an adapter is saved.
-fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<tch::Kind>) -> Vec<String> {
+/// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading to `dtype`, to the dtype
+/// in which they are trained, or where the base of an adapter is saved.
+fn roundings(
+    dir: &Path,
+    dtype: Dtype,
+    [was_rounded, to_train]: [bool; 2],
+    rounded_base: Option<tch::Kind>,
+) -> Vec<String> {
     let (dir, mut found) = (dir.display(), Vec::new());
+    if to_train {
+        found.push(format!(
+            "{dir}: optim = adamw_bf16 rounds weights that the files hold in another dtype to bfloat16: the run starts at the rounded ones"
+        ));
+    }
     if was_rounded {
         let name = dtype.name();
         found.push(format!(

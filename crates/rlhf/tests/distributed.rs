@@ -257,7 +257,8 @@ fn optimizers_with_small_states_step_alike_on_every_rank() {
             "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 3 --train_batch_size 4 {STEPS} \
              --optim {optim} {flags}"
         );
-        scratch.succeeds(&format!("{line} --output_dir {optim}-1"));
+        // Weights that are rounded to bf16 are a warning.
+        succeeds(&scratch, 1, &format!("{line} --output_dir {optim}-1"));
         succeeds(&scratch, 2, &format!("{line} --output_dir {optim}-2"));
         near(&scratch, &format!("{optim}-2"), &format!("{optim}-1"), distance);
     }

@@ -1,5 +1,6 @@
 //! Optimizers with small states against bitsandbytes, transformers and PyTorch, step by step.
 
+use crate::cli::{PPO, SFT, Scratch};
 use crate::support::{Tensors, assert_close, golden};
 use rlhf::model::Param;
 use rlhf::optim::{Optim, Optimizer, OptimizerConfig};
@@ -219,4 +220,24 @@ fn steps_that_are_smaller_than_the_units_of_bf16_add_up_on_average() {
     // Fifty draws with a chance of 1/39 of a unit each: a standard deviation of 0.0044 of one number, 5.5e-5 of the mean of 6400.
     let mean = params[0].tensor.detach().to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
     assert!((mean - (1.0 - 0.005)).abs() < 3e-4, "{mean}");
+}
+
+#[test]
+fn weights_that_are_rounded_to_bf16_are_a_warning_and_the_reference_model_is_rounded_alike() {
+    let scratch = Scratch::new();
+    let rounds = "policy: optim = adamw_bf16 rounds weights that the files hold in another dtype to bfloat16: ";
+    for flags in ["", "--sync_ref_model", "--num_shared_layers 1", "--offload models"] {
+        let line = format!("{PPO} --bf16 --optim adamw_bf16 --overwrite_output_dir --total_episodes 4 {flags}");
+        let ran = scratch.run(&line);
+        assert!(ran.code == 0 && ran.stderr.contains(rounds), "{flags}: {}", ran.stderr);
+        assert_eq!(scratch.metrics("out")[0]["objective/kl"], 0.0, "{flags}");
+    }
+    // Saved in bf16, it is the same when it is read.
+    let line = format!("{SFT} --bf16 --optim adamw_bf16 --output_dir sft");
+    assert!(scratch.run(&line).stderr.contains(rounds));
+    scratch.succeeds(
+        &line
+            .replace("--model_name_or_path policy --", "--model_name_or_path sft --")
+            .replace("--output_dir sft", "--output_dir again"),
+    );
 }

@@ -35,6 +35,8 @@ pub(super) struct Body {
     pub(super) rounded: bool,
     /// Whether [`Body::hold_as_computed`] has rounded tensors.
     pub(super) narrowed: bool,
+    /// Whether [`Body::hold_in_bf16`] has changed numbers.
+    pub(super) rounded_to_train: bool,
     /// Number of leading parameters that share the memory of another model.
     pub(super) shared: usize,
     /// The folder that the weights were read from, while the weights are still those of the folder.
@@ -149,6 +151,7 @@ impl Body {
             kind,
             rounded: false,
             narrowed: false,
+            rounded_to_train: false,
             shared: 0,
             origin: None,
             adapter: None,
@@ -207,7 +210,7 @@ impl Body {
     /// Holds every tensor in f32.
     fn hold_as_f32(&mut self) {
         self.hold_as(|_| Kind::Float);
-        self.kind = Kind::Float;
+        (self.kind, self.trains_in_bf16) = (Kind::Float, false);
     }
 
     /// Holds the larger matrices in bf16, also while they are trained, and other tensors in f32.
@@ -225,6 +228,8 @@ impl Body {
             let kind = kind(param);
             if param.tensor.kind() != kind {
                 let held = tch::no_grad(|| param.tensor.to_kind(kind));
+                // Weights of a file in bf16 that were read in f32 come back as they were.
+                self.rounded_to_train |= kind == Kind::BFloat16 && held.to_kind(param.tensor.kind()) != param.tensor;
                 param.tensor.set_data(&held);
             }
         }

@@ -238,6 +238,11 @@ impl CausalLm {
         self.body.rounded
     }
 
+    /// Whether holding the weights in bf16, in which they are trained, has changed numbers.
+    pub(crate) fn was_rounded_to_train(&self) -> bool {
+        self.body.rounded_to_train
+    }
+
     /// The dtype that the adapter's base was rounded to, if the run has to save that base because no folder holds it.
     pub(crate) fn rounded_base(&self) -> Option<Kind> {
         self.body.rounded_base()

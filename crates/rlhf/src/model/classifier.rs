@@ -284,6 +284,11 @@ impl SequenceClassifier {
         self.body.rounded
     }
 
+    /// As [`super::CausalLm::was_rounded_to_train`].
+    pub(crate) fn was_rounded_to_train(&self) -> bool {
+        self.body.rounded_to_train
+    }
+
     /// As [`super::CausalLm::rounded_base`].
     pub(crate) fn rounded_base(&self) -> Option<Kind> {
         self.body.rounded_base()

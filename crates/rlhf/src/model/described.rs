@@ -694,7 +694,7 @@ impl Holding<'_> {
     fn kind(self, tensor: &TensorSize, dtype: Option<Kind>, compute: Kind) -> Kind {
         let loaded = match (tensor.role, self) {
             (TensorRole::Score, _) => Kind::Float,
-            (_, Self::Frozen(1..) | Self::FrozenInBf16(1..)) => self.trained_kind(tensor),
+            (_, Self::Frozen(1..) | Self::FrozenInBf16(_)) => self.trained_kind(tensor),
             _ => dtype.unwrap_or(tensor.kind),
         };
         let narrows = loaded.elt_size_in_bytes() >= compute.elt_size_in_bytes();
@@ -787,6 +787,10 @@ mod tests {
                     let mut frozen = load(dtype);
                     frozen.hold_as_computed();
                     assert_eq!(held(Holding::Frozen(0), kind), real(frozen.params()), "{name}");
+                    let mut beside = load(dtype);
+                    beside.hold_in_bf16();
+                    beside.hold_as_computed();
+                    assert_eq!(held(Holding::FrozenInBf16(0), kind), real(beside.params()), "{name}");
                     let mut adapted = load(dtype);
                     adapted.prepare(Trains::Adapter).unwrap();
                     adapted.add_adapter(&lora(), 1).unwrap();

@@ -228,7 +228,7 @@ impl Models {
                     trained_root: 0,
                     ..hold(&self.main.sizes, Holding::Trained(0), run)?
                 },
-                false if optim == Optim::AdamwBf16 && shared > 0 => {
+                false if optim == Optim::AdamwBf16 && lora.is_none() => {
                     hold(&self.main.sizes, Holding::FrozenInBf16(shared), run)?
                 }
                 false => hold(&self.main.sizes, Holding::Frozen(shared), run)?,

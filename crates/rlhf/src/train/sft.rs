@@ -74,7 +74,12 @@ fn load_run<'a>(
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_blocks, plan.batch_size));
     let started_from = model_dir.as_deref().or(config.config_name.as_deref()).unwrap_or(Path::new(""));
-    warnings.extend(roundings(started_from, config.run.dtype, model.was_rounded(), model.rounded_base()));
+    warnings.extend(roundings(
+        started_from,
+        config.run.dtype,
+        [model.was_rounded(), model.was_rounded_to_train()],
+        model.rounded_base(),
+    ));
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);

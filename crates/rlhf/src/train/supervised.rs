@@ -335,7 +335,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// Reports what the run trains, on what, and how.
     fn report_title(&self, session: &Session<'_>) {
         let (spec, words, console) = (self.spec, self.words, session.console());
-        let mut facts = Vec::from(describe_machine(spec.run, self.task.device()));
+        let mut facts = Vec::from(describe_machine(spec.run, self.schedule.1.optim, self.task.device()));
         let left = match self.progress.done {
             0 => String::new(),
             done => format!(", {done} of them done"),

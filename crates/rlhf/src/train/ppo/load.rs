@@ -9,9 +9,9 @@ use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
 use crate::model::{
     CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier,
-    ValueModel,
+    Trains, ValueModel,
 };
-use crate::optim::LearningRates;
+use crate::optim::{LearningRates, Optim};
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
@@ -277,7 +277,12 @@ impl Loaded {
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
-        let mut notes = roundings(&dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
+        let mut notes = roundings(
+            &dir,
+            config.run.dtype,
+            [policy.was_rounded(), policy.was_rounded_to_train()],
+            policy.rounded_base(),
+        );
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
@@ -399,8 +404,13 @@ pub(super) fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOption
     let synced = config.sync.sync_ref_model;
     let mut reference = CausalLm::from_pretrained(dir, if synced { trained_options(frozen, false) } else { frozen })?;
     reference.merge_adapter();
-    if !synced {
-        reference.hold_as_computed();
+    if config.optimizer.optim == Optim::AdamwBf16 {
+        // The policy's numbers are rounded so, and the first KL is 0.
+        reference.hold_in_bf16();
+    }
+    match synced {
+        true => reference.prepare(Trains::All)?,
+        false => reference.hold_as_computed(),
     }
     reference.shard(world, config.policy_stage());
     offload_frozen(config, Some(&reference), None)?;
@@ -445,7 +455,8 @@ fn load_value(
         model.set_format(ClassifierFormat::Transformers)?;
         model.add_adapter(lora, config.run.seed)?;
     }
-    let notes = roundings(dir, config.run.dtype, model.was_rounded(), model.rounded_base());
+    let notes =
+        roundings(dir, config.run.dtype, [model.was_rounded(), model.was_rounded_to_train()], model.rounded_base());
     Ok((LoadedValue { model, dir: dir.to_path_buf() }, notes))
 }
 

@@ -193,7 +193,7 @@ impl PpoTrainer {
     /// Returns the facts of the title.
     fn facts(&self) -> Vec<(&'static str, String)> {
         let (config, plan) = (&self.config, &self.plan);
-        let mut facts = Vec::from(describe_machine(&config.run, self.learner.policy.device()));
+        let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
         let left = match self.progress.done {
             0 => String::new(),
             done => format!(", {done} of them done"),
