@@ -153,8 +153,8 @@ fn bounded(bytes: f64) -> usize {
     bytes.min((1u64 << 58) as f64) as usize
 }
 
-/// Bytes for each value of a quantized weight while libtorch's own operations unpack it: codes as i32, values, and values with their scales.
-const UNPACKED: usize = 12;
+/// Bytes for each value of a quantized weight while libtorch's own operations unpack it: an i32 for each two codes, and the value in f32.
+const UNPACKED: usize = 6;
 
 impl Held {
     /// Bytes of the weights of a rank, one of `ranks` that share them.
