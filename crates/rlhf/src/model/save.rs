@@ -128,7 +128,7 @@ impl Body {
             self.decoder.linears().filter(is_plain).map(|linear| linear.name().into()).collect();
         match names.head {
             HeadNames::Dense { inner, out, .. } if config.is_sequence_classifier() => {
-                kept.extend([inner, out].map(Into::into))
+                kept.extend([inner, out].map(Into::into));
             }
             // Without a list transformers spares the head by itself.
             _ if kept.is_empty() => {}
