@@ -706,3 +706,32 @@ fn generation_settings(config: &PpoConfig) -> Map<String, Value> {
     }
     settings
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::OffloadPart;
+    use tch::Kind;
+
+    #[test]
+    fn a_reference_that_shares_layers_leaves_memory_in_the_dtype_of_its_products_and_stays_out() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/gpt_neox");
+        let dir = tempfile::tempdir().unwrap();
+        let prompts = dir.path().join("prompts.jsonl");
+        std::fs::write(&prompts, "{\"prompt\": \"The movie\"}\n").unwrap();
+        let mut config = PpoConfig::new(model, "", prompts, dir.path().join("out"));
+        (config.reward_model_path, config.rewards.reward) = (None, vec!["length:target=3".into()]);
+        (config.legacy.num_shared_layers, config.legacy.value_head) = (Some(1), true);
+        (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
+        let mut parts = Loaded::from_config(&config, Rewards::new(), Commits::new()).unwrap().parts;
+        let own = |parts: &PpoParts| -> Vec<_> {
+            let reference = parts.reference.as_ref().unwrap();
+            let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));
+            params.map(|param| (param.tensor.kind(), param.tensor.data_ptr())).collect()
+        };
+        let loaded = own(&parts);
+        assert!(!loaded.is_empty() && loaded.iter().all(|(kind, _)| *kind == Kind::BFloat16), "{loaded:?}");
+        parts.prepare(&config).unwrap();
+        assert_eq!(own(&parts), loaded);
+    }
+}
