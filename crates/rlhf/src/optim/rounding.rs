@@ -10,7 +10,7 @@ const LOST: i64 = 0xffff;
 #[derive(Debug)]
 pub(super) enum Words {
     /// The words of a stream, in the order in which they are asked for: on a CPU.
-    InOrder(Stream),
+    InOrder(Box<Stream>),
     /// Functions of a number's position, by the key of its tensor: on a GPU, where drawing words on the host and copying them would take
     /// longer than the rest of the step.
     ByPosition(Vec<u64>),
@@ -20,7 +20,7 @@ impl Words {
     /// The words for `tensors` tensors on `device`, all functions of the stream.
     pub(super) fn new(mut stream: Stream, tensors: usize, device: Device) -> Self {
         match device {
-            Device::Cpu => Self::InOrder(stream),
+            Device::Cpu => Self::InOrder(Box::new(stream)),
             _ => {
                 let mut key = || u64::from_le_bytes(stream.words(4).try_into().expect("4 words are 8 bytes"));
                 Self::ByPosition((0..tensors).map(|_| key()).collect())

@@ -794,7 +794,7 @@ mod tests {
             low_clipped_min: 1.0,
             high_clipped_max: 0.5,
             ratios: vec![0.5, f32::INFINITY, 1.25, 0.0],
-            ..of_values.clone()
+            ..of_values
         };
         let none = f64::INFINITY;
         assert_eq!(sums(true, true), of_both);
