@@ -358,9 +358,15 @@ def machine():
 
 def versions(binary):
     """The programs that were measured."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    found = {name: version(name) for name in ("trl", "torch", "transformers", "accelerate", "peft")}
+    found = {}
+    # A machine with a GPU may have a part of them.
+    for name in ("trl", "torch", "transformers", "accelerate", "peft", "bitsandbytes"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
     rlhf = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
     return {"rlhf": rlhf, "python": platform.python_version()} | found
 
