@@ -1,6 +1,6 @@
 """The demo's PPO with each optimizer: does a small state cost score?
 
-    python3 optimizers.py                              # after `make demo`; twelve runs, twelve minutes on two cores
+    python3 optimizers.py                              # after `make demo`; twelve runs, half an hour on two cores
     python3 optimizers.py --rlhf BINARY --from FOLDER --seeds 1 2
 
 PPO from FOLDER/sft and FOLDER/reward (default: runs/sentiment), which the demo leaves, with each `--optim` and each seed. Prints the mean
