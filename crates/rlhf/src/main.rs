@@ -9,7 +9,6 @@ use signal_hook::iterator::Signals;
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
-use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -30,33 +29,33 @@ const COMPLETE: &str =
 /// Maximum seconds that a rank waits for the others in a command without the setting `dist_timeout`.
 const DIST_TIMEOUT: u64 = 1800;
 
-fn main() -> ExitCode {
+fn main() {
     cli::launch::end_with_launcher();
     tch_ext::bound_spinning();
     panic::set_hook(Box::new(keep_panic));
-    match panic::catch_unwind(start) {
-        Ok(code) => code,
-        Err(_) => {
-            let message = PANIC.lock().ok().and_then(|mut message| message.take()).unwrap_or_default();
-            if is_broken_pipe(&message) {
-                return ExitCode::SUCCESS;
-            }
-            World::of_process().leave(&internal(&message));
-            fail(&internal(&message), 1)
+    let code = panic::catch_unwind(start).unwrap_or_else(|_| {
+        let message = PANIC.lock().ok().and_then(|mut message| message.take()).unwrap_or_default();
+        if is_broken_pipe(&message) {
+            return 0;
         }
-    }
+        World::of_process().leave(&internal(&message));
+        fail(&internal(&message), 1)
+    });
+    let _ = io::stdout().flush();
+    tch_ext::exit(code.into())
 }
 
-fn start() -> ExitCode {
+/// Runs the program. Returns its exit code.
+fn start() -> u8 {
     match cli::parse(std::env::args_os()) {
         Ok(Parsed { task, notes }) => {
             for note in notes.iter().filter(|_| is_main()) {
                 let _ = writeln!(io::stderr(), "note: {note}");
             }
             match run(&task) {
-                Ok(code) => ExitCode::from(code),
+                Ok(code) => code,
                 // The reader of the output has closed it.
-                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
@@ -66,11 +65,11 @@ fn start() -> ExitCode {
         }
         Err(Stop::Help(help)) => {
             let _ = help.print();
-            ExitCode::from(if help.use_stderr() { 2 } else { 0 })
+            if help.use_stderr() { 2 } else { 0 }
         }
         Err(Stop::ShortHelp(text)) => {
             let _ = io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
+            0
         }
         Err(Stop::Error(error)) => report(&error, is_main()),
     }
@@ -217,11 +216,11 @@ fn end_on_signals(message: &'static str) -> io::Result<()> {
 
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that
 /// all ranks have alike.
-fn report(error: &Error, speaks: bool) -> ExitCode {
+fn report(error: &Error, speaks: bool) -> u8 {
     let known = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. } | Error::NotPushed(_));
     let common = known || World::of_process().is_alike(error);
     if common && !speaks {
-        return ExitCode::from(error.exit_code());
+        return error.exit_code();
     }
     match error.refusals() {
         [] => fail(&error.to_string(), error.exit_code()),
@@ -229,16 +228,16 @@ fn report(error: &Error, speaks: bool) -> ExitCode {
             for line in lines {
                 fail(&one_line(line), error.exit_code());
             }
-            ExitCode::from(error.exit_code())
+            error.exit_code()
         }
     }
 }
 
 /// Prints one line of an error, and returns `code`.
-fn fail(message: &str, code: u8) -> ExitCode {
+fn fail(message: &str, code: u8) -> u8 {
     let message = one_line(first_line(message));
     let _ = writeln!(io::stderr(), "{}", Stream::Err.labelled("error", Colour::Red, &message));
-    ExitCode::from(code)
+    code
 }
 
 /// Returns the first line: libtorch adds a C++ backtrace below it.
