@@ -267,6 +267,18 @@ impl LmHead {
         }
     }
 
+    /// [`LmHead::forward`] of a slice without a soft cap, in memory that the slices share; allocated for the first, which is the longest. Logits
+    /// that are freed after each slice leave a hole in the heap into which the next ones do not fit, since results are stored in it.
+    fn forward_into(&self, buffer: &mut Option<Tensor>, hidden: &Tensor) -> Tensor {
+        let (_, used) = self.linear.weight();
+        let hidden = self.scaled(hidden).to_kind(used.kind());
+        let shape = [hidden.size()[0], used.size()[0]];
+        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+        let mut logits = buffer.narrow(0, 0, shape[0]);
+        tch_ext::product_into(&mut logits, &hidden, &used.tr());
+        logits
+    }
+
     /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
     pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize) -> TopLogprobs {
         let slices = self.slices(hidden.size()[0]).map(|range| {
@@ -288,13 +300,22 @@ impl LmHead {
         let by_kernels =
             !hidden.requires_grad() && targets.sampled.sets.is_none() && uses_kernels(self.compute, hidden.device());
         let mut found = targets.slices();
-        for range in self.slices(hidden.size()[0]) {
+        let mut slices = self.slices(hidden.size()[0]).peekable();
+        let mut buffer = None;
+        while let Some(range) = slices.next() {
             let hidden = rows_of(hidden, &range);
+            // One slice alone takes the product that is the fastest for its number of rows.
+            let several = buffer.is_some() || slices.peek().is_some();
             found.push(match by_kernels {
                 false => self.plain_logprobs(&hidden, &range, targets),
                 true => {
                     let ids = rows_of(&targets.ids, &range);
-                    let logits = self.forward(&with_rounded_rows(&hidden)).narrow(0, 0, ids.size()[0]);
+                    let rows = with_rounded_rows(&hidden);
+                    let logits = match several && self.softcap.is_none() && self.linear.quantization().is_none() {
+                        true => self.forward_into(&mut buffer, &rows),
+                        false => self.forward(&rows),
+                    };
+                    let logits = logits.narrow(0, 0, ids.size()[0]);
                     let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
                     TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
                 }
