@@ -257,16 +257,28 @@ impl ModelConfig {
         self.raw.get("quantization_config").and_then(Quantization::of_config)
     }
 
-    /// Describes quantized weights, unless the file that was read does: the linear layers `kept` are not quantized, and `quantized` are.
-    pub(crate) fn describe_quantization(&mut self, format: Quantization, kept: &[String], quantized: &[&str]) {
+    /// Describes quantized weights, unless the file that was read does: the linear layers `kept` are not quantized, nor is `head`, and
+    /// `quantized` are.
+    pub(crate) fn describe_quantization(
+        &mut self,
+        format: Quantization,
+        kept: &[String],
+        head: Option<&str>,
+        quantized: &[&str],
+    ) {
         let old = self.raw.get("quantization_config");
         let fits = |old: &Value| {
+            // A list replaces the one by which transformers spares the head.
+            let spares_head = |head: &str| old["llm_int8_skip_modules"].is_null() || is_skipped(old, head);
             Quantization::of_config(old) == Some(format)
                 && kept.iter().all(|layer| is_skipped(old, layer))
+                && head.is_none_or(spares_head)
                 && !quantized.iter().any(|layer| is_skipped(old, layer))
         };
         if !old.is_some_and(fits) {
-            self.raw.insert("quantization_config".into(), format.describe(kept));
+            let head = head.filter(|_| !kept.is_empty());
+            let listed: Vec<String> = kept.iter().cloned().chain(head.map(Into::into)).collect();
+            self.raw.insert("quantization_config".into(), format.describe(&listed));
         }
     }
 

@@ -719,7 +719,7 @@ fn dynamic_code(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
+    use crate::model::{CausalLm, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier};
     use crate::optim::Optimizer;
     use crate::weights::Checkpoint;
     use tch::Device;
@@ -834,6 +834,26 @@ mod tests {
         // They are quantized too.
         let all = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
         assert_eq!(save(all), format.describe(&[]));
+    }
+
+    #[test]
+    fn a_saved_list_spares_the_head_of_a_classifier_which_transformers_would_quantize() {
+        let format = Quantization::FourBit { quant_type: QuantType::Nf4, nested: false };
+        let dir = tempfile::tempdir().unwrap();
+        with_quantized("llama_untied", dir.path(), &|layer| layer.ends_with("_proj"), format);
+        let described_anew = |old: Value, head| {
+            let mut config = crate::weights::read_json(&dir.path().join("config.json")).unwrap();
+            config["quantization_config"]["llm_int8_skip_modules"] = old;
+            std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+            let mut config = ModelConfig::from_dir(dir.path()).unwrap();
+            config.describe_quantization(format, &[], Some(head), &["model.layers.0.mlp.up_proj"]);
+            config.save(dir.path(), Kind::Float).unwrap();
+            described(dir.path())["llm_int8_skip_modules"].clone()
+        };
+        assert_eq!(described_anew(json!(["lm_head"]), "score"), Value::Null);
+        assert_eq!(described_anew(json!(["score"]), "score"), json!(["score"]));
+        assert_eq!(described_anew(json!(["lm_head"]), "lm_head"), json!(["lm_head"]));
+        assert_eq!(described_anew(Value::Null, "score"), Value::Null);
     }
 
     #[test]

@@ -113,29 +113,29 @@ impl Body {
         })?;
         let mut config = config.clone();
         if let Some(format) = self.quantization() {
-            let kept = self.plain_linears(&config);
+            let (kept, head) = self.plain_linears(&config);
             let quantized = self.decoder.linears().filter(|linear| linear.quantization().is_some());
-            config.describe_quantization(format, &kept, &quantized.map(Linear::name).collect::<Vec<_>>());
+            config.describe_quantization(format, &kept, head, &quantized.map(Linear::name).collect::<Vec<_>>());
         }
         config.save(dir, self.kind)
     }
 
-    /// The linear layers of a quantized model that are not quantized, but would be without their names in `config`, its saved configuration.
-    fn plain_linears(&self, config: &ModelConfig) -> Vec<String> {
-        let names = &self.config.family.names;
+    /// The linear layers of a quantized model that are not quantized, but would be without their names in `config`, its saved configuration;
+    /// and the head, which transformers spares by itself unless there are such layers.
+    fn plain_linears(&self, config: &ModelConfig) -> (Vec<String>, Option<&'static str>) {
+        let names = &config.family.names;
         let is_plain = |linear: &&Linear| linear.quantization().is_none() && names.quantizes(linear.name());
         let mut kept: Vec<String> =
             self.decoder.linears().filter(is_plain).map(|linear| linear.name().into()).collect();
-        match names.head {
+        let head = match names.head {
             HeadNames::Dense { inner, out, .. } if config.is_sequence_classifier() => {
                 kept.extend([inner, out].map(Into::into));
+                None
             }
-            // Without a list transformers spares the head by itself.
-            _ if kept.is_empty() => {}
-            HeadNames::Score if config.is_sequence_classifier() => kept.push("score".into()),
-            _ => kept.push(names.lm_head.trim_end_matches(".weight").into()),
-        }
-        kept
+            HeadNames::Score if config.is_sequence_classifier() => Some("score"),
+            _ => Some(names.lm_head.trim_end_matches(".weight")),
+        };
+        (kept, head)
     }
 
     /// Writes the base of an adapter to `dir` if no folder holds it, so that every adapter saved later refers to `dir`. A base
