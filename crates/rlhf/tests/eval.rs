@@ -242,7 +242,8 @@ fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     evaluates(&scratch, PAIRS, &JUDGE);
     let winners = |scratch: &Scratch| rows(scratch).iter().map(|row| row.get("winner").cloned()).collect::<Vec<_>>();
     let expected = winners(&scratch);
-    let again = format!("{PAIRS} --overwrite_output_dir");
+    // Each lost verdict is asked for once more, half a second later.
+    let again = format!("{PAIRS} --overwrite_output_dir --judge_retries 1");
     // A line before the first verdict, in each process: nothing can be judged.
     write_judge(&scratch, LONGER);
     let program = scratch.read("judge.py");
