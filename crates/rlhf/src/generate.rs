@@ -5,7 +5,7 @@ pub(crate) mod settings;
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
-use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, uses_kernels};
+use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, on_device, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -458,7 +458,7 @@ impl<'a> Prefill<'a> {
         let copied: Vec<i64> = rows.iter().map(|row| (row / per_prompt) as i64).collect();
         if per_prompt > 1 {
             cache.keep_rows(&copied);
-            logits = logits.index_select(0, &Tensor::from_slice(&copied).to_device(logits.device()));
+            logits = logits.index_select(0, &on_device(&copied, logits.device()));
         }
         let seen = (config.repetition_penalty != 1.0).then(|| {
             // As in transformers, an encoder's tokens do not count.
@@ -535,7 +535,7 @@ impl Decoding<'_> {
     fn decode(&mut self, lengths: Range<usize>) -> Result<Vec<Choice>> {
         let config = self.config;
         let draws: Vec<f64> = lengths.clone().flat_map(|_| &self.alive).map(|&i| self.streams[i].uniform()).collect();
-        let draws = Tensor::from_slice(&draws).to_device(self.model.device()).view([lengths.len() as i64, -1]);
+        let draws = on_device(&draws, self.model.device()).view([lengths.len() as i64, -1]);
         let mut chosen = Vec::with_capacity(lengths.len());
         for (length, draws) in lengths.zip(draws.unbind(0)) {
             if let Some(tokens) = &self.last {
@@ -610,7 +610,7 @@ impl Decoding<'_> {
             if let Some(seen) = &mut self.seen {
                 seen.keep_rows(&index);
             }
-            let index = Tensor::from_slice(&index).to_device(self.model.device());
+            let index = on_device(&index, self.model.device());
             self.last = self.last.take().map(|tokens| tokens.index_select(0, &index));
             self.alive = kept.iter().map(|&at| self.alive[at]).collect();
         }
@@ -668,7 +668,7 @@ impl Seen {
     fn new(rows: &[&[i64]], logits: &Tensor) -> Self {
         let seen = logits.zeros_like().to_kind(Kind::Bool);
         for (tokens, row) in rows.iter().zip(0i64..) {
-            let tokens = Tensor::from_slice(tokens).to_device(logits.device());
+            let tokens = on_device(tokens, logits.device());
             let _ = seen.get(row).index_fill_(0, &tokens, 1);
         }
         Self(seen)
@@ -680,7 +680,7 @@ impl Seen {
     }
 
     fn keep_rows(&mut self, kept: &[i64]) {
-        self.0 = self.0.index_select(0, &Tensor::from_slice(kept).to_device(self.0.device()));
+        self.0 = self.0.index_select(0, &on_device(kept, self.0.device()));
     }
 
     /// Makes seen tokens less likely: the formula of the CTRL paper, with negative logits multiplied, as in transformers.
@@ -694,7 +694,7 @@ impl Seen {
 fn ids_within(ids: &[i64], logits: &Tensor) -> Tensor {
     let vocab = logits.size()[1];
     let ids: Vec<i64> = ids.iter().copied().filter(|id| (0..vocab).contains(id)).collect();
-    Tensor::from_slice(&ids).to_device(logits.device())
+    on_device(&ids, logits.device())
 }
 
 /// Sets the logits of the tokens `ids` to -inf.

@@ -6,7 +6,7 @@ use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
-use super::layout::KvCache;
+use super::layout::{KvCache, on_device};
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
 use super::lora_config::LoraConfig;
@@ -499,7 +499,7 @@ impl CausalLm {
                 "top log-probabilities: expected at least one token in the spans, found none".into(),
             ));
         }
-        let ids = Tensor::from_slice(&ids).to_device(self.device());
+        let ids = on_device(&ids, self.device());
         tch::no_grad(|| {
             let hidden = self.hidden_at(batch, -1)?;
             Ok(self.lm_head.top_logprobs(&hidden.states, &ids, k))
@@ -556,7 +556,7 @@ impl CausalLm {
         }
         let (again, new) = self.read(&sequences, |_| cache.capacity())?;
         cache.replace_rows(&rows, &again);
-        let rows = Tensor::from_slice(&rows).to_device(logits.device());
+        let rows = on_device(&rows, logits.device());
         Ok(logits.index_copy(0, &rows, &new))
     }
 

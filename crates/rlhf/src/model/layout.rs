@@ -14,9 +14,10 @@ pub(crate) fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
     let tensor = Tensor::from_slice(numbers);
     match device {
         // Not `pin_memory`, which prints at each call that its argument is deprecated. libtorch holds the pinned memory until the copy
-        // is done.
+        // is done. Where there is none to be had, the copy waits.
         Device::Cuda(_) if !numbers.is_empty() => {
-            tensor.internal_pin_memory(device).to_device_(device, tensor.kind(), true, false)
+            let kind = tensor.kind();
+            tensor.f_internal_pin_memory(device).unwrap_or(tensor).to_device_(device, kind, true, false)
         }
         _ => tensor.to_device(device),
     }

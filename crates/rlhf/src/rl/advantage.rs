@@ -3,6 +3,7 @@
 use super::settings::WhitenAdvantages;
 use crate::Result;
 use crate::flag::{NONE, PPO, Refusals, above_zero, no_effect, optional, usage, zero_to_one};
+use crate::model::on_device;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
 use clap::builder::PossibleValue;
@@ -266,7 +267,7 @@ impl Advantage {
                     Some(PolicyLambda::OfLength { alpha }) => {
                         let of_length = |&length: &i64| (1.0 - 1.0 / (alpha * (length.max(1)) as f64)).max(0.0) as f32;
                         let lams: Vec<f32> = e.counted.iter().map(of_length).collect();
-                        let lams = Tensor::from_slice(&lams).to_device(rewards.device());
+                        let lams = on_device(&lams, rewards.device());
                         math::gae_of_rows(rewards, &e.values, &e.masks.value, gamma, &lams).0
                     }
                 };
@@ -296,7 +297,7 @@ impl Advantage {
                     Some(baselines) => {
                         let less: Vec<f32> =
                             baselines.iter().map(|b| if b.is_nan() { 0.0 } else { -*b as f32 }).collect();
-                        let less = Tensor::from_slice(&less).to_device(rewards.device());
+                        let less = on_device(&less, rewards.device());
                         rewards + math::rewards(&rewards.zeros_like(), &less, &e.counted, 0.0, ScorePosition::LastToken)
                     }
                 };

@@ -4,6 +4,7 @@
 //! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. `docs/algorithm.md` derives each
 //! equation and lists where the systems that this crate replaces differ.
 
+use crate::model::on_device;
 use tch::{Device, Kind, Tensor};
 
 /// Estimator of the KL of the policy from the reference at a sampled token; with r = ref_logprob - logprob.
@@ -37,7 +38,7 @@ pub enum ScorePosition {
 
 /// Slots that hold a response token, `[B, R]` bool: slot t of row b counts if t < `lengths[b]`.
 pub fn response_mask(lengths: &[i64], width: i64, device: Device) -> Tensor {
-    let lengths = Tensor::from_slice(lengths).to_device(device).unsqueeze(1);
+    let lengths = on_device(lengths, device).unsqueeze(1);
     Tensor::arange(width, (Kind::Int64, device)).unsqueeze(0).lt_tensor(&lengths)
 }
 
@@ -102,7 +103,7 @@ pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, posi
             ScorePosition::LastToken => (len - 1).max(0),
         })
         .collect();
-    let slots = Tensor::from_slice(&slots).to_device(kl.device()).unsqueeze(1);
+    let slots = on_device(&slots, kl.device()).unsqueeze(1);
     (-kl_coef * kl).scatter_add(1, &slots, &scores.to_kind(Kind::Float).unsqueeze(1))
 }
 
@@ -234,7 +235,7 @@ pub fn normalize_rows(numbers: &[f64], epsilon: f64) -> Vec<f64> {
 /// Each row's number at all of its tokens within `mask`, `[B]` to `[B, R]` f32; NaN counts as 0.
 pub fn to_all_tokens(numbers: &[f64], mask: &Tensor) -> Tensor {
     let numbers: Vec<f32> = numbers.iter().map(|x| if x.is_nan() { 0.0 } else { *x as f32 }).collect();
-    let numbers = Tensor::from_slice(&numbers).to_device(mask.device()).unsqueeze(1);
+    let numbers = on_device(&numbers, mask.device()).unsqueeze(1);
     keep(&numbers.expand(mask.size(), false), mask)
 }
 

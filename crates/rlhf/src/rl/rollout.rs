@@ -4,6 +4,7 @@ use crate::dist::World;
 use crate::generate::Response;
 use crate::model::{
     self, CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
+    on_device,
 };
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, to_slots};
@@ -225,7 +226,7 @@ impl<'a> Passes<'a> {
     /// The log-probabilities that sampling recorded.
     fn sampled_logprobs(&self, responses: &[Response]) -> Tensor {
         let sampled: Vec<f32> = responses.iter().flat_map(|r| r.logprobs.iter().copied()).collect();
-        let sampled = Tensor::from_slice(&sampled).to_device(self.models.policy.device());
+        let sampled = on_device(&sampled, self.models.policy.device());
         to_slots(&sampled, &self.lengths(), self.experience.width())
     }
 
@@ -300,7 +301,7 @@ fn unevaluated(
     let loss = math::response_mask(&counted, width, device);
     let value = math::value_mask(&counted, width, settings.score_position, device);
     let value_loss = if settings.last_value_in_loss { &value } else { &loss }.shallow_clone();
-    let flat = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).to_device(device);
+    let flat = |rows: Vec<Vec<f32>>| on_device(&rows.concat(), device);
     Experience {
         prompts: prompts.to_vec(),
         groups: (0..prompts.len()).map(|row| row / settings.group_size.max(1)).collect(),

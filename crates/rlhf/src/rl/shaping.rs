@@ -1,6 +1,7 @@
 //! Reward shaping: from scores and log-probabilities to the rewards, advantages and returns of an update.
 
 use super::settings::WhitenAdvantages;
+use crate::model::on_device;
 use crate::rl::advantage::{Advantage, whiten_update};
 use crate::rl::experience::Experience;
 use crate::rl::math::{self, KlEstimator, ScorePosition};
@@ -86,13 +87,13 @@ pub fn advantages(e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tenso
 
 /// `scores` minus `penalty` for each row without a stop token; `[B]`.
 pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
-    let missing = Tensor::from_slice(stopped).to_device(scores.device()).logical_not();
+    let missing = on_device(stopped, scores.device()).logical_not();
     scores - missing.to_kind(Kind::Float) * penalty
 }
 
 /// `scores`, with `value` in place of the score of each row without a stop token; `[B]`.
 pub fn replace_missing_stop(scores: &Tensor, stopped: &[bool], value: f64) -> Tensor {
-    scores.masked_fill(&Tensor::from_slice(stopped).to_device(scores.device()).logical_not(), value)
+    scores.masked_fill(&on_device(stopped, scores.device()).logical_not(), value)
 }
 
 #[cfg(test)]

@@ -6,7 +6,9 @@ use crate::data::{Dataset, Pair, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains};
+use crate::model::{
+    BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains, on_device,
+};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
@@ -448,7 +450,7 @@ fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
         return -difference.log_sigmoid();
     }
     let margins: Vec<f32> = pairs.iter().map(|pair| pair.margin.unwrap_or(0.0) as f32).collect();
-    -(difference - Tensor::from_slice(&margins).to_device(scores.device())).log_sigmoid()
+    -(difference - on_device(&margins, scores.device())).log_sigmoid()
 }
 
 /// Refuses margins where the loss has none.
@@ -584,8 +586,8 @@ impl Compared {
             of.extend(range.clone().map(|_| i as i64));
         }
         let [chosen, rejected] = compared;
-        let there = |places: &[i64]| Tensor::from_slice(places).to_device(device);
-        let shares = Tensor::from_slice(&shares).to_device(device);
+        let there = |places: &[i64]| on_device(places, device);
+        let shares = on_device(&shares, device);
         Self {
             shown: sides(pairs).into_iter().map(Vec::len).collect(),
             ends: there(&ends),

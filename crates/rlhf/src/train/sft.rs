@@ -6,7 +6,7 @@ use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
+use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards, on_device};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
@@ -77,7 +77,8 @@ fn load_run<'a>(
     warnings.extend(roundings(
         started_from,
         config.run.dtype,
-        [model.was_rounded(), model.was_rounded_to_train()],
+        // Weights of a configuration alone are in no file.
+        [model.was_rounded(), model_dir.is_some() && model.was_rounded_to_train()],
         model.rounded_base(),
     ));
 
@@ -387,7 +388,7 @@ fn weights(rows: &[&Demonstration], device: Device) -> Option<Tensor> {
         let counts = |at: usize| f32::from(u8::from(!row.masked.iter().any(|range| range.contains(&at))));
         (row.loss_start..row.tokens.len()).map(counts).collect::<Vec<_>>()
     };
-    Some(Tensor::from_slice(&rows.iter().flat_map(of).collect::<Vec<f32>>()).to_device(device))
+    Some(on_device(&rows.iter().flat_map(of).collect::<Vec<f32>>(), device))
 }
 
 /// Returns the sum of the log-probabilities in the loss.
