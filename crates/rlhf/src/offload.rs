@@ -97,7 +97,11 @@ impl Offload {
 fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
     let dir = std::path::absolute(dir).map_err(|e| e.to_string())?;
     let existing = dir.ancestors().find(|dir| dir.exists());
-    MappedFile::new(existing.unwrap_or(&dir), bytes)
+    let existing = existing.unwrap_or(&dir);
+    MappedFile::new(existing, bytes).map_err(|e| match existing == dir {
+        true => e,
+        false => format!("in {}, the nearest folder that exists: {e}", existing.display()),
+    })
 }
 
 impl Offloaded {

@@ -60,7 +60,7 @@ fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'s
         _ => format!("cpu, {threads}"),
     };
     let weights = match optim {
-        Optim::AdamwBf16 => "bfloat16, those of vectors and heads float32",
+        Optim::AdamwBf16 => "bfloat16, those of vectors, heads and small matrices float32",
         Optim::AdamwTorch | Optim::Adamw8bit | Optim::Adafactor => "float32",
     };
     let dtype = match (run.bf16, run.fp16) {

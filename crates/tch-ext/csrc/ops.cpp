@@ -212,7 +212,7 @@ const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data
 // Returns true if the kernel for few rows is the fastest. Measured against MKL and oneDNN for 1 to 64 rows and widths
 // of 256 to 4096.
 bool are_few(at::ScalarType dtype, int64_t rows, int64_t depth) {
-  // With more rows, CPUs with bf16 instructions are faster with oneDNN.
+  // With more rows, CPUs with bf16 instructions are faster with oneDNN. Others convert bf16 in both ways, so the rule of f32 holds.
   if (dtype == at::kBFloat16 && has_fast_products(dtype)) return rows < 16;
   return (dtype == at::kFloat || dtype == at::kBFloat16) && rows <= 64 && rows * depth <= 1 << 15;
 }

@@ -120,13 +120,13 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
             .into_iter()
             .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
             .collect();
-    // As oneDNN: AVX-512, or the instructions of later processors without it.
-    let multiplies_bf16 = neon || has(SETS[0].2) || flags.contains("avx_ne_convert");
+    // As oneDNN: AVX-512, the instructions of later processors without it, or those of ARM.
+    let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert") || flags.contains("bf16");
     let more = match (extra.is_empty(), multiplies_bf16) {
         (false, _) => format!("; {} for bf16 products", extra.join(", ")),
         (true, true) => String::new(),
         (true, false) => {
-            "; no instructions for bf16 products, which are computed in f32: --bf16 saves memory, not time".into()
+            "; no instructions for bf16 products, which are computed in f32: --bf16 saves memory, and time in generation alone".into()
         }
     };
     let text = format!("{model}: kernels for {used}{more}");

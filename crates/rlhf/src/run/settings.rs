@@ -35,7 +35,7 @@ pub struct RunConfig {
     /// Seed of everything random.
     #[arg(long, help_heading = RUN, default_value_t = 42)]
     pub seed: u64,
-    /// Compute in bfloat16, with float32 weights in the optimizer, but with `adamw_bf16`.
+    /// Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
     /// Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
