@@ -66,6 +66,7 @@ pub fn exit_at_once(code: i32) -> ! {
 /// operators from its tables. After [`load_cuda`] they run, since CUDA's profilers write at the end.
 ///
 /// What the caller holds is not dropped, and buffers of its own are not flushed.
+#[allow(clippy::exit, reason = "its only purpose; the program calls it at the end of `main`")]
 pub fn exit(code: i32) -> ! {
     match LOADED_CUDA.get() {
         Some(_) => std::process::exit(code),
