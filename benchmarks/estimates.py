@@ -9,12 +9,11 @@ a GPU has been held against.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from plan import ROOT, planned
+
 PAGE = ROOT / "docs/guide.md"
 MARKS = ("<!-- estimates -->\n", "<!-- end of estimates -->\n")
 LLAMA = {
@@ -63,14 +62,6 @@ MODES = [
 SHARED = [("LoRA, base in 4 bits, `--value_head`", f"{FOUR} --value_head")]
 
 
-def peak(rlhf, memory, line):
-    command = [rlhf, "plan", "--json", "--calibrate=false", "--memory", f"{memory}GB", *line.split()]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode != 0:
-        sys.exit(f"{' '.join(command)}: {ran.stderr}")
-    return json.loads(ran.stdout)["memory"]
-
-
 def table(rlhf, folder):
     text = "| | | " + " | ".join(f"{name}, {memory} GB" for name in MODELS for memory in MEMORY) + " |\n"
     text += "|---|---" + "|---:" * len(MODELS) * len(MEMORY) + "|\n"
@@ -79,7 +70,8 @@ def table(rlhf, folder):
             row = [f"`{trainer}`", mode]
             for name in MODELS:
                 for memory in MEMORY:
-                    found = peak(rlhf, memory, f"{line.replace('MODEL', str(folder / name))} --output_dir {folder / 'out'} --gradient_checkpointing {flags}")
+                    words = f"{line} --output_dir {folder / 'out'} --gradient_checkpointing {flags}".replace("MODEL", str(folder / name)).split()
+                    found = planned(rlhf, words, "--calibrate=false", "--memory", f"{memory}GB")["memory"]
                     size = f"{found['peak'] / 1e9:.1f}"
                     row.append(f"**{size}**" if found["fits"] else size)
             text += "| " + " | ".join(row) + " |\n"

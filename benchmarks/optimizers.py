@@ -11,12 +11,11 @@ activations do not count. The plan's numbers are the same difference of its peak
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from plan import MIB, ROOT, measure, processor
+from plan import ROOT, in_mib, peak_and_plan, processor
 
 TOKENIZER = ROOT / "crates/rlhf/tests/golden/models/llama_tied"
 LAYERS = (8, 16)
@@ -62,15 +61,13 @@ def main():
                 line = f"sft --config_name {folder} --tokenizer_name {folder} --dataset_name {rows} --train_batch_size 4"
                 line += f" --max_steps 2 --max_length 32 --no_report --disable_tqdm --device cpu --optim {optim} {flags}"
                 line += f" --output_dir {scratch / 'out'}"
-                planner = [args.rlhf, "plan", "--json", "--calibrate=false", *line.split()]
-                plan = json.loads(subprocess.run(planner, check=True, capture_output=True, text=True).stdout)
+                peak, plan = peak_and_plan(args.rlhf, line.split(), scratch / "log")
+                peaks.append(peak)
                 plans.append(plan["memory"]["peak"])
                 sizes.append(plan["models"][0]["parameters"])
-                peaks.append(measure([args.rlhf, *line.split(), "--overwrite_output_dir"], 1, scratch / "log"))
                 worst = max(worst, abs(plans[-1] / peaks[-1] - 1))
             found, planned = [(b - a) / (sizes[1] - sizes[0]) for a, b in (peaks, plans)]
-            shown = [" and ".join(f"{peak / MIB:.0f}" for peak in of) for of in (peaks, plans)]
-            print(f"| `{optim}` | `{flags}` | {found:.1f} | {planned:.1f} | {' | '.join(shown)} |", flush=True)
+            print(f"| `{optim}` | `{flags}` | {found:.1f} | {planned:.1f} | {in_mib(peaks)} | {in_mib(plans)} |", flush=True)
     print(f"\n{processor()}; largest difference of a peak {worst:.1%}")
     if worst > args.bound:
         sys.exit(f"an estimate is off by {worst:.1%}, and at most {args.bound:.0%} are allowed")

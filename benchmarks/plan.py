@@ -108,6 +108,25 @@ def measure(words, ranks, log):
     return max(peaks)
 
 
+def planned(rlhf, words, *options):
+    """What `rlhf plan` with these options says of a run."""
+    command = [rlhf, "plan", "--json", *options, *words]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode != 0:
+        sys.exit(f"{' '.join(command)}: {ran.stderr}")
+    return json.loads(ran.stdout)
+
+
+def peak_and_plan(rlhf, words, log):
+    """The peak of a run of one rank in bytes, and its plan without times."""
+    plan = planned(rlhf, words, "--calibrate=false")
+    return measure([rlhf, *words, "--overwrite_output_dir"], 1, log), plan
+
+
+def in_mib(sizes):
+    return " and ".join(f"{size / MIB:.0f}" for size in sizes)
+
+
 def make_t5(rlhf, folder):
     """A T5 with random weights in `folder`, made of a configuration by a training without a step to speak of."""
     folder.mkdir()
@@ -151,20 +170,19 @@ def main():
             out = Path(scratch) / "out"
             line = line.replace("MODEL", str(args.model)).replace("JUDGE", str(judge)).replace("PAIR", str(pair))
             line += f" --no_report --disable_tqdm --device cpu --seed 1 --output_dir {out}"
-            planner = [args.planner or args.rlhf, "plan", "--json", "--nproc_per_node", str(ranks), *line.split()]
-            plan = json.loads(subprocess.run(planner, check=True, capture_output=True, text=True).stdout)
+            plan = planned(args.planner or args.rlhf, line.split(), "--nproc_per_node", str(ranks))
             if name in known:
                 peak, took = known[name]["peak"], known[name]["seconds"]
             else:
                 peak = measure([args.rlhf, *line.split(), "--overwrite_output_dir"], ranks, Path(scratch) / "log")
                 took = seconds(out)
                 time.sleep(1)
-            planned = plan["memory"]["peak"]
-            off = planned / peak - 1
+            estimate = plan["memory"]["peak"]
+            off = estimate / peak - 1
             worst = max(worst, abs(off))
-            results[name] = {"peak": peak, "seconds": took, "planned": planned, "planned_seconds": plan["time"]["update"]}
+            results[name] = {"peak": peak, "seconds": took, "planned": estimate, "planned_seconds": plan["time"]["update"]}
             print(
-                f"| {name} | {peak / MIB:.0f} | {planned / MIB:.0f} | {off:+.1%} | {took:.1f} | {plan['time']['update']:.1f} |",
+                f"| {name} | {peak / MIB:.0f} | {estimate / MIB:.0f} | {off:+.1%} | {took:.1f} | {plan['time']['update']:.1f} |",
                 flush=True,
             )
     print(f"\n{processor()}, {os.cpu_count()} processors; largest difference {worst:.1%}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from models import TEMPERATURE
+from plan import planned
 
 HERE = Path(__file__).resolve().parent
 THREADS = len(os.sched_getaffinity(0))
@@ -142,8 +143,7 @@ class Job:
     def plan(self, binary, precision):
         """The plan of such a run, without times."""
         program, *line = self._rlhf(binary, self._flags(precision) | self.extra)
-        command = [program, "plan", "--json", "--calibrate=false", *line]
-        return json.loads(subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout)
+        return planned(str(program), list(map(str, line)), "--calibrate=false")
 
     def rlhf_ranks(self, binary, ranks, threads, stage):
         """One update's rows divided over `ranks` ranks of `threads` threads each, in f32, at this stage of ZeRO."""
