@@ -267,18 +267,6 @@ impl LmHead {
         }
     }
 
-    /// [`LmHead::forward`] of a slice without a soft cap, in memory that the slices share; allocated for the first, which is the longest. Logits
-    /// that are freed after each slice leave a hole in the heap into which the next ones do not fit, since results are stored in it.
-    fn forward_into(&self, buffer: &mut Option<Tensor>, hidden: &Tensor) -> Tensor {
-        let (_, used) = self.linear.weight();
-        let hidden = self.scaled(hidden).to_kind(used.kind());
-        let shape = [hidden.size()[0], used.size()[0]];
-        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
-        let mut logits = buffer.narrow(0, 0, shape[0]);
-        tch_ext::product_into(&mut logits, &hidden, &used.tr());
-        logits
-    }
-
     /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
     pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize) -> TopLogprobs {
         let slices = self.slices(hidden.size()[0]).map(|range| {
@@ -300,20 +288,19 @@ impl LmHead {
         let by_kernels =
             !hidden.requires_grad() && targets.sampled.sets.is_none() && uses_kernels(self.compute, hidden.device());
         let mut found = targets.slices();
-        let mut slices = self.slices(hidden.size()[0]).peekable();
-        let mut buffer = None;
-        while let Some(range) = slices.next() {
+        let slices: Vec<Range<i64>> = self.slices(hidden.size()[0]).collect();
+        // One slice alone takes the product that is the fastest for its number of rows.
+        let shares_memory = by_kernels && slices.len() > 1 && self.softcap.is_none();
+        let mut kernels = shares_memory.then(|| SliceKernels::new(self));
+        for range in slices {
             let hidden = rows_of(hidden, &range);
-            // One slice alone takes the product that is the fastest for its number of rows.
-            let several = buffer.is_some() || slices.peek().is_some();
             found.push(match by_kernels {
                 false => self.plain_logprobs(&hidden, &range, targets),
                 true => {
                     let ids = rows_of(&targets.ids, &range);
-                    let rows = with_rounded_rows(&hidden);
-                    let logits = match several && self.softcap.is_none() && self.linear.quantization().is_none() {
-                        true => self.forward_into(&mut buffer, &rows),
-                        false => self.forward(&rows),
+                    let logits = match &mut kernels {
+                        Some(kernels) => kernels.logits(&hidden).1,
+                        None => self.forward(&with_rounded_rows(&hidden)),
                     };
                     let logits = logits.narrow(0, 0, ids.size()[0]);
                     let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
@@ -410,14 +397,15 @@ impl LmHead {
     }
 }
 
-/// Forward and backward pass through the LM head by fused kernels; the gradient of the logits replaces the logits in place.
+/// Forward and backward passes through the LM head by fused kernels, slice by slice; the gradient of the logits replaces the logits in place.
 struct SliceKernels<'m> {
     head: &'m LmHead,
     /// The head's weight as it is held, which accumulates the gradient.
     weight: &'m Tensor,
     /// The head's weight in the dtype of products, `[vocab, embedding size]`.
     used: Tensor,
-    /// The logits of a slice; allocated for the first slice, which is the longest.
+    /// The logits of a slice; allocated for the first slice, which is the longest. Allocated for each slice, they would leave a hole in the
+    /// heap into which the next ones do not fit, since results are stored in it.
     buffer: Option<Tensor>,
 }
 
@@ -425,6 +413,19 @@ impl<'m> SliceKernels<'m> {
     fn new(head: &'m LmHead) -> Self {
         let (weight, used) = head.linear.weight();
         Self { head, weight, used, buffer: None }
+    }
+
+    /// Returns `hidden`, scaled and padded to a round number of rows for the product, and its logits `[rows, vocab]`, which the next call
+    /// overwrites. The head has no soft cap.
+    fn logits(&mut self, hidden: &Tensor) -> (Tensor, Tensor) {
+        let Self { head, used, buffer, .. } = self;
+        let hidden = with_rounded_rows(&head.scaled(hidden).to_kind(used.kind()));
+        let rows = hidden.size()[0];
+        let shape = [rows, used.size()[0]];
+        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+        let mut logits = buffer.narrow(0, 0, rows);
+        tch_ext::product_into(&mut logits, &hidden, &used.tr());
+        (hidden, logits)
     }
 
     /// Writes the gradient of the loss with respect to `hidden` to `gradient`, both `[count, embedding size]`.
@@ -436,15 +437,10 @@ impl<'m> SliceKernels<'m> {
         loss: &mut impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
         gradient: &mut Tensor,
     ) -> TokenLogprobs {
-        let Self { head, weight, used, buffer } = self;
         let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
         let temperature = targets.sampled.temperature;
-        let hidden = with_rounded_rows(&head.scaled(hidden).to_kind(used.kind()));
-        let rows = hidden.size()[0];
-        let shape = [rows, used.size()[0]];
-        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
-        let mut all = buffer.narrow(0, 0, rows);
-        tch_ext::product_into(&mut all, &hidden, &used.tr());
+        let (hidden, all) = self.logits(hidden);
+        let Self { head, weight, used, .. } = self;
         let mut logits = all.narrow(0, 0, count);
         let stats = tch_ext::logits_stats(&logits, temperature, &ids, targets.entropy);
         let now = TokenLogprobs {
@@ -458,7 +454,7 @@ impl<'m> SliceKernels<'m> {
         let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
         let entropy = entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
         tch_ext::logits_gradient(&mut logits, temperature, &ids, &stats.lse, &slope, entropy);
-        let _ = all.narrow(0, count, rows - count).zero_();
+        let _ = all.narrow(0, count, hidden.size()[0] - count).zero_();
         let mut of_hidden = hidden.empty_like();
         tch_ext::product_into(&mut of_hidden, &all, used);
         gradient.copy_(&head.scaled(&of_hidden.narrow(0, 0, count)));
@@ -511,5 +507,30 @@ mod tests {
         assert!((found(&p, &q) - 0.657205).abs() < 1e-6, "{}", found(&p, &q)); // TRL 0.11.4, kl_penalty = full
         assert!((found(&q, &p) - found(&p, &q)).abs() > 1e-2);
         assert_eq!(found(&p, &p), 0.0);
+    }
+
+    #[test]
+    fn log_probabilities_of_several_slices_are_those_of_all_logits_at_once_and_of_the_pass_with_gradients() {
+        let (rows, vocab, width) = (2500, 8192, 16);
+        let random = |size: [i64; 2], step: i64| {
+            let numbers = Tensor::arange(size[0] * size[1], (Kind::Float, Device::Cpu));
+            (numbers * step as f64).sin().view(size)
+        };
+        let linear = Linear::new(random([vocab, width], 7), None, Kind::Float);
+        let head = LmHead { linear, scale: 0.5, softcap: None, compute: Kind::Float };
+        assert_eq!(head.slices(rows).count(), 3);
+        let hidden = random([rows, width], 3);
+        let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
+        let targets = Targets { ids, sampled: Sampled::from(0.7), entropy: true, reference: None };
+        let found = head.logprobs_of(&hidden, &targets);
+        let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
+        let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);
+        let largest = |x: &Tensor, y: &Tensor| (x - y).abs().max().double_value(&[]);
+        assert!(largest(&found.logprobs, &expected) < 1e-5, "{}", largest(&found.logprobs, &expected));
+        let (entropy, expected) = (found.entropy.as_ref().unwrap(), entropy_of(&all));
+        assert!(largest(entropy, &expected) < 1e-4, "{}", largest(entropy, &expected));
+        let loss = |_: Range<i64>, now: &TokenLogprobs| now.logprobs.sum(Kind::Float);
+        let (with_gradients, _) = head.logprobs_gradient(&hidden, &targets, loss);
+        assert!(with_gradients.logprobs.equal(&found.logprobs));
     }
 }
