@@ -65,7 +65,7 @@ pub fn exit_at_once(code: i32) -> ! {
 /// Ends the process without destructors of libraries, which take a fifth of the time of a short command: libtorch removes each of its
 /// operators from its tables. After [`load_cuda`] they run, since CUDA's profilers write at the end.
 ///
-/// What the caller holds is not dropped, and buffers of its own are not flushed.
+/// No value of the caller is dropped, so it has to flush buffered output before.
 #[allow(clippy::exit, reason = "its only purpose; the program calls it at the end of `main`")]
 pub fn exit(code: i32) -> ! {
     match LOADED_CUDA.get() {

@@ -120,8 +120,8 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
             .into_iter()
             .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
             .collect();
-    // As oneDNN: AVX-512, the instructions of later processors without it, or those of ARM.
-    let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert") || flags.contains("bf16");
+    // As oneDNN, beside the sets of `extra`: AVX-512, or the instructions of later processors without it.
+    let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert");
     let more = match (extra.is_empty(), multiplies_bf16) {
         (false, _) => format!("; {} for bf16 products", extra.join(", ")),
         (true, true) => String::new(),
@@ -470,6 +470,8 @@ mod tests {
         assert_eq!(status_of(&cpu_finding(&avx512, None, true)), (Status::Warning, "unset RLHF_KERNELS"));
         let arm = "processor : 0\nFeatures : fp asimd sve bf16\nCPU part : 0xd40\n";
         assert_eq!(kernels(&cpu_finding(arm, None, false)), "NEON");
+        let older_arm = "processor : 0\nFeatures : fp asimd\nCPU part : 0xd0c\n";
+        assert!(cpu_finding(older_arm, None, false).text.contains("NEON; no instructions for bf16 products"));
     }
 
     #[test]
