@@ -324,18 +324,43 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
+// Calls `piece(from, count)` for pieces of the rows of `x`, at least once: on a CPU `in_f32` of a piece stays in its cache.
+template <class F>
+void in_pieces(const Tensor& x, F piece) {
+  const bool copies = x.is_cpu() && x.scalar_type() != at::kFloat;
+  const int64_t rows = x.size(0), most = copies ? std::max<int64_t>(WIDE / std::max<int64_t>(x.size(1), 1), 1) : rows;
+  int64_t from = 0;
+  do {
+    const int64_t count = std::min(most, rows - from);
+    piece(from, count);
+    from += count;
+  } while (from < rows);
+}
+
 // The term that an adapter adds before its second matrix: scale x a^T, f32.
 Tensor low_rank(const Tensor& x, const Tensor& a, double scale) {
   thread_local Kept kept;
-  return product(in_f32(x, kept), a.t()).mul_(scale);
+  const Tensor low = at::empty({x.size(0), a.size(0)}, a.options().requires_grad(false));
+  in_pieces(x, [&](int64_t from, int64_t count) {
+    multiply_into(low.narrow(0, from, count), in_f32(x.narrow(0, from, count), kept), a.t(), false);
+  });
+  return low.mul_(scale);
 }
 
 // Adds the gradients of an adapter's matrices; returns that of its low-rank term. `g` is the gradient of the layer's output.
 Tensor low_rank_backward(const Tensor& g, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& low, double scale) {
-  thread_local Kept of_g, of_x;
-  const Tensor wide = in_f32(g, of_g), d_low = product(wide, b).mul_(scale);
-  if (b.requires_grad()) add_product(b, wide.t(), low);
-  if (a.requires_grad()) add_product(a, d_low.t(), in_f32(x, of_x));
+  thread_local Kept kept;
+  const Tensor d_low = at::empty({g.size(0), b.size(1)}, b.options().requires_grad(false));
+  in_pieces(g, [&](int64_t from, int64_t count) {
+    const Tensor wide = in_f32(g.narrow(0, from, count), kept);
+    multiply_into(d_low.narrow(0, from, count), wide, b, false);
+    if (b.requires_grad()) add_product(b, wide.t(), low.narrow(0, from, count));
+  });
+  d_low.mul_(scale);
+  if (a.requires_grad())
+    in_pieces(x, [&](int64_t from, int64_t count) {
+      add_product(a, d_low.narrow(0, from, count).t(), in_f32(x.narrow(0, from, count), kept));
+    });
   return d_low;
 }
 

@@ -66,9 +66,9 @@ pub struct FlatMemory {
 }
 
 impl FlatMemory {
-    /// Allocates zeros.
+    /// Allocates `len` elements with undefined contents.
     pub fn new(len: i64, kind: Kind, device: Device) -> Self {
-        let tensor = Tensor::zeros([len], (kind, device));
+        let tensor = Tensor::empty([len], (kind, device));
         // SAFETY: it is alive.
         let bytes = unsafe { tch_ext_storage_bytes(tensor.as_ptr()) };
         Self { tensor, bytes }

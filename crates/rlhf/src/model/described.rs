@@ -551,8 +551,7 @@ impl ModelSizes {
         let embedded = n * hidden * 4.0;
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
-        let wide = if adapter.is_some() && kind < 4 { 4.0 * (inner + hidden) } else { 0.0 };
-        let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0 + wide) + source.backward;
+        let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
         let (stored, working) = match gradient_checkpointing {

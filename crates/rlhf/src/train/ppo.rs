@@ -53,6 +53,8 @@ impl PpoTrainer {
 
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
+        // Memory of the keys and values has other sizes than that of a pass.
+        tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
         let unscored = scores.reported.scored.warning.clone();
         batch.warnings.extend(unscored.map(|message| Warning { kind: WarningKind::Unscored, message }));
