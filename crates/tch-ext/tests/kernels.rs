@@ -422,6 +422,27 @@ fn products_in_low_precision_are_summed_in_f32_and_rounded_once() {
     }
 }
 
+/// The sizes need several pieces of the input and of the gradient, of unequal numbers of rows.
+#[test]
+fn an_adapter_of_many_rows_is_converted_by_pieces_and_its_gradients_are_whole() {
+    let [rows, depth, width, r] = [700, 3000, 1000, 4];
+    for (kind, tolerance) in KINDS {
+        let x = leaf(&randn(&[rows, depth], 1), kind);
+        let used = (randn(&[width, depth], 2) * 0.02).to_kind(kind);
+        let low = [leaf(&(randn(&[r, depth], 3) * 0.02), Kind::Float), leaf(&randn(&[width, r], 4), Kind::Float)];
+        let exact = doubles(&[x.copy(), low[0].copy(), low[1].copy()]);
+        let out = tch_ext::adapted_linear(&x, &used, None, false, LowRank { a: &low[0], b: &low[1], scale: 0.5 });
+        let plain = exact[0].matmul(&used.to_kind(Kind::Double).tr());
+        let expected = plain + exact[0].matmul(&exact[1].tr()).matmul(&exact[2].tr()) * 0.5;
+        assert_close(&format!("{kind:?}"), &out, &expected, tolerance);
+        let gradient = randn(&[rows, width], 5).to_kind(kind);
+        tch_ext::backward(&out, &gradient);
+        (expected * gradient.to_kind(Kind::Double)).sum(Kind::Double).backward();
+        let [a, b] = low;
+        assert_grads_close(&format!("{kind:?}"), &[x, a, b], &exact, tolerance);
+    }
+}
+
 #[test]
 fn branches_are_added_to_the_residual_stream_and_receive_its_gradient() {
     for (kind, tolerance) in KINDS {
