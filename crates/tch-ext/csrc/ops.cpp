@@ -285,10 +285,10 @@ void product_into(const Tensor& columns, const Tensor& a, const Tensor& b) {
 // sums += a b, computed in f32 and rounded once; a and b are f32.
 void add_f32_product(const Tensor& sums, const Tensor& a, const Tensor& b) {
   if (sums.scalar_type() == at::kFloat) return multiply_into(sums, a, b, true);
-  // On a CPU in pieces that stay in its cache.
+  // In pieces as small as those of `in_pieces`.
   thread_local Kept of_pieces;
   const int64_t rows = sums.size(0), width = std::max<int64_t>(sums.size(1), 1);
-  const int64_t most = sums.is_cpu() ? std::max<int64_t>(PIECE / 8 / width, 1) : rows;
+  const int64_t most = std::max<int64_t>((sums.is_cpu() ? PIECE / 8 : WIDE << 5) / width, 1);
   for (int64_t from = 0; from < rows; from += most) {
     const int64_t count = std::min(most, rows - from);
     const Tensor piece = sums.narrow(0, from, count), wide = in_f32(piece, of_pieces);
