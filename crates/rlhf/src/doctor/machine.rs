@@ -115,11 +115,10 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
         (None, Some("default")) => "none",
         _ => there.map_or(if neon { "NEON" } else { "none" }, |set| set.1),
     };
-    let extra: Vec<&str> =
-        [("avx512_bf16", "AVX-512 BF16"), ("amx_bf16", "AMX BF16"), ("bf16", "BF16"), ("sve", "SVE")]
-            .into_iter()
-            .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
-            .collect();
+    let extra: Vec<&str> = [("avx512_bf16", "AVX-512 BF16"), ("amx_bf16", "AMX BF16"), ("bf16", "BF16")]
+        .into_iter()
+        .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
+        .collect();
     // As oneDNN, beside the sets of `extra`: AVX-512, or the instructions of later processors without it.
     let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert");
     let more = match (extra.is_empty(), multiplies_bf16) {
@@ -470,7 +469,7 @@ mod tests {
         assert_eq!(status_of(&cpu_finding(&avx512, None, true)), (Status::Warning, "unset RLHF_KERNELS"));
         let arm = "processor : 0\nFeatures : fp asimd sve bf16\nCPU part : 0xd40\n";
         assert_eq!(kernels(&cpu_finding(arm, None, false)), "NEON");
-        let older_arm = "processor : 0\nFeatures : fp asimd\nCPU part : 0xd0c\n";
+        let older_arm = "processor : 0\nFeatures : fp asimd sve\nCPU part : 0xd0c\n";
         assert!(cpu_finding(older_arm, None, false).text.contains("NEON; no instructions for bf16 products"));
     }
 
