@@ -1,6 +1,6 @@
 """The parts of the peak of PPO with a base in 4 bits, LoRA and a shared trunk, one by one: measured and planned.
 
-    python benchmarks/addends.py --model SmolLM2-135M-Instruct               # 40 minutes on two cores, 2.5 GB of memory
+    python benchmarks/addends.py --model SmolLM2-135M-Instruct               # half an hour on two cores, 2.5 GB of memory
     python benchmarks/addends.py --model SmolLM2-135M-Instruct adapters      # a part of it
 
 The run of docs/guide.md's table for 7B, at a size that runs anywhere. Each row changes one flag and compares two differences: that of the peaks of two

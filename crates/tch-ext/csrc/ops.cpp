@@ -282,19 +282,29 @@ void product_into(const Tensor& columns, const Tensor& a, const Tensor& b) {
     columns.copy_(product(a, b));
 }
 
+// Calls `piece(from, count)` for pieces of the rows of `x`, at least once. A copy of a piece in f32 stays in a CPU's cache, and takes
+// at most 64 MiB of a GPU, where fewer products are faster.
+template <class F>
+void in_pieces(const Tensor& x, F piece) {
+  const int64_t elements = x.is_cpu() ? PIECE / 8 : PIECE * 8, width = std::max<int64_t>(x.size(1), 1), rows = x.size(0);
+  const int64_t most = x.scalar_type() == at::kFloat ? rows : std::max<int64_t>(elements / width, 1);
+  int64_t from = 0;
+  do {
+    const int64_t count = std::min(most, rows - from);
+    piece(from, count);
+    from += count;
+  } while (from < rows);
+}
+
 // sums += a b, computed in f32 and rounded once; a and b are f32.
 void add_f32_product(const Tensor& sums, const Tensor& a, const Tensor& b) {
   if (sums.scalar_type() == at::kFloat) return multiply_into(sums, a, b, true);
-  // In pieces as small as those of `in_pieces`.
-  thread_local Kept of_pieces;
-  const int64_t rows = sums.size(0), width = std::max<int64_t>(sums.size(1), 1);
-  const int64_t most = std::max<int64_t>((sums.is_cpu() ? PIECE / 8 : WIDE << 5) / width, 1);
-  for (int64_t from = 0; from < rows; from += most) {
-    const int64_t count = std::min(most, rows - from);
-    const Tensor piece = sums.narrow(0, from, count), wide = in_f32(piece, of_pieces);
+  thread_local Kept kept;
+  in_pieces(sums, [&](int64_t from, int64_t count) {
+    const Tensor piece = sums.narrow(0, from, count), wide = in_f32(piece, kept);
     multiply_into(wide, a.narrow(0, from, count), b, true);
     piece.copy_(wide);
-  }
+  });
 }
 
 struct Linear : torch::autograd::Function<Linear> {
@@ -323,20 +333,6 @@ struct Linear : torch::autograd::Function<Linear> {
     return {dx, {}, {}, {}, {}, {}};
   }
 };
-
-// Calls `piece(from, count)` for pieces of the rows of `x`, at least once. A copy of a piece in f32 stays in a CPU's cache, and takes
-// at most 64 MiB of a GPU, where fewer products are faster.
-template <class F>
-void in_pieces(const Tensor& x, F piece) {
-  const int64_t elements = x.is_cpu() ? WIDE : WIDE << 5, width = std::max<int64_t>(x.size(1), 1), rows = x.size(0);
-  const int64_t most = x.scalar_type() == at::kFloat ? rows : std::max<int64_t>(elements / width, 1);
-  int64_t from = 0;
-  do {
-    const int64_t count = std::min(most, rows - from);
-    piece(from, count);
-    from += count;
-  } while (from < rows);
-}
 
 // The term that an adapter adds before its second matrix: scale x a^T, f32.
 Tensor low_rank(const Tensor& x, const Tensor& a, double scale) {

@@ -53,7 +53,7 @@ impl PpoTrainer {
 
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
-        // Memory of the keys and values has other sizes than that of a pass.
+        // Keys and values have other sizes than what a pass takes: their memory would stay in the heap beside it.
         tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
         let unscored = scores.reported.scored.warning.clone();

@@ -109,8 +109,8 @@ impl Unit {
         if stage.shards_optimizer() {
             let most = if stage.shards_parameters() { mapped_len(len, kind, device) } else { len };
             let whole = FlatMemory::new(most, kind, device);
-            // Also what pads the parameters; the rest of the mapped memory is never used.
-            let _ = whole.tensor().narrow(0, 0, len).zero_();
+            // Only the padding: the parameters are copied. Mapped memory beyond it is never used.
+            let _ = whole.tensor().narrow(0, start, len - start).zero_();
             for (slot, param) in unit.slots.iter().zip(&mut unit.params) {
                 let view = slot.of(whole.tensor());
                 tch::no_grad(|| view.shallow_clone().copy_(param));
