@@ -133,7 +133,8 @@ void tch_ext_file_enter(const Handle* file, size_t from, size_t bytes) {
 
 // Returns a number that tensors on the same memory have in common.
 size_t tch_ext_memory_id(const at::Tensor* tensor) {
-  return reinterpret_cast<size_t>(tensor->storage().unsafeGetStorageImpl());
+  const bool stored = tensor->defined() && tensor->has_storage();
+  return stored ? reinterpret_cast<size_t>(tensor->storage().unsafeGetStorageImpl()) : 0;
 }
 
 // Returns the whole memory of `tensor` as bytes.

@@ -188,6 +188,11 @@ constexpr int64_t PIECE = 1 << 21;
 // grad += a b, in the dtype of `grad`.
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
+  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) &&
+                  grad.sizes() == at::IntArrayRef({a.size(0), b.size(1)}) && a.device() == grad.device() &&
+                  b.device() == grad.device(),
+              "gradient ", grad.sizes(), " on ", grad.device(), ": a product of ", a.sizes(), " and ", b.sizes(), " on ",
+              a.device());
   if (a.scalar_type() == grad.scalar_type() || (widens(a) && grad.is_cpu() && grad.scalar_type() == at::kFloat))
     return multiply_into(grad, a, b, true);
   if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 &&
@@ -209,12 +214,21 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
 
-// Returns true if the kernel for few rows is the fastest. Measured against MKL and oneDNN for 1 to 64 rows and widths
-// of 256 to 4096.
+// Returns the most elements of x with which the kernel for few rows is the fastest. Measured for 1 to 64 rows and widths of 256 to 4096
+// against oneDNN on an EPYC with AVX-512; and against MKL on an EPYC with AVX2, where MKL has half to nine tenths of its rate.
+int64_t most_of_few() {
+#ifdef TCH_EXT_X86
+  static const bool foreign_avx2 = at::get_cpu_capability() == "AVX2" && !__builtin_cpu_is("intel");
+  if (foreign_avx2) return 1 << 17;
+#endif
+  return 1 << 15;
+}
+
+// Returns true if the kernel for few rows is the fastest.
 bool are_few(at::ScalarType dtype, int64_t rows, int64_t depth) {
   // With more rows, CPUs with bf16 instructions are faster with oneDNN. Others convert bf16 in both ways, so the rule of f32 holds.
   if (dtype == at::kBFloat16 && has_fast_products(dtype)) return rows < 16;
-  return (dtype == at::kFloat || dtype == at::kBFloat16) && rows <= 64 && rows * depth <= 1 << 15;
+  return (dtype == at::kFloat || dtype == at::kBFloat16) && rows <= 64 && rows * depth <= most_of_few();
 }
 
 // Computes a linear layer by the kernel for few rows, if it is the fastest.
@@ -409,8 +423,9 @@ struct QuantizedWeight {
   bool four_bits() const { return map.defined(); }
 
   void check() const {
-    const auto is = [](const Tensor& t, at::ScalarType dtype, int64_t n) {
-      return t.defined() && t.is_contiguous() && t.scalar_type() == dtype && t.numel() == n;
+    const auto is = [&](const Tensor& t, at::ScalarType dtype, int64_t n) {
+      return t.defined() && t.is_contiguous() && t.scalar_type() == dtype && t.numel() == n &&
+             t.device() == codes.device();
     };
     const int64_t n = out * in;
     const bool pairs = four_bits() && block >= 32 && (block & (block - 1)) == 0;
@@ -484,15 +499,16 @@ struct QuantizedWeight {
     const auto dtype = x.scalar_type();
     if (!has_kernels(dtype)) return linear_of(x, plain_values(dtype), bias);
     const int64_t rows = x.size(0);
-    TORCH_CHECK(x.size(1) == in && (!bias || (bias->numel() == out && bias->scalar_type() == dtype)),
-                "quantized weight [", out, ", ", in, "]: x ", x.sizes());
+    TORCH_CHECK(x.is_cpu() && x.size(1) == in &&
+                    (!bias || (bias->is_cpu() && bias->numel() == out && bias->scalar_type() == dtype)),
+                "quantized weight [", out, ", ", in, "] on a CPU: x ", x.sizes(), " on ", x.device());
     const Tensor result = at::empty({rows, out}, x.options().requires_grad(false));
     if (result.numel() == 0) return result;
     bool done = false;
     for_dtype(dtype, "quantized weight", [&](auto zero) {
       using T = decltype(zero);
       const auto kernel = kernels().of<T>().few_rows_quantized;
-      if (!kernel || rows > FEW_ROWS || in % 16 != 0 || (bias && !bias->is_contiguous())) return;
+      if (!kernel || rows > FEW_ROWS || in == 0 || in % 16 != 0 || (bias && !bias->is_contiguous())) return;
       const Tensor input = x.contiguous();
       kernel(matrix(), rows, input.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr,
              result.mutable_data_ptr<T>());
@@ -665,6 +681,8 @@ void check_projections(const AttentionShape& shape, const Projections& x, int64_
   const int64_t widths[3] = {shape.heads, shape.kv_heads, shape.kv_heads};
   TORCH_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.head_dim > 0,
               "attention: ", shape.heads, " heads of ", shape.head_dim, " over ", shape.kv_heads);
+  TORCH_CHECK(shape.window >= 0 && (shape.causal || shape.window == 0), "attention: a window of ", shape.window,
+              shape.causal ? "" : " without causality");
   TORCH_CHECK(x.tensors.size() == 1 || x.tensors.size() == 3, "attention: expected one tensor or three");
   TORCH_CHECK(!x.by_head || (x.tensors.size() == 1 && shape.heads == shape.kv_heads),
               "attention: by head is one tensor");
@@ -813,7 +831,10 @@ struct Norm : torch::autograd::Function<Norm> {
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
     // Frozen weights have no gradient; weights of other dtypes than f32 are frozen.
     auto grad_or_null = [](const Tensor& leaf) {
-      return leaf.defined() && leaf.requires_grad() ? grad_of(leaf).mutable_data_ptr<float>() : nullptr;
+      if (!leaf.defined() || !leaf.requires_grad()) return static_cast<float*>(nullptr);
+      const Tensor& grad = grad_of(leaf);
+      TORCH_CHECK(grad.is_contiguous(), "norm: the gradient has strides ", grad.strides());
+      return grad.mutable_data_ptr<float>();
     };
     for_dtype(g.scalar_type(), "norm", [&](auto zero) {
       using T = decltype(zero);
@@ -996,6 +1017,7 @@ char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tens
                                         targets->const_data_ptr<int64_t>(), lse->const_data_ptr<float>(),
                                         coefficients->const_data_ptr<float>(), numbers(entropy), numbers(of_entropy));
     });
+    logits->unsafeGetTensorImpl()->bump_version();
   });
 }
 
@@ -1021,6 +1043,8 @@ char* tch_ext_product_into(Tensor* out, const Tensor* a, const Tensor* b) {
   return guard([&] {
     at::NoGradGuard no_grad;
     multiply_into(*out, *a, *b, false);
+    // oneDNN's functions do not.
+    out->unsafeGetTensorImpl()->bump_version();
   });
 }
 

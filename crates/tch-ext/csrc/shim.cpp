@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <dlfcn.h>
@@ -76,6 +77,8 @@ char* tch_ext_clear_grad(const at::Tensor* param) {
 char* tch_ext_resize_storage(const at::Tensor* tensor, size_t bytes) {
   return guard([&] {
     c10::StorageImpl* storage = tensor->storage().unsafeGetStorageImpl();
+    // Allocators take the current device.
+    const c10::DeviceGuard of_tensor(tensor->device());
     if (bytes == 0)
       storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor->device()));
     else
@@ -84,8 +87,10 @@ char* tch_ext_resize_storage(const at::Tensor* tensor, size_t bytes) {
   });
 }
 
-// Number of bytes of `tensor`'s storage.
-size_t tch_ext_storage_bytes(const at::Tensor* tensor) { return tensor->storage().nbytes(); }
+// Number of bytes of `tensor`'s storage; 0 for a tensor that has none.
+size_t tch_ext_storage_bytes(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->has_storage() ? tensor->storage().nbytes() : 0;
+}
 
 // Marks `param` as changed, where it was changed through another tensor on the same memory.
 void tch_ext_bump_version(const at::Tensor* param) { param->unsafeGetTensorImpl()->bump_version(); }

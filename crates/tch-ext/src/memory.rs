@@ -107,7 +107,7 @@ impl FlatMemory {
 
     /// Frees the memory; views keep their shapes.
     pub fn free(&self) {
-        // SAFETY: the storage is alive; its memory is replaced by none of zero bytes, which torch checks in its operations.
+        // SAFETY: the storage is alive; its memory is replaced by none of zero bytes. No view may be used until it is allocated again.
         let done = into_result(unsafe { tch_ext_resize_storage(self.tensor.as_ptr(), 0) });
         debug_assert!(done.is_ok(), "freeing memory does not fail");
     }

@@ -767,6 +767,40 @@ fn tensors_of_a_quantized_weight_that_do_not_fit_are_an_error_and_not_a_crash() 
 }
 
 #[test]
+fn a_quantized_weight_of_no_columns_gives_its_bias() {
+    let bias = randn(&[4], 1).to_kind(Kind::Float);
+    for bits in [Some(64), None] {
+        let weight = Weight::new([4, 0], bits, 1);
+        let x = Tensor::zeros([2, 0], (Kind::Float, Device::Cpu));
+        let out = no_grad(|| tch_ext::quantized_linear(&x, &weight.view(), Some(&bias), None, Kind::Float));
+        assert_eq!(out, bias.expand([2, 4], false));
+    }
+}
+
+#[test]
+fn products_and_windows_of_other_shapes_are_errors_and_not_crashes() {
+    let zeros = |shape: [i64; 2], kind| Tensor::zeros(shape, (kind, Device::Cpu));
+    let message_of = |f: &dyn Fn()| {
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).unwrap_err();
+        panic.downcast_ref::<String>().unwrap().clone()
+    };
+    for (kind, grad, product) in
+        [(Kind::Float, [4, 4], [8, 8]), (Kind::BFloat16, [4, 4], [8, 8]), (Kind::BFloat16, [8, 8], [4, 4])]
+    {
+        let leaf = zeros(grad, Kind::Float).set_requires_grad(true);
+        let (a, b) = (zeros([product[0], 3], kind), zeros([3, product[1]], kind));
+        let message = message_of(&|| tch_ext::add_product_to_grad(&leaf, &a, &b));
+        assert!(message.contains(&format!("gradient {grad:?} on cpu: a product of [{}, 3]", product[0])), "{message}");
+    }
+    let x = zeros([3, 12], Kind::Float);
+    for (window, causal) in [(-1000, true), (2, false)] {
+        let attention = Attention { window: Some(window), causal, ..attention_of(1, 1, 4) };
+        let message = message_of(&|| drop(tch_ext::attention(&attention, &[x.shallow_clone()], None, &[0, 3], None)));
+        assert!(message.contains(&format!("a window of {window}")), "{message}");
+    }
+}
+
+#[test]
 fn the_same_bits_come_out_again_and_with_any_number_of_threads() {
     for (kind, _) in KINDS {
         let of_threads = [1, 2, 3].map(|threads| {
