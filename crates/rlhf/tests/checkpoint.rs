@@ -46,6 +46,11 @@ pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     config
 }
 
+/// A policy with a weight large enough for states of 8 bits.
+pub(crate) fn with_states_of_8_bits() -> PathBuf {
+    golden().join("models/gpt2")
+}
+
 pub(crate) fn copy_dir(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
@@ -177,6 +182,7 @@ fn a_run_stopped_after_any_update_resumes_to_the_same_bits() {
 fn a_run_of_an_optimizer_with_small_states_stopped_after_any_update_resumes_to_the_same_bits() {
     for optim in [Optim::Adamw8bit, Optim::Adafactor, Optim::AdamwBf16] {
         ppo_resumes(|config| {
+            config.sft_model_path = with_states_of_8_bits();
             config.optimizer.optim = optim;
             config.run.bf16 = optim == Optim::AdamwBf16;
         });
@@ -344,13 +350,25 @@ fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
         assert_eq!(json_lines(&answers).len(), crate::cli::PROMPTS.len());
     }
     let whole = scratch.path("out");
-    let stopped = stopped(&whole, 1);
-    scratch.succeeds(&format!(
-        "{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step --output_dir {} \
-         --resume_from_checkpoint true",
-        stopped.display()
-    ));
-    assert_same(&stopped, &whole, 3);
+    let at_one = stopped(&whole, 1);
+    let resumed = |dir: &Path| {
+        format!(
+            "{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step --output_dir {} \
+             --resume_from_checkpoint true",
+            dir.display()
+        )
+    };
+    scratch.succeeds(&resumed(&at_one));
+    assert_same(&at_one, &whole, 3);
+    // The base is of the adapter as it was, and so are the saved adapters.
+    std::fs::remove_dir_all(&at_one).unwrap();
+    let at_two = stopped(&whole, 2);
+    let name = "adapter/adapter_model.safetensors";
+    let mut tensors = tch::Tensor::read_safetensors(scratch.path(name)).unwrap();
+    tensors.iter_mut().for_each(|(_, tensor)| drop(tensor.g_add_scalar_(0.25)));
+    tch::Tensor::write_safetensors(&tensors, scratch.path(name)).unwrap();
+    let line = format!("{} --resume_with_changed_inputs", resumed(&at_two));
+    scratch.refuses(&line, 1, &["base_model: the base of this run's adapters, made of sft_model_path as it was"]);
 }
 
 // Kills.

@@ -1,7 +1,8 @@
 //! Runs whose optimizer state and frozen models leave memory are the same runs.
 
-use crate::checkpoint::{assert_same, ppo_config, run_on_full_disk, stopped};
+use crate::checkpoint::{assert_same, ppo_config, run_on_full_disk, stopped, with_states_of_8_bits};
 use crate::cli::{PPO, REWARD, SFT, Scratch};
+use rlhf::model::Dtype;
 use rlhf::run::Console;
 use rlhf::settings::{OffloadPart, Optim, PpoConfig, Resume};
 use rlhf::train::ppo::ppo;
@@ -48,6 +49,7 @@ fn a_run_is_the_same_to_the_bit_whichever_part_of_it_leaves_memory() {
 fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_leaves_memory() {
     for optim in [Optim::Adamw8bit, Optim::Adafactor, Optim::AdamwBf16] {
         is_the_same(&[OffloadPart::All], |config| {
+            config.sft_model_path = with_states_of_8_bits();
             config.optimizer.optim = optim;
             config.run.bf16 = optim == Optim::AdamwBf16;
         });
@@ -79,11 +81,31 @@ fn parts_may_leave_memory_where_models_are_moved_store_distributions_share_layer
 
 #[test]
 fn a_run_resumes_to_the_same_bits_with_other_parts_in_memory_than_before() {
-    for optim in [Optim::AdamwTorch, Optim::Adamw8bit] {
+    // A reference model that follows the policy moves in f32, whatever dtype weights are rounded to at loading.
+    let follows = |config: &mut PpoConfig| {
+        config.run.bf16 = true;
+        (config.sync.sync_ref_model, config.sync.ref_model_sync_steps) = (true, 1);
+    };
+    let changes: [&dyn Fn(&mut PpoConfig); 4] = [
+        &|_| (),
+        &|config| {
+            config.optimizer.optim = Optim::Adamw8bit;
+            config.sft_model_path = with_states_of_8_bits();
+        },
+        &|config| {
+            config.optimizer.optim = Optim::AdamwBf16;
+            follows(config);
+        },
+        &|config| {
+            config.run.dtype = Dtype::BFloat16;
+            follows(config);
+        },
+    ];
+    for change in changes {
         let dir = tempfile::tempdir().unwrap();
         let with = |name: &str, parts: &[OffloadPart]| {
             let mut config = config(dir.path(), name, parts);
-            config.optimizer.optim = optim;
+            change(&mut config);
             config
         };
         let whole = with("whole", &[]);

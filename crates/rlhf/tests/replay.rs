@@ -1,12 +1,12 @@
 //! `rlhf replay`: an update again, bit for bit, and with other settings.
 
-use crate::checkpoint::ppo_config;
+use crate::checkpoint::{ppo_config, with_states_of_8_bits};
 use crate::cli::{PPO, SFT, Scratch, json_lines, snapshot};
 use crate::rollouts::with_groups;
 use crate::support::{Tensors, near};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::run::Console;
-use rlhf::settings::{AdvantageEstimator, LogprobsOf, OffloadPart, PpoConfig, WhitenAdvantages};
+use rlhf::settings::{AdvantageEstimator, LogprobsOf, OffloadPart, Optim, PpoConfig, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, RecordedUpdate, Replayed, ppo};
 use serde_json::Value;
 use std::path::Path;
@@ -74,6 +74,18 @@ fn updates_with_adapters_in_bf16_are_those_of_the_run() {
     (config.peft.use_peft, config.run.bf16, config.total_episodes) = (true, true, Some(12));
     config.missing_eos_penalty = Some(0.5);
     replays("LoRA in bf16", &config, &[1, 2, 3]);
+}
+
+#[test]
+fn updates_with_states_of_8_bits_and_with_weights_in_bf16_are_those_of_the_run() {
+    for optim in [Optim::Adamw8bit, Optim::AdamwBf16] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = recorded(dir.path());
+        (config.sft_model_path, config.total_episodes) = (with_states_of_8_bits(), Some(12));
+        (config.optimizer.optim, config.run.bf16) = (optim, optim == Optim::AdamwBf16);
+        (config.sync.sync_ref_model, config.sync.ref_model_sync_steps) = (true, 1);
+        replays(&format!("{optim:?}"), &config, &[1, 2, 3]);
+    }
 }
 
 #[test]

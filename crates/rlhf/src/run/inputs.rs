@@ -93,6 +93,11 @@ impl Inputs {
         self.0.clone().into()
     }
 
+    /// Whether the input `name` differs from the one in the [`Inputs::state`] at the start of the run; `None` if either lacks it.
+    pub(crate) fn has_changed(&self, start: &Value, name: &str) -> Option<bool> {
+        Some(difference(start.get(name)?, self.0.get(name)?).is_some())
+    }
+
     /// Compares with the [`Inputs::state`] at the start of the run; returns one message per input that has changed. Inputs
     /// that only one of the two has are ignored.
     pub(crate) fn changed(&self, start: &Value) -> Vec<String> {

@@ -28,6 +28,7 @@ use crate::dist::World;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
+use crate::model::BASE_MODEL;
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
@@ -157,6 +158,8 @@ pub(crate) struct Progress {
     rolled_to: Option<usize>,
     best: Option<Best>,
     snapshot: Option<Snapshot>,
+    /// Whether a rollback has failed while it read a checkpoint: models and optimizers are of several updates.
+    is_mixed: bool,
     /// Whether a session has begun in the output folder.
     begun: bool,
     /// The lock on the output folder, on the rank that owns it.
@@ -181,6 +184,7 @@ impl Progress {
             rolled_to: None,
             best: Best::new(eval),
             snapshot: None,
+            is_mixed: false,
             begun: false,
             lock: None,
         }
@@ -507,8 +511,10 @@ impl<'w> Session<'w> {
     /// # Errors
     /// If a file cannot be read or written.
     pub(crate) fn roll_back(&mut self, trainee: &mut impl Trainee, saved: &Saved) -> Result<()> {
+        trainee.progress_mut().is_mixed = true;
         self.world.agree(trainee.load(saved))?;
         let progress = trainee.progress_mut();
+        progress.is_mixed = false;
         progress.done = saved.state.update;
         progress.recorded = saved.parsed("recorded").unwrap_or(progress.done);
         progress.rollbacks += 1;
@@ -664,6 +670,7 @@ impl<'w> Session<'w> {
     /// Ends the run as [`Session::end`] does, but for the trackers.
     fn close(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
+        let has_model = done > 0 && !trainee.progress().is_mixed;
         if let Err(error) = &ended
             && !self.world.in_step(error)
         {
@@ -677,7 +684,7 @@ impl<'w> Session<'w> {
         let ended = self.leave_checkpoint(trainee, ended).map(|()| done);
         self.console().finish();
         if !self.world.is_main() {
-            self.together(trainee, if done > 0 { trainee.share_models() } else { Ok(()) })?;
+            self.together(trainee, if has_model { trainee.share_models() } else { Ok(()) })?;
             return match ended {
                 Ok(done) if done < self.num_updates && stop_requested() => {
                     let message = format!("stopped as requested after update {done} of {}", self.num_updates);
@@ -689,7 +696,7 @@ impl<'w> Session<'w> {
         // Also after an error: an optimizer step that is not finite is never taken, so the weights are those of the step
         // before. But a model without an update is the one that training started from, and in the output folder it would keep
         // the run from starting again there.
-        let saved = (done > 0).then(|| {
+        let saved = has_model.then(|| {
             trainee.write_bases()?;
             self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir))
         });
@@ -707,7 +714,8 @@ impl<'w> Session<'w> {
     /// the checkpoint.
     fn leave_checkpoint(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<()> {
         let progress = trainee.progress();
-        let is_complete = progress.snapshot.as_ref().is_some_and(|snapshot| snapshot.steps == trainee.steps());
+        let is_complete =
+            !progress.is_mixed && progress.snapshot.as_ref().is_some_and(|snapshot| snapshot.steps == trainee.steps());
         let wanted = is_complete && self.world.is_main() && self.checkpoints.is_wanted_at_end(progress.done);
         let wanted = if self.world.is_broken() { Ok(wanted) } else { self.world.any(wanted) };
         let saved = wanted.and_then(|wanted| if wanted { self.save_checkpoint(trainee) } else { Ok(()) });
@@ -764,6 +772,7 @@ fn resume<T: Trainee, C: Serialize>(
 ) -> Result<Vec<String>> {
     let (settings, num_updates) = (&spec.run.checkpoints, spec.num_updates);
     let mut warnings = saved.check_inputs(settings, trainee.inputs(), num_updates, spec.batch_size)?;
+    check_bases(saved, trainee.inputs(), &spec.run.output_dir)?;
     let done = saved.state.update;
     let progress = trainee.progress_mut();
     progress.done = done;
@@ -781,6 +790,26 @@ fn resume<T: Trainee, C: Serialize>(
     take_snapshot(trainee);
     warnings.extend(saved.threads_warning());
     Ok(warnings)
+}
+
+/// Checks that the bases of adapters in the output folder `out` are those of the models that the resumed run reads: each is written
+/// once, and every saved adapter refers to it.
+fn check_bases(saved: &Saved, inputs: &Inputs, out: &Path) -> Result<()> {
+    let Ok(began) = saved.part("inputs") else { return Ok(()) };
+    let policy = ["sft_model_path", "model_name_or_path"].as_slice();
+    let value = ["value_model_path", "reward model", "sft_model_path"].as_slice();
+    for (base, names) in [(out.join(BASE_MODEL), policy), (out.join("value_model").join(BASE_MODEL), value)] {
+        let of = names.iter().find_map(|&name| Some((name, inputs.has_changed(began, name)?)));
+        if let Some((name, true)) = of
+            && base.is_dir()
+        {
+            let message = format!(
+                "the base of this run's adapters, made of {name} as it was, which has changed; train in another output_dir"
+            );
+            return Err(Error::invalid(base, message));
+        }
+    }
+    Ok(())
 }
 
 /// Records in the snapshot that the best model is written.
@@ -843,13 +872,15 @@ mod tests {
         /// Resumable state that moves on in the middle of an update.
         taken: usize,
         steps: i64,
+        fails_to_load: bool,
         dir: std::path::PathBuf,
     }
 
     impl Counter {
         fn new(config: &Settings) -> Self {
             let (progress, inputs) = (Progress::new(&config.eval), Inputs::default());
-            Self { progress, inputs, weights: 0, taken: 0, steps: 0, dir: config.run.output_dir.clone() }
+            let dir = config.run.output_dir.clone();
+            Self { progress, inputs, weights: 0, taken: 0, steps: 0, fails_to_load: false, dir }
         }
 
         fn train(&mut self, config: &Settings, stop_after: usize, fails_at: Option<usize>) -> Result<usize> {
@@ -910,6 +941,9 @@ mod tests {
         }
 
         fn load(&mut self, saved: &Saved) -> Result<()> {
+            if self.fails_to_load {
+                return Err(Error::Run("the load fails".into()));
+            }
             self.taken = saved.parsed("taken")?;
             let read = |name: &str| std::fs::read_to_string(saved.dir.join(name)).unwrap().parse::<usize>().unwrap();
             (self.weights, self.steps) = (read("weights"), read("steps") as i64);
@@ -955,6 +989,21 @@ mod tests {
         config
     }
 
+    fn session(config: &Settings) -> Session<'static> {
+        Session {
+            report: Reporter::open(&config.run, "sft", 9, Reached::default(), Console::Silent).unwrap(),
+            checkpoints: Checkpoints::new("sft", &config.run, config, 9).unwrap(),
+            began_at: 0,
+            num_updates: 9,
+            eval_steps: None,
+            world: World::single(),
+            logging_steps: 1,
+            compares_ranks: false,
+            pushes: false,
+            pusher: None,
+        }
+    }
+
     fn state(dir: &Path, update: usize) -> Map<String, Value> {
         Saved::read(&dir.join(format!("checkpoint-{update}"))).unwrap().state.state
     }
@@ -987,24 +1036,32 @@ mod tests {
     }
 
     #[test]
+    fn a_rollback_that_fails_leaves_neither_a_checkpoint_nor_a_model_of_two_updates() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        let mut counter = Counter::new(&config);
+        counter.train(&config, 3, None).unwrap();
+        let saved = Saved::read(&dir.path().join("checkpoint-3")).unwrap();
+        let mut session = session(&config);
+        counter.fails_to_load = true;
+        let failed = session.roll_back(&mut counter, &saved).unwrap_err();
+        std::fs::remove_dir_all(dir.path().join("checkpoint-3")).unwrap();
+        std::fs::remove_file(dir.path().join("weights")).unwrap();
+        let error = session.close(&mut counter, Err(failed)).unwrap_err().to_string();
+        assert!(error.starts_with("the load fails"), "{error}");
+        for name in ["checkpoint-3", "weights"] {
+            assert!(!dir.path().join(name).exists(), "{name}");
+        }
+    }
+
+    #[test]
     fn no_checkpoint_is_written_in_the_middle_of_an_update() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
         let mut counter = Counter::new(&config);
         counter.train(&config, 2, None).unwrap();
         counter.steps += 1;
-        let mut session = Session {
-            report: Reporter::open(&config.run, "sft", 9, Reached::default(), Console::Silent).unwrap(),
-            checkpoints: Checkpoints::new("sft", &config.run, &config, 9).unwrap(),
-            began_at: 0,
-            num_updates: 9,
-            eval_steps: None,
-            world: World::single(),
-            logging_steps: 1,
-            compares_ranks: false,
-            pushes: false,
-            pusher: None,
-        };
+        let mut session = session(&config);
         std::fs::remove_dir_all(dir.path().join("checkpoint-2")).unwrap();
         session.leave_checkpoint(&mut counter, Ok(())).unwrap();
         assert!(!dir.path().join("checkpoint-2").exists());

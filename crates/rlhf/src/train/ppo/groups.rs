@@ -1,7 +1,7 @@
 //! Groups of responses to one prompt: what their estimators need, and the reference model that follows the policy.
 
 use super::super::model_options;
-use super::load::load_reference;
+use super::load::load_synced_reference;
 use super::{Batch, PpoTrainer};
 use crate::Result;
 use crate::generate::{Response, Sampling};
@@ -111,7 +111,9 @@ impl PpoTrainer {
     pub(super) fn load_reference(&mut self, dir: &Path) -> Result<()> {
         if self.config.sync.sync_ref_model && self.reference.is_some() {
             let (frozen, world) = (model_options(&self.config.run)?, self.learner.world.clone());
-            self.reference = Some(load_reference(&self.config, &dir.join(REFERENCE), frozen, &world)?);
+            // Its memory, or its place in `offload_dir`, is there for one.
+            self.reference = None;
+            self.reference = Some(load_synced_reference(&self.config, &dir.join(REFERENCE), frozen, &world)?);
         }
         Ok(())
     }

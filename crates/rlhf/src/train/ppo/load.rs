@@ -8,8 +8,8 @@ use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
 use crate::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier,
-    Trains, ValueModel,
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions,
+    SequenceClassifier, Trains, ValueModel,
 };
 use crate::optim::{LearningRates, Optim};
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
@@ -400,7 +400,7 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
 }
 
 /// Loads a reference model that shares nothing with the policy.
-pub(super) fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
+fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
     let synced = config.sync.sync_ref_model;
     let mut reference = CausalLm::from_pretrained(dir, if synced { trained_options(frozen, false) } else { frozen })?;
     reference.merge_adapter();
@@ -408,7 +408,23 @@ pub(super) fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOption
         // The policy's numbers are rounded so, and the first KL is 0.
         reference.hold_in_bf16();
     }
-    match synced {
+    place_reference(config, reference, world)
+}
+
+/// Loads a reference model that follows the policy from a checkpoint. It moves in f32, and is not rounded where it is read again.
+pub(super) fn load_synced_reference(
+    config: &PpoConfig,
+    dir: &Path,
+    frozen: ModelOptions,
+    world: &World,
+) -> Result<CausalLm> {
+    let options = ModelOptions { dtype: Dtype::Float32, ..trained_options(frozen, false) };
+    place_reference(config, CausalLm::from_pretrained(dir, options)?, world)
+}
+
+/// Holds a reference model in its dtype and, divided over the ranks, where the settings say.
+fn place_reference(config: &PpoConfig, mut reference: CausalLm, world: &World) -> Result<CausalLm> {
+    match config.sync.sync_ref_model {
         true => reference.prepare(Trains::All)?,
         false => reference.hold_as_computed(),
     }

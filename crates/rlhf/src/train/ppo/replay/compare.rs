@@ -123,7 +123,8 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
         let found = match bound {
             Bound::Rounding(most) if then.size() == now.size() => {
                 let size = sizes.get(&group_of(name)).copied().unwrap_or(0.0) * (then.numel() as f64).sqrt();
-                let share = norm(&(&then - &now)) / norm(&then).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
+                let change = then.to_kind(Kind::Double) - now.to_kind(Kind::Double);
+                let share = norm(&change) / norm(&then).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
                 compared.largest = compared.largest.max(share);
                 (name.contains(OF_OPTIMIZER) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
                     .then(|| format!("tensor `{name}`: differs by {share:.1e} of its norm"))
@@ -164,6 +165,8 @@ fn difference(name: &str, theirs: &Tensor, ours: &Tensor) -> Option<String> {
     let bits = match theirs.kind() {
         Kind::Double => Kind::Int64,
         Kind::Float => Kind::Int,
+        // Codes of an optimizer's state.
+        Kind::Uint8 => Kind::Uint8,
         _ => Kind::Int16,
     };
     let differ = theirs.view_dtype(bits).not_equal_tensor(&ours.view_dtype(bits)).sum(Kind::Int64).int64_value(&[]);
@@ -222,8 +225,6 @@ impl Files {
 
     fn read(&self, name: &str) -> Result<Option<Tensor>> {
         let Some((file, name)) = self.tensors.get(name) else { return Ok(None) };
-        let file = &self.files[*file];
-        let kind = file.kind_of(name).unwrap_or(Kind::Float);
-        file.read(name, Device::Cpu, kind).map(Some)
+        self.files[*file].read_stored(name, Device::Cpu).map(Some)
     }
 }
