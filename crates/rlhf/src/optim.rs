@@ -206,11 +206,16 @@ impl Optimizer {
         tensors.map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
-    /// Returns the sum of the bits of each parameter, by name.
+    /// Returns the sum of the bits of each parameter that this rank holds whole, by name.
     pub(crate) fn bit_sums(&self) -> Vec<(String, i64)> {
         let bits = |param: &Tensor| if param.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
         let sum = |param: &Tensor| param.detach().view_dtype(bits(param)).sum(Kind::Int64).int64_value(&[]);
-        self.params.iter().map(|param| (param.name.clone(), sum(&param.tensor))).collect()
+        match &self.parts {
+            Some(parts) => {
+                parts.shards.whole_trained().iter().map(|(name, param)| (name.clone(), sum(param))).collect()
+            }
+            None => self.params.iter().map(|param| (param.name.clone(), sum(&param.tensor))).collect(),
+        }
     }
 
     /// Divides the gradients of this model's parameters by `scale`.
@@ -231,7 +236,12 @@ impl Optimizer {
                 self.scale_grad(scale);
             }
         }
-        let _state = self.in_use()?;
+        let state = self.in_use();
+        let _state = match &self.parts {
+            // A rank that cannot read its part would leave the others in the collectives of the step.
+            Some(parts) if self.offloaded.is_some() => parts.shards.world().agree(state)?,
+            _ => state?,
+        };
         self.steps += 1;
         if let Some(parts) = &mut self.parts {
             parts.step(lr, &self.config, self.steps)?;

@@ -347,7 +347,10 @@ impl Shards {
     /// # Errors
     /// As [`Shards::start_pass`].
     pub(crate) fn swap_average(&self, asks: bool) -> Result<()> {
-        self.finish_passes()?;
+        if asks {
+            // Without, each rank swaps its own parts, in the middle of reading a checkpoint: another rank may have failed to.
+            self.finish_passes()?;
+        }
         self.with(|division| {
             if asks {
                 division.ask(Request::Swap)?;
@@ -355,6 +358,19 @@ impl Shards {
             division.swap_average()
         })
         .unwrap_or(Ok(()))
+    }
+
+    /// The trained parameters by name, where each rank holds them whole (stages 0 to 2).
+    pub(crate) fn whole_trained(&self) -> Vec<(String, Tensor)> {
+        self.with(|division| {
+            let units = division.units.iter().filter(|unit| unit.trained && !division.stage.shards_parameters());
+            let named = |unit: &Unit| {
+                let pairs = unit.slots.iter().zip(&unit.params);
+                pairs.map(|(slot, param)| (slot.name.clone(), param.shallow_clone())).collect::<Vec<_>>()
+            };
+            units.flat_map(named).collect()
+        })
+        .unwrap_or_default()
     }
 
     /// The parts that this rank's optimizer updates; empty unless optimizer state is divided.
