@@ -310,6 +310,54 @@ fn parts_that_leave_memory_count_in_the_phases_that_use_them() {
     assert!(number(&remedy["saves"]) > 3.0 * own, "{remedy}");
 }
 
+#[test]
+fn texts_beside_ppo_stored_distributions_and_merged_adapters_count() {
+    let scratch = with_model();
+    scratch.edit_config("big", "max_position_embeddings", 2048);
+    let row = json!({"text": "The movie was long, and then some more of it. ".repeat(20)});
+    scratch.write("texts.jsonl", &format!("{row}\n").repeat(20));
+    let ppo = |out: &str, policy: &str, flags: &str| {
+        format!(
+            "ppo --sft_model_path {policy} --model_name_or_path big --reward length:target=20 --dataset_name prompts.jsonl \
+             --response_length 40 --per_device_train_batch_size 4 --total_episodes 8 --num_ppo_epochs 1 --device cpu \
+             --num_sample_generations 0 --no_report --output_dir {out} {flags}"
+        )
+    };
+    let phase = |plan: &Value, name: &str, part: &str| {
+        let phases = plan["memory"]["phases"].as_array().unwrap();
+        number(&phases.iter().find(|found| found["name"] == name).unwrap_or_else(|| panic!("{name}: {plan}"))[part])
+    };
+    // Blocks of the context's length, where prompts have some tokens and responses 40.
+    let texts = ppo("texts", "big", "--unsupervised_dataset_name texts.jsonl");
+    let plan = planned(&scratch, "", &texts);
+    assert!(plan["notes"].to_string().contains("blocks of 2048 tokens"), "{plan}");
+    let [long, short] = ["policy texts", "policy step"].map(|name| phase(&plan, name, "activations"));
+    assert!(long > 5.0 * short, "{long}, {short}");
+    assert_near_peak(&scratch, &texts);
+    let work = |line: &str| number(&planned(&scratch, "", line)["work"]["flops_per_update"]);
+    assert!(work(&texts) > 5.0 * work(&ppo("none", "big", "")));
+    // One hidden state of 384 numbers for each of the tokens of four responses.
+    let of_kl = |flags: &str| planned(&scratch, "", &ppo("kl", "big", &format!("--kl_estimator full {flags}")));
+    let [stored, not] = [of_kl("--kl_in_loss"), of_kl("")].map(|plan| phase(&plan, "policy step", "activations"));
+    assert_eq!(stored - not, 4.0 * 40.0 * 384.0 * 4.0);
+    // A base in bf16 becomes f32 where an adapter is merged into it.
+    let file = scratch.path("big/model.safetensors");
+    let narrow: Vec<_> = tch::Tensor::read_safetensors(&file)
+        .unwrap()
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.to_kind(tch::Kind::BFloat16)))
+        .collect();
+    tch::Tensor::write_safetensors(&narrow, &file).unwrap();
+    scratch.succeeds(
+        "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 1 --use_peft --output_dir adapter",
+    );
+    let weights =
+        |policy: &str| number(&planned(&scratch, "", &ppo("merged", policy, "--use_peft"))["models"][0]["weights"]);
+    let (merged, plain) = (weights("adapter"), weights("big"));
+    assert!(merged > 1.9 * plain, "{merged}, {plain}");
+    assert_near_peak(&scratch, &ppo("merged", "adapter", "--use_peft"));
+}
+
 /// Demonstrations of one text whose completion has many tokens.
 fn with_long_rows(scratch: &Scratch) {
     let row = json!({"prompt": "The movie was", "completion": " and then some more of it".repeat(6)});

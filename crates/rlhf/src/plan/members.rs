@@ -102,13 +102,17 @@ impl Models {
     }
 
     fn find_with(run: &PlannedRun, read: &ReadConfig<'_>) -> Result<Self> {
+        // An adapter is merged into the layers of a model that is trained, or that the policy is compared with, in f32.
+        let merged = |path: &Path, kind| Ok::<_, Error>(if adapter_in(path)?.is_some() { Kind::Float } else { kind });
         let lm = |path: &Path, revision| -> Result<NamedModel> {
             let (config, kind) = read(path, revision)?;
+            let kind = merged(path, kind)?;
             let sizes = ModelSizes::of_causal_lm(config, kind, path)?;
             Ok(NamedModel { name: path.display().to_string(), sizes })
         };
-        let classifier = |path: &Path, revision, new_head| -> Result<NamedModel> {
+        let classifier = |path: &Path, revision, new_head, merges: bool| -> Result<NamedModel> {
             let (config, kind) = read(path, revision)?;
+            let kind = if merges { merged(path, kind)? } else { kind };
             let new_head = new_head && !config.is_sequence_classifier();
             Ok(NamedModel {
                 name: path.display().to_string(),
@@ -131,7 +135,7 @@ impl Models {
             }
             PlannedRun::Reward(config) => {
                 let own = &config.model_name_or_path;
-                let main = classifier(own, Some(config.model_revision.as_str()), config.new_reward_head)?;
+                let main = classifier(own, Some(config.model_revision.as_str()), config.new_reward_head, true)?;
                 Ok(alone(main, own))
             }
             PlannedRun::Ppo(config) => {
@@ -139,8 +143,9 @@ impl Models {
                 let paths = specs(config)?;
                 let rewards = paths.iter().filter_map(|spec| spec.model_path());
                 let rewards =
-                    rewards.map(|path| classifier(path, None, config.new_reward_head)).collect::<Result<_>>()?;
-                let value = config.value_model_path.as_deref().map(|path| classifier(path, None, true)).transpose()?;
+                    rewards.map(|path| classifier(path, None, config.new_reward_head, false)).collect::<Result<_>>()?;
+                let value =
+                    config.value_model_path.as_deref().map(|path| classifier(path, None, true, true)).transpose()?;
                 let stored = main.sizes.stored_kind();
                 let fresh = ModelSizes::of_classifier(main.sizes.config().clone(), stored, true)?;
                 let tokenizer = config.model_name_or_path.as_deref().unwrap_or(&config.sft_model_path).into();
@@ -288,10 +293,17 @@ fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Hel
     sizes.held_as(holding, run.dtype.kind(), compute(run), run.quantization.quantization())
 }
 
+/// The adapter in the folder `path`, if that is no model itself.
+fn adapter_in(path: &Path) -> Result<Option<AdapterFolder>> {
+    if !path.is_dir() || path.join("config.json").is_file() {
+        return Ok(None);
+    }
+    AdapterFolder::find(path)
+}
+
 /// Reads the configuration of the model `path`, and the dtype that its files hold it in. `downloads`: `config.json` may come from the hub.
 pub(super) fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<(ModelConfig, Kind)> {
-    let adapter =
-        if path.is_dir() { AdapterFolder::find(path)?.filter(|_| !path.join("config.json").is_file()) } else { None };
+    let adapter = adapter_in(path)?;
     let (dir, revision) = match adapter.as_ref().map(|folder| (folder.local_base(), folder.hub_base())) {
         Some((Some(base), _)) => (base, None),
         Some((None, Some((name, revision)))) => (PathBuf::from(name), revision),

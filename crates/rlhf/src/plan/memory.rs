@@ -207,6 +207,7 @@ impl<'a> Job<'a> {
         }
         for member in self.members.iter().filter(|member| member.is_trained) {
             phases.push(self.step(member, None));
+            phases.extend(self.texts_phase(member));
             phases.extend(self.moments_phase(member));
         }
         phases.push(self.saving());
@@ -337,12 +338,35 @@ impl<'a> Job<'a> {
         let is_lm = !matches!(self.run, PlannedRun::Reward(_)) && member.role != "value model";
         phase.logits = if is_lm { self.logits(member, tokens.outputs, true) } else { 0 };
         // Logits are gone before the first layer's backward pass begins.
-        phase.activations = stored + working.saturating_sub(phase.logits);
+        phase.activations = stored + working.saturating_sub(phase.logits) + self.distributions();
         let [weights, gradients] = self.gathered(member, true);
         let stored = if self.run.run().gradient_checkpointing { 0 } else { member.held.widened_layers };
         phase.weights += weights + self.temporary(member).max(stored);
         phase.gradients += gradients;
         phase
+    }
+
+    /// The passes over texts that the policy learns beside PPO.
+    fn texts_phase(&self, member: &Member<'_>) -> Option<Phase> {
+        let (Some(config), "policy") = (self.ppo(), member.role) else { return None };
+        let EpochPlan { mini_batch_size, micro_batch_size, .. } = config.plan_for(MANY_PROMPTS).ok()?.epoch;
+        let texts = self.rows.texts(mini_batch_size);
+        let limits = Limits { rows: micro_batch_size, tokens: self.limit, shares: false };
+        let tokens = passes(self.own(&texts), limits).into_iter().max_by_key(|tokens| tokens.computed)?;
+        Some(Phase { name: "policy texts", ..self.step(member, Some(tokens)) })
+    }
+
+    /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
+    /// the copy of its LM head where that leaves memory.
+    fn distributions(&self) -> usize {
+        let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
+        let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
+        let tokens = self.rows.updates.iter().map(outputs).max().unwrap_or(0);
+        let Some(reference) = self.members.iter().find(|member| member.role == "reference model") else { return 0 };
+        let own = reference.sizes.config();
+        let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
+        let copies = self.releases(reference.stage) || config.run.offload.offloads_models();
+        width * (tokens + if copies { own.vocab_size as usize } else { 0 })
     }
 
     /// The optimizer step of a model whose state is in memory for it alone: activations and logits are gone.
@@ -360,8 +384,11 @@ impl<'a> Job<'a> {
 
     /// The bytes on the disk of what is out of memory, in words; none if nothing is.
     pub(super) fn offloaded(&self) -> Option<String> {
-        let out: Vec<Resident> = self.members.iter().map(|member| self.brought(member)).collect();
-        let (moments, weights) = out.iter().fold((0, 0), |(m, w), out| (m + out.moments, w + out.weights));
+        let weights: usize = self.members.iter().map(|member| self.brought(member).weights).sum();
+        let moments: usize = match self.run.run().offload.offloads_optimizer() {
+            true => self.members.iter().map(|member| self.moments(member)).sum(),
+            false => 0,
+        };
         let place = if self.machine.device == Device::Cpu { "on the disk of offload_dir" } else { "on the host" };
         let dir = self.run.run().offload.offload_dir.as_ref();
         let dir = dir.map_or(String::new(), |dir| format!(", {}", dir.display()));

@@ -26,6 +26,8 @@ pub(super) struct Rows {
     pub(super) updates: Vec<Vec<Row>>,
     /// Number of rows of the data: prompts in PPO. `None` if the data were not read.
     pub(super) available: Option<usize>,
+    /// Tokens of a block of text that the policy learns beside PPO; 0 if it learns none.
+    pub(super) block: usize,
     /// Assumptions.
     pub(super) notes: Vec<String>,
 }
@@ -76,7 +78,13 @@ impl Rows {
             PlannedRun::Ppo(config) => config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size),
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => 1,
         };
-        Self { updates: vec![vec![Row::default(); rows]], available: None, notes: Vec::new() }
+        Self { updates: vec![vec![Row::default(); rows]], available: None, block: 0, notes: Vec::new() }
+    }
+
+    /// `rows` blocks of text, each token of which but the first is an output.
+    pub(super) fn texts(&self, rows: usize) -> Vec<Row> {
+        let text = Row { len: self.block, outputs: self.block.saturating_sub(1), ..Row::default() };
+        vec![text; if self.block > 0 { rows } else { 0 }]
     }
 
     fn of_sft(config: &SftConfig, models: &Models) -> Result<Self> {
@@ -180,6 +188,12 @@ impl Rows {
         let mut found = Self::drawn(&lens, (config.run.seed, &config.data), plan.prompts, rows);
         found.available = read.then_some(found.available).flatten();
         found.notes = notes;
+        if config.unsupervised.unsupervised_dataset_name.is_some() {
+            found.block = limit.max_length() + response;
+            let note =
+                format!("unsupervised_dataset_name: its texts are taken to fill blocks of {} tokens", found.block);
+            found.notes.push(note);
+        }
         Ok(found)
     }
 
@@ -192,7 +206,7 @@ impl Rows {
     ) -> Self {
         let mut cursor = Cursor::mixture(seed, lens, &data.dataset_weights);
         let updates = (0..UPDATES).map(|_| rows(cursor.take(batch))).collect();
-        Self { updates, available: Some(lens.iter().sum()), notes: Vec::new() }
+        Self { updates, available: Some(lens.iter().sum()), block: 0, notes: Vec::new() }
     }
 
     /// The number of tokens of the longest row.

@@ -72,6 +72,11 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
         work.training.add(forward(member.sizes, read), epochs * factor(job, member) / count);
         work.stepped += steps * (member.held.trained * 4 * 7) as f64 / count;
     }
+    let texts = job.rows.texts(update.len());
+    if let (false, Some(policy)) = (texts.is_empty(), job.members.first()) {
+        let read = Read::of_rows(&texts, false, 1.0);
+        work.training.add(forward(policy.sizes, read), epochs * factor(job, policy) / count);
+    }
 }
 
 /// Adds sampling, and the passes that evaluate the responses.

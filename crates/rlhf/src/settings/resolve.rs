@@ -89,7 +89,7 @@ impl PpoConfig {
             score_position: self.score_position(),
             last_value_in_loss: self.mask.last_value_in_loss,
             full_kl,
-            store_distributions: full_kl && self.kl.kl_in_loss,
+            store_distributions: self.stores_distributions(),
             left_out: Vec::new(),
         }
     }
@@ -148,6 +148,11 @@ impl PpoConfig {
     /// Returns true if the advantages need a value model.
     pub fn needs_critic(&self) -> bool {
         self.advantage.advantage_estimator.needs_critic()
+    }
+
+    /// Returns true if the reference model's distributions are kept for the passes of an update.
+    pub(crate) fn stores_distributions(&self) -> bool {
+        self.kl.kl_estimator == KlEstimator::Full && self.kl.kl_in_loss && self.has_reference()
     }
 
     /// Returns true if there is a reference model: not where there is no value model either, and no KL to a reference is used.
