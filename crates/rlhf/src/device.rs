@@ -141,10 +141,13 @@ pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
 }
 
 /// The whole memory of `device` for this process in bytes: the machine's, or the container's limit if that is less, divided by the number
-/// of ranks on this machine; a GPU's own, as `nvidia-smi` reports it. `None` if it is not known.
+/// of ranks on this machine; a GPU's own, as CUDA or, where that is not loaded, `nvidia-smi` reports it. `None` if it is not known.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     match device {
-        tch::Device::Cuda(number) => gpu_memory("memory.total", number),
+        tch::Device::Cuda(number) => match tch_ext::gpu_memory(number) {
+            Ok([_, total]) => Some(total),
+            Err(_) => gpu_memory("memory.total", number),
+        },
         _ => whole_memory().map(|bytes| bytes / Place::of_process().ranks),
     }
 }
@@ -347,6 +350,15 @@ fn warn(reason: &str) {
 pub(crate) fn has_driver() -> bool {
     // /dev/dxg is the GPU of Windows under WSL.
     ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
+}
+
+/// Loads CUDA, if there is a driver and `device` may be a GPU. Errors come when the device is resolved.
+///
+/// A process of several does it before it meets the others: libtorch remembers for good that there is no CUDA if it looks for it before.
+pub fn load_ahead(device: Device) {
+    if device != Device::Cpu && has_driver() {
+        let _ = gpus();
+    }
 }
 
 /// Number of GPUs that libtorch can use, or the reason that it can use none.

@@ -21,7 +21,7 @@ mod summary;
 pub use results::{ResultRow, Verdict};
 pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
-use crate::data::{Columns, Dataset, Prompt};
+use crate::data::{Columns, Dataset, Files, Prompt};
 use crate::hub;
 use crate::reward::{Rewards, Spec, resolve};
 use crate::run::Console;
@@ -38,6 +38,7 @@ use results::{Store, row_digest};
 use scores::Scorer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 use summary::About;
@@ -186,7 +187,12 @@ impl Task {
     /// Reads the rows and checks them.
     fn read(config: &EvaluateConfig, models: &Models, specs: &[Spec]) -> Result<Self> {
         let columns = Columns::parse(&config.dataset_columns)?;
-        let mut dataset = Dataset::read(&config.dataset_name, &config.dataset_split)?.with_columns(&columns)?;
+        let mut dataset = Dataset::from_files(&Files::find(
+            &config.dataset_name,
+            config.dataset_config.as_deref(),
+            &config.dataset_split,
+        )?)?
+        .with_columns(&columns)?;
         dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
         let wanted = dataset.rows().count().min(config.num_prompts.unwrap_or(usize::MAX));
         let most = config.max_judgements.map(|most| most / config.judgements_per_prompt());
@@ -199,7 +205,7 @@ impl Task {
         // Their lengths are checked against the context of each model.
         let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;
         let of_column = |column: &String| {
-            dataset.rows().map(|row| reference(row, column).map(str::to_string)).collect::<Result<Vec<_>>>()
+            dataset.rows().map(|row| reference(row, column).map(Cow::into_owned)).collect::<Result<Vec<_>>>()
         };
         let column = config.compare_column.as_ref();
         Ok(Self {
@@ -456,6 +462,23 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_judge_sees_the_text_of_messages_whose_content_is_a_list_of_parts() {
+        let parts = |texts: &[&str]| -> Vec<Value> {
+            texts.iter().map(|text| serde_json::json!({"type": "text", "text": text})).collect()
+        };
+        let message = |role: &str, texts: &[&str]| serde_json::json!({"role": role, "content": parts(texts)});
+        let prompt = |messages: &[Value]| {
+            let row = serde_json::json!({"prompt": messages});
+            plain_prompt(&row, &Prompt { tokens: vec![1], text: "rendered".into(), row: row.clone() })
+        };
+        let (system, user) = (message("system", &["Be brief."]), message("user", &["Why is ", "the sky blue?"]));
+        assert_eq!(prompt(std::slice::from_ref(&user)), "Why is the sky blue?");
+        assert_eq!(prompt(&[system, user.clone()]), "system: Be brief.\n\nuser: Why is the sky blue?");
+        let answer = serde_json::json!({"answer": [user]});
+        assert_eq!(reference(&answer, "answer").unwrap(), "Why is the sky blue?");
+    }
 
     #[test]
     fn a_winner_that_depends_on_the_order_is_a_tie() {

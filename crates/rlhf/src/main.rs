@@ -12,6 +12,7 @@ use std::panic::{self, PanicHookInfo};
 use std::sync::Mutex;
 use std::time::Duration;
 
+use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
@@ -50,7 +51,7 @@ fn start() -> u8 {
     match cli::parse(std::env::args_os()) {
         Ok(Parsed { task, notes }) => {
             for note in notes.iter().filter(|_| is_main()) {
-                let _ = writeln!(io::stderr(), "note: {note}");
+                let _ = writeln!(io::stderr(), "note: {}", one_line(note));
             }
             match run(&task) {
                 Ok(code) => code,
@@ -144,16 +145,20 @@ fn is_main() -> bool {
 
 /// Meets the other ranks, if a launcher started this process as one of several.
 fn join_ranks(task: &Task) -> Result<()> {
-    let seconds = match task {
-        Task::Sft(config) => config.run.dist.dist_timeout,
-        Task::Reward(config) => config.run.dist.dist_timeout,
-        Task::Ppo(config) => config.run.dist.dist_timeout,
-        Task::Pipeline(config) => config.dist_timeout().unwrap_or(DIST_TIMEOUT),
-        Task::Replay(task) => task.ppo.run.dist.dist_timeout,
-        Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => DIST_TIMEOUT,
+    let of_run = |run: &RunConfig| (run.dist.dist_timeout, run.device);
+    let (seconds, device) = match task {
+        Task::Sft(config) => of_run(&config.run),
+        Task::Reward(config) => of_run(&config.run),
+        Task::Ppo(config) => of_run(&config.run),
+        Task::Pipeline(config) => (config.dist_timeout().unwrap_or(DIST_TIMEOUT), Device::Auto),
+        Task::Replay(task) => of_run(&task.ppo.run),
+        Task::Generate(config) => (DIST_TIMEOUT, config.rows.compute.device),
+        Task::Logprobs(config) => (DIST_TIMEOUT, config.rows.compute.device),
+        Task::Score(config) => (DIST_TIMEOUT, config.rows.compute.device),
         _ => return Ok(()),
     };
     if let Some(launch) = Launch::from_env()? {
+        load_ahead(device);
         World::join(&launch, Duration::from_secs(seconds))?;
     }
     Ok(())

@@ -200,8 +200,11 @@ impl OnHost {
     fn of(tensor: &Tensor) -> Result<Self> {
         let device = FlatMemory::of(tensor).map_err(Error::Run)?;
         let copy = Tensor::f_empty(device.tensor().size(), (device.tensor().kind(), Device::Cpu))?;
-        // Pinned memory, where there is a driver for it, is copied faster.
-        let copy = if tensor.device().is_cuda() { copy.f_pin_memory(tensor.device()).unwrap_or(copy) } else { copy };
+        // Pinned memory, where there is a driver for it, is copied faster. Not `pin_memory`, which prints that its argument is deprecated.
+        let copy = match tensor.device() {
+            device @ Device::Cuda(_) => copy.f_internal_pin_memory(device).unwrap_or(copy),
+            _ => copy,
+        };
         Ok(Self { device, copy })
     }
 

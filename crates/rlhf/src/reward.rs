@@ -354,8 +354,6 @@ pub struct Rewards {
     components: Vec<Component>,
     /// The ranks that divide the rows of a batch among them.
     world: World,
-    /// True after the warning about a response without any score.
-    warned_unscored: bool,
     /// All scores are in the record of a run: no program is started.
     is_recorded: bool,
 }
@@ -553,10 +551,9 @@ impl Rewards {
         scored.check_finite(batch)?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
             && usage == ScoresFor::Training
-            && !std::mem::replace(&mut self.warned_unscored, true)
         {
             let failure = Failure::at(row, "no reward gave it a score; its score is 0");
-            scored.warning = Some(format!("{} (reported once)", failure.describe(batch)));
+            scored.warning = Some(failure.describe(batch));
         }
         Ok(scored)
     }
@@ -596,7 +593,7 @@ pub struct Scored {
     pub raw: Vec<f64>,
     /// Scores of each reward.
     pub components: Vec<ComponentScores>,
-    /// A message about the first response of the run that no reward gave a score, if it is in this batch.
+    /// A message about the first response of the batch that no reward gave a score, if the scores are trained on.
     pub warning: Option<String>,
 }
 
@@ -872,7 +869,16 @@ mod tests {
         assert_eq!(rewards.state()["other"]["count"], 2.0);
         let warning = scored.warning.as_deref().unwrap();
         assert!(warning.starts_with("row 3 of 4 (prompt \"prompt 2\"): no reward gave it a score"), "{warning}");
-        assert_eq!(with_batch(&[1; 4], |batch| rewards.score(batch, true)).unwrap().warning, None, "reported once");
+        // Scaling by running moments leaves it 0, and out of them.
+        let config = ScoreScalingConfig { use_score_scaling: true, use_score_norm: true, score_clip: None };
+        let mut scaling = ScoreScaling::new(&config);
+        let mut scaled = scored.clone();
+        scaling.apply(&mut scaled, true);
+        let of_others: Vec<f64> = [0usize, 1, 3].map(|row| scored.responses[row]).into();
+        let expected = ScoreScaling::new(&config).scale(&of_others, true);
+        let found = [0usize, 1, 3].map(|row| scaled.responses[row]);
+        assert!(found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 1e-12), "{found:?}");
+        assert_eq!(scaled.responses[2], 0.0);
         let mut m = Metrics::default();
         scored.push_metrics(&mut m);
         scored.push_trl_metrics(&mut m);

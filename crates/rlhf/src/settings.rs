@@ -254,7 +254,7 @@ mod tests {
                     "apply_chat_template": false,
                     "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
                     "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
-                    "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test", "dataset_columns": [],
+                    "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [],
                     "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
                 }),
             ]),
@@ -264,7 +264,7 @@ mod tests {
             joined([
                 quantization(),
                 json!({
-                    "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
+                    "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
                     "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
                 }),
             ]),
@@ -275,7 +275,7 @@ mod tests {
                 quantization(),
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "tokenizer_name": null,
-                    "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null, "batch_size": 32, "dtype": "auto",
+                    "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "output_file": null, "batch_size": 32, "dtype": "auto",
                     "device": "auto", "num_threads": null,
                 }),
                 rewards,

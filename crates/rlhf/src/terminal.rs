@@ -288,7 +288,7 @@ fn without_secret(flag: &str, value: &str) -> String {
     // The arguments of a program may be secret: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`, and so may
     // be variables before it.
     let (head, program) = match value.split_once("command:") {
-        Some((head, program)) if ["reward", "report_to", "log_with"].contains(&flag) => {
+        Some((head, program)) if ["reward", "reward_funcs", "report_to", "log_with"].contains(&flag) => {
             (format!("{head}command:"), Some(program))
         }
         _ => (String::new(), (flag == "reward_command").then_some(value)),
@@ -392,6 +392,8 @@ mod tests {
             "--report_to",
             "command:API_KEY=pw123 send",
             "--log_with=command:send pw123",
+            "--reward_funcs",
+            "command:judge pw123",
             "--push_to_hub_if_best_kwargs",
             "{\"repo_id\": \"me/x\", \"token\": \"pw123\"}",
             "--tracker_kwargs={pw123",
@@ -406,7 +408,7 @@ mod tests {
         assert_eq!(
             shown(&line),
             "ppo --reward_url https://...@judge.org/score?... --reward a=url:http://h/x?... b=command:judge ... \
-             --reward_command=python3 ... --report_to command:... --log_with=command:send ... --push_to_hub_if_best_kwargs \
+             --reward_command=python3 ... --report_to command:... --log_with=command:send ... --reward_funcs command:judge ... --push_to_hub_if_best_kwargs \
              {\"repo_id\":\"me/x\",\"token\":\"...\"} --tracker_kwargs=... --hub_token ... --api_key=... --stop_token eos --seed 7"
         );
         // A word after the value of a flag that takes one value is not its value.

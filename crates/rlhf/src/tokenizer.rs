@@ -10,7 +10,7 @@ use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
 use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
-pub(crate) use chat::user_message;
+pub(crate) use chat::{message_text, user_message};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -236,7 +236,10 @@ impl Tokenizer {
             Some(pad) if self.eos() == Some(pad) => "the same".into(),
             Some(pad) => show(&pad),
         };
-        let template = self.template.as_ref().map_or("none".into(), |template| template.file().display().to_string());
+        let template = self.template.as_ref().map_or("none".into(), |template| {
+            // Its folder may be one of the user's, and this is in the card that is pushed.
+            template.file().file_name().unwrap_or_default().to_string_lossy().into_owned()
+        });
         format!("eos {eos}; pad: {pad}; chat template: {template}")
     }
 

@@ -664,6 +664,25 @@ fn other_inputs_under_the_same_names_are_refused_without_the_flag() {
 }
 
 #[test]
+fn with_changed_inputs_a_run_resumes_whose_last_responses_and_texts_are_of_other_rows() {
+    let scratch = Scratch::new();
+    let texts = |count: usize| format!("{}\n", json!({"text": "the movie was long and more"})).repeat(count);
+    scratch.write("texts.jsonl", &texts(40));
+    let line = format!(
+        "{PPO} --min_response_length 2 --unsupervised_dataset_name texts.jsonl --num_sample_generations 0 --save_steps 1"
+    );
+    scratch.succeeds(&line);
+    let prompts = scratch.read("prompts.jsonl");
+    scratch.write("prompts.jsonl", &prompts.lines().take(4).map(|line| format!("{line}\n")).collect::<String>());
+    scratch.write("texts.jsonl", &texts(30));
+    let line = format!("{line} --total_episodes 12 --resume_from_checkpoint true");
+    scratch.refuses(&line.replace("--total_episodes 8", ""), 1, &["dataset_name = prompts.jsonl: expected 8 rows"]);
+    let ran = scratch.run(&format!("{} --resume_with_changed_inputs", line.replace("--total_episodes 8", "")));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert_eq!(scratch.metrics("out").iter().filter(|row| row["step"].as_f64() > Some(0.0)).count(), 3);
+}
+
+#[test]
 fn a_run_resumes_from_another_working_folder_with_the_same_files_and_not_with_others() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{SFT} --save_steps 1"));

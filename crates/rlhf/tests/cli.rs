@@ -960,6 +960,22 @@ fn an_output_file_is_written_once_and_replaced_only_with_the_flag() {
     assert_ne!(scratch.read("answers.jsonl"), once);
     let line = format!("{GENERATE} --output_file prompts.jsonl --overwrite_output_file");
     scratch.refuses(&line, 2, &["output_file = prompts.jsonl", "also the dataset"]);
+    // A file of a dataset that is a folder; and a folder that is not there, before the model is read.
+    std::fs::create_dir(scratch.path("folder")).unwrap();
+    std::fs::rename(scratch.path("prompts.jsonl"), scratch.path("folder/test.jsonl")).unwrap();
+    let of_folder = GENERATE.replace("prompts.jsonl", "folder");
+    let line = format!("{of_folder} --output_file folder/test.jsonl --overwrite_output_file");
+    scratch.refuses(&line, 2, &["output_file = folder/test.jsonl", "also the dataset, or a file of it"]);
+    let line = format!("{of_folder} --output_file none/answers.jsonl");
+    scratch.refuses(&line, 1, &["none/answers.jsonl: expected a name in a folder, found none at none"]);
+    // Two folders with the split: one is chosen.
+    for name in ["folder/one", "folder/two"] {
+        std::fs::create_dir(scratch.path(name)).unwrap();
+    }
+    std::fs::rename(scratch.path("folder/test.jsonl"), scratch.path("folder/one/test.jsonl")).unwrap();
+    scratch.write("folder/two/test.jsonl", "{\"prompt\": \"The other one\"}\n");
+    scratch.refuses(&of_folder, 1, &["a split `test`, found", "choose by --dataset_config"]);
+    assert_eq!(json_lines(&scratch.succeeds(&format!("{of_folder} --dataset_config two"))).len(), 1);
 }
 
 #[test]

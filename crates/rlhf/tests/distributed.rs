@@ -309,6 +309,16 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
 }
 
 #[test]
+fn a_rank_without_rows_takes_part_where_the_critic_is_a_head_on_the_policy() {
+    let scratch = scratch();
+    // The evaluation has one row, and in bf16 log-probabilities and values are those of one pass.
+    let eval = "--eval_split_size 1 --eval_steps 1 --num_eval_prompts 1 --num_sample_generations 0";
+    let line = format!("{PPO} {eval} --train_batch_size 4 --total_episodes 4 --value_head --bf16 --output_dir head");
+    succeeds(&scratch, 2, &line);
+    assert!(scratch.metrics("head").iter().all(|row| row["eval/score"].is_number()));
+}
+
+#[test]
 fn adapters_on_quantized_bases_train_alike_on_two_ranks_whether_the_rest_is_divided_or_not() {
     let scratch = scratch();
     let line = format!(

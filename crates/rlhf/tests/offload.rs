@@ -60,7 +60,7 @@ fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_leaves_me
 fn parts_may_leave_memory_where_models_are_moved_store_distributions_share_layers_or_are_averaged() {
     use rlhf::rl::math::KlEstimator;
     type Change = fn(&mut PpoConfig);
-    let changes: [Change; 6] = [
+    let changes: [Change; 7] = [
         |c| {
             c.sync.sync_ref_model = true;
             c.sync.ref_model_sync_steps = 3;
@@ -68,6 +68,11 @@ fn parts_may_leave_memory_where_models_are_moved_store_distributions_share_layer
         |c| {
             c.kl.kl_estimator = KlEstimator::Full;
             c.kl.kl_in_loss = true;
+        },
+        // The reference moves in the middle of an update, whose losses have its distributions from before.
+        |c| {
+            (c.kl.kl_estimator, c.kl.kl_in_loss) = (KlEstimator::Full, true);
+            (c.sync.sync_ref_model, c.sync.ref_model_sync_steps) = (true, 1);
         },
         |c| c.legacy.num_shared_layers = Some(1),
         |c| (c.legacy.num_shared_layers, c.run.bf16) = (Some(1), true),

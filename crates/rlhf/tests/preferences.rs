@@ -111,6 +111,30 @@ fn score_reports_both_sides_of_pairs_and_how_often_the_better_one_is_ahead() {
 }
 
 #[test]
+fn a_pair_with_a_response_that_has_no_score_has_no_margin_and_is_not_counted() {
+    let scratch = Scratch::new();
+    let pair = |chosen: &str, rejected: &str| json!({"prompt": "1 + 1?", "chosen": chosen, "rejected": rejected});
+    let pairs = [pair("long", "no"), pair("none", "no"), pair("none", "none")];
+    scratch.write("unscored.jsonl", &pairs.map(|pair| format!("{pair}\n")).concat());
+    // A score of 3 for `no`, 5 for `long`, and none for `none`.
+    scratch.write(
+        "judge.py",
+        "import json, sys\nfor line in sys.stdin:\n    text = json.loads(line)['response']\n    \
+         print(json.dumps(None if 'none' in text else 5.0 if 'long' in text else 3.0), flush=True)\n",
+    );
+    let line = "score --tokenizer_name policy --dataset_name unscored.jsonl";
+    let ran = scratch.run_with(line, &["--reward_command", "python3 judge.py"]);
+    let rows = json_lines(&ran.stdout);
+    let fields =
+        |row: &Map<String, Value>| ["score_chosen", "score_rejected", "score_margin"].map(|name| row[name].clone());
+    assert_eq!(fields(&rows[0]), [json!(5.0), json!(3.0), json!(2.0)], "{}", ran.stderr);
+    assert_eq!(fields(&rows[1]), [json!(null), json!(3.0), json!(null)]);
+    assert_eq!(fields(&rows[2]), [json!(null), json!(null), json!(null)]);
+    let counted = "accuracy 1.0000, mean margin 2.0000 over 1 pairs\n2 pairs with a response that no reward scored are left out\n";
+    assert!(ran.stderr.ends_with(counted), "{}", ran.stderr);
+}
+
+#[test]
 fn the_sample_files_of_a_run_are_scored_as_they_are() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{PPO} --num_sample_generations 1"));

@@ -15,7 +15,7 @@ use rlhf::rl::math::KlEstimator;
 use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::ReportTo;
-use rlhf::settings::{AdvantageEstimator, PpoConfig, Preset};
+use rlhf::settings::{AdvantageEstimator, LossType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -270,6 +270,8 @@ fn a_step_compares_the_responses_to_each_query_and_leaves_the_value_head_as_it_i
     assert!(
         remax.check().unwrap_err().to_string().starts_with("advantage_estimator = remax: expected another estimator")
     );
+    let dr_grpo = StepConfig { loss_type: LossType::DrGrpo, ..StepConfig::default() };
+    assert!(dr_grpo.check().unwrap_err().to_string().starts_with("loss_type = dr_grpo: expected another loss"));
 }
 
 #[test]

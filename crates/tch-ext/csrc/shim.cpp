@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common.h"
@@ -133,6 +135,15 @@ char* tch_ext_load_cuda() {
     };
     load(libtorch_folder() + "/libtorch_cuda.so");
     load("libcuda.so.1");
+    // cuDNN's attention, libtorch's first choice on newer GPUs, prepares a plan for each length, of which decoding has one per token.
+    at::globalContext().setSDPUseCuDNN(false);
+  });
+}
+
+// Free and all memory of a GPU in bytes.
+char* tch_ext_gpu_memory(int number, size_t* free, size_t* total) {
+  return guard([&] {
+    std::tie(*free, *total) = c10::getDeviceAllocator(at::kCUDA)->getMemoryInfo(static_cast<c10::DeviceIndex>(number));
   });
 }
 

@@ -4,6 +4,7 @@ use crate::{into_result, take_text};
 use std::ffi::{CString, c_char, c_int};
 use std::marker::PhantomData;
 use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
@@ -27,6 +28,13 @@ enum RawGroup {}
 enum RawPending {}
 
 type Error = *mut c_char;
+
+/// Whether this process has made a group of NCCL, whose threads do not end before it does.
+static USES_NCCL: AtomicBool = AtomicBool::new(false);
+
+pub(crate) fn uses_nccl() -> bool {
+    USES_NCCL.load(Ordering::Relaxed)
+}
 
 unsafe extern "C" {
     fn tch_ext_group_new(settings: *const Settings, out: *mut *mut RawGroup) -> Error;
@@ -254,6 +262,7 @@ impl Group {
             tch_ext_group_nccl(group, path.as_ptr(), rank, size, device as c_int, millis(timeout), &raw mut raw)
         })?;
         let store = Store { raw: NonNull::new(raw).ok_or("c10d returned no group")? };
+        USES_NCCL.store(true, Ordering::Relaxed);
         Ok(Self { store, rank: self.rank, size: self.size })
     }
 

@@ -14,7 +14,7 @@ pub use ops::{
     logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, token_multiple,
 };
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -36,10 +36,11 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_ext_libtorch_folder(out: *mut *mut c_char) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
+    fn tch_ext_gpu_memory(number: c_int, free: *mut usize, total: *mut usize) -> *mut c_char;
     fn tch_ext_release_memory();
     fn tch_ext_keep_freed_memory();
     fn tch_ext_map_large_allocations();
-    fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
+    fn tch_ext_exit_at_once(code: c_int) -> !;
     fn tch_ext_spin_count() -> *const c_char;
 }
 
@@ -63,14 +64,15 @@ pub fn exit_at_once(code: i32) -> ! {
 }
 
 /// Ends the process without destructors of libraries, which take a fifth of the time of a short command: libtorch removes each of its
-/// operators from its tables. After [`load_cuda`] they run, since CUDA's profilers write at the end.
+/// operators from its tables. After [`load_cuda`] they run, since CUDA's profilers write at the end; but not beside NCCL's threads, which
+/// may still wait for another process.
 ///
 /// No value of the caller is dropped, so it has to flush buffered output before.
 #[allow(clippy::exit, reason = "its only purpose; the program calls it at the end of `main`")]
 pub fn exit(code: i32) -> ! {
     match LOADED_CUDA.get() {
-        Some(_) => std::process::exit(code),
-        None => exit_at_once(code),
+        Some(_) if !groups::uses_nccl() => std::process::exit(code),
+        _ => exit_at_once(code),
     }
 }
 
@@ -191,6 +193,21 @@ pub fn load_cuda() -> Result<(), String> {
             into_result(unsafe { tch_ext_load_cuda() })
         })
         .clone()
+}
+
+/// Returns the free and the whole memory of the GPU that is `cuda:number`, in bytes, after [`load_cuda`].
+///
+/// # Errors
+/// If CUDA is not loaded, or there is no such GPU.
+pub fn gpu_memory(number: usize) -> Result<[usize; 2], String> {
+    if LOADED_CUDA.get() != Some(&Ok(())) {
+        return Err("CUDA is not loaded".into());
+    }
+    let number = c_int::try_from(number).map_err(|e| e.to_string())?;
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: both pointers live until the call returns.
+    into_result(unsafe { tch_ext_gpu_memory(number, &raw mut free, &raw mut total) })?;
+    Ok([free, total])
 }
 
 /// Converts an error message of the shim to a `Result` and frees it; null means success.

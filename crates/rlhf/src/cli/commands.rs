@@ -335,7 +335,7 @@ mod tests {
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
         let rows = format!(
-            "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype {bits} device num_threads config help"
+            "dataset_name dataset_config dataset_split dataset_columns output_file overwrite_output_file batch_size dtype {bits} device num_threads config help"
         );
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_pair reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
@@ -423,7 +423,7 @@ mod tests {
         assert_eq!(
             flags("eval"),
             sorted(&format!(
-                "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_split \
+                "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_config dataset_split \
                  dataset_columns num_prompts apply_chat_template reward_model_path reward_label {rewards} \
                  judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
                  judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \

@@ -25,7 +25,9 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     let world = World::of_process();
     world.agree(if world.is_main() { check_output_file(config) } else { Ok(()) })?;
     let rows = match &config.dataset_name {
-        Some(name) => world.agree(RowReader::open(name, &config.dataset_split))?,
+        Some(name) => {
+            world.agree(RowReader::open_config(name, config.dataset_config.as_deref(), &config.dataset_split))?
+        }
         None => {
             let input: Box<dyn Read> = match world.is_main() && is_terminal(config) {
                 true => Box::new(Typed::new(io::stdin(), io::stderr())),
@@ -106,7 +108,14 @@ impl<R: Read, W: Write> Read for Typed<R, W> {
 }
 
 fn check_output_file(config: &RowsConfig) -> Result<()> {
-    let Some(path) = config.output_file.as_deref().filter(|path| path.exists()) else { return Ok(()) };
+    let Some(path) = config.output_file.as_deref() else { return Ok(()) };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        return Err(Error::invalid(path, format!("expected a name in a folder, found none at {}", folder.display())));
+    }
+    if !path.exists() {
+        return Ok(());
+    }
     if !path.is_file() || path.is_symlink() {
         return Err(Error::invalid(
             path,
@@ -117,8 +126,8 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
         return Err(Error::invalid(path, "the file exists; choose another, or set --overwrite_output_file"));
     }
     let source = config.dataset_name.as_deref().and_then(|source| source.canonicalize().ok());
-    if source.is_some_and(|source| path.canonicalize().is_ok_and(|path| path == source)) {
-        return Err(Error::Usage(format!("output_file = {} is also the dataset", path.display())));
+    if source.is_some_and(|source| path.canonicalize().is_ok_and(|path| path.starts_with(source))) {
+        return Err(Error::Usage(format!("output_file = {} is also the dataset, or a file of it", path.display())));
     }
     Ok(())
 }

@@ -60,7 +60,7 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         let fields = counts.into_iter().map(|count| {
             let scores: Vec<f32> = scores.by_ref().take(count).collect();
             match scores.as_slice() {
-                [chosen, rejected] => preferences.fields(f64::from(*chosen), f64::from(*rejected)),
+                [chosen, rejected] => preferences.fields(Some(f64::from(*chosen)), Some(f64::from(*rejected))),
                 scores => vec![("score", json!(scores.first()))],
             }
         });
@@ -78,15 +78,22 @@ struct Preferences {
     correct: usize,
     /// Sum of the margins.
     margin: f64,
+    /// Pairs with a response that has no score, which are not among `pairs`.
+    unscored: usize,
 }
 
 impl Preferences {
-    /// Counts a pair with these scores, and returns the fields of its row.
-    fn fields(&mut self, chosen: f64, rejected: f64) -> Fields {
-        let margin = chosen - rejected;
-        self.pairs += 1;
-        self.correct += usize::from(margin > 0.0);
-        self.margin += margin;
+    /// Counts a pair with these scores, and returns the fields of its row; a response may have none.
+    fn fields(&mut self, chosen: Option<f64>, rejected: Option<f64>) -> Fields {
+        let margin = chosen.zip(rejected).map(|(chosen, rejected)| chosen - rejected);
+        match margin {
+            Some(margin) => {
+                self.pairs += 1;
+                self.correct += usize::from(margin > 0.0);
+                self.margin += margin;
+            }
+            None => self.unscored += 1,
+        }
         vec![("score_chosen", json!(chosen)), ("score_rejected", json!(rejected)), ("score_margin", json!(margin))]
     }
 
@@ -97,15 +104,16 @@ impl Preferences {
             let (accuracy, margin) = (self.correct as f64 / pairs, self.margin / pairs);
             let _ = writeln!(io::stderr(), "accuracy {accuracy:.4}, mean margin {margin:.4} over {} pairs", self.pairs);
         }
+        if self.unscored > 0 && World::of_process().is_main() {
+            let _ =
+                writeln!(io::stderr(), "{} pairs with a response that no reward scored are left out", self.unscored);
+        }
     }
 }
 
 /// Evaluates a reward model on pairs: one JSON object on standard output, warnings on standard error.
 pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
     let evaluation = rlhf::train::reward_model::evaluate(config)?;
-    if !World::of_process().is_main() {
-        return Ok(());
-    }
     if !World::of_process().is_main() {
         return Ok(());
     }
@@ -156,11 +164,11 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
         let fields = counts.into_iter().map(|count| {
             let first = at;
             at += count;
+            let score = |at: usize| (!unscored[at]).then_some(totals[at]);
             if count == 1 {
-                let score = json!((!unscored[first]).then_some(totals[first]));
-                return vec![("score", score), ("components", components(first))];
+                return vec![("score", json!(score(first))), ("components", components(first))];
             }
-            let mut fields = preferences.fields(totals[first], totals[first + 1]);
+            let mut fields = preferences.fields(score(first), score(first + 1));
             let both = json!({"chosen": components(first), "rejected": components(first + 1)});
             fields.push(("components", both));
             fields

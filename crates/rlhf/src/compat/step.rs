@@ -261,8 +261,11 @@ impl StepTrainer {
             let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");
             return Err(Error::Usage(message));
         }
-        let hold = config.output_dir.as_ref().map(|dir| claim_folder(dir, false, &ppo)).transpose()?;
-        let reporter = config.output_dir.as_ref().map(|dir| {
+        // One rank writes to the folder.
+        let world = World::of_process();
+        let own_dir = config.output_dir.as_ref().filter(|_| world.is_main());
+        let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, &ppo)).transpose())?;
+        let reporter = own_dir.map(|dir| {
             let mut run = ppo.run.clone();
             run.output_dir = dir.join(&config.tracker_project_name);
             if run.tracking.run_name.is_none() {
@@ -273,7 +276,7 @@ impl StepTrainer {
             reporter.settings(&ppo)?;
             Ok::<_, Error>(reporter)
         });
-        let world = World::of_process();
+        let reporter = world.agree(reporter.transpose())?;
         let to = config.destination()?;
         let repository = to.as_ref().filter(|_| world.is_main()).map(|to| Hub::from_env().repository(to)).transpose();
         let repository = world.agree(repository)?;
@@ -295,7 +298,7 @@ impl StepTrainer {
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
             best: best.flatten(),
             repository,
-            reporter: reporter.transpose()?,
+            reporter,
             _hold: hold,
             config,
             steps: 0,
@@ -423,18 +426,21 @@ impl StepTrainer {
         let scores = scaling.scale(raw, true);
 
         let experience = self.batched_forward_pass(queries, responses, &scores, response_masks)?;
-        self.scaling = scaling;
         let forward = began.elapsed().as_secs_f64();
         let (kl, rewards) = self.compute_rewards(&experience);
         let rewarded = began.elapsed().as_secs_f64();
         let (advantages, returns) = self.compute_advantages(&experience, &rewards);
         let targets = Targets { kl, kl_coef: self.kl.coef(0), rewards, advantages, returns };
         let shaped = began.elapsed().as_secs_f64();
-        self.keep_best(raw)?;
-
         let rows = queries.len();
         let orders: Vec<Vec<usize>> =
             (0..self.config.ppo_epochs as u64).map(|epoch| (self.order)(self.passes + epoch, rows)).collect();
+        if let Some(order) = orders.iter().find(|order| order.len() != rows || order.iter().any(|&row| row >= rows)) {
+            let message = format!("order: expected {rows} rows, each below {rows}, found {order:?}");
+            return Err(Error::Run(message));
+        }
+        self.keep_best(raw)?;
+        self.scaling = scaling;
         self.passes += orders.len() as u64;
         let rates = self.rates();
         let plan = self.config.epoch();
@@ -676,7 +682,9 @@ impl StepTrainer {
         if kept.is_ok() && is_best {
             self.push_best(dir);
         }
-        best.mark_written(self.steps);
+        if kept.is_ok() {
+            best.mark_written(self.steps);
+        }
         self.best = Some(best);
         kept
     }

@@ -31,7 +31,15 @@ impl RowReader {
     /// # Errors
     /// If there is no such file, or a file that cannot be streamed is malformed.
     pub fn open(name: &Path, split: &str) -> Result<Self> {
-        let files = Files::find(name, None, split)?;
+        Self::open_config(name, None, split)
+    }
+
+    /// [`RowReader::open`] of the configuration (folder) `config`, if several have the split.
+    ///
+    /// # Errors
+    /// As [`RowReader::open`]; if several folders have the split and none is named.
+    pub fn open_config(name: &Path, config: Option<&str>, split: &str) -> Result<Self> {
+        let files = Files::find(name, config, split)?;
         let columns = Columns::default();
         let whole = |path: &Path| matches!(format(path), Some("json" | "csv" | "parquet"));
         match files.paths.as_slice() {

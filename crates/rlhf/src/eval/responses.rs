@@ -7,9 +7,10 @@ use crate::generate::{self, FinishReason, GenerationConfig};
 use crate::model::{CausalLm, ModelOptions};
 use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, GenerateConfig};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Tokenizer, message_text};
 use crate::{Error, Result};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::io::Cursor;
 use std::path::Path;
 
@@ -89,13 +90,13 @@ pub(super) fn generate_missing(
 ///
 /// # Errors
 /// If the row has no such column, or it holds something else.
-pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<&'a str> {
+pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<Cow<'a, str>> {
     let value = &row[column];
     let message = || match value.as_array().map(Vec::as_slice) {
-        Some([message]) => message["content"].as_str(),
+        Some([message]) => message_text(&message["content"]).map(Cow::Owned),
         _ => None,
     };
-    value.as_str().or_else(message).ok_or_else(|| {
+    value.as_str().map(Cow::Borrowed).or_else(message).ok_or_else(|| {
         let found =
             if value.is_null() { "none".into() } else { crate::weights::brief(&value.to_string()).into_owned() };
         Error::Run(format!(
@@ -106,7 +107,7 @@ pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<&'a str> {
 
 /// Returns the prompt of a row as a reader sees it: its text, the content of its only message, or its messages with their roles.
 pub(super) fn plain_prompt(row: &Value, encoded: &Prompt) -> String {
-    let text = |message: &Value| message["content"].as_str().unwrap_or_default().to_string();
+    let text = |message: &Value| message_text(&message["content"]).unwrap_or_default();
     match prompt_field(row) {
         Some((_, Value::Array(messages))) => match messages.as_slice() {
             [message] => text(message),

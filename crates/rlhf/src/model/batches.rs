@@ -10,11 +10,20 @@ pub(crate) fn batches(rows: usize, batch_size: usize) -> impl Iterator<Item = Ra
     (0..rows).step_by(size).map(move |from| from..(from + size).min(rows))
 }
 
-/// Calls `f` on consecutive ranges of at most `batch_size` of `rows` rows and concatenates the results, `[M]` f32.
-pub(crate) fn in_batches(rows: usize, batch_size: usize, f: impl Fn(Range<usize>) -> Result<Tensor>) -> Result<Tensor> {
-    let parts = batches(rows, batch_size).map(f).collect::<Result<Vec<_>>>()?;
-    match parts.len() {
-        0 => Ok(Tensor::zeros([0], (Kind::Float, Device::Cpu))),
-        _ => Ok(Tensor::cat(&parts, 0)),
+/// `parts` `[n]` one after another; `[0]` f32 on `device` if there are none.
+pub(crate) fn joined(parts: &[Tensor], device: Device) -> Tensor {
+    match parts {
+        [] => Tensor::zeros([0], (Kind::Float, device)),
+        parts => Tensor::cat(parts, 0),
     }
+}
+
+/// Calls `f` on consecutive ranges of at most `batch_size` of `rows` rows and concatenates the results, `[M]` f32 on `device`.
+pub(crate) fn in_batches(
+    rows: usize,
+    batch_size: usize,
+    device: Device,
+    f: impl Fn(Range<usize>) -> Result<Tensor>,
+) -> Result<Tensor> {
+    Ok(joined(&batches(rows, batch_size).map(f).collect::<Result<Vec<_>>>()?, device))
 }

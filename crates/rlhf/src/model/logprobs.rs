@@ -5,14 +5,17 @@ use super::layout::{on_device, rounded};
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
 use super::shape::Shape;
-use super::uses_kernels;
+use super::{joined, uses_kernels};
 use crate::dist::World;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
-/// The most logits held at once, in elements (32 MiB of f32).
-pub(crate) const LOGITS_CHUNK: i64 = 1 << 23;
+/// The most logits held at once, in elements: 32 MiB of f32 on a CPU. On a GPU four times as many, since each slice reads and writes the
+/// gradient of the whole head.
+pub(crate) fn logits_chunk(device: Device) -> i64 {
+    if device == Device::Cpu { 1 << 23 } else { 1 << 25 }
+}
 
 /// Log-probabilities of M tokens in all, row after row; each tensor is `[M]` f32.
 #[derive(Debug)]
@@ -114,6 +117,11 @@ impl Distributions {
     pub(super) fn none(head: &LmHead) -> Self {
         let weight = head.linear.weight().0;
         Self::new(head, &Tensor::zeros([0, weight.size()[1]], (head.compute, weight.device())), &[], false)
+    }
+
+    /// Copies the head: the distributions stay what they are where the model's weights change in place.
+    pub(crate) fn own_head(&mut self) {
+        self.head = self.head.with_weight(self.head.linear.held().detach().copy());
     }
 
     /// Appends the same model's distributions of more sequences.
@@ -389,7 +397,7 @@ impl LmHead {
 
     /// Ranges of rows whose logits may be held at once.
     fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
-        let most = (LOGITS_CHUNK / self.vocab_size()).max(1);
+        let most = (logits_chunk(self.linear.held().device()) / self.vocab_size()).max(1);
         // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
         let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
         let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
@@ -468,14 +476,6 @@ impl<'m> SliceKernels<'m> {
 /// The rows `range` of `x`, as a view.
 fn rows_of(x: &Tensor, range: &Range<i64>) -> Tensor {
     x.narrow(0, range.start, range.end - range.start)
-}
-
-/// `parts` `[n]` one after another; `[0]` f32 if there are none.
-fn joined(parts: &[Tensor], device: Device) -> Tensor {
-    match parts {
-        [] => Tensor::zeros([0], (Kind::Float, device)),
-        parts => Tensor::cat(parts, 0),
-    }
 }
 
 /// `hidden` followed by rows of 0 up to a round number of rows.

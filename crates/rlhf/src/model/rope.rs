@@ -1,5 +1,6 @@
 //! Rotary positions: their settings in `config.json`, and their angles.
 
+use super::on_device;
 use super::shape::{Fields, Rope, RopeScaling};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -230,8 +231,7 @@ impl Rope {
                 (&inv_freq * (1.0 - &slow) + &inv_freq * &slow / *factor, *attention_factor)
             }
             RopeScaling::LongRope { short, long, attention_factor, original } => {
-                let divisors =
-                    |of: &[f64]| Tensor::from_slice(of).to_kind(Kind::Float).to_device(options.1).unsqueeze(0);
+                let divisors = |of: &[f64]| on_device(of, options.1).to_kind(Kind::Float).unsqueeze(0);
                 let is_long = lens().gt(*original).unsqueeze(1);
                 (plain() / divisors(long).where_self(&is_long, &divisors(short)), *attention_factor)
             }

@@ -14,6 +14,8 @@ const ENOUGH_TOKENS: usize = 1024;
 
 /// Most tokens of a micro-batch on a GPU: more gain nothing.
 const MOST_GPU_TOKENS: usize = 16384;
+/// Tokens of a micro-batch on a GPU whose memory is not known.
+const UNKNOWN_GPU_TOKENS: usize = 2048;
 /// Part of a GPU's memory that the activations of a micro-batch may take. The rest is for weights, gradients, moments and the cache.
 const GPU_PART: usize = 4;
 
@@ -75,7 +77,7 @@ impl Setting for MicroBatchLimit {
 
 /// Most tokens in one forward and backward pass of a model with these parameters: those of `limit` if it is set. Else, on a CPU, as many as keep
 /// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, or twice of them for up
-/// to 1024 tokens, at most an eighth of the memory. On a GPU, as many as take a quarter of its memory, at most 16384.
+/// to 1024 tokens, at most an eighth of the memory. On a GPU, as many as take a quarter of its memory, at most 16384; 2048 if its memory is not known.
 ///
 /// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns. The number changes results by
 /// rounding only, since losses are divided by the counts of the whole mini-batch.
@@ -105,7 +107,7 @@ pub(crate) fn default_tokens(
             let tokens = |most: usize| LEAST_ACTIVATIONS.max(most).min(memory / 8) / bytes;
             tokens(weights / 2).max(tokens(2 * weights).min(ENOUGH_TOKENS)).clamp(256, 2048)
         }
-        (_, None) => MOST_GPU_TOKENS,
+        (_, None) => UNKNOWN_GPU_TOKENS,
         (_, Some(memory)) => (memory / GPU_PART / bytes).clamp(256, MOST_GPU_TOKENS),
     }
 }
@@ -142,7 +144,8 @@ impl MicroBatchSettings {
     pub(crate) fn state(self, device: tch::Device, tokens: usize) -> Value {
         json!({
             "tokens": tokens,
-            "device": format!("{device:?}"),
+            // Ranks have GPUs of other numbers.
+            "device": if device.is_cuda() { "Cuda".into() } else { format!("{device:?}") },
             "gradient_checkpointing": self.gradient_checkpointing,
             "set": self.limit.is_some(),
         })
@@ -202,7 +205,7 @@ mod tests {
         assert!((3000..4000).contains(&tokens) && tokens * 5_600_000 <= 75 * gib / 4, "{tokens}");
         assert_eq!(default_tokens(gpu, Some(75 * gib), 100_000_000, 200_000), 16384);
         assert_eq!(default_tokens(gpu, Some(gib), 7_000_000_000, 5_600_000), 256);
-        assert_eq!(default_tokens(gpu, None, 7_000_000_000, 5_600_000), 16384);
+        assert_eq!(default_tokens(gpu, None, 7_000_000_000, 5_600_000), 2048);
         assert_eq!(default_tokens(cpu, Some(16 * gib), 135_000_000, 1_000_000), 1024);
         assert_eq!(default_tokens(cpu, Some(gib), 135_000_000, 1_000_000), 256);
     }

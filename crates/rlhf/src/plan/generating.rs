@@ -228,7 +228,7 @@ impl<'c> Generation<'c> {
 /// The rows with the prompts.
 fn dataset(config: &GenerateConfig) -> Result<Dataset> {
     let mut reader = match &config.rows.dataset_name {
-        Some(name) => RowReader::open(name, &config.rows.dataset_split)?,
+        Some(name) => RowReader::open_config(name, config.rows.dataset_config.as_deref(), &config.rows.dataset_split)?,
         None if !config.prompts.is_empty() => RowReader::arguments(&config.prompts),
         None => {
             return Err(Error::Usage(

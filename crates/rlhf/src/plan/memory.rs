@@ -6,7 +6,7 @@ use super::table::size;
 use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
 use crate::Result;
 use crate::dist::ZeroStage;
-use crate::model::{Activations, LOGITS_CHUNK, ModelSizes, PassTokens, SourceTokens, uses_kernels};
+use crate::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, uses_kernels};
 use crate::optim::micro_batch::default_tokens;
 use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
@@ -296,7 +296,7 @@ impl<'a> Job<'a> {
     /// Bytes of the logits of a pass with this many outputs.
     fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
         let vocab = member.sizes.config().vocab_size.max(1);
-        let rows = outputs.min((LOGITS_CHUNK / vocab).max(1) as usize);
+        let rows = outputs.min((logits_chunk(self.machine.device) / vocab).max(1) as usize);
         let capped = member.sizes.config().final_softcap.is_some();
         match uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
             true => rows * vocab as usize * self.compute.elt_size_in_bytes(),
@@ -357,7 +357,7 @@ impl<'a> Job<'a> {
     }
 
     /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
-    /// the copy of its LM head where that leaves memory.
+    /// the copy of its LM head where that leaves memory, or changes.
     fn distributions(&self) -> usize {
         let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
         let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
@@ -365,7 +365,8 @@ impl<'a> Job<'a> {
         let Some(reference) = self.members.iter().find(|member| member.role == "reference model") else { return 0 };
         let own = reference.sizes.config();
         let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
-        let copies = self.releases(reference.stage) || config.run.offload.offloads_models();
+        let copies =
+            self.releases(reference.stage) || config.run.offload.offloads_models() || config.sync.sync_ref_model;
         width * (tokens + if copies { own.vocab_size as usize } else { 0 })
     }
 
@@ -465,7 +466,7 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let beside = memory.peak_without_activations() + LOGITS_CHUNK as usize * 4;
+            let beside = memory.peak_without_activations() + logits_chunk(self.machine.device) as usize * 4;
             available.saturating_sub(beside) / per_token.max(1)
         });
         let (limit, longest_row) = (self.limit, self.rows.longest());

@@ -237,7 +237,9 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
     };
     let unfinished = dir.join(UNFINISHED);
     if !unfinished.is_file() {
-        return if is_model(dir) { Outcome::Finished } else { open };
+        // A finished run that is extended has the model of its first part.
+        let is_extended = read_length(dir).is_some_and(|length| length as f64 > updates);
+        return if is_model(dir) && !is_extended { Outcome::Finished } else { open };
     }
     let state = read_json(&unfinished).unwrap_or_default();
     match (state["update"].as_u64(), state["num_updates"].as_u64()) {
@@ -413,6 +415,9 @@ mod tests {
         assert_eq!(of(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
         write("config.json", "{}");
         assert_eq!(of(4.0), [Outcome::Finished; 3]);
+        crate::run::output_dir::write_length(dir.path(), 9).unwrap();
+        assert_eq!(of(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted], "it is extended");
+        assert_eq!(of(9.0), [Outcome::Finished; 3]);
         write(UNFINISHED, "{\"update\": 4, \"num_updates\": 9}");
         let stopped = Outcome::Stopped { done: 4, total: 9 };
         assert_eq!(of(4.0), [stopped, Outcome::Running, stopped], "a resumed run is at work");

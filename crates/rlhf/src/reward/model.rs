@@ -4,7 +4,7 @@ use super::{Reward, RewardInput, Score};
 use crate::data::{cut_after_eos, encode_chat, prompt_field};
 use crate::generate::FinishReason;
 use crate::model::{ModelOptions, SequenceClassifier, in_batches};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Tokenizer, message_text};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -171,7 +171,7 @@ impl OwnTokenizer {
         let messages = prompt_field(input.row).and_then(|(_, prompt)| prompt.as_array());
         let prompt = match messages {
             Some(messages) => {
-                let contents = messages.iter().filter_map(|message| message["content"].as_str());
+                let contents = messages.iter().filter_map(|message| message_text(&message["content"]));
                 contents.collect::<Vec<_>>().join("\n")
             }
             None => self.policy.decode(input.prompt_ids)?,
@@ -202,8 +202,11 @@ impl Reward for RewardModel {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         let sequences: Vec<Vec<i64>> = batch.iter().map(|input| self.sequence(input)).collect::<Result<_>>()?;
         let _loaded = self.model.loaded()?;
-        let scores =
-            tch::no_grad(|| in_batches(sequences.len(), self.batch_size, |rows| self.model.scores(&sequences[rows])))?;
+        let scores = tch::no_grad(|| {
+            in_batches(sequences.len(), self.batch_size, self.model.device(), |rows| {
+                self.model.scores(&sequences[rows])
+            })
+        })?;
         Ok(Vec::<f32>::try_from(&scores)?.into_iter().map(|score| Score::Response(f64::from(score))).collect())
     }
 

@@ -133,10 +133,14 @@ impl ScoreScaling {
         if !self.scales && self.clip.is_none() {
             return;
         }
-        let totals = scored.totals();
+        // A response that no reward scored keeps its 0, which is no score.
+        let (totals, unscored) = (scored.totals(), scored.unscored());
+        let rows: Vec<usize> = (0..totals.len()).filter(|&row| !unscored[row]).collect();
+        let totals: Vec<f64> = rows.iter().map(|&row| totals[row]).collect();
         let scaled = self.scale(&totals, training);
-        let changes = scaled.iter().zip(&totals).map(|(scaled, total)| scaled - total);
-        scored.responses.iter_mut().zip(changes).for_each(|(score, change)| *score += change);
+        for ((row, scaled), total) in rows.into_iter().zip(scaled).zip(totals) {
+            scored.responses[row] += scaled - total;
+        }
     }
 
     /// Returns the running mean and the unbiased standard deviation.

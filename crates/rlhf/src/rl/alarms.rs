@@ -491,7 +491,8 @@ impl Alarms {
         })
     }
 
-    fn once(&mut self, kind: WarningKind, message: impl FnOnce() -> String) -> Option<Warning> {
+    /// A warning of a kind that is given once in a run, also where the run is resumed.
+    pub(crate) fn once(&mut self, kind: WarningKind, message: impl FnOnce() -> String) -> Option<Warning> {
         if self.raised.contains(&kind) {
             return None;
         }

@@ -117,7 +117,8 @@ pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f6
 
 /// [`gae`] with a lambda of its own for each row, `lams` `[B]` f32. Source: Yue et al. 2025, VAPO, section 4.2.
 pub fn gae_of_rows(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lams: &Tensor) -> (Tensor, Tensor) {
-    gae_by(rewards, values, mask, gamma, |next| gamma * lams * next)
+    let lams = lams.to_device(Device::Cpu);
+    gae_by(rewards, values, mask, gamma, |next| gamma * &lams * next)
 }
 
 /// [`gae`] where `discounted` multiplies the next slot's advantages, `[B]`, by gamma and lambda.
@@ -128,6 +129,9 @@ fn gae_by(
     gamma: f64,
     discounted: impl Fn(&Tensor) -> Tensor,
 ) -> (Tensor, Tensor) {
+    // Slot after slot, with a few numbers in each: on a GPU, starting each operation would take longer than all of it on the host.
+    let device = rewards.device();
+    let [rewards, values, mask] = &[rewards, values, mask].map(|x| x.to_device(Device::Cpu));
     let (rewards, values) = (keep(rewards, mask), keep(values, mask));
     let width = rewards.size()[1];
     let zeros = rewards.select(1, 0).zeros_like();
@@ -143,7 +147,7 @@ fn gae_by(
     advantages.reverse();
     let advantages = keep(&Tensor::stack(&advantages, 1), mask);
     let returns = &advantages + &values;
-    (advantages, returns)
+    (advantages.to_device(device), returns.to_device(device))
 }
 
 /// Discounted returns: the sum of each slot's reward and all later ones of its row, `[B, R]` f32.
@@ -151,6 +155,8 @@ pub fn returns(rewards: &Tensor, gamma: f64) -> Tensor {
     if gamma == 1.0 {
         return rewards.flip([1i64]).cumsum(1, Kind::Float).flip([1i64]);
     }
+    let device = rewards.device();
+    let rewards = rewards.to_device(Device::Cpu);
     let mut next = rewards.select(1, 0).zeros_like();
     let mut found = Vec::new();
     for t in (0..rewards.size()[1]).rev() {
@@ -158,7 +164,7 @@ pub fn returns(rewards: &Tensor, gamma: f64) -> Tensor {
         found.push(next.shallow_clone());
     }
     found.reverse();
-    Tensor::stack(&found, 1)
+    Tensor::stack(&found, 1).to_device(device)
 }
 
 /// The rows that a group's mean leaves out.

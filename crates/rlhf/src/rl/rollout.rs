@@ -4,7 +4,7 @@ use crate::dist::World;
 use crate::generate::Response;
 use crate::model::{
     self, CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
-    on_device,
+    joined, on_device,
 };
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, to_slots};
@@ -93,7 +93,9 @@ pub fn experience(
 /// # Errors
 /// If a sequence does not fit the model, or a score is not finite.
 pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: usize) -> Result<Tensor> {
-    let scores = tch::no_grad(|| in_batches(sequences.len(), batch_size, |rows| reward.scores(&sequences[rows])))?;
+    let scores = tch::no_grad(|| {
+        in_batches(sequences.len(), batch_size, reward.device(), |rows| reward.scores(&sequences[rows]))
+    })?;
     let numbers = Vec::<f32>::try_from(&scores)?;
     match numbers.iter().position(|score| !score.is_finite()) {
         Some(row) => Err(Error::Run(format!("reward model: the score of row {row} is {}", numbers[row]))),
@@ -178,7 +180,7 @@ impl<'a> Passes<'a> {
     /// Runs `f` over batches of this rank's rows, and joins the results.
     fn in_batches(&self, f: impl Fn(&Batch) -> Result<Tensor>) -> Result<Tensor> {
         let rows = self.rows();
-        in_batches(rows.len(), self.settings.batch_size, |part| {
+        in_batches(rows.len(), self.settings.batch_size, self.models.policy.device(), |part| {
             f(&self.batch(rows.start + part.start..rows.start + part.end))
         })
     }
@@ -281,7 +283,7 @@ impl<'a> Passes<'a> {
             values.borrow_mut().push(of_states);
             Ok(found.logprobs)
         })?;
-        let values = Tensor::cat(&values.into_inner(), 0);
+        let values = joined(&values.into_inner(), policy.device());
         Ok((logprobs, self.values_to_slots(&values)))
     }
 }

@@ -126,12 +126,13 @@ impl Unsupervised {
         self.cursor.state()
     }
 
-    /// Goes to where [`Unsupervised::state`] was taken.
+    /// Goes to where [`Unsupervised::state`] was taken; `may_differ`: the blocks may be others.
     ///
     /// # Errors
-    /// If that was over other blocks.
-    pub(crate) fn load_state(&mut self, state: &Value) -> Result<()> {
-        self.cursor.load_state(state).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
+    /// If that was over another number of blocks, and they may not differ.
+    pub(crate) fn load_state(&mut self, state: &Value, may_differ: bool) -> Result<()> {
+        let loaded = if may_differ { self.cursor.load_place(state) } else { self.cursor.load_state(state) };
+        loaded.map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
     }
 }
 
@@ -210,7 +211,7 @@ mod tests {
         pass.sort_unstable();
         assert_eq!(pass, (0..10).map(|i| 4 * i).collect::<Vec<_>>());
         let mut other = new();
-        other.load_state(&state).unwrap();
+        other.load_state(&state, false).unwrap();
         assert_eq!(firsts(&mut other, 3), next);
     }
 }

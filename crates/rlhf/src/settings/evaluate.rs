@@ -43,6 +43,9 @@ pub struct EvaluateConfig {
     /// Dataset with the prompts: a file, a folder or a hub name.
     #[arg(long, help_heading = DATA)]
     pub dataset_name: PathBuf,
+    /// Configuration (folder) of the dataset to use, if several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub dataset_config: std::option::Option<String>,
     /// Split of a dataset that is a folder or on the hub.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_split: String,

@@ -17,6 +17,9 @@ pub struct RowsConfig {
     /// Dataset to read rows from: a file, a folder or a hub name [default: standard input].
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
+    /// Configuration (folder) of the dataset to use, if several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub dataset_config: std::option::Option<String>,
     /// Split of a dataset that is a folder or on the hub.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_split: String,

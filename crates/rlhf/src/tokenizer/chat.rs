@@ -200,9 +200,8 @@ fn tidy(message: &Value, parts: bool) -> Result<Value> {
     if let Some(content) = tidy.get_mut("content")
         && !content.is_string()
     {
-        let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-        let joined: Option<String> = content.as_array().and_then(|parts| parts.iter().map(text).collect());
-        let joined = joined.ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?;
+        let joined =
+            message_text(content).ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?;
         if !parts {
             *content = joined.into();
         }
@@ -215,6 +214,15 @@ fn tidy(message: &Value, parts: bool) -> Result<Value> {
         tidy = all;
     }
     Ok(tidy.into())
+}
+
+/// The text of a message's `content`: a string, or a list of text parts, which are joined.
+pub(crate) fn message_text(content: &Value) -> Option<String> {
+    let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
+    match content {
+        Value::String(text) => Some(text.clone()),
+        content => content.as_array()?.iter().map(text).collect(),
+    }
 }
 
 /// A user's message with the content `text`.

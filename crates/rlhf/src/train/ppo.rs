@@ -39,17 +39,17 @@ use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
 use std::fmt;
 use std::time::Instant;
-use tch::Kind;
+use tch::{Device, Kind};
 
 impl PpoTrainer {
     /// One update, from prompts to metrics. The caller counts it; `phase` is called with the name of each phase.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
-        let (update, mut clock) = (self.progress.done, Clock::start());
+        let (update, mut clock, device) = (self.progress.done, Clock::start(), self.learner.policy.device());
 
         // 1. Prompts to responses.
         phase("sampling");
         let mut batch = self.sample(update)?;
-        clock.lap("generate");
+        clock.lap("generate", device);
 
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
@@ -57,18 +57,23 @@ impl PpoTrainer {
         tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
         let unscored = scores.reported.scored.warning.clone();
-        batch.warnings.extend(unscored.map(|message| Warning { kind: WarningKind::Unscored, message }));
+        let told = |message| format!("{message} (reported once)");
+        batch.warnings.extend(unscored.and_then(|message| self.alarms.once(WarningKind::Unscored, || told(message))));
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
         let mut experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
         self.add_groups(&mut experience, &batch, &scores.reported.scored)?;
+        if let Some(reference) = experience.reference.as_mut().filter(|_| self.config.sync.sync_ref_model) {
+            // It may follow the policy in the middle of this update.
+            reference.own_head();
+        }
 
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
         let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
         self.rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
-        clock.lap("rollout");
+        clock.lap("rollout", device);
 
         // 4. Epochs of mini-batches.
         phase("optimising");
@@ -84,7 +89,7 @@ impl PpoTrainer {
         };
         let epoch = &self.plan.epoch;
         let steps = self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
-        clock.lap("optimise");
+        clock.lap("optimise", device);
 
         // 5. Metrics, and what follows from them.
         let mut m = Metrics::default();
@@ -448,8 +453,11 @@ impl Clock {
         Self { began: Instant::now(), laps: Vec::new() }
     }
 
-    /// Ends a phase.
-    fn lap(&mut self, name: &'static str) {
+    /// Ends a phase on `device`, which may still be at work on it.
+    fn lap(&mut self, name: &'static str, device: Device) {
+        if let Device::Cuda(number) = device {
+            tch::Cuda::synchronize(number as i64);
+        }
         self.laps.push((name, self.began.elapsed().as_secs_f64()));
     }
 

@@ -12,6 +12,7 @@ use crate::model::{
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
+use crate::rl::math;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
@@ -656,6 +657,9 @@ struct Totals {
     margin: f64,
     reward: f64,
     grad_norm: f64,
+    /// Loss, correct pairs, margin and score of micro-batches, `[4]` f32 each, which are not in the sums yet.
+    #[serde(skip)]
+    unread: Vec<Tensor>,
 }
 
 impl Totals {
@@ -693,13 +697,25 @@ impl Totals {
         if let Some(weight) = config.center_rewards_coefficient {
             loss += (&chosen + &rejected).square().sum(Kind::Float) * weight;
         }
-        let number = |x: Tensor| x.double_value(&[]);
         self.pairs += margin.numel() as f64;
-        self.loss += number(loss.detach());
-        self.correct += number(margin.detach().gt(0.0).sum(Kind::Float));
-        self.margin += number(margin.detach().sum(Kind::Float));
-        self.reward += number(scores.detach().sum(Kind::Float)) / 2.0;
+        let sum = |x: &Tensor| x.detach().sum(Kind::Float);
+        let sums = [loss.detach(), sum(&margin.gt(0.0)), sum(&margin), sum(&scores)];
+        self.unread.push(Tensor::stack(&sums, 0));
         loss
+    }
+
+    /// Reads what [`Totals::add`] has left on the device, at once: each read waits for all work before it.
+    fn read(&mut self) {
+        if self.unread.is_empty() {
+            return;
+        }
+        let unread = std::mem::take(&mut self.unread);
+        for sums in math::numbers(&Tensor::stack(&unread, 0)).chunks(4) {
+            self.loss += sums[0];
+            self.correct += sums[1];
+            self.margin += sums[2];
+            self.reward += sums[3] / 2.0;
+        }
     }
 
     /// Adds mean loss, accuracy, margin and mean reward under these names.
@@ -728,7 +744,8 @@ impl Sums for Totals {
     }
 
     fn numbers(&mut self) -> Vec<&mut f64> {
-        let Self { pairs, loss, correct, margin, reward, grad_norm } = self;
+        self.read();
+        let Self { pairs, loss, correct, margin, reward, grad_norm, unread: _ } = self;
         vec![pairs, loss, correct, margin, reward, grad_norm]
     }
 }
@@ -951,6 +968,7 @@ mod tests {
         let mut totals = Totals::default();
         let config = RewardConfig::new("m", "d", "o");
         let _ = totals.add(&compared.ends(&values), &compared.loss(&values), &config);
+        totals.read();
         assert_eq!((totals.pairs, totals.correct, totals.margin), (3.0, 1.0, 3.0 + 0.0 - 1.0));
     }
 
@@ -970,6 +988,7 @@ mod tests {
         close("gradient", &scores.grad(), &expected, 1e-6);
         let mut totals = Totals::default();
         let _ = totals.add(&scores.detach(), &losses.detach(), &RewardConfig::new("m", "d", "o"));
+        totals.read();
         assert_eq!((totals.correct, totals.margin), (2.0, 2.5), "of the scores as they are");
         assert!((totals.loss - 3.0 * cost).abs() < 1e-6);
         // Without margins the loss is the same bit for bit.

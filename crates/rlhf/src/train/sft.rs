@@ -9,6 +9,7 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards, on_device};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
+use crate::rl::math;
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
@@ -295,6 +296,7 @@ impl Supervised for FineTuning<'_> {
         let own = batch.world.own_part(&rows, |row| row.tokens.len());
         let mut row = own.start as u64;
         let own = &rows[own];
+        let mut found_losses = Vec::new();
         for micro_batch in micro_batches(own, most_rows, most_tokens, |row| (row.tokens.len(), 0)) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
@@ -307,8 +309,9 @@ impl Supervised for FineTuning<'_> {
                 let weights = weights.as_ref().map(|all| all.narrow(0, part.start, part.end - part.start));
                 -total(&now.logprobs, weights.as_ref()) / (counted as f64 / batch.loss_scale)
             })?;
-            sums.loss -= total(&found.logprobs, weights.as_ref()).double_value(&[]);
+            found_losses.push(total(&found.logprobs, weights.as_ref()));
         }
+        sums.loss = read(&found_losses).fold(sums.loss, |sum, logprobs| sum - logprobs);
         sums.tokens += own.iter().map(|row| row.loss_tokens()).sum::<usize>() as f64;
         Ok(())
     }
@@ -432,13 +435,19 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize, world: 
 
 /// Returns the sum of the negative log-likelihoods of the rows' tokens in the loss.
 fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Result<f64> {
-    let mut loss = 0.0;
+    let mut losses = Vec::new();
     for batch in rows.chunks(batch_size) {
         let batch = batch.iter().collect::<Vec<_>>();
         let found = tch::no_grad(|| model.logprobs_of(RowBatch::new(&batch).of_model(), 1.0, false))?;
-        loss -= total(&found.logprobs, weights(&batch, model.device()).as_ref()).double_value(&[]);
+        losses.push(total(&found.logprobs, weights(&batch, model.device()).as_ref()));
     }
-    Ok(loss)
+    Ok(read(&losses).fold(0.0, |sum, logprobs| sum - logprobs))
+}
+
+/// The numbers of scalars, in one read, which waits for the device.
+fn read(scalars: &[Tensor]) -> impl Iterator<Item = f64> {
+    let all = if scalars.is_empty() { Vec::new() } else { math::numbers(&Tensor::stack(scalars, 0)) };
+    all.into_iter()
 }
 
 /// Cuts rows at their end, or prompts and responses each at theirs with the tokenizer of an encoder-decoder, and drops those without a token

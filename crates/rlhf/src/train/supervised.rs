@@ -432,7 +432,12 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         let facts = [
             (
                 "started from",
-                words.model.as_ref().map_or("random weights".into(), |dir| format!("`{}`", dir.display())),
+                // As the settings name it: the folder of a cache is the user's own.
+                match (&words.model, words.base_model) {
+                    (Some(_), Some(name)) => format!("`{}`", name.display()),
+                    (Some(dir), None) => format!("`{}`", dir.display()),
+                    (None, _) => "random weights".into(),
+                },
             ),
             ("data", words.data.clone()),
             ("tokenizer", words.tokenizer.clone()),

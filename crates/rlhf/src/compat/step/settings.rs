@@ -229,6 +229,12 @@ impl StepConfig {
                     .into(),
             ));
         }
+        if self.loss_type == LossType::DrGrpo {
+            return Err(Error::Usage(
+                "loss_type = dr_grpo: expected another loss: it divides by the longest length of a response, which step() does not know"
+                    .into(),
+            ));
+        }
         self.ppo().check()
     }
 

@@ -233,10 +233,12 @@ impl PpoTrainer {
         load_cursor(&mut self.cursor, saved, &self.config.run)?;
         self.rewards.load_state(saved.part("rewards")?)?;
         self.kl_controller.load_state(saved.part("kl_controller")?)?;
+        // With --resume_with_changed_inputs rows and texts may be others, or of another number.
+        let has_changed = saved.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
         if let Some(texts) = &mut self.learner.unsupervised {
-            texts.load_state(saved.part("unsupervised")?)?;
+            texts.load_state(saved.part("unsupervised")?, has_changed)?;
         }
-        self.kept.load_state(saved.part("kept_answers").ok(), self.prompts.len())?;
+        self.kept.load_state(saved.part("kept_answers").ok().filter(|_| !has_changed), self.prompts.len())?;
         if self.config.score_scaling.use_score_scaling {
             self.scaling.load_state(saved.part("scores")?)?;
         }
