@@ -26,7 +26,7 @@ use crate::{Error, Result};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ring::digest;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -286,8 +286,7 @@ impl Hub {
     }
 
     /// Returns the files of the dataset `name` at `revision` that `choose` selects among all of them, from the cache or
-    /// downloaded
-    /// into it. None if it selects none.
+    /// downloaded into it. None if it selects none.
     ///
     /// # Errors
     /// If the hub does not know the dataset or cannot be reached; errors of `choose`.
@@ -300,7 +299,7 @@ impl Hub {
         if !dir.is_dir() {
             return Ok(Vec::new());
         }
-        Ok(choose(&files_below(&dir)?)?.into_iter().map(|file| dir.join(file)).collect())
+        Ok(choose(&files_of_snapshot(&dir)?)?.into_iter().map(|file| dir.join(file)).collect())
     }
 
     fn folder(&self, name: &str, revision: &str, wanted: Wanted<'_>) -> Result<PathBuf> {
@@ -379,6 +378,26 @@ impl Hub {
     fn delay(&self, failed: u32, asked: Option<Duration>, longest: Duration) -> Duration {
         let wait = self.pause * 2u32.pow(failed - 1);
         wait.max(asked.unwrap_or_default()).min(longest)
+    }
+}
+
+/// The file with the names of all files of a dataset's snapshot: of some formats, the names of the files that are in the cache do
+/// not tell whether others are missing. Other programs ignore it.
+fn listing_of(snapshot: &Path) -> PathBuf {
+    let repository = snapshot.parent().and_then(Path::parent).unwrap_or(snapshot);
+    repository.join(".rlhf").join(snapshot.file_name().unwrap_or_default()).with_extension("json")
+}
+
+/// Lists all files of a dataset's snapshot; if another program downloaded it, those that are in the cache.
+fn files_of_snapshot(dir: &Path) -> Result<BTreeSet<String>> {
+    let listed =
+        fs::read(listing_of(dir)).ok().and_then(|bytes| serde_json::from_slice::<BTreeSet<String>>(&bytes).ok());
+    match listed {
+        Some(mut files) => {
+            files.retain(|name| is_inside(name));
+            Ok(files)
+        }
+        None => files_below(dir),
     }
 }
 
@@ -557,7 +576,10 @@ impl Fetch<'_> {
             Wanted::Model(Part::Model) if has(SINGLE) => true,
             Wanted::Model(Part::Model) if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
             Wanted::Model(Part::Model) => has(ADAPTER),
-            Wanted::Dataset(choose) => dir.is_dir() && choose(&files_below(&dir).ok()?).is_ok(),
+            Wanted::Dataset(choose) => {
+                dir.is_dir()
+                    && choose(&files_of_snapshot(&dir).ok()?).is_ok_and(|files| files.iter().all(|file| has(file)))
+            }
         };
         whole.then_some(dir)
     }
@@ -584,7 +606,15 @@ impl Fetch<'_> {
         let dir = self.cached.pointer_path(commit);
         match self.wanted {
             Wanted::Model(part) => self.fetch_model(commit, files, part)?,
-            Wanted::Dataset(choose) => choose(files)?.iter().try_for_each(|name| self.file(commit, name))?,
+            Wanted::Dataset(choose) => {
+                let (chosen, listing, names) = (choose(files)?, listing_of(&dir), json!(files).to_string());
+                if fs::read_to_string(&listing).ok().as_ref() != Some(&names) {
+                    create_parent(&listing)?;
+                    // A reader that sees only a part of it ignores it.
+                    fs::write(&listing, names).map_err(Error::io("write", &listing))?;
+                }
+                chosen.iter().try_for_each(|name| self.file(commit, name))?;
+            }
         }
         let path = self.ref_path();
         if self.revision != commit && fs::read_to_string(&path).ok().as_deref() != Some(commit) {

@@ -727,6 +727,29 @@ fn of_a_dataset_the_wanted_files_come_and_no_others() {
 }
 
 #[test]
+fn offline_a_dataset_whose_download_was_interrupted_is_not_read_as_whole() {
+    let server = dataset_server();
+    let choose = |files: &BTreeSet<String>| Ok(files.iter().filter(|name| name.contains("train")).cloned().collect());
+    let whole = server.hub().dataset(NAME, "main", &choose).unwrap();
+    // The second file never came.
+    fs::remove_file(&whole[1]).unwrap();
+    let error = server.offline().dataset(NAME, "main", &choose).unwrap_err().to_string();
+    assert!(error.contains("no whole copy of its revision main"), "{error}");
+    assert_eq!(server.hub().dataset(NAME, "main", &choose).unwrap(), whole);
+    assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), whole);
+    // A cache that another program has filled has no list of the files.
+    let repository = server.cache.path().join("hub/datasets--someone--tiny-model");
+    let listing = repository.join(".rlhf").join(COMMIT).with_extension("json");
+    for text in [Some("[\"data/train-00"), None] {
+        match text {
+            Some(part) => fs::write(&listing, part).unwrap(),
+            None => fs::remove_file(&listing).unwrap(),
+        }
+        assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), whole);
+    }
+}
+
+#[test]
 fn names_that_lead_out_of_the_cache_are_not_followed() {
     let server = dataset_server();
     let bad: Files =
