@@ -1,4 +1,8 @@
-//! Opens untrusted files: regular files only, and texts of bounded size.
+//! Opens untrusted files: regular files only, and texts and tables of bounded size.
+
+mod parquet;
+
+pub(crate) use parquet::parquet_rows;
 
 use crate::{Error, Result};
 use std::fs::{self, File, FileType};

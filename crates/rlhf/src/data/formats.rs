@@ -6,12 +6,9 @@ use crate::files;
 use crate::safe_text::beginning;
 use crate::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
-use parquet::errors::ParquetError;
-use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -235,31 +232,17 @@ fn ends_in_quotes(record: &str) -> bool {
 }
 
 fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
-    let file = files::open(path)?;
     let mut values = Vec::new();
-    // The parquet crate panics at unknown types and at some damaged files.
-    let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
-        let reader = SerializedFileReader::new(file)?;
-        for row in reader.get_row_iter(None)? {
-            values.push(object(row?.into_columns()));
+    match files::parquet_rows(files::open(path)?, |columns| values.push(object(columns))) {
+        Ok(_) => (1..).zip(values).map(|(row, value)| Row::new(path, Place::Row(row), value)).collect(),
+        Err(reason) => {
+            let message = format!("not valid Parquet: {reason}");
+            Err(match values.len() {
+                0 => Error::invalid(path, message),
+                read => Place::Row(read + 1).error(path, message),
+            })
         }
-        Ok(())
-    }));
-    let message = match done {
-        Ok(Ok(())) => {
-            return (1..).zip(values).map(|(row, value)| Row::new(path, Place::Row(row), value)).collect();
-        }
-        Ok(Err(error)) => error.to_string(),
-        Err(panic) => {
-            let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-            text.or(panic.downcast_ref::<String>().cloned()).unwrap_or_default()
-        }
-    };
-    let message = format!("not valid Parquet: {}", message.lines().next().unwrap_or_default());
-    Err(match values.len() {
-        0 => Error::invalid(path, message),
-        read => Place::Row(read + 1).error(path, message),
-    })
+    }
 }
 
 fn object(columns: Vec<(String, Field)>) -> Value {

@@ -5,15 +5,12 @@ use crate::generate::FinishReason;
 use crate::run::event::{Rollout, RolloutRow};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, rollout_update};
 use crate::{Error, Result};
-use parquet::errors::ParquetError;
-use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use ring::digest::{Context, SHA256};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read as _, Seek};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 /// Key of the record in the metadata of a file.
@@ -112,21 +109,12 @@ pub(crate) fn metrics_line(dir: &Path, step: usize) -> Result<Option<Map<String,
 pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let file = files::open(path)?;
     let contents = file.try_clone().map_err(Error::io("read", path))?;
-    let (mut rows, mut record, mut digest) = (Vec::new(), None, None);
-    // The parquet crate panics at some damaged files.
-    let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
-        let reader = SerializedFileReader::new(file)?;
-        let pairs = || reader.metadata().file_metadata().key_value_metadata().into_iter().flatten();
-        let value = |key: &str| pairs().filter(|pair| pair.key == key).find_map(|pair| pair.value.clone());
-        (record, digest) = (value(RECORD), value(DIGEST));
-        for row in reader.get_row_iter(None)? {
-            rows.push(row?.into_columns().into_iter().collect::<HashMap<String, Field>>());
-        }
-        Ok(())
-    }));
     let invalid = |message: String| Error::invalid(path, message);
-    let damaged = |cause: &str| invalid(format!("not valid Parquet: {}", cause.lines().next().unwrap_or_default()));
-    done.map_err(|_| damaged("damaged"))?.map_err(|e| damaged(&e.to_string()))?;
+    let mut rows = Vec::new();
+    let pairs = files::parquet_rows(file, |columns| rows.push(columns.into_iter().collect::<HashMap<String, Field>>()))
+        .map_err(|reason| invalid(format!("not valid Parquet: {reason}")))?;
+    let value = |key: &str| pairs.iter().filter(|pair| pair.key == key).find_map(|pair| pair.value.clone());
+    let (record, digest) = (value(RECORD), value(DIGEST));
     // Files of earlier versions have no digest.
     if let (Some(record), Some(digest)) = (&record, &digest)
         && !has_digest(&contents, record, digest).map_err(Error::io("read", path))?

@@ -1,0 +1,109 @@
+//! Reads the rows of Parquet files, which may be damaged or made to harm.
+
+use parquet::errors::ParquetError;
+use parquet::file::metadata::KeyValue;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Bytes that the rows of a file may always take.
+const SMALL: u64 = 1 << 30;
+
+/// Maximum ratio of the bytes of the rows and of the file beyond that. A value that is repeated is stored once, so a long prompt that
+/// begins each row is far more than a compressed text's ratio.
+const MAX_RATIO: u64 = 1000;
+
+/// Bytes of a row or a list in memory, apart from its values.
+const OVERHEAD: u64 = 32;
+
+/// Calls `each` with the columns of every row of `file`, in order. Returns the entries of the file's metadata.
+///
+/// # Errors
+/// If it is not valid Parquet, or its rows take far more memory than a file of its size should: the reason, in one line.
+pub(crate) fn parquet_rows(file: File, each: impl FnMut(Vec<(String, Field)>)) -> Result<Vec<KeyValue>, String> {
+    let len = file.metadata().map_or(0, |found| found.len());
+    rows_within(file, SMALL.max(len.saturating_mul(MAX_RATIO)), each)
+}
+
+fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)) -> Result<Vec<KeyValue>, String> {
+    let mut left = most;
+    // The parquet crate panics at unknown types and at some damaged files.
+    let done = catch_unwind(AssertUnwindSafe(|| -> Result<Vec<KeyValue>, ParquetError> {
+        let reader = SerializedFileReader::new(file)?;
+        for row in reader.get_row_iter(None)? {
+            let columns = row?.into_columns();
+            let bytes = columns.iter().map(|(name, field)| name.len() as u64 + size(field)).sum::<u64>() + OVERHEAD;
+            left = left.checked_sub(bytes).ok_or_else(|| {
+                ParquetError::General(format!("its rows take more than {most} bytes, far more than the file"))
+            })?;
+            each(columns);
+        }
+        Ok(reader.metadata().file_metadata().key_value_metadata().cloned().unwrap_or_default())
+    }));
+    let message = match done {
+        Ok(Ok(pairs)) => return Ok(pairs),
+        Ok(Err(ParquetError::General(message))) => message,
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => {
+            let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+            text.or(panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+        }
+    };
+    Err(message.lines().next().unwrap_or_default().to_string())
+}
+
+/// Returns the bytes of a value in memory, about.
+fn size(field: &Field) -> u64 {
+    match field {
+        Field::Str(text) => text.len() as u64,
+        Field::Bytes(bytes) => bytes.len() as u64,
+        Field::Group(row) => {
+            row.get_column_iter().map(|(name, field)| name.len() as u64 + size(field)).sum::<u64>() + OVERHEAD
+        }
+        Field::ListInternal(list) => list.elements().iter().map(size).sum::<u64>() + OVERHEAD,
+        Field::MapInternal(map) => {
+            map.entries().iter().map(|(key, value)| size(key) + size(value)).sum::<u64>() + OVERHEAD
+        }
+        _ => size_of::<Field>() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use parquet::basic::Compression;
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::properties::WriterProperties;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_value_that_is_repeated_without_end_is_refused_within_bounded_memory() {
+        let schema = Arc::new(parse_message_type("message rows { required binary prompt (UTF8); }").unwrap());
+        let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+        let mut file = tempfile::tempfile().unwrap();
+        let mut writer = SerializedFileWriter::new(&mut file, schema, Arc::new(properties)).unwrap();
+        let mut rows = writer.next_row_group().unwrap();
+        let mut column = rows.next_column().unwrap().unwrap();
+        let text = ByteArray::from("x".repeat(1000).as_str());
+        column.typed::<ByteArrayType>().write_batch(&vec![text; 10_000], None, None).unwrap();
+        column.close().unwrap();
+        rows.close().unwrap();
+        writer.close().unwrap();
+        let len = file.metadata().unwrap().len();
+        assert!(len < 10_000, "{len} bytes");
+        let read = |most| {
+            let mut rows = 0;
+            let done = rows_within(file.try_clone().unwrap(), most, |_| rows += 1).map(|_| ());
+            (rows, done)
+        };
+        assert_eq!(read(20_000_000), (10_000, Ok(())));
+        let message = "its rows take more than 2000000 bytes, far more than the file";
+        let (rows, done) = read(2_000_000);
+        assert_eq!((rows < 2000, done), (true, Err(message.into())));
+        // A real file of this size may take a gigabyte.
+        assert!(parquet_rows(file, |_| ()).is_ok());
+    }
+}
