@@ -12,18 +12,38 @@ use axum::middleware::{self, Next};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use serde_json::Value;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 /// Time that open connections have to end once the server is stopped.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// Limits on clients, so that slow or many ones take no others' place.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// Open connections at once; others wait in the queue of the system, which has 1024 open files for a process by default.
+    connections: usize,
+    /// Time for the line and the headers of a request, from the end of the one before.
+    headers: Duration,
+}
+
+const LIMITS: Limits = Limits { connections: 512, headers: Duration::from_secs(60) };
+
+/// Time without a part of a request's body after which it is given up.
+const BODY_PAUSE: Duration = Duration::from_secs(60);
 
 /// A bound address, on which connections already wait. Binding comes before slow work such as loading a model, so that a port that
 /// is taken is reported at once.
@@ -68,7 +88,7 @@ impl Listener {
         };
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new().name("http".into());
-        let thread = thread.spawn(move || runtime.block_on(run(listener, router, stopped))).map_err(failed)?;
+        let thread = thread.spawn(move || runtime.block_on(run(listener, router, LIMITS, stopped))).map_err(failed)?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -102,15 +122,76 @@ impl Drop for Server {
 }
 
 /// Serves until `stopped` is dropped or sent, then lets requests in progress end for [`GRACE`].
-async fn run(listener: tokio::net::TcpListener, router: Router, stopped: oneshot::Receiver<()>) {
-    let (close, closed) = oneshot::channel::<()>();
-    let server = axum::serve(listener, router).with_graceful_shutdown(async move {
-        let _ = closed.await;
-    });
-    let server = tokio::spawn(server.into_future());
-    let _ = stopped.await;
-    drop(close);
-    let _ = tokio::time::timeout(GRACE, server).await;
+async fn run(listener: tokio::net::TcpListener, router: Router, limits: Limits, mut stopped: oneshot::Receiver<()>) {
+    let open = GracefulShutdown::new();
+    let places = Arc::new(Semaphore::new(limits.connections));
+    loop {
+        let accepted = async {
+            let place = Arc::clone(&places).acquire_owned().await.expect("it is never closed");
+            (listener.accept().await, place)
+        };
+        let (accepted, place) = tokio::select! {
+            accepted = accepted => accepted,
+            _ = &mut stopped => break,
+        };
+        let Ok((stream, _)) = accepted else {
+            // The client is gone, or the process has too many open files: others may end.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        // Events of a stream are smaller than a packet, and each is waited for.
+        let _ = stream.set_nodelay(true);
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).header_read_timeout(limits.headers);
+        let connection =
+            open.watch(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone())));
+        tokio::spawn(async move {
+            // A fault of a connection is its client's.
+            let _ = connection.await;
+            drop(place);
+        });
+    }
+    drop(listener);
+    let _ = tokio::time::timeout(GRACE, open.shutdown()).await;
+}
+
+/// A body that could not be read.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum BodyError {
+    /// It has more bytes than the limit.
+    TooLarge,
+    /// No part of it came for this time.
+    TooSlow(Duration),
+    /// The connection was closed within it, or it is malformed.
+    Broken,
+}
+
+/// Reads the body of a request of at most `limit` bytes.
+///
+/// # Errors
+/// If it is longer, ends early, or pauses too long.
+pub(crate) async fn read_body(request: Request, limit: usize) -> Result<Vec<u8>, BodyError> {
+    body_within(request, limit, BODY_PAUSE).await
+}
+
+async fn body_within(request: Request, limit: usize, pause: Duration) -> Result<Vec<u8>, BodyError> {
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    if length.is_some_and(|length: usize| length > limit) {
+        return Err(BodyError::TooLarge);
+    }
+    // A body of unknown length is limited while it is read.
+    let mut parts = request.into_body().into_data_stream();
+    let mut body = Vec::new();
+    loop {
+        let next = poll_fn(|context| Pin::new(&mut parts).poll_next(context));
+        match tokio::time::timeout(pause, next).await {
+            Err(_) => return Err(BodyError::TooSlow(pause)),
+            Ok(None) => return Ok(body),
+            Ok(Some(Err(_))) => return Err(BodyError::Broken),
+            Ok(Some(Ok(part))) if body.len() + part.len() > limit => return Err(BodyError::TooLarge),
+            Ok(Some(Ok(part))) => body.extend_from_slice(&part),
+        }
+    }
 }
 
 /// Refuses a request whose `Host` or `Origin` is not this machine: a browser sends it for a page of another site, whose name may
@@ -191,6 +272,8 @@ impl Stream for EventStream {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
 
     #[test]
     fn requests_that_name_another_host_or_origin_are_refused() {
@@ -209,6 +292,74 @@ mod tests {
         for origin in ["null", "http://evil.example", "https://127.0.0.1.evil.example", "file://"] {
             let found = headers(&[(header::HOST, "127.0.0.1"), (header::ORIGIN, origin)]);
             assert!(!is_of_this_machine(&found), "{origin}");
+        }
+    }
+
+    /// A server with these limits, whose page returns the body of a request.
+    fn limited(limits: Limits, pause: Duration) -> (SocketAddr, Server) {
+        let Listener { socket, address } = Listener::bind("127.0.0.1", 0).unwrap();
+        let echo = move |request: Request| async move {
+            match body_within(request, 8, pause).await {
+                Ok(body) => (StatusCode::OK, String::from_utf8(body).unwrap()),
+                Err(error) => (StatusCode::BAD_REQUEST, format!("{error:?}")),
+            }
+        };
+        let router = Router::new().route("/", axum::routing::post(echo));
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let listener = tokio::net::TcpListener::from_std(socket).unwrap();
+                run(listener, router, limits, stopped).await;
+            });
+        });
+        (address, Server { stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Sends `text`, and returns the status and the body of the response; both are empty if the connection is closed.
+    fn exchange(connection: &mut TcpStream, text: &str) -> (String, String) {
+        connection.write_all(text.as_bytes()).unwrap();
+        connection.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut found = String::new();
+        let mut buffer = [0; 1024];
+        while !found.contains("\r\n\r\n") {
+            match connection.read(&mut buffer).unwrap() {
+                0 => return Default::default(),
+                read => found.push_str(std::str::from_utf8(&buffer[..read]).unwrap()),
+            }
+        }
+        let (head, body) = found.split_once("\r\n\r\n").unwrap();
+        (head.split(' ').nth(1).unwrap().into(), body.into())
+    }
+
+    const PAUSE: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn a_client_that_is_slow_or_sends_too_much_is_told_and_holds_no_place() {
+        let (address, _server) = limited(Limits { connections: 1, headers: PAUSE }, PAUSE);
+        let connect = || TcpStream::connect(address).unwrap();
+        let post = |headers: &str, body: &str| format!("POST / HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n{body}");
+        let close = "Connection: close\r\n";
+        // The only place is that of a client that never ends its headers; the next one waits for it.
+        let mut slow = connect();
+        slow.write_all(b"POST / HTTP/1.1\r\nHost: a").unwrap();
+        let length = |length: usize| format!("{close}Content-Length: {length}");
+        let found = |text: &str| exchange(&mut connect(), text);
+        assert_eq!(found(&post(&length(4), "text")), ("200".into(), "text".into()));
+        let mut rest = String::new();
+        slow.read_to_string(&mut rest).unwrap();
+        assert!(rest.is_empty() || rest.starts_with("HTTP/1.1 408"), "{rest}");
+        let refused = |error: &str| ("400".into(), error.to_string());
+        assert_eq!(found(&post(&length(9), "")), refused("TooLarge"));
+        let chunked = format!("{close}Transfer-Encoding: chunked");
+        assert_eq!(found(&post(&chunked, "4\r\ntext\r\n5\r\ntexts\r\n")), refused("TooLarge"));
+        assert_eq!(found(&post(&length(4), "te")), refused("TooSlow(300ms)"));
+        assert_eq!(found(&post(&chunked, "not a length\r\n")), refused("Broken"));
+        // A connection is kept for the next request.
+        let mut kept = connect();
+        for text in ["one", "two"] {
+            let request = post("Content-Length: 3", text);
+            assert_eq!(exchange(&mut kept, &request), ("200".into(), text.into()));
         }
     }
 

@@ -2,11 +2,10 @@
 
 use super::api::{ApiError, Endpoint, Request, Served};
 use super::engine::{Job, Reply};
-use crate::http_server::json_response;
+use crate::http_server::{BodyError, json_response, read_body};
 use axum::Router;
-use axum::body::to_bytes;
 use axum::extract::{self, Path, State};
-use axum::http::{Method, Uri, header};
+use axum::http::{Method, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
@@ -66,14 +65,17 @@ async fn wrong_method(method: Method, uri: Uri) -> ApiError {
 impl Service {
     /// Responds to a request by the model. Dropped if the client is gone, which ends its generation.
     async fn respond(&self, endpoint: Endpoint, request: extract::Request) -> Result<Response, ApiError> {
-        let too_large = || ApiError::page(413, format!("expected a body of at most {BODY_LIMIT} bytes, found more"));
-        // A body of unknown length is limited while it is read.
-        let length =
-            request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        if length.is_some_and(|length: usize| length > BODY_LIMIT) {
-            return Err(too_large());
-        }
-        let body = to_bytes(request.into_body(), BODY_LIMIT).await.map_err(|_| too_large())?;
+        let body = read_body(request, BODY_LIMIT).await.map_err(|error| match error {
+            BodyError::TooLarge => {
+                ApiError::page(413, format!("expected a body of at most {BODY_LIMIT} bytes, found more"))
+            }
+            BodyError::TooSlow(pause) => {
+                ApiError::page(408, format!("expected the rest of the body, found none for {} s", pause.as_secs()))
+            }
+            BodyError::Broken => {
+                ApiError::page(400, "expected a whole body, found an end or an error within it".into())
+            }
+        })?;
         let request = Request::parse(endpoint, &body, &self.served)?;
         let (reply, response) = oneshot::channel();
         self.queue.try_send(Job { request, reply }).map_err(|error| match error {
