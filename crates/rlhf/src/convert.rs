@@ -5,13 +5,15 @@ mod vocabulary;
 
 use crate::gguf::Gguf;
 use crate::model::{ModelConfig, ModelSizes};
-use crate::run::output_dir::{check_folder, claim_folder};
+use crate::run::output_dir::{CONFIG, check_folder, claim_folder};
+use crate::run::resolved::RESOLVED;
 use crate::safe_text::beginning;
 use crate::settings::ConvertConfig;
-use crate::weights::{TensorSpec, pretty, replace_files, save_of, write_text};
+use crate::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
 use crate::{Error, Result};
 use description::{Description, describe};
-use std::collections::BTreeMap;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::Path;
 use tch::{Kind, Tensor};
@@ -30,13 +32,13 @@ pub struct ConvertReport {
 /// its rules are known, the tokenizer.
 ///
 /// # Errors
-/// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty. Nothing is written
-/// then.
+/// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty: what an
+/// interrupted conversion left is replaced. Nothing is written then.
 pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     config.check()?;
     let out = config.output_dir.as_path();
-    check_new(out)?;
-    check_folder(out, false, &[config.file.as_path()])?;
+    let unfinished = check_new(out, config)?;
+    check_folder(out, unfinished, &[config.file.as_path()])?;
     let file = Gguf::open(&config.file)?;
     let described = describe(&file)?;
     let model = ModelConfig::from_json(file.path(), described.config.clone())?;
@@ -45,7 +47,7 @@ pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
     let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
     let mut tensor = |i: usize| read(&file, &described, &plan[i].1, kind);
-    let _hold = claim_folder(out, false, config)?;
+    let _hold = claim_folder(out, unfinished, config)?;
     replace_files(out, |dir| {
         save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
         model.save(dir, kind)?;
@@ -65,20 +67,36 @@ pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     Ok(ConvertReport { tensors: specs.len(), note })
 }
 
-/// Checks that the folder `dir` does not exist or is empty.
-fn check_new(dir: &Path) -> Result<()> {
-    let mut entries = match std::fs::read_dir(dir) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+/// Checks that the folder `dir` does not exist, is empty, or has nothing but what an interrupted conversion left: returns whether it
+/// has that.
+fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
+    let entries = match std::fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
         entries => entries.map_err(Error::io("read the folder", dir))?,
     };
-    match entries.next() {
-        None => Ok(()),
-        Some(entry) => {
-            let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
-            let message = format!("expected a new or an empty folder, found one with `{}`", name.to_string_lossy());
-            Err(Error::invalid(dir, message))
+    let mut unfinished = false;
+    for entry in entries {
+        let entry = entry.map_err(Error::io("read the folder", dir))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        match name.as_str() {
+            BESIDE => {}
+            CONFIG if is_of_a_conversion(&entry.path(), config) => unfinished = true,
+            _ => {
+                let message = format!("expected a new or an empty folder, found one with `{name}`");
+                return Err(Error::invalid(dir, message));
+            }
         }
     }
+    Ok(unfinished)
+}
+
+/// Returns whether the `config.yaml` at `path` was written by a conversion: it has the settings of one and no others.
+fn is_of_a_conversion(path: &Path, config: &ConvertConfig) -> bool {
+    let names =
+        |settings: Value| settings.as_object().map(|settings| settings.keys().cloned().collect::<BTreeSet<_>>());
+    let written = std::fs::read_to_string(path).ok().filter(|text| text.starts_with(RESOLVED));
+    let written = written.and_then(|text| serde_saphyr::from_str::<Value>(&text).ok());
+    written.is_some_and(|written| names(written) == serde_json::to_value(config).ok().and_then(names))
 }
 
 /// The tensors to write, each with its name in the GGUF file, in the order of the model.

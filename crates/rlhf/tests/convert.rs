@@ -315,6 +315,19 @@ fn the_command_writes_a_folder_that_other_commands_read_and_overwrites_none() {
     assert!(!lines.is_empty());
     scratch.refuses("convert model.gguf made", 1, &["made: expected a new or an empty folder, found one with `"]);
     scratch.refuses("convert model.gguf policy", 1, &["policy: expected a new or an empty folder"]);
+    // A conversion that was killed, and one that had the settings of another command.
+    std::fs::create_dir_all(scratch.path("killed/.saving")).unwrap();
+    std::fs::copy(scratch.path("made/config.yaml"), scratch.path("killed/config.yaml")).unwrap();
+    scratch.succeeds("convert model.gguf killed");
+    assert!(scratch.path("killed/model.safetensors").exists());
+    std::fs::create_dir_all(scratch.path("other")).unwrap();
+    let run = scratch.read("made/config.yaml") + "seed: 3\n";
+    std::fs::write(scratch.path("other/config.yaml"), run).unwrap();
+    scratch.refuses(
+        "convert model.gguf other",
+        1,
+        &["other: expected a new or an empty folder, found one with `config"],
+    );
     scratch.refuses("convert missing.gguf new", 1, &["missing.gguf: cannot read"]);
     scratch.refuses("convert model.gguf new --dtype auto", 2, &["'auto' for '--dtype", "float32, bfloat16, float16"]);
     scratch.refuses("convert prompts.jsonl new", 1, &["prompts.jsonl: expected a GGUF file, found another format"]);
