@@ -2,7 +2,7 @@
 
 use crate::hub::push::{Destination, Pushed, find_folder};
 use crate::run::push::settings::hub_with;
-use crate::run::push::{is_of_model, is_weights, without_programs};
+use crate::run::push::{is_of_model, is_weights, local_base_warning, without_programs};
 use crate::settings::PushConfig;
 use crate::{Error, Result};
 use std::path::Path;
@@ -16,6 +16,8 @@ pub struct PushReport {
     pub url: String,
     /// Files and folders of the folder that were left out.
     pub left_out: Vec<String>,
+    /// A warning about an adapter that nobody else can load, as its base is in a folder of this machine.
+    pub warning: Option<String>,
 }
 
 /// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card, of a
@@ -37,7 +39,7 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     let repository = hub_with(config.hub_token.as_ref()).repository(&to)?;
     let pushed = repository.push(&files, config.commit_message.trim(), shows)?;
     let url = repository.commit_url(&pushed.commit);
-    Ok(PushReport { pushed, url, left_out })
+    Ok(PushReport { pushed, url, left_out, warning: local_base_warning(dir) })
 }
 
 /// Checks that the folder has a model.

@@ -544,6 +544,25 @@ fn a_run_pushes_its_checkpoints_and_its_model() {
 }
 
 #[test]
+fn an_adapter_whose_base_is_a_folder_of_this_machine_is_pushed_with_a_warning() {
+    let server = Server::start();
+    let scratch = Scratch::new();
+    let warning = format!("names its base by a folder of this machine, {}", scratch.path("policy").display());
+    for line in [format!("{SFT} --use_peft --push_to_hub --hub_model_id me/tiny"), "push out me/tiny".into()] {
+        let ran = server.run(&scratch, &line);
+        assert!(ran.code == 0 && ran.stderr.contains(&warning), "{line}: {}", ran.stderr);
+        assert!(ran.stderr.contains("rlhf merge"), "{}", ran.stderr);
+    }
+    // With a base on the hub there is nothing to warn about.
+    let path = scratch.path("out/adapter_config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    config["base_model_name_or_path"] = json!("me/base");
+    fs::write(&path, config.to_string()).unwrap();
+    let ran = server.run(&scratch, "push out me/tiny");
+    assert!(ran.code == 0 && !ran.stderr.contains("warning"), "{}", ran.stderr);
+}
+
+#[test]
 fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     let server = Server::start();
     let scratch = Scratch::new();

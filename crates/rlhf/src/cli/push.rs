@@ -13,6 +13,9 @@ const MOST_NAMES: usize = 20;
 pub(crate) fn push(config: &PushConfig) -> Result<()> {
     let report = rlhf::push::push(config, true)?;
     let note = |text: String| drop(writeln!(io::stderr(), "note: {}", one_line(&text)));
+    if let Some(warning) = &report.warning {
+        let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
+    }
     if !report.left_out.is_empty() {
         note(format!("left out: {} (--include pushes files beside the model)", listed(&report.left_out)));
     }

@@ -146,9 +146,14 @@ impl AdapterFolder {
         Error::invalid(self.dir.join(CONFIG), format!("`{name}`: expected {expected}, found {found}"))
     }
 
+    /// The base as the adapter names it.
+    pub(crate) fn base_name(&self) -> Option<&str> {
+        self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())
+    }
+
     /// The local folder of the base: its path from the working directory, else from the adapter's folder.
     pub(crate) fn local_base(&self) -> Option<PathBuf> {
-        let name = self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())?;
+        let name = self.base_name()?;
         // A base that was saved beside its adapter moves with it.
         let beside = Path::new(name).ends_with(BASE_MODEL).then(|| self.dir.join(BASE_MODEL));
         [PathBuf::from(name), self.dir.join(name)].into_iter().chain(beside).find(|dir| dir.is_dir())
@@ -156,9 +161,9 @@ impl AdapterFolder {
 
     /// The base's name on the hub and its revision, if it has one and is not in a local folder.
     pub(crate) fn hub_base(&self) -> Option<(&str, Option<&str>)> {
-        let text = |key: &str| self.described.get(key).and_then(Value::as_str);
-        let name = text("base_model_name_or_path").filter(|name| hub::is_hub_name(name))?;
-        self.local_base().is_none().then_some((name, text("revision")))
+        let name = self.base_name().filter(|name| hub::is_hub_name(name))?;
+        let revision = self.described.get("revision").and_then(Value::as_str);
+        self.local_base().is_none().then_some((name, revision))
     }
 
     /// The folder of the base model, downloaded if it is a name on the hub.

@@ -228,6 +228,11 @@ impl Saved {
         Ok(Self { dir: path.to_path_buf(), state: State::of(path, record)? })
     }
 
+    /// Returns a state of these resumable parts that is in no file.
+    pub(crate) fn of_parts(parts: Map<String, Value>) -> Self {
+        Self { dir: PathBuf::new(), state: State { state: parts, ..State::new("", 0, 0, Map::new()) } }
+    }
+
     /// Returns the settings of `config` that differ from those of the run. A setting that only one version has cannot be compared.
     ///
     /// # Errors

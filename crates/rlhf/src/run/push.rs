@@ -6,6 +6,7 @@
 pub(crate) mod settings;
 
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
+use crate::model::AdapterFolder;
 use crate::run::checkpoint::BEST;
 use crate::run::output_dir::{CONFIG, METRICS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
@@ -73,6 +74,16 @@ pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> 
     files.into_iter().map(shown).collect()
 }
 
+/// Returns a warning if the model in `dir` is an adapter whose base is in a folder of this machine: that is not pushed with it.
+pub(crate) fn local_base_warning(dir: &Path) -> Option<String> {
+    let adapter = AdapterFolder::find(dir).ok().flatten().filter(|adapter| adapter.hub_base().is_none())?;
+    let base = adapter.base_name()?;
+    Some(format!(
+        "the adapter names its base by a folder of this machine, {base}, which is not pushed: nobody else can load it. Make a whole \
+         model by `rlhf merge`, or set base_model_name_or_path in adapter_config.json to the base's name on the hub"
+    ))
+}
+
 /// Returns the command that pushes `dir` to the place later.
 pub(crate) fn command_to_push(dir: &Path, to: &Destination) -> String {
     let mut words = vec![terminal::program(), "push".into(), dir.display().to_string(), to.name.clone()];
@@ -107,6 +118,11 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
+    /// The folder of the run.
+    pub(crate) fn output_dir(&self) -> &Path {
+        &self.output_dir
+    }
+
     /// Starts the thread that pushes the models of the run in `output_dir`.
     ///
     /// # Errors
