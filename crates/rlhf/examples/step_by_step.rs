@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut loader = trainer.prepare_dataloader(&Dataset::read(Path::new(queries), "train")?)?;
 
     for _epoch in 0..3 {
-        for batch in loader.epoch() {
+        for batch in loader.epoch()? {
             // 2. Responses.
             let queries: Vec<Vec<i64>> = batch.iter().map(|prompt| prompt.tokens.clone()).collect();
             let responses = trainer.generate(&queries, &Generate::new(32))?.responses;

@@ -231,6 +231,36 @@ fn parts_in_hand_train_to_the_bits_of_the_settings_that_name_them_also_update_by
 }
 
 #[test]
+fn an_update_that_fails_before_its_first_step_is_repeated_by_the_next_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), "out");
+    // Scores are counted before the learning rates are asked for.
+    config.score_scaling.use_score_scaling = true;
+    config.score_scaling.use_score_norm = true;
+    config.eval.metric_for_best_model = None;
+    let new = |fails: bool| {
+        let mut due = fails;
+        let schedule = move |update| match update == 1 && std::mem::take(&mut due) {
+            true => LearningRates { policy: Some(f64::NAN), value: 1e-3 },
+            false => rates(update),
+        };
+        PpoTrainer::new(&config, parts(&config)).unwrap().with_schedule(schedule)
+    };
+    let (mut failing, mut whole) = (new(true), new(false));
+    let mut failures = 0;
+    while whole.updates_done() < 4 {
+        let expected = whole.update().unwrap();
+        let found = failing.update().or_else(|error| {
+            assert!(error.to_string().starts_with("schedule: update 1: "), "{error}");
+            failures += 1;
+            failing.update()
+        });
+        assert_eq!(as_lines(&[found.unwrap()]), as_lines(&[expected]));
+    }
+    assert_eq!((failures, sums(&failing)), (1, sums(&whole)));
+}
+
+#[test]
 fn an_evaluation_needs_no_report_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = ppo_config(dir.path());

@@ -390,7 +390,7 @@ fn a_batch_is_what_the_callers_collator_makes_of_it() {
     std::fs::write(&path, "{\"query\": \"abc\", \"label\": 3}\n{\"query\": \"abd\", \"label\": 4}\n").unwrap();
     let mut loader = small(|_| {}).prepare_dataloader(&Dataset::read(&path, "train").unwrap()).unwrap();
     let labels = |batch: Vec<rlhf::data::Prompt>| batch.iter().map(|p| p.row["label"].as_i64().unwrap()).sum::<i64>();
-    assert_eq!(loader.epoch().map(labels).collect::<Vec<_>>(), [7]);
+    assert_eq!(loader.epoch().unwrap().map(labels).collect::<Vec<_>>(), [7]);
 }
 
 #[test]
@@ -541,7 +541,7 @@ fn a_data_loader_gives_every_query_once_in_each_pass_the_last_batch_smaller() {
     let mut loader = small(|_| {}).prepare_dataloader(&dataset).unwrap();
     let passes: Vec<Vec<String>> = (0..2)
         .map(|_| {
-            let batches: Vec<Vec<_>> = loader.epoch().collect();
+            let batches: Vec<Vec<_>> = loader.epoch().unwrap().collect();
             assert_eq!(batches.iter().map(Vec::len).collect::<Vec<_>>(), [4, 4, 2]);
             batches.concat().into_iter().map(|prompt| prompt.text).collect()
         })
@@ -552,7 +552,9 @@ fn a_data_loader_gives_every_query_once_in_each_pass_the_last_batch_smaller() {
         assert_eq!(pass, (0..10).map(|i| format!("abc{i}")).collect::<Vec<_>>());
     }
     let mut loader = loader.with_order(|_, rows| (0..rows).rev().collect());
-    assert_eq!(loader.epoch().next().unwrap()[0].text, "abc9");
+    assert_eq!(loader.epoch().unwrap().next().unwrap()[0].text, "abc9");
+    let error = loader.with_order(|_, rows| vec![0, rows]).epoch().err().unwrap().to_string();
+    assert_eq!(error, "order: pass 3: expected rows below 10, found row 10");
 }
 
 #[test]

@@ -484,7 +484,8 @@ impl RlhfEngine {
         self.learner.set_settings(self.config.learner());
         let targets = self.learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         let rows: Vec<usize> = (0..experience.rows()).collect();
-        let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true)?;
+        let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true);
+        let stats = stats.inspect_err(|_| self.learner.zero_grad())?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         match self.mixes_texts {
             true => self.waiting = Some(stats),
@@ -497,18 +498,16 @@ impl RlhfEngine {
     /// [`RlhfEngine::train_rlhf`], and takes the step for both; returns that mean.
     ///
     /// # Errors
-    /// If no `train_rlhf` preceded it, or [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor.
+    /// If no `train_rlhf` preceded it, or [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor: then the gradients of
+    /// `train_rlhf` are cleared too, and it is called again.
     pub fn train_unsupervised<S: AsRef<[i64]>>(&mut self, batch: &[S], unsup_coef: f64) -> Result<f64> {
-        let none_waits = || {
+        let stats = self.waiting.take().ok_or_else(|| {
             let message =
                 "train_unsupervised takes the step of the train_rlhf before it, and none waits: set mixes_texts";
             Error::Usage(message.into())
-        };
-        if self.waiting.is_none() {
-            return Err(none_waits());
-        }
-        let loss = self.learner.learn_texts(batch, unsup_coef)?;
-        let stats = self.waiting.take().ok_or_else(none_waits)?;
+        })?;
+        // Gradients of a part of the texts would be in the next step.
+        let loss = self.learner.learn_texts(batch, unsup_coef).inspect_err(|_| self.learner.zero_grad())?;
         self.step(StepStats { unsup_loss: loss, ..stats })?;
         Ok(loss)
     }

@@ -153,14 +153,20 @@ impl DataLoader {
         self
     }
 
-    /// Batches of the next pass over all rows; the last may be smaller. Each prompt has its text, its tokens and the
-    /// whole row, for
-    /// a collator of the caller.
-    pub fn epoch(&mut self) -> impl Iterator<Item = Vec<Prompt>> + use<> {
-        let order = (self.order)(self.pass, self.prompts.len());
+    /// Batches of the next pass over all rows; the last may be smaller. Each prompt has its text, its tokens and the whole row, for a
+    /// collator of the caller.
+    ///
+    /// # Errors
+    /// If the order of the caller names a row that there is not.
+    pub fn epoch(&mut self) -> Result<impl Iterator<Item = Vec<Prompt>> + use<>> {
+        let (pass, count) = (self.pass, self.prompts.len());
+        let order = (self.order)(pass, count);
+        if let Some(row) = order.iter().find(|&&row| row >= count) {
+            return Err(Error::Run(format!("order: pass {pass}: expected rows below {count}, found row {row}")));
+        }
         self.pass += 1;
         let rows = |batch: &[usize]| batch.iter().map(|&row| self.prompts[row].clone()).collect();
-        order.chunks(self.batch_size).map(rows).collect::<Vec<Vec<Prompt>>>().into_iter()
+        Ok(order.chunks(self.batch_size).map(rows).collect::<Vec<Vec<Prompt>>>().into_iter())
     }
 }
 

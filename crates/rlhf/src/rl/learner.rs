@@ -334,7 +334,7 @@ impl Learner {
     /// its steps in the run.
     ///
     /// # Errors
-    /// As [`Learner::optimise`]; the error of `after_step`.
+    /// As [`Learner::optimise`]; the error of `after_step`. The gradients of the step that failed are cleared.
     pub fn optimise_with(
         &mut self,
         experience: &Experience,
@@ -342,9 +342,24 @@ impl Learner {
         orders: &[Vec<usize>],
         rates: impl Into<StepRates>,
         plan: &EpochPlan,
+        after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
+    ) -> Result<Vec<StepStats>> {
+        let steps = self.epochs(experience, targets, orders, &rates.into(), plan, after_step);
+        if steps.is_err() {
+            self.zero_grad();
+        }
+        steps
+    }
+
+    fn epochs(
+        &mut self,
+        experience: &Experience,
+        targets: &Targets,
+        orders: &[Vec<usize>],
+        rates: &StepRates,
+        plan: &EpochPlan,
         mut after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
-        let rates = rates.into();
         self.observed(|| Learned::Batch(Box::new(Observed::of(experience, targets))));
         let batch = Batch { experience, targets, counts: experience.loss_counts() };
         let (mut steps, mut done) = (Vec::new(), 0);

@@ -25,7 +25,7 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rng::Purpose;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
-use crate::run::session::{Opening, Progress, take_snapshot};
+use crate::run::session::{Opening, Progress, state_without_steps, take_first_snapshot, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
 use crate::tokenizer::Tokenizer;
@@ -403,7 +403,8 @@ impl PpoTrainer {
     }
 
     /// Runs the next update, for the caller's own loop, and returns its metrics. Writes no files; [`PpoTrainer::warnings`] are
-    /// printed on standard error unless the console is silent.
+    /// printed on standard error unless the console is silent. An update that fails before its first optimizer step, for instance
+    /// because a reward fails, leaves the trainer as it was: the next call repeats it.
     ///
     /// # Errors
     /// If the run is finished, a reward fails, or a row does not fit the models. After `max_skipped_updates` consecutive updates
@@ -413,7 +414,16 @@ impl PpoTrainer {
         if self.progress.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
-        let metrics = self.one_update(&|_| ())?;
+        take_first_snapshot(self);
+        let metrics = match self.one_update(&|_| ()) {
+            Ok(metrics) => metrics,
+            Err(error) => {
+                if let Some(saved) = state_without_steps(self) {
+                    self.load_state(&saved)?;
+                }
+                return Err(error);
+            }
+        };
         self.progress.done += 1;
         take_snapshot(self);
         let too_many = self.note_skips().err();

@@ -663,6 +663,18 @@ fn generation_batches_and_epochs_make_so_many_steps() {
                 let text = text.unwrap();
                 for _ in 0..config.num_ppo_epochs {
                     for (batch, text) in batches.iter().zip(&text) {
+                        if steps == 0 {
+                            // A text that fails leaves no gradient, of either.
+                            engine.train_rlhf(batch).unwrap();
+                            let wrong = engine.train_unsupervised(&[vec![1i64, 1 << 40]], 1.0).unwrap_err().to_string();
+                            assert!(!wrong.contains("none waits"), "{wrong}");
+                            let gradients = engine.actor().params().iter().map(|param| param.tensor.grad());
+                            assert!(
+                                gradients
+                                    .into_iter()
+                                    .all(|grad| !grad.defined() || grad.abs().max().double_value(&[]) == 0.0)
+                            );
+                        }
                         let (actor, critic) = engine.train_rlhf(batch).unwrap();
                         assert!(actor.is_finite() && critic.is_finite());
                         let before = weights(engine.actor().params());

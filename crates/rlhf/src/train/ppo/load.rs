@@ -127,8 +127,8 @@ impl PpoTrainer {
         })
     }
 
-    /// Sets the order of the prompts: `order(update)` returns the rows of an update, `plan.batch_size` of them, instead of
-    /// shuffled passes.
+    /// Sets the order of the prompts: `order(update)` returns the rows of an update, `plan.prompts` of them, instead of shuffled
+    /// passes.
     ///
     /// Updates count from 0. A resumed run calls it for the remaining updates only, so its result should depend on the number
     /// of the update alone.

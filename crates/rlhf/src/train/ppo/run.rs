@@ -224,7 +224,7 @@ impl PpoTrainer {
     }
 
     /// Restores what [`PpoTrainer::state`] returned.
-    fn load_state(&mut self, saved: &Saved) -> Result<()> {
+    pub(super) fn load_state(&mut self, saved: &Saved) -> Result<()> {
         let began = saved.part("own").ok().and_then(Value::as_str);
         if began != self.own() {
             let [began, found] = [began, self.own()].map(|own| own.unwrap_or("nothing"));
