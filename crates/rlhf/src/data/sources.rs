@@ -18,8 +18,8 @@ pub struct Sources<'c> {
 }
 
 impl<'c> Sources<'c> {
-    /// Finds the files for training and evaluation. Evaluation uses `eval_dataset` if given, else the test split of every
-    /// dataset that has one, unless that is the split to train on.
+    /// Finds the files for training and evaluation. Evaluation uses `eval_dataset` if given (its folder `dataset_config`, if that has the
+    /// test split), else the test split of every dataset that has one, unless that is the split to train on.
     ///
     /// # Errors
     /// As [`Files::find`]; if no dataset has the test split that is set, or `eval_split_size` is set and there is a test split.
@@ -29,7 +29,9 @@ impl<'c> Sources<'c> {
         let names = &config.dataset_name;
         let train = names.iter().map(|name| Files::find(name, folder, train_split)).collect::<Result<_>>()?;
         if let Some(name) = eval_dataset {
-            return Ok(Self { config, train, eval: vec![Files::find(name, None, test_split)?] });
+            let of_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
+            let eval = of_folder.map_or_else(|| Files::find(name, None, test_split), Ok)?;
+            return Ok(Self { config, train, eval: vec![eval] });
         }
         let mut eval = Vec::new();
         // An evaluation on training rows would be meaningless.
@@ -170,6 +172,25 @@ mod tests {
         assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
         data.eval_split_size = None;
         assert!(Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap().1.is_none());
+    }
+
+    #[test]
+    fn a_dataset_for_evaluation_is_read_in_the_configured_folder_if_it_has_that() {
+        let dir = tempfile::tempdir().unwrap();
+        numbered(dir.path(), "both/main/train.jsonl", 0..1);
+        numbered(dir.path(), "both/main/test.jsonl", 1..2);
+        numbered(dir.path(), "both/other/test.jsonl", 2..3);
+        numbered(dir.path(), "plain/test.jsonl", 3..4);
+        let (both, plain) = (dir.path().join("both"), dir.path().join("plain"));
+        let mut data = config(&[&both]);
+        data.dataset_config = Some("main".into());
+        let found = |eval: &Path| {
+            let (train, eval) = Sources::find(&data, Some(eval)).unwrap().read(1, Stage::Sft).unwrap();
+            (numbers(&train), numbers(&[eval.unwrap()]))
+        };
+        assert_eq!(found(&both), (vec![0], vec![1]));
+        assert_eq!(found(&plain), (vec![0], vec![3]));
+        assert_eq!(found(&plain.join("test.jsonl")), (vec![0], vec![3]));
     }
 
     #[test]

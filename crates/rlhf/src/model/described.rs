@@ -280,20 +280,18 @@ impl ModelSizes {
         self.tensors.iter().map(|tensor| tensor.numel).max().unwrap_or(0)
     }
 
-    /// The model in memory, with products in `compute`. `dtype` is the dtype that frozen weights are loaded in; `None`: that of the files.
-    ///
-    /// # Errors
-    /// If a target of the adapter matches no layer.
+    /// [`ModelSizes::held_as`] without quantization.
     #[cfg(test)]
     pub(crate) fn held(&self, holding: Holding<'_>, dtype: Option<Kind>, compute: Kind) -> Result<Held> {
         self.held_as(holding, dtype, compute, None)
     }
 
-    /// [`ModelSizes::held`], with the weights of linear layers in the format `quantization` where nothing but an adapter is trained; weights
-    /// that are quantized in the files stay so.
+    /// The model in memory, with products in `compute`. `dtype` is the dtype that frozen weights are loaded in; `None`: that of the files.
+    /// Weights of linear layers are in the format `quantization` where nothing but an adapter is trained; weights that are quantized in
+    /// the files stay so.
     ///
     /// # Errors
-    /// As there.
+    /// If a target of the adapter matches no layer.
     pub(crate) fn held_as(
         &self,
         holding: Holding<'_>,

@@ -154,9 +154,15 @@ fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec
         Ok(file) => file,
         Err(error) => return Some(error.to_string()),
     };
+    let is_cut = file.metadata().is_ok_and(|found| found.len() > MOST_BYTES);
     let (mut repeats, mut left_out) = (HashMap::new(), 0);
-    for line in BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok) {
+    let mut lines = BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok).peekable();
+    while let Some(line) = lines.next() {
         let Some((text, response)) = response(&line) else {
+            // The line at the limit has lost its end.
+            if is_cut && lines.peek().is_none() {
+                break;
+            }
             left_out += usize::from(!line.is_empty());
             continue;
         };
@@ -168,7 +174,10 @@ fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec
         *repeat += 1;
         prompts[place].responses.push(response);
     }
-    (left_out > 0).then(|| format!("{SAMPLES}/{name}: {left_out} lines could not be read"))
+    let cut = is_cut.then(|| format!("its first {} MiB are read", MOST_BYTES >> 20));
+    let unread = (left_out > 0).then(|| format!("{left_out} lines could not be read"));
+    let notes: Vec<String> = cut.into_iter().chain(unread).collect();
+    (!notes.is_empty()).then(|| format!("{SAMPLES}/{name}: {}", notes.join("; ")))
 }
 
 /// Parses a line of a file of samples: the prompt and the response.
@@ -283,6 +292,18 @@ mod tests {
         assert_eq!(last.tokens, [("a\n".to_string(), 1.0), ("b".to_string(), (-1f64).exp())]);
         assert_eq!(prompts[0].change(), Some(10.0));
         assert!(prompts[3].last().is_nan() && prompts[3].change().is_none());
+    }
+
+    #[test]
+    fn a_file_that_is_read_in_part_is_named_as_that() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("answers-000001.jsonl");
+        let row = format!("{}\n", json!({"step": 1, "prompt": "x", "response": "a".repeat(1 << 20), "score": 1.0}));
+        fs::write(&path, row.repeat(17)).unwrap();
+        let mut prompts = Vec::new();
+        let note = read_file(&path, Source::Rollout, &mut HashMap::new(), &mut prompts);
+        assert_eq!(note.as_deref(), Some("samples/answers-000001.jsonl: its first 16 MiB are read"));
+        assert_eq!(prompts.len(), 15);
     }
 
     #[test]

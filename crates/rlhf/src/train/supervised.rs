@@ -242,17 +242,19 @@ impl<T: Supervised, C> Run<'_, T, C> {
             self.task.evaluate(&self.world, &mut metrics)?;
             session.emit(&Event::Update { step: 0, metrics: &metrics })?;
         }
-        let mut began = Instant::now();
+        // Sums are restored from a checkpoint, times are not: the first line of a resumed run has those of its own updates.
+        let (mut began, mut timed) = (Instant::now(), 0);
         session.console().start_updates();
         while session.is_running(self)? {
             session.console().phase("training");
             let due = session.due(self);
             let lr = self.update()?;
+            timed += 1;
             session.console().advance(self.sums.watched());
             let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
             let mut line = None;
             if due.line || stopping {
-                let mut metrics = self.metrics(step, lr, began);
+                let mut metrics = self.metrics(step, lr, began.elapsed().as_secs_f64() / f64::from(timed));
                 let last = stopping || step == self.spec.num_updates;
                 if (due.evaluation || last) && self.task.has_eval_rows() {
                     session.console().phase("evaluating");
@@ -260,7 +262,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
                 }
                 session.emit(&Event::Update { step, metrics: &metrics })?;
                 line = Some(metrics);
-                began = Instant::now();
+                (began, timed) = (Instant::now(), 0);
             }
             if due.line {
                 self.sums = T::Sums::default();
@@ -314,8 +316,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
         self.tokens_seen = self.tokens_seen.zip(more).map(|(seen, more)| seen + more);
     }
 
-    /// Returns the metrics after update `step`, of the time since `began`.
-    fn metrics(&self, step: usize, lr: f64, began: Instant) -> Metrics {
+    /// Returns the metrics after update `step`, with the `seconds` of an update.
+    fn metrics(&self, step: usize, lr: f64, seconds: f64) -> Metrics {
         let (updates, grad_norms) = self.sums.steps(self.spec.batch_size);
         let mut metrics = Metrics::default();
         metrics.push("step", step as f64);
@@ -324,7 +326,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
         metrics.push("grad_norm", grad_norms / updates);
         metrics.push("learning_rate", lr);
         self.tokens_seen.iter().for_each(|&tokens| metrics.push("num_tokens", tokens as f64));
-        metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
+        metrics.push("time/update", seconds);
         if let Some(scaler) = &self.scaler {
             metrics.push("loss_scale", scaler.scale());
             metrics.push("overflows", scaler.overflows() as f64);
