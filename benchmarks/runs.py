@@ -349,6 +349,7 @@ def machine():
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu.get("model name", platform.machine()),
+        "family": int(cpu.get("cpu family", 0)),
         "vectors": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve") if flag in flags],
         "cores": os.cpu_count(),
         "threads": THREADS,

@@ -37,14 +37,19 @@ VECTORS = {
     "sve": "SVE",
     "asimd": "NEON",
 }
+# AMD's names of processors with AVX-512 do not tell the generations apart; families do. Zen 5 does twice as many products at once.
+GENERATIONS = {25: "Zen 4", 26: "Zen 5"}
 
 
 def processor(machine):
-    """The kind of processor of a report's machine: its name and its widest vector instructions."""
+    """The kind of processor of a report's machine: its name, its generation where the name says nothing of it, and its widest vector
+    instructions."""
     # Intel's virtual machines say "Intel(R) Xeon(R) Processor", its others "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz".
     name = re.sub(r"\((R|TM)\)| (CPU|Processor)\b| @.*", "", machine["cpu"])
     if "vectors" not in machine:
         return f"{name}, vector instructions unknown"
+    if name.startswith("AMD") and "avx512f" in machine["vectors"] and machine.get("family") in GENERATIONS:
+        name += f" ({GENERATIONS[machine['family']]})"
     return f"{name}, {next((words for flag, words in VECTORS.items() if flag in machine['vectors']), 'no vectors')}"
 
 
@@ -219,16 +224,34 @@ def generation_rows(cells):
 
 def gemm_rows(cells):
     rows = []
-    for cell, (_, runs) in sorted(cells.items()):
-        runs = [run for run in runs if "gemm" in run]
+    for cell, (_, of_cell) in sorted(cells.items()):
+        runs = [run for run in of_cell if "gemm" in run]
         if runs:
             work = runs[0]["optimise_flops"] / 1e9
             rate = median(run["gemm"]["gflops"] for run in runs)
             reached = median(work / median(run["optimise"]) for run in runs)
             fraction = median(map(gemm_fraction, runs))
             numbers = [f"{number:.0f}" for number in (work, rate, reached)]
-            rows.append([cell.removeprefix("update/"), *numbers, f"{fraction:.2f}"])
+            rows.append([cell.removeprefix("update/"), *numbers, f"{fraction:.2f}", *gemm_ratios(of_cell)])
     return rows
+
+
+def gemm_ratios(runs):
+    """TRL's seconds of an update divided by rlhf's, and by what rlhf's would be if its optimise phase were matrix products alone."""
+    precision = next(run["precision"] for run in runs if run["program"] == "rlhf")
+    theirs = {"f32": "f32", "bf16": "bf16-weights"}[precision]
+    pairs = list(rounds(runs, {"program": "TRL", "precision": theirs}, {"program": "rlhf"}))
+
+    def ratio(products_alone):
+        each = []
+        for trl, rlhf in pairs:
+            seconds = median(rlhf["update"])
+            if products_alone:
+                seconds += rlhf["optimise_flops"] / (rlhf["gemm"]["gflops"] * 1e9) - median(rlhf["optimise"])
+            each.append(median(trl["update"]) / seconds)
+        return f"{median(each):.2f}"
+
+    return [ratio(False), ratio(True)]
 
 
 def growth_rows(cells):
@@ -339,9 +362,12 @@ def page(found):
         (
             "GEMM rate",
             "The FLOPs that the optimise phase requires, divided by its seconds, compared with the rate of matrix "
-            "products alone in the same shapes on this machine.",
+            "products alone in the same shapes on this machine. The ratio is TRL's seconds of an update (in bf16 with bf16 "
+            "weights) divided by rlhf's; the bound is that ratio if the optimise phase were those products alone.",
             beside(
-                found, ["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction"], gemm_rows
+                found,
+                ["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction", "ratio", "bound"],
+                gemm_rows,
             ),
         ),
         (
@@ -378,7 +404,8 @@ def page(found):
     ]
     text = (
         "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder: the newest of each cell on each "
-        "kind of processor. "
+        "kind of processor. Rows of an AMD EPYC with AVX-512 and no generation are from before it was recorded: by their rate of "
+        "products they are of Zen 5. "
         f"[The benchmark's page](../README.md) describes what is compared. GPT-NeoX of random weights: {sizes}.\n\n"
     )
     for title, words, body in sections:

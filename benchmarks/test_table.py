@@ -51,6 +51,11 @@ class Tables(unittest.TestCase):
         rows = self.rows(("2026-01-01", EPYC, {"ranks/s": ranks(4.0)}), ("2026-01-02", AVX2, {"ranks/s": ranks(5.0)}))
         self.assertEqual([row[1:3] for row in rows[:2]], [("AMD EPYC, AVX-512 bf16", "4.00"), ("AMD EPYC, AVX2", "5.00")])
 
+    def test_generations_of_one_name_and_the_same_flags_are_different_processors(self):
+        zen4, zen5 = EPYC | {"family": 25}, EPYC | {"family": 26}
+        names = ["AMD EPYC, AVX-512 bf16", "AMD EPYC (Zen 4), AVX-512 bf16", "AMD EPYC (Zen 5), AVX-512 bf16", "AMD EPYC, AVX2"]
+        self.assertEqual([table.processor(machine) for machine in (EPYC, zen4, zen5, AVX2 | {"family": 25})], names)
+
     def test_a_result_without_flags_says_that_they_are_unknown(self):
         page = self.page(("2026-01-01", {"cpu": "AMD EPYC"}, {"ranks/s": ranks(4.0)}))
         self.assertIn("| AMD EPYC, vector instructions unknown | 4.00 |", page)
