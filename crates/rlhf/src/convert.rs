@@ -5,7 +5,7 @@ mod vocabulary;
 
 use crate::gguf::Gguf;
 use crate::model::{ModelConfig, ModelSizes};
-use crate::run::output_dir::{CONFIG, check_folder, claim_folder};
+use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file};
 use crate::run::resolved::RESOLVED;
 use crate::safe_text::beginning;
 use crate::settings::ConvertConfig;
@@ -37,6 +37,7 @@ pub struct ConvertReport {
 pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     config.check()?;
     let out = config.output_dir.as_path();
+    let lock = FolderLock::acquire(out)?;
     let unfinished = check_new(out, config)?;
     check_folder(out, unfinished, &[config.file.as_path()])?;
     let file = Gguf::open(&config.file)?;
@@ -47,7 +48,7 @@ pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
     let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
     let mut tensor = |i: usize| read(&file, &described, &plan[i].1, kind);
-    let _hold = claim_folder(out, unfinished, config)?;
+    let _hold = claim_locked(out, lock, unfinished, config)?;
     replace_files(out, |dir| {
         save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
         model.save(dir, kind)?;
@@ -74,17 +75,14 @@ fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
         entries => entries.map_err(Error::io("read the folder", dir))?,
     };
-    let mut unfinished = false;
+    // The model's own configuration is written last.
+    let unfinished = !dir.join("config.json").exists() && is_of_a_conversion(&dir.join(CONFIG), config);
     for entry in entries {
-        let entry = entry.map_err(Error::io("read the folder", dir))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        match name.as_str() {
-            BESIDE => {}
-            CONFIG if is_of_a_conversion(&entry.path(), config) => unfinished = true,
-            _ => {
-                let message = format!("expected a new or an empty folder, found one with `{name}`");
-                return Err(Error::invalid(dir, message));
-            }
+        let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
+        let is_leftover = name == BESIDE || name.strip_suffix(".tmp") == Some(CONFIG);
+        if !(is_leftover || unfinished && is_run_file(&name)) {
+            let message = format!("expected a new or an empty folder, found one with `{name}`");
+            return Err(Error::invalid(dir, message));
         }
     }
     Ok(unfinished)

@@ -31,10 +31,11 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 /// Time that open connections have to end once the server is stopped.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Limits on clients, so that slow or many ones take no others' place.
+/// Limits on clients: how many at once, and how long one may be idle. A body that comes in small parts, and a client that does not read
+/// its response, have no limit.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Open connections at once; others wait in the queue of the system, which has 1024 open files for a process by default.
+    /// Open connections at once, below the 1024 open files that a process may have by default; others wait until one is closed.
     connections: usize,
     /// Time for the line and the headers of a request, from the end of the one before.
     headers: Duration,

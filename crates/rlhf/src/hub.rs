@@ -548,7 +548,16 @@ impl Fetch<'_> {
     /// The message for a name that is neither a local path nor in the cache.
     fn absent(&self) -> String {
         let (revision, cache) = (self.revision, self.hub.cache.display());
-        format!("no such {}, and no whole copy of its revision {revision} in {cache}", self.nouns().0)
+        let missing = self.missing_file().map_or_else(String::new, |file| format!(" ({file} is missing)"));
+        format!("no such {}, and no whole copy of its revision {revision} in {cache}{missing}", self.nouns().0)
+    }
+
+    /// The first requested file of a dataset that its snapshot in the cache does not have, where that is known.
+    fn missing_file(&self) -> Option<String> {
+        let Wanted::Dataset(choose) = self.wanted else { return None };
+        let dir = self.snapshot().filter(|dir| dir.is_dir())?;
+        let chosen = choose(&files_of_snapshot(&dir).ok()?).ok()?;
+        chosen.into_iter().find(|file| !dir.join(file).is_file())
     }
 
     /// The address of its page on the hub.
@@ -561,13 +570,18 @@ impl Fetch<'_> {
         self.dir.join("refs").join(self.revision)
     }
 
-    /// The snapshot in the cache, if it has the requested part.
-    fn cached_folder(&self) -> Option<PathBuf> {
+    /// The place of the snapshot in the cache, if the commit is known.
+    fn snapshot(&self) -> Option<PathBuf> {
         let commit = match fs::read_to_string(self.ref_path()) {
             Ok(commit) => commit.trim().to_string(),
             Err(_) => self.revision.to_string(),
         };
-        let dir = self.cached.pointer_path(is_commit(&commit).then_some(commit.as_str())?);
+        Some(self.cached.pointer_path(is_commit(&commit).then_some(commit.as_str())?))
+    }
+
+    /// The snapshot in the cache, if it has the requested part.
+    fn cached_folder(&self) -> Option<PathBuf> {
+        let dir = self.snapshot()?;
         let has = |name: &str| dir.join(name).is_file();
         let whole = match self.wanted {
             Wanted::Model(Part::Config) => has(CONFIG),
@@ -577,8 +591,7 @@ impl Fetch<'_> {
             Wanted::Model(Part::Model) if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
             Wanted::Model(Part::Model) => has(ADAPTER),
             Wanted::Dataset(choose) => {
-                dir.is_dir()
-                    && choose(&files_of_snapshot(&dir).ok()?).is_ok_and(|files| files.iter().all(|file| has(file)))
+                dir.is_dir() && choose(&files_of_snapshot(&dir).ok()?).is_ok() && self.missing_file().is_none()
             }
         };
         whole.then_some(dir)
@@ -609,9 +622,8 @@ impl Fetch<'_> {
             Wanted::Dataset(choose) => {
                 let (chosen, listing, names) = (choose(files)?, listing_of(&dir), json!(files).to_string());
                 if fs::read_to_string(&listing).ok().as_ref() != Some(&names) {
-                    create_parent(&listing)?;
-                    // A reader that sees only a part of it ignores it.
-                    fs::write(&listing, names).map_err(Error::io("write", &listing))?;
+                    // A cache that cannot be written to may still be whole. A reader that sees only a part of the list ignores it.
+                    let _ = create_parent(&listing).map(|()| fs::write(&listing, names));
                 }
                 chosen.iter().try_for_each(|name| self.file(commit, name))?;
             }

@@ -39,7 +39,7 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     let repository = hub_with(config.hub_token.as_ref()).repository(&to)?;
     let pushed = repository.push(&files, config.commit_message.trim(), shows)?;
     let url = repository.commit_url(&pushed.commit);
-    Ok(PushReport { pushed, url, left_out, warning: local_base_warning(dir) })
+    Ok(PushReport { pushed, url, left_out, warning: local_base_warning(dir, &files) })
 }
 
 /// Checks that the folder has a model.

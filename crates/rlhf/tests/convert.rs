@@ -318,8 +318,16 @@ fn the_command_writes_a_folder_that_other_commands_read_and_overwrites_none() {
     // A conversion that was killed, and one that had the settings of another command.
     std::fs::create_dir_all(scratch.path("killed/.saving")).unwrap();
     std::fs::copy(scratch.path("made/config.yaml"), scratch.path("killed/config.yaml")).unwrap();
+    for name in ["config.yaml.tmp", "model-00001-of-00002.safetensors", "tokenizer.json"] {
+        scratch.write(&format!("killed/{name}"), "");
+    }
     scratch.succeeds("convert model.gguf killed");
-    assert!(scratch.path("killed/model.safetensors").exists());
+    for (name, is_there) in
+        [("model.safetensors", true), ("config.json", true), ("model-00001-of-00002.safetensors", false)]
+    {
+        assert_eq!(scratch.path("killed").join(name).exists(), is_there, "{name}");
+    }
+    scratch.refuses("convert model.gguf killed", 1, &["killed: expected a new or an empty folder"]);
     std::fs::create_dir_all(scratch.path("other")).unwrap();
     let run = scratch.read("made/config.yaml") + "seed: 3\n";
     std::fs::write(scratch.path("other/config.yaml"), run).unwrap();

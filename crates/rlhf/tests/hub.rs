@@ -735,6 +735,7 @@ fn offline_a_dataset_whose_download_was_interrupted_is_not_read_as_whole() {
     fs::remove_file(&whole[1]).unwrap();
     let error = server.offline().dataset(NAME, "main", &choose).unwrap_err().to_string();
     assert!(error.contains("no whole copy of its revision main"), "{error}");
+    assert!(error.contains("(data/train-00001-of-00002.jsonl is missing)"), "{error}");
     assert_eq!(server.hub().dataset(NAME, "main", &choose).unwrap(), whole);
     assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), whole);
     // A cache that another program has filled has no list of the files.
@@ -747,6 +748,10 @@ fn offline_a_dataset_whose_download_was_interrupted_is_not_read_as_whole() {
         }
         assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), whole);
     }
+    // A place that the list cannot be written to: a read-only cache.
+    fs::remove_dir(listing.parent().unwrap()).unwrap();
+    fs::write(listing.parent().unwrap(), "").unwrap();
+    assert_eq!(server.hub().dataset(NAME, "main", &choose).unwrap(), whole);
 }
 
 #[test]

@@ -553,7 +553,13 @@ fn an_adapter_whose_base_is_a_folder_of_this_machine_is_pushed_with_a_warning() 
         assert!(ran.code == 0 && ran.stderr.contains(&warning), "{line}: {}", ran.stderr);
         assert!(ran.stderr.contains("rlhf merge"), "{}", ran.stderr);
     }
-    // With a base on the hub there is nothing to warn about.
+    // Not if the base is pushed with it.
+    fs::create_dir_all(scratch.path("out/base_model")).unwrap();
+    fs::copy(scratch.path("policy/config.json"), scratch.path("out/base_model/config.json")).unwrap();
+    let ran = server.run(&scratch, "push out me/tiny --include base_model/");
+    assert!(ran.code == 0 && !ran.stderr.contains("warning"), "{}", ran.stderr);
+    // Nor with a base on the hub, though there be a folder of its name.
+    fs::create_dir_all(scratch.path("me/base")).unwrap();
     let path = scratch.path("out/adapter_config.json");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
     config["base_model_name_or_path"] = json!("me/base");

@@ -235,13 +235,10 @@ fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
     let mut values = Vec::new();
     match files::parquet_rows(files::open(path)?, |columns| values.push(object(columns))) {
         Ok(_) => (1..).zip(values).map(|(row, value)| Row::new(path, Place::Row(row), value)).collect(),
-        Err(reason) => {
-            let message = format!("not valid Parquet: {reason}");
-            Err(match values.len() {
-                0 => Error::invalid(path, message),
-                read => Place::Row(read + 1).error(path, message),
-            })
-        }
+        Err(message) => Err(match values.len() {
+            0 => Error::invalid(path, message),
+            read => Place::Row(read + 1).error(path, message),
+        }),
     }
 }
 

@@ -28,7 +28,7 @@ pub struct DataConfig {
     /// Sampling weights of several datasets, a number for each [default: every row is equally likely].
     #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
     pub dataset_weights: Vec<f64>,
-    /// Configuration (folder) of the dataset to use, if several have the split.
+    /// Configuration (folder) of the dataset to use, if several have the split; of the evaluation dataset too, if it has it.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
     pub dataset_config: std::option::Option<String>,
     /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.

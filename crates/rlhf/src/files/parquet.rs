@@ -14,35 +14,49 @@ const SMALL: u64 = 1 << 30;
 /// begins each row is far more than a compressed text's ratio.
 const MAX_RATIO: u64 = 1000;
 
-/// Bytes of a row or a list in memory, apart from its values.
-const OVERHEAD: u64 = 32;
+/// Bytes of a value in memory, apart from its text or its parts.
+const VALUE: u64 = size_of::<Field>() as u64;
 
 /// Calls `each` with the columns of every row of `file`, in order. Returns the entries of the file's metadata.
 ///
 /// # Errors
-/// If it is not valid Parquet, or its rows take far more memory than a file of its size should: the reason, in one line.
+/// If it is not valid Parquet, or its rows take far more memory than a file of its size should: in one line.
 pub(crate) fn parquet_rows(file: File, each: impl FnMut(Vec<(String, Field)>)) -> Result<Vec<KeyValue>, String> {
     let len = file.metadata().map_or(0, |found| found.len());
     rows_within(file, SMALL.max(len.saturating_mul(MAX_RATIO)), each)
 }
 
 fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)) -> Result<Vec<KeyValue>, String> {
+    let too_large = || {
+        ParquetError::External(
+            format!(
+                "its rows take more than {most} bytes of memory, far more than a file of its size should: if that is right, \
+                 write it as JSONL or as several files"
+            )
+            .into(),
+        )
+    };
     let mut left = most;
     // The parquet crate panics at unknown types and at some damaged files.
     let done = catch_unwind(AssertUnwindSafe(|| -> Result<Vec<KeyValue>, ParquetError> {
         let reader = SerializedFileReader::new(file)?;
+        let columns = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+        // A row is read whole before its size is known.
+        let values = columns.map(|column| column.num_values().max(0) as u64);
+        if values.fold(0, u64::saturating_add).saturating_mul(VALUE) > most {
+            return Err(too_large());
+        }
         for row in reader.get_row_iter(None)? {
             let columns = row?.into_columns();
-            let bytes = columns.iter().map(|(name, field)| name.len() as u64 + size(field)).sum::<u64>() + OVERHEAD;
-            left = left.checked_sub(bytes).ok_or_else(|| {
-                ParquetError::General(format!("its rows take more than {most} bytes, far more than the file"))
-            })?;
+            let bytes = columns.iter().map(|(name, field)| name.len() as u64 + size(field)).sum();
+            left = left.checked_sub(bytes).ok_or_else(too_large)?;
             each(columns);
         }
         Ok(reader.metadata().file_metadata().key_value_metadata().cloned().unwrap_or_default())
     }));
     let message = match done {
         Ok(Ok(pairs)) => return Ok(pairs),
+        Ok(Err(ParquetError::External(error))) => return Err(error.to_string()),
         Ok(Err(ParquetError::General(message))) => message,
         Ok(Err(error)) => error.to_string(),
         Err(panic) => {
@@ -50,23 +64,20 @@ fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)
             text.or(panic.downcast_ref::<String>().cloned()).unwrap_or_default()
         }
     };
-    Err(message.lines().next().unwrap_or_default().to_string())
+    Err(format!("not valid Parquet: {}", message.lines().next().unwrap_or_default()))
 }
 
 /// Returns the bytes of a value in memory, about.
 fn size(field: &Field) -> u64 {
-    match field {
+    let parts = match field {
         Field::Str(text) => text.len() as u64,
         Field::Bytes(bytes) => bytes.len() as u64,
-        Field::Group(row) => {
-            row.get_column_iter().map(|(name, field)| name.len() as u64 + size(field)).sum::<u64>() + OVERHEAD
-        }
-        Field::ListInternal(list) => list.elements().iter().map(size).sum::<u64>() + OVERHEAD,
-        Field::MapInternal(map) => {
-            map.entries().iter().map(|(key, value)| size(key) + size(value)).sum::<u64>() + OVERHEAD
-        }
-        _ => size_of::<Field>() as u64,
-    }
+        Field::Group(row) => row.get_column_iter().map(|(name, field)| name.len() as u64 + size(field)).sum(),
+        Field::ListInternal(list) => list.elements().iter().map(size).sum(),
+        Field::MapInternal(map) => map.entries().iter().map(|(key, value)| size(key) + size(value)).sum(),
+        _ => 0,
+    };
+    VALUE + parts
 }
 
 #[cfg(test)]
@@ -100,9 +111,16 @@ mod tests {
             (rows, done)
         };
         assert_eq!(read(20_000_000), (10_000, Ok(())));
-        let message = "its rows take more than 2000000 bytes, far more than the file";
-        let (rows, done) = read(2_000_000);
-        assert_eq!((rows < 2000, done), (true, Err(message.into())));
+        // By the sizes of the rows, and by their number alone.
+        for (most, first) in [(2_000_000, 1..2000), (100_000, 0..1)] {
+            let (rows, done) = read(most);
+            let message =
+                format!("its rows take more than {most} bytes of memory, far more than a file of its size should: if");
+            assert!(
+                first.contains(&rows) && done.as_ref().is_err_and(|found| found.starts_with(&message)),
+                "{rows} {done:?}"
+            );
+        }
         // A real file of this size may take a gigabyte.
         assert!(parquet_rows(file, |_| ()).is_ok());
     }

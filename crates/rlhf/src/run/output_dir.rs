@@ -99,7 +99,7 @@ fn is_leftover(path: &Path) -> bool {
 }
 
 /// Returns whether a run writes files of this name: `overwrite_output_dir` removes no others.
-fn is_run_file(name: &str) -> bool {
+pub(crate) fn is_run_file(name: &str) -> bool {
     if name == tensorboard::BESIDE {
         return true;
     }
@@ -333,7 +333,17 @@ pub(crate) fn read_length(dir: &Path) -> Option<u64> {
 /// Claims the output folder of a command that is no training run, as [`claim_output_dir`] does.
 pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<FolderLock> {
     check_contents(dir, overwrite)?;
-    let (lock, _) = FolderLock::acquire(dir)?.create(dir, overwrite)?;
+    claim_locked(dir, FolderLock::acquire(dir)?, overwrite, resolved)
+}
+
+/// As [`claim_folder`], with the `lock` that was acquired before the folder was looked into.
+pub(crate) fn claim_locked(
+    dir: &Path,
+    lock: FolderLock,
+    overwrite: bool,
+    resolved: &impl Serialize,
+) -> Result<FolderLock> {
+    let (lock, _) = lock.create(dir, overwrite)?;
     check_contents(dir, overwrite)?;
     clean_folder(dir, resolved)?;
     Ok(lock)

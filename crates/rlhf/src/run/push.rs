@@ -5,8 +5,9 @@
 
 pub(crate) mod settings;
 
+use crate::hub::is_hub_name;
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
-use crate::model::AdapterFolder;
+use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint::BEST;
 use crate::run::output_dir::{CONFIG, METRICS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
@@ -74,10 +75,15 @@ pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> 
     files.into_iter().map(shown).collect()
 }
 
-/// Returns a warning if the model in `dir` is an adapter whose base is in a folder of this machine: that is not pushed with it.
-pub(crate) fn local_base_warning(dir: &Path) -> Option<String> {
-    let adapter = AdapterFolder::find(dir).ok().flatten().filter(|adapter| adapter.hub_base().is_none())?;
-    let base = adapter.base_name()?;
+/// Returns a warning if the model in `dir` is an adapter whose base is in a folder of this machine, which is not among the `files`
+/// pushed.
+pub(crate) fn local_base_warning(dir: &Path, files: &[LocalFile]) -> Option<String> {
+    let adapter = AdapterFolder::find(dir).ok().flatten()?;
+    let base = adapter.base_name().filter(|name| !is_hub_name(name))?;
+    let beside = format!("{BASE_MODEL}/");
+    if files.iter().any(|file| file.name().starts_with(&beside)) {
+        return None;
+    }
     Some(format!(
         "the adapter names its base by a folder of this machine, {base}, which is not pushed: nobody else can load it. Make a whole \
          model by `rlhf merge`, or set base_model_name_or_path in adapter_config.json to the base's name on the hub"
@@ -118,9 +124,9 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
-    /// The folder of the run.
-    pub(crate) fn output_dir(&self) -> &Path {
-        &self.output_dir
+    /// Returns the warning of [`local_base_warning`] about the model of the run.
+    pub(crate) fn warning(&self) -> Option<String> {
+        local_base_warning(&self.output_dir, &[])
     }
 
     /// Starts the thread that pushes the models of the run in `output_dir`.

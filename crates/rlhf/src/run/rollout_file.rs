@@ -112,7 +112,7 @@ pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let invalid = |message: String| Error::invalid(path, message);
     let mut rows = Vec::new();
     let pairs = files::parquet_rows(file, |columns| rows.push(columns.into_iter().collect::<HashMap<String, Field>>()))
-        .map_err(|reason| invalid(format!("not valid Parquet: {reason}")))?;
+        .map_err(invalid)?;
     let value = |key: &str| pairs.iter().filter(|pair| pair.key == key).find_map(|pair| pair.value.clone());
     let (record, digest) = (value(RECORD), value(DIGEST));
     // Files of earlier versions have no digest.

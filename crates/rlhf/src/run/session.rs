@@ -34,8 +34,8 @@ use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir, write_length};
+use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
-use crate::run::push::{Pusher, local_base_warning};
 use crate::run::report::Reporter;
 use crate::run::settings::{EvalConfig, RunConfig};
 use crate::run::sinks::Reached;
@@ -211,19 +211,6 @@ pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
     state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
     state.extend((progress.rollbacks > 0).then(|| (ROLLBACKS.into(), progress.rollbacks.into())));
     progress.snapshot = Some(Snapshot { state, steps });
-}
-
-/// Records the state of a trainee that has none recorded yet.
-pub(crate) fn take_first_snapshot(trainee: &mut impl Trainee) {
-    if trainee.progress().snapshot.is_none() {
-        take_snapshot(trainee);
-    }
-}
-
-/// Returns the resumable state of the last completed update, if no optimizer step was taken or skipped since.
-pub(crate) fn state_without_steps(trainee: &impl Trainee) -> Option<Saved> {
-    let snapshot = trainee.progress().snapshot.as_ref()?;
-    (snapshot.steps == trainee.steps()).then(|| Saved::of_parts(snapshot.state.clone()))
 }
 
 /// Description of a run for its session; `config` is the whole configuration, for `config.yaml` and for checkpoints.
@@ -642,7 +629,7 @@ impl<'w> Session<'w> {
         let shows = self.report.console.is_loud();
         if let Some(pusher) = &mut self.pusher {
             self.report.console.note("pushing the model to the hub");
-            local_base_warning(pusher.output_dir()).iter().for_each(|warning| self.report.console.warn(warning));
+            pusher.warning().iter().for_each(|warning| self.report.console.warn(warning));
             pusher.saved_final(shows);
         }
         loop {

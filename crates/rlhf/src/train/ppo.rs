@@ -23,9 +23,10 @@ use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rng::Purpose;
+use crate::run::checkpoint::Saved;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
-use crate::run::session::{Opening, Progress, state_without_steps, take_first_snapshot, take_snapshot};
+use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
 use crate::tokenizer::Tokenizer;
@@ -414,12 +415,15 @@ impl PpoTrainer {
         if self.progress.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
-        take_first_snapshot(self);
+        let (state, kept, steps) = (Saved::of_parts(self.state()), self.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(metrics) => metrics,
             Err(error) => {
-                if let Some(saved) = state_without_steps(self) {
-                    self.load_state(&saved)?;
+                if self.steps() == steps {
+                    // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
+                    let _ = self.load_state(&state);
+                    // Its state would have no log-probabilities.
+                    self.kept = kept;
                 }
                 return Err(error);
             }
