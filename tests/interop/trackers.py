@@ -31,7 +31,7 @@ PPO = (
 ).split()
 RESUMED = ["--total_episodes", "16", "--resume_from_checkpoint", "true"]
 # Long enough for a client to start before the end.
-LONG = [*PPO[: PPO.index("--log_model")], "--total_episodes", "320", "--eval_steps", "8", "--save_steps", "8"]
+LONG = [*PPO[: PPO.index("--log_model")], "--total_episodes", "1600", "--eval_steps", "8", "--save_steps", "8"]
 
 
 def make_inputs(work):
