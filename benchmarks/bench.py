@@ -110,7 +110,7 @@ def update(bench, size, precision):
     flops = SIZES[size].optimise_flops(lengths, RESPONSE, runs.EPOCHS)
 
     def measure():
-        yield job.trl({"f32": "f32", "bf16": "bf16-weights"}[precision])
+        yield job.trl(table.THEIRS[precision])
         rate = runs.gemm_rate(size, DTYPES[precision], tokens, job.batch * RESPONSE)
         yield job.rlhf(bench.binary, precision) | {"gemm": rate, "optimise_flops": flops}
         if precision == "bf16":
@@ -124,7 +124,7 @@ def pretrained(bench, trainer, precision, trained):
     job = bench.pretrained_job(trainer, trained == "lora")
 
     def measure():
-        yield job.trl({"f32": "f32", "bf16": "bf16-weights"}[precision])
+        yield job.trl(table.THEIRS[precision])
         yield job.rlhf(bench.binary, precision)
         if precision == "bf16":
             yield job.trl("bf16-flag")

@@ -28,6 +28,9 @@ MODES = {
 SHORT_MODES = MODES | {("TRL", "bf16-weights"): "TRL, bf16 weights", ("rlhf", "bf16"): "rlhf, bf16"}
 
 
+# TRL's mode that each precision of rlhf is compared with first.
+THEIRS = {"f32": "f32", "bf16": "bf16-weights"}
+
 # What a processor multiplies with, the widest first: flags of Linux, and their name.
 VECTORS = {
     "amx_bf16": "AMX",
@@ -98,7 +101,7 @@ def targets(cells):
     for (size, precision), aim in MEMORY.items():
         pairs = rounds(
             runs.get(f"update/{size}/{precision}", []),
-            {"program": "TRL", "precision": {"f32": "f32", "bf16": "bf16-weights"}[precision]},
+            {"program": "TRL", "precision": THEIRS[precision]},
             {"program": "rlhf"},
         )
         numbers = [rlhf["peak_bytes"] / trl["peak_bytes"] for trl, rlhf in pairs]
@@ -239,8 +242,7 @@ def gemm_rows(cells):
 def gemm_ratios(runs):
     """TRL's seconds of an update divided by rlhf's, and by what rlhf's would be if its optimise phase were matrix products alone."""
     precision = next(run["precision"] for run in runs if run["program"] == "rlhf")
-    theirs = {"f32": "f32", "bf16": "bf16-weights"}[precision]
-    pairs = list(rounds(runs, {"program": "TRL", "precision": theirs}, {"program": "rlhf"}))
+    pairs = list(rounds(runs, {"program": "TRL", "precision": THEIRS[precision]}, {"program": "rlhf"}))
 
     def ratio(products_alone):
         each = []

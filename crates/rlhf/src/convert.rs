@@ -5,8 +5,7 @@ mod vocabulary;
 
 use crate::gguf::Gguf;
 use crate::model::{ModelConfig, ModelSizes};
-use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file};
-use crate::run::resolved::RESOLVED;
+use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file, resolved_settings};
 use crate::safe_text::beginning;
 use crate::settings::ConvertConfig;
 use crate::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
@@ -76,7 +75,7 @@ fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
         entries => entries.map_err(Error::io("read the folder", dir))?,
     };
     // The model's own configuration is written last.
-    let unfinished = !dir.join("config.json").exists() && is_of_a_conversion(&dir.join(CONFIG), config);
+    let unfinished = !dir.join("config.json").exists() && is_of_a_conversion(dir, config);
     for entry in entries {
         let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
         let is_leftover = name == BESIDE || name.strip_suffix(".tmp") == Some(CONFIG);
@@ -88,13 +87,12 @@ fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
     Ok(unfinished)
 }
 
-/// Returns whether the `config.yaml` at `path` was written by a conversion: it has the settings of one and no others.
-fn is_of_a_conversion(path: &Path, config: &ConvertConfig) -> bool {
+/// Returns whether the folder `dir` has the `config.yaml` of a conversion: the settings of one and no others.
+fn is_of_a_conversion(dir: &Path, config: &ConvertConfig) -> bool {
     let names =
         |settings: Value| settings.as_object().map(|settings| settings.keys().cloned().collect::<BTreeSet<_>>());
-    let written = std::fs::read_to_string(path).ok().filter(|text| text.starts_with(RESOLVED));
-    let written = written.and_then(|text| serde_saphyr::from_str::<Value>(&text).ok());
-    written.is_some_and(|written| names(written) == serde_json::to_value(config).ok().and_then(names))
+    let written = resolved_settings(dir).and_then(names);
+    written.is_some() && written == serde_json::to_value(config).ok().and_then(names)
 }
 
 /// The tensors to write, each with its name in the GGUF file, in the order of the model.

@@ -552,7 +552,7 @@ impl Fetch<'_> {
         format!("no such {}, and no whole copy of its revision {revision} in {cache}{missing}", self.nouns().0)
     }
 
-    /// The first requested file of a dataset that its snapshot in the cache does not have, where that is known.
+    /// The first requested file of a dataset that its snapshot in the cache does not have, where that is known, for messages.
     fn missing_file(&self) -> Option<String> {
         let Wanted::Dataset(choose) = self.wanted else { return None };
         let dir = self.snapshot().filter(|dir| dir.is_dir())?;
@@ -591,7 +591,7 @@ impl Fetch<'_> {
             Wanted::Model(Part::Model) if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
             Wanted::Model(Part::Model) => has(ADAPTER),
             Wanted::Dataset(choose) => {
-                dir.is_dir() && choose(&files_of_snapshot(&dir).ok()?).is_ok() && self.missing_file().is_none()
+                dir.is_dir() && choose(&files_of_snapshot(&dir).ok()?).ok()?.iter().all(|file| has(file))
             }
         };
         whole.then_some(dir)

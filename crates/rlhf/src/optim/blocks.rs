@@ -50,7 +50,7 @@ impl Blocks {
     /// Returns the codes of `numbers` from -1 to 1, f32 `[len]`, as i32: how many middles are below each.
     ///
     /// Of numbers with the same upper 16 bits the codes differ by at most 1, as the map is coarser than these bits. A search in the
-    /// middles, whose branches no processor foresees, takes ten times as long.
+    /// middles, whose branches no processor foresees, would be most of an update.
     fn codes_of(&self, numbers: &Tensor) -> Tensor {
         let bits = numbers.view_dtype(Kind::Int).bitwise_right_shift_tensor_scalar(16).bitwise_and(0xffff);
         let least = self.least_codes.index_select(0, &bits);

@@ -10,6 +10,7 @@ use crate::run::tensorboard;
 use crate::weights::{BESIDE, read_json, write_text};
 use crate::{Error, Result};
 use serde::Serialize;
+use serde_json::Value;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -65,6 +66,12 @@ pub(crate) fn holds_run(dir: &Path) -> bool {
         Ok(text) => is_resolved(&text),
         Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
     }
+}
+
+/// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.
+pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
+    let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| is_resolved(text.as_bytes()))?;
+    serde_saphyr::from_str(&text).ok()
 }
 
 /// Returns whether a run wrote this `config.yaml`, or started to.

@@ -14,7 +14,7 @@ use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
 use crate::run::checkpoint::{Finished, Saved};
 use crate::run::inputs::Inputs;
-use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run};
+use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::console::{Console, announce};
 use crate::run::start::Start;
@@ -363,8 +363,7 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
 
 /// Returns whether the run in `dir` has the same settings, and so the same result.
 fn is_run_with(dir: &Path, settings: &Value) -> bool {
-    let found = std::fs::read_to_string(dir.join(CONFIG)).ok().filter(|_| holds_run(dir));
-    found.and_then(|text| serde_saphyr::from_str::<Value>(&text).ok()).is_some_and(|found| found == *settings)
+    resolved_settings(dir).is_some_and(|found| found == *settings)
 }
 
 type ReadTokenizer = fn(&Path) -> Result<Tokenizer>;
