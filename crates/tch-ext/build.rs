@@ -26,6 +26,7 @@ fn main() {
         .file("csrc/ops.cpp")
         .file("csrc/groups.cpp")
         .file("csrc/offload.cpp")
+        .file("csrc/optim.cpp")
         .compile("tch_ext");
     compiler(torch)
         .define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str())

@@ -74,11 +74,9 @@ impl Stream {
         (0..count).map(move |_| u64::from(self.0.random::<u32>()) < below)
     }
 
-    /// `count` words of 16 random bits, as bytes.
-    pub(crate) fn words(&mut self, count: usize) -> Vec<u8> {
-        let mut bytes = vec![0; 2 * count];
-        self.0.fill_bytes(&mut bytes);
-        bytes
+    /// The next 64 random bits.
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0.next_u64()
     }
 
     /// A permutation of `0..len`, each equally likely (Fisher and Yates).

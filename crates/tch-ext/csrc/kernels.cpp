@@ -13,6 +13,7 @@
 #include <limits>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace tch_ext {
@@ -1174,6 +1175,107 @@ void sum(int64_t n, const float* x, const T* a, const T* b, float* out) {
   });
 }
 
+// --- Optimizer steps ------------------------------------------------------------------------------------------------
+
+// In bitsandbytes' order, so that a sum close to the border of two codes gets the same one. No fused multiply-adds: each number has the same
+// bits on every instruction set.
+void adamw(const AdamWStep& step, int64_t n, float* param, const float* grad, float* first, float* second) {
+  const Vec decay(step.decay), beta1(step.beta1), beta2(step.beta2);
+  const Vec first_weight(step.first_weight), second_weight(step.second_weight);
+  const Vec size(step.size), root(step.root), eps(step.eps);
+  for_vectors(n, [&](int64_t i, int64_t lanes) {
+    const Vec g = some(grad + i, lanes), m = some(first + i, lanes), v = some(second + i, lanes);
+    const Vec new_m = m * beta1 + first_weight * g, new_v = v * beta2 + second_weight * g * g;
+    const Vec new_p = some(param + i, lanes) * decay - size * new_m / (new_v.sqrt() / root + eps);
+    new_m.store(first + i, lanes);
+    new_v.store(second + i, lanes);
+    new_p.store(param + i, lanes);
+  });
+}
+
+void load_block(const BlockedMoment& moment, int64_t block, int64_t n, float* to) {
+  const uint8_t* codes = moment.codes + block * moment.BLOCK;
+  const float absmax = moment.absmax[block];
+  for (int64_t i = 0; i < n; i++) to[i] = moment.map[codes[i]] * absmax;
+}
+
+void store_block(const BlockedMoment& moment, int64_t block, int64_t n, const float* from) {
+  Vec tops(0.f);
+  for_vectors(n, [&](int64_t i, int64_t lanes) { tops = at::vec::maximum(tops, some(from + i, lanes).abs()); });
+  const float top = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, tops);
+  const float absmax = top == 0 ? 1 : top;
+  moment.absmax[block] = absmax;
+  float scaled[BlockedMoment::BLOCK];
+  for_vectors(n, [&](int64_t i, int64_t lanes) { (some(from + i, lanes) / Vec(absmax)).store(scaled + i, lanes); });
+  uint8_t* codes = moment.codes + block * moment.BLOCK;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, scaled + i, sizeof bits);
+    const uint8_t least = moment.least_codes[bits >> 16];
+    codes[i] = least + (moment.middles[least] < scaled[i]);
+  }
+}
+
+void adamw_blocked(const AdamWStep& step, int64_t n, float* param, const float* grad, const BlockedMoment& first,
+                   const BlockedMoment& second) {
+  constexpr int64_t BLOCK = BlockedMoment::BLOCK;
+  at::parallel_for(0, (n + BLOCK - 1) / BLOCK, 16, [&](int64_t from, int64_t to) {
+    alignas(64) float m[BLOCK], v[BLOCK];
+    for (int64_t block = from; block < to; block++) {
+      const int64_t start = block * BLOCK, count = std::min(BLOCK, n - start);
+      load_block(first, block, count, m);
+      load_block(second, block, count, v);
+      adamw(step, count, param + start, grad + start, m, v);
+      store_block(first, block, count, m);
+      store_block(second, block, count, v);
+    }
+  });
+}
+
+// Words 4 * `from` and on of SplitMix64 with the state `key`: each of its numbers is four.
+void random_words(uint64_t key, int64_t from, int64_t count, uint64_t* to) {
+  for (int64_t i = 0; i < count; i++) {
+    uint64_t x = key + static_cast<uint64_t>(from + i + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    to[i] = x ^ (x >> 31);
+  }
+}
+
+// Each number becomes one of its neighbours: the bits of a float are ordered as its magnitude, so a carry out of the lost bits is
+// the one that is farther from 0.
+void store_rounded(const float* from, const uint16_t* words, int64_t n, c10::BFloat16* to) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i].x = static_cast<uint16_t>((bits + words[i]) >> 16);
+  }
+}
+
+void adamw_rounded(const AdamWStep& step, int64_t n, c10::BFloat16* param, const c10::BFloat16* grad,
+                   c10::BFloat16* first, c10::BFloat16* second, const uint64_t* keys) {
+  constexpr int64_t PIECE = 1024, WORDS = 4;
+  at::parallel_for(0, (n + PIECE - 1) / PIECE, 4, [&](int64_t from, int64_t to) {
+    alignas(64) float p[PIECE], g[PIECE], m[PIECE], v[PIECE];
+    alignas(64) uint64_t random[PIECE / WORDS];
+    uint16_t words[PIECE];
+    for (int64_t piece = from; piece < to; piece++) {
+      const int64_t start = piece * PIECE, count = std::min(PIECE, n - start);
+      load_row(grad + start, g, count);
+      load_row(param + start, p, count);
+      load_row(first + start, m, count);
+      load_row(second + start, v, count);
+      adamw(step, count, p, g, m, v);
+      const std::pair<const float*, c10::BFloat16*> results[] = {{p, param}, {m, first}, {v, second}};
+      for (int64_t i = 0; i < 3; i++) {
+        random_words(keys[i], start / WORDS, (count + WORDS - 1) / WORDS, random);
+        std::memcpy(words, random, count * sizeof(uint16_t));
+        store_rounded(results[i].first, words, count, results[i].second + start);
+      }
+    }
+  });
+}
+
 #if defined(CPU_CAPABILITY_DEFAULT) && !defined(__aarch64__)
 constexpr bool PLAIN_LOOPS = true;
 #else
@@ -1194,6 +1296,7 @@ constexpr KernelsOf<T> kernels_of() {
 }  // namespace
 
 extern const Kernels TCH_EXT_KERNELS;
-const Kernels TCH_EXT_KERNELS = {kernels_of<float>(), kernels_of<c10::BFloat16>()};
+const Kernels TCH_EXT_KERNELS = {
+    kernels_of<float>(), kernels_of<c10::BFloat16>(), {adamw_blocked, adamw_rounded}};
 
 }  // namespace tch_ext

@@ -139,9 +139,38 @@ struct KernelsOf {
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
 };
 
+// A step of AdamW.
+struct AdamWStep {
+  float decay;  // factor of the weight
+  float beta1, first_weight;   // of the first moment, and of the gradient in it: 1 - beta1
+  float beta2, second_weight;  // likewise
+  float size;  // lr over the first moment's bias correction
+  float root;  // square root of the second moment's bias correction
+  float eps;
+};
+
+// A moment in 8 bits: the value of a code is its entry in `map` times the greatest magnitude of its block of BLOCK values.
+struct BlockedMoment {
+  static constexpr int64_t BLOCK = 256;
+  uint8_t* codes;
+  float* absmax;
+  const float* map;             // [256], ascending
+  const float* middles;         // [256], between neighbours of the map; the last is infinite
+  const uint8_t* least_codes;   // [65536], of the least number with the same upper 16 bits
+};
+
+struct OptimizerKernels {
+  void (*blocked)(const AdamWStep&, int64_t n, float* param, const float* grad, const BlockedMoment& first,
+                  const BlockedMoment& second);
+  // Computed in f32; parameter and moments are rounded stochastically by the words of three generators with these keys.
+  void (*rounded)(const AdamWStep&, int64_t n, c10::BFloat16* param, const c10::BFloat16* grad, c10::BFloat16* first,
+                  c10::BFloat16* second, const uint64_t* keys);
+};
+
 struct Kernels {
   KernelsOf<float> f32;
   KernelsOf<c10::BFloat16> bf16;
+  OptimizerKernels adamw;
 
   template <typename T>
   const KernelsOf<T>& of() const;

@@ -47,23 +47,6 @@ extern "C" {
 
 void tch_ext_free(char* message) { free(message); }
 
-// One AdamW step over `count` parameters in one pass over memory; `step` counts from 1.
-char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, at::Tensor* const* exp_avgs,
-                          at::Tensor* const* exp_avg_sqs, size_t count, int64_t step, double lr, double beta1,
-                          double beta2, double weight_decay, double eps) {
-  return guard([&] {
-    if (count == 0) return;
-    c10::NoGradGuard no_grad;
-    auto p = tensors(params, count);
-    auto step_tensor = at::full({}, static_cast<double>(step), p[0].options().dtype(at::kFloat).requires_grad(false));
-    std::vector<at::Tensor> steps(count, step_tensor);
-    at::_fused_adamw_(p, tensors(grads, count), tensors(exp_avgs, count), tensors(exp_avg_sqs, count), {}, steps, lr,
-                      beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false);
-    // The operation itself does not bump the version, so cached copies of parameters would not be detected as stale.
-    for (auto& tensor : p) tensor.unsafeGetTensorImpl()->bump_version();
-  });
-}
-
 // Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.
 char* tch_ext_set_grad(const at::Tensor* param, const at::Tensor* grad) {
   return guard([&] { at::Tensor(*param).mutable_grad() = *grad; });

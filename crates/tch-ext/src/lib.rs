@@ -4,6 +4,7 @@ mod groups;
 mod memory;
 mod offload;
 mod ops;
+mod optim;
 
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, set_grad, storage_bytes, storage_id};
@@ -13,27 +14,13 @@ pub use ops::{
     attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
     logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, token_multiple,
 };
+pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
-use tch::Tensor;
-use torch_sys::C_tensor;
 
 unsafe extern "C" {
     fn tch_ext_free(message: *mut c_char);
-    fn tch_ext_fused_adamw(
-        params: *const *mut C_tensor,
-        grads: *const *mut C_tensor,
-        exp_avgs: *const *mut C_tensor,
-        exp_avg_sqs: *const *mut C_tensor,
-        count: usize,
-        step: i64,
-        lr: f64,
-        beta1: f64,
-        beta2: f64,
-        weight_decay: f64,
-        eps: f64,
-    ) -> *mut c_char;
     fn tch_ext_libtorch_folder(out: *mut *mut c_char) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
     fn tch_ext_gpu_memory(number: c_int, free: *mut usize, total: *mut usize) -> *mut c_char;
@@ -96,75 +83,6 @@ pub fn release_memory() {
     unsafe { tch_ext_release_memory() }
 }
 
-/// Settings of one AdamW step, with PyTorch's names.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamW {
-    /// Learning rate of this step.
-    pub lr: f64,
-    /// Decay rate of the first moment.
-    pub beta1: f64,
-    /// Decay rate of the second moment.
-    pub beta2: f64,
-    /// Decoupled weight decay, relative to `lr`.
-    pub weight_decay: f64,
-    /// Added to the square root of the second moment.
-    pub eps: f64,
-}
-
-/// Updates `params` in place by one AdamW step. `step` counts from 1 and determines the bias correction.
-///
-/// The four lists have one tensor per parameter, of its shape; all are f32 and on one device. Calls PyTorch's
-/// `_fused_adamw_`, which makes one pass over memory. Source: Loshchilov & Hutter 2019, algorithm 2.
-///
-/// # Errors
-/// If the lists differ in length, or a parameter and its gradient or moments in shape, dtype, device or contiguity.
-pub fn fused_adamw(
-    params: &mut [Tensor],
-    grads: &[Tensor],
-    exp_avgs: &mut [Tensor],
-    exp_avg_sqs: &mut [Tensor],
-    step: i64,
-    settings: AdamW,
-) -> Result<(), String> {
-    let count = params.len();
-    // libtorch's CPU kernel does not check its arguments: it would read past the end of a short list or a small tensor.
-    for (name, companions) in [("grads", grads), ("exp_avgs", &*exp_avgs), ("exp_avg_sqs", &*exp_avg_sqs)] {
-        if companions.len() != count {
-            return Err(format!("fused_adamw: {count} params, {} {name}", companions.len()));
-        }
-        for (i, (param, companion)) in params.iter().zip(companions).enumerate() {
-            let same = param.size() == companion.size()
-                && (param.kind(), param.device()) == (companion.kind(), companion.device())
-                && param.is_contiguous()
-                && companion.is_contiguous();
-            if !same {
-                return Err(format!("fused_adamw: params[{i}] is {param:?}, {name}[{i}] is {companion:?}"));
-            }
-        }
-    }
-    let pointers = |tensors: &[Tensor]| tensors.iter().map(|t| t.as_ptr().cast_mut()).collect::<Vec<_>>();
-    let (p, g, m, v) = (pointers(params), pointers(grads), pointers(exp_avgs), pointers(exp_avg_sqs));
-    let AdamW { lr, beta1, beta2, weight_decay, eps } = settings;
-    // SAFETY: each vector holds `count` pointers to live tensors that this call borrows. The shim copies the handles,
-    // keeps none after it returns, and writes only to `p`, `m` and `v`, which are borrowed mutably.
-    let message = unsafe {
-        tch_ext_fused_adamw(
-            p.as_ptr(),
-            g.as_ptr(),
-            m.as_ptr(),
-            v.as_ptr(),
-            count,
-            step,
-            lr,
-            beta1,
-            beta2,
-            weight_decay,
-            eps,
-        )
-    };
-    into_result(message)
-}
-
 /// Returns the folder of the libtorch in use, that of `libtorch_cpu.so`.
 ///
 /// # Errors
@@ -225,51 +143,5 @@ fn take_text(text: *mut c_char) -> String {
         let copy = CStr::from_ptr(text).to_string_lossy().into_owned();
         tch_ext_free(text);
         copy
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use tch::{Device, Kind};
-
-    /// Compares with algorithm 2 of the paper, computed in f64.
-    #[test]
-    fn two_steps_of_adamw_follow_the_paper() {
-        let settings = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.999, weight_decay: 0.1, eps: 1e-8 };
-        let mut params = vec![Tensor::from_slice(&[1.0f32, -2.0, 0.5])];
-        let zeros = || vec![Tensor::zeros([3], (Kind::Float, Device::Cpu))];
-        let (mut m, mut v) = (zeros(), zeros());
-        let gradients = [[0.3f64, -1.0, 2.0], [-0.2, 0.4, 2.0]];
-        let (mut p64, mut m64, mut v64) = ([1.0f64, -2.0, 0.5], [0.0f64; 3], [0.0f64; 3]);
-        for (i, gradient) in gradients.iter().enumerate() {
-            let step = i as i32 + 1;
-            for k in 0..3 {
-                let g = gradient[k];
-                m64[k] = 0.9 * m64[k] + 0.1 * g;
-                v64[k] = 0.999 * v64[k] + 0.001 * g * g;
-                let (m_hat, v_hat) = (m64[k] / (1.0 - 0.9f64.powi(step)), v64[k] / (1.0 - 0.999f64.powi(step)));
-                p64[k] -= 1e-2 * 0.1 * p64[k];
-                p64[k] -= 1e-2 * m_hat / (v_hat.sqrt() + 1e-8);
-            }
-            let grads = vec![Tensor::from_slice(gradient).to_kind(Kind::Float)];
-            let version = params[0].internal_version();
-            fused_adamw(&mut params, &grads, &mut m, &mut v, i64::from(step), settings).unwrap();
-            assert!(
-                params[0].internal_version() > version,
-                "the version counter must change, so that cached copies are detected as stale"
-            );
-        }
-        let found = Vec::<f64>::try_from(params[0].to_kind(Kind::Double)).unwrap();
-        for (found, expected) in found.iter().zip(p64) {
-            assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
-        }
-    }
-
-    #[test]
-    fn a_shape_mismatch_is_an_error_and_not_a_crash() {
-        let f = |n| vec![Tensor::zeros([n], (Kind::Float, Device::Cpu))];
-        let settings = AdamW { lr: 1.0, beta1: 0.9, beta2: 0.999, weight_decay: 0.0, eps: 1e-8 };
-        assert!(fused_adamw(&mut f(3), &f(2), &mut f(3), &mut f(3), 1, settings).is_err());
     }
 }

@@ -3,7 +3,7 @@
 //! A bf16 kernel is compared with f64 on the same rounded inputs. The last test runs the others on smaller instruction sets.
 
 use tch::{Device, IndexOp, Kind, Tensor, no_grad};
-use tch_ext::{Attention, Cache, LowRank, NestedScales, Norm, Quantized};
+use tch_ext::{AdamW, Attention, BlockedMoment, Cache, LowRank, NestedScales, Norm, Quantized};
 
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)];
 
@@ -775,6 +775,157 @@ fn a_quantized_weight_of_no_columns_gives_its_bias() {
         let out = no_grad(|| tch_ext::quantized_linear(&x, &weight.view(), Some(&bias), None, Kind::Float));
         assert_eq!(out, bias.expand([2, 4], false));
     }
+}
+
+// --- Optimizer steps ------------------------------------------------------------------------------------------------
+
+const STEP: i64 = 3;
+const ADAMW: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, weight_decay: 0.1, eps: 1e-8 };
+
+/// Parameter and moments after a step of AdamW of one number, in the arithmetic of the kernels.
+fn adamw([p, g, m, v]: [f32; 4]) -> [f32; 3] {
+    let AdamW { lr, beta1, beta2, weight_decay, eps } = ADAMW;
+    let correction = |beta: f64| 1.0 - beta.powf(STEP as f64);
+    let m = m * beta1 as f32 + (1.0 - beta1) as f32 * g;
+    let v = v * beta2 as f32 + (1.0 - beta2) as f32 * g * g;
+    let denominator = v.sqrt() / correction(beta2).sqrt() as f32 + eps as f32;
+    let p = p * (1.0 - lr * weight_decay) as f32 - (lr / correction(beta1)) as f32 * m / denominator;
+    [p, m, v]
+}
+
+fn numbers_of(x: &Tensor) -> Vec<f32> {
+    Vec::try_from(x.to_kind(Kind::Float)).unwrap()
+}
+
+/// A moment in 8 bits whose codes are those of a ramp, with tables of a map from -1, or 0, to 1.
+struct Blocked {
+    codes: Tensor,
+    absmax: Tensor,
+    map: Tensor,
+    middles: Tensor,
+    least_codes: Tensor,
+}
+
+impl Blocked {
+    fn new(len: i64, signed: bool, absmax: f64) -> Self {
+        // Values are close to each other around 0, as in bitsandbytes' maps.
+        let map: Vec<f32> = (0..256)
+            .map(|code| if signed { (code as f32 - 127.0) / 128.0 } else { code as f32 / 255.0 })
+            .map(|x| x * x * x)
+            .collect();
+        let middles: Vec<f32> = map.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0).chain([f32::INFINITY]).collect();
+        let least = |bits: u32| f32::from_bits(if bits >= 1 << 15 { bits << 16 | 0xffff } else { bits << 16 });
+        let code = |bits: u32| middles.partition_point(|&middle| middle < least(bits)) as u8;
+        Self {
+            codes: (Tensor::arange(len, (Kind::Int64, Device::Cpu)) * 37).remainder(256).to_kind(Kind::Uint8),
+            absmax: Tensor::full([(len + 255) / 256], absmax, (Kind::Float, Device::Cpu)),
+            least_codes: Tensor::from_slice(&(0..1 << 16).map(code).collect::<Vec<_>>()),
+            map: Tensor::from_slice(&map),
+            middles: Tensor::from_slice(&middles),
+        }
+    }
+
+    fn view(&mut self) -> BlockedMoment<'_> {
+        let Self { codes, absmax, map, middles, least_codes } = self;
+        BlockedMoment { codes, absmax, map, middles, least_codes }
+    }
+
+    fn values(&self) -> Tensor {
+        let of_blocks = self.absmax.repeat_interleave_self_int(256, 0, None).narrow(0, 0, self.codes.numel() as i64);
+        self.map.index_select(0, &self.codes.to_kind(Kind::Int)) * of_blocks
+    }
+}
+
+#[test]
+fn an_adamw_step_with_moments_in_8_bits_stores_the_nearest_values_of_each_block() {
+    for len in [1, 7, 255, 256, 257, 5000] {
+        let mut param = randn(&[len], 1).to_kind(Kind::Float);
+        let grad = randn(&[len], 2).to_kind(Kind::Float);
+        let mut moments = [Blocked::new(len, true, 1.5), Blocked::new(len, false, 0.2)];
+        let [first, second] = moments.each_ref().map(Blocked::values);
+        let before = [&param, &grad, &first, &second].map(numbers_of);
+        let expected: Vec<_> = (0..len as usize).map(|i| adamw(before.each_ref().map(|x| x[i]))).collect();
+        let version = param.internal_version();
+        let views = moments.each_mut().map(Blocked::view);
+        tch_ext::adamw_blocked(&mut param, &grad, views, STEP, ADAMW).unwrap();
+        assert!(param.internal_version() > version, "cached copies have to be found stale");
+        assert_eq!(numbers_of(&param), expected.iter().map(|new| new[0]).collect::<Vec<_>>(), "{len} numbers");
+        for (which, moment) in moments.iter().enumerate() {
+            let (map, middles) = (numbers_of(&moment.map), numbers_of(&moment.middles));
+            let codes = Vec::<u8>::try_from(&moment.codes).unwrap();
+            let tops = numbers_of(&moment.absmax);
+            for (block, new) in expected.chunks(256).enumerate() {
+                let top = new.iter().fold(0.0f32, |top, new| top.max(new[1 + which].abs()));
+                assert_eq!(tops[block], top, "{len} numbers, block {block}");
+                for (i, new) in new.iter().enumerate() {
+                    let (number, code) = (new[1 + which] / top, codes[block * 256 + i]);
+                    let nearest = middles.partition_point(|&middle| middle < number);
+                    assert_eq!(usize::from(code), nearest, "{number} of {len} numbers is {}", map[usize::from(code)]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_block_of_zeros_stays_one() {
+    let mut param = Tensor::ones([300], (Kind::Float, Device::Cpu));
+    let mut moments = [Blocked::new(300, true, 0.0), Blocked::new(300, false, 0.0)];
+    let views = moments.each_mut().map(Blocked::view);
+    let (grad, settings) = (param.zeros_like(), AdamW { weight_decay: 0.0, ..ADAMW });
+    tch_ext::adamw_blocked(&mut param, &grad, views, STEP, settings).unwrap();
+    assert_eq!(param, param.ones_like());
+    assert!(moments.iter().all(|moment| moment.values().abs().max().double_value(&[]) == 0.0));
+}
+
+/// Words of 16 bits of SplitMix64 with this key, each of whose numbers is four.
+fn random_words(key: u64) -> impl Iterator<Item = u32> {
+    (1u64..).flat_map(move |i| {
+        let x = key.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let x = x ^ (x >> 31);
+        [0, 16, 32, 48].map(|shift| (x >> shift) as u32 & 0xffff)
+    })
+}
+
+#[test]
+fn an_adamw_step_in_bf16_rounds_each_number_by_the_word_of_its_place() {
+    let keys = [7, 1 << 40, u64::MAX - 5];
+    for len in [1, 5, 1023, 1024, 1026, 9001] {
+        let bf16 = |seed| randn(&[len], seed).to_kind(Kind::BFloat16);
+        let (mut param, grad, mut first, mut second) = (bf16(1), bf16(2), bf16(3), bf16(4).abs());
+        let before = [&param, &grad, &first, &second].map(numbers_of);
+        tch_ext::adamw_rounded(&mut param, &grad, [&mut first, &mut second], keys, STEP, ADAMW).unwrap();
+        let found = [&param, &first, &second].map(numbers_of);
+        let mut words = keys.map(random_words);
+        for i in 0..len as usize {
+            let new = adamw(before.each_ref().map(|x| x[i]));
+            for (which, new) in new.into_iter().enumerate() {
+                let word = words[which].next().unwrap();
+                let rounded = f32::from_bits((new.to_bits() + word) & !0xffff);
+                assert_eq!(found[which][i], rounded, "number {i} of {len} of tensor {which}: {new} and {word}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_of_an_optimizer_step_that_do_not_fit_are_an_error_and_not_a_crash() {
+    let zeros = |len, kind| Tensor::zeros([len], (kind, Device::Cpu));
+    let mut param = zeros(600, Kind::Float);
+    let mut step = |grad: i64, codes: i64, kind| {
+        let mut moments = [Blocked::new(codes, true, 1.0), Blocked::new(600, false, 1.0)];
+        let views = moments.each_mut().map(Blocked::view);
+        tch_ext::adamw_blocked(&mut param, &zeros(grad, kind), views, STEP, ADAMW).unwrap_err()
+    };
+    assert!(step(599, 600, Kind::Float).contains("gradient: expected 600"));
+    assert!(step(600, 599, Kind::Float).contains("codes of a moment: expected 600"));
+    assert!(step(600, 600, Kind::BFloat16).contains("gradient: expected 600"));
+    let mut bf16 = [(); 3].map(|()| zeros(8, Kind::BFloat16));
+    let [param, first, second] = &mut bf16;
+    let error = tch_ext::adamw_rounded(param, &zeros(8, Kind::Float), [first, second], [0; 3], STEP, ADAMW);
+    assert!(error.unwrap_err().contains("gradient: expected 8 contiguous elements of BFloat16"));
 }
 
 #[test]

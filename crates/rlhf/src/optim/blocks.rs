@@ -3,6 +3,7 @@
 use crate::model::dynamic_map;
 use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
+use tch_ext::BlockedMoment;
 
 /// Numbers in one block.
 pub(super) const BLOCK: i64 = 256;
@@ -21,7 +22,7 @@ pub(super) struct Blocks {
     map: Tensor,
     /// The middles between neighbours of the map, then infinity, f32 `[256]`.
     middles: Tensor,
-    /// Code of the least number with the same upper 16 bits, by those bits, i32 `[65536]`.
+    /// Code of the least number with the same upper 16 bits, by those bits, u8 `[65536]`.
     least_codes: Tensor,
 }
 
@@ -53,9 +54,15 @@ impl Blocks {
     /// middles, whose branches no processor foresees, would be most of an update.
     fn codes_of(&self, numbers: &Tensor) -> Tensor {
         let bits = numbers.view_dtype(Kind::Int).bitwise_right_shift_tensor_scalar(16).bitwise_and(0xffff);
-        let least = self.least_codes.index_select(0, &bits);
+        let least = self.least_codes.index_select(0, &bits).to_kind(Kind::Int);
         let is_above = self.middles.index_select(0, &least).lt_tensor(numbers);
         least + is_above.to_kind(Kind::Int)
+    }
+
+    /// As the kernel of an optimizer step takes them.
+    pub(super) fn as_moment(&mut self) -> BlockedMoment<'_> {
+        let Self { codes, absmax, map, middles, least_codes } = self;
+        BlockedMoment { codes, absmax, map, middles, least_codes }
     }
 
     /// Stores `numbers`, f32 `[len]`, from number `from` on, a multiple of [`BLOCK`]: each as the nearest value that a code has.
@@ -87,9 +94,9 @@ fn least_codes(signed: bool, middles: &Tensor) -> Tensor {
         let code = |bits: u32| {
             // A negative number is the less, the larger the rest of its bits is.
             let least = f32::from_bits(if bits >= 1 << 15 { bits << 16 | 0xffff } else { bits << 16 });
-            sorted.partition_point(|&middle| middle < least) as i32
+            sorted.partition_point(|&middle| middle < least) as u8
         };
-        let table = Tensor::from_slice(&(0..1 << 16).map(code).collect::<Vec<i32>>()).to_device(middles.device());
+        let table = Tensor::from_slice(&(0..1 << 16).map(code).collect::<Vec<u8>>()).to_device(middles.device());
         tables.push((signed, table.shallow_clone()));
         table
     })

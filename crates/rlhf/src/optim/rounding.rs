@@ -1,49 +1,17 @@
 //! Stochastic rounding to bf16: right on average, where rounding to the nearest would lose every small step.
 
-use crate::rng::Stream;
 use tch::{Device, Kind, Tensor};
 
 /// Bits of f32 that bf16 lacks.
 const LOST: i64 = 0xffff;
 
-/// Random words of 16 bits for the numbers of some tensors.
-#[derive(Debug)]
-pub(super) enum Words {
-    /// The words of a stream, in the order in which they are asked for: on a CPU.
-    InOrder(Box<Stream>),
-    /// Functions of a number's position, by the key of its tensor: on a GPU, where drawing words on the host and copying them would take
-    /// longer than the rest of the step.
-    ByPosition(Vec<u64>),
-}
-
-impl Words {
-    /// The words for `tensors` tensors on `device`, all functions of the stream.
-    pub(super) fn new(mut stream: Stream, tensors: usize, device: Device) -> Self {
-        match device {
-            Device::Cpu => Self::InOrder(Box::new(stream)),
-            _ => {
-                let mut key = || u64::from_le_bytes(stream.words(4).try_into().expect("4 words are 8 bytes"));
-                Self::ByPosition((0..tensors).map(|_| key()).collect())
-            }
-        }
-    }
-
-    /// The words for `len` numbers of tensor number `tensor`, from its number `from` on, a multiple of 4: `[len]` i16 on `device`.
-    pub(super) fn take(&mut self, tensor: usize, from: i64, len: i64, device: Device) -> Tensor {
-        match self {
-            Self::InOrder(stream) => {
-                let words = stream.words(len as usize);
-                Tensor::from_data_size(&words, &[len], Kind::Int16).to_device(device)
-            }
-            Self::ByPosition(keys) => hashed(keys[tensor], from, len, device),
-        }
-    }
-}
-
-/// Words `from..from + len` of the generator SplitMix64 with the state `key`, of which each number is four words; `from` is a multiple of 4.
+/// Random words for the numbers `from..from + len` of a tensor, `[len]` i16 on `device`: those of the generator SplitMix64 with the state
+/// `key`, of which each number is four words, the low bits first. `from` is a multiple of 4.
+///
+/// A word is a function of its position, so it is computed where it is used: on a GPU, and by each thread of a CPU.
 ///
 /// Source: Steele, Lea and Flood 2014, with the constants of `java.util.SplittableRandom`'s mix64.
-fn hashed(key: u64, from: i64, len: i64, device: Device) -> Tensor {
+pub(super) fn words(key: u64, from: i64, len: i64, device: Device) -> Tensor {
     const WORDS: i64 = 4;
     debug_assert_eq!(from % WORDS, 0);
     let (first, count) = (from / WORDS, (len + WORDS - 1) / WORDS);
@@ -76,19 +44,9 @@ pub(super) fn round(x: &Tensor, words: &Tensor) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Purpose;
 
-    fn stream(step: u64) -> Stream {
-        Stream::new(1, Purpose::Rounding, step, 0)
-    }
-
-    /// The words of a step of one tensor, as on a CPU and as on a GPU.
-    fn both_words(step: u64) -> [Words; 2] {
-        [Words::new(stream(step), 1, Device::Cpu), Words::new(stream(step), 1, Device::Cuda(0))]
-    }
-
-    fn rounded(x: &Tensor, words: &mut Words) -> Tensor {
-        round(x, &words.take(0, 0, x.numel() as i64, Device::Cpu))
+    fn rounded(x: &Tensor, key: u64) -> Tensor {
+        round(x, &words(key, 0, x.numel() as i64, Device::Cpu))
     }
 
     #[test]
@@ -102,52 +60,45 @@ mod tests {
             (1e-30, 9.984e-31, 1.004_57e-30),
         ] {
             let x = Tensor::full([n], value, (Kind::Float, Device::Cpu));
-            for words in &mut both_words(1) {
-                let rounded = rounded(&x, words).to_kind(Kind::Double);
-                let (least, most) = (rounded.min().double_value(&[]), rounded.max().double_value(&[]));
-                let near = |found: f64, expected: f64| ((found - expected) / expected).abs() < 1e-3;
-                assert!(near(least, low) && near(most, high) && least < most, "{value}: {least} to {most}");
-                // The mean of n draws that are off by at most a unit has a standard deviation of at most half a unit / sqrt(n).
-                let gap = (rounded.mean(Kind::Double).double_value(&[]) - x.double_value(&[0])).abs();
-                assert!(gap < 4.0 * 0.5 * (most - least) / (n as f64).sqrt(), "{value}: the mean is off by {gap}");
-            }
+            let rounded = rounded(&x, 1).to_kind(Kind::Double);
+            let (least, most) = (rounded.min().double_value(&[]), rounded.max().double_value(&[]));
+            let near = |found: f64, expected: f64| ((found - expected) / expected).abs() < 1e-3;
+            assert!(near(least, low) && near(most, high) && least < most, "{value}: {least} to {most}");
+            // The mean of n draws that are off by at most a unit has a standard deviation of at most half a unit / sqrt(n).
+            let gap = (rounded.mean(Kind::Double).double_value(&[]) - x.double_value(&[0])).abs();
+            assert!(gap < 4.0 * 0.5 * (most - least) / (n as f64).sqrt(), "{value}: the mean is off by {gap}");
         }
     }
 
     #[test]
-    fn numbers_of_bf16_stay_as_they_are_and_a_stream_rounds_in_one_way() {
+    fn numbers_of_bf16_stay_as_they_are_and_a_key_rounds_in_one_way() {
         let exact = (Tensor::arange(1000, (Kind::Float, Device::Cpu)) - 500.0).to_kind(Kind::BFloat16);
         let between = (Tensor::arange(1000, (Kind::Float, Device::Cpu)) * 0.37).sin();
-        for way in 0..2 {
-            let by = |x: &Tensor, step| rounded(x, &mut both_words(step)[way]);
-            assert_eq!(by(&exact.to_kind(Kind::Float), 1), exact);
-            assert_eq!(by(&between, 2), by(&between, 2));
-            assert_ne!(by(&between, 2), by(&between, 3));
-        }
+        assert_eq!(rounded(&exact.to_kind(Kind::Float), 1), exact);
+        assert_eq!(rounded(&between, 2), rounded(&between, 2));
+        assert_ne!(rounded(&between, 2), rounded(&between, 3));
     }
 
     #[test]
-    fn hashed_words_are_those_of_splitmix64() {
+    fn words_are_those_of_splitmix64() {
         // The first numbers of the generator with the state 1234567, as published at rosettacode.org.
         let expected = [6_457_827_717_110_365_317_u64, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
-        let found = Vec::<i64>::try_from(hashed(1_234_567, 0, 12, Device::Cpu).view_dtype(Kind::Int64)).unwrap();
+        let found = Vec::<i64>::try_from(words(1_234_567, 0, 12, Device::Cpu).view_dtype(Kind::Int64)).unwrap();
         assert_eq!(found, expected.map(|x| x as i64));
     }
 
     #[test]
-    fn hashed_words_depend_on_key_and_position_only() {
-        let whole = hashed(7, 0, 1030, Device::Cpu);
-        let parts = [(0, 4), (4, 252), (256, 512), (768, 262)].map(|(from, len)| hashed(7, from, len, Device::Cpu));
+    fn words_depend_on_key_and_position_only() {
+        let whole = words(7, 0, 1030, Device::Cpu);
+        let parts = [(0, 4), (4, 252), (256, 512), (768, 262)].map(|(from, len)| words(7, from, len, Device::Cpu));
         assert_eq!(Tensor::cat(&parts, 0), whole);
-        assert_ne!(hashed(8, 0, 1030, Device::Cpu), whole);
-        let Words::ByPosition(keys) = Words::new(stream(1), 3, Device::Cuda(0)) else { panic!("a GPU's are hashed") };
-        assert!(keys[0] != keys[1] && keys[1] != keys[2] && keys[0] != keys[2]);
+        assert_ne!(words(8, 0, 1030, Device::Cpu), whole);
     }
 
     #[test]
-    fn each_bit_of_hashed_words_is_set_in_half_of_them_and_independent_of_others() {
+    fn each_bit_of_words_is_set_in_half_of_them_and_independent_of_others() {
         let n = 1_i64 << 20;
-        let words = hashed(3, 0, n, Device::Cpu).to_kind(Kind::Int);
+        let words = words(3, 0, n, Device::Cpu).to_kind(Kind::Int);
         let bits = (0..16).map(|bit| words.bitwise_right_shift_tensor_scalar(bit).bitwise_and(1).to_kind(Kind::Float));
         let signs = Tensor::stack(&bits.collect::<Vec<_>>(), 0) * 2.0 - 1.0;
         // Sums of n independent signs have a standard deviation of sqrt(n).

@@ -2,9 +2,9 @@
 
 use super::adafactor::{self, Squares};
 use super::blocks::{BLOCK, Blocks};
-use super::rounding::{Words, round};
+use super::rounding::{round, words};
 use super::settings::Optim;
-use crate::model::{Param, TrainedTensor};
+use crate::model::{Param, TrainedTensor, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use tch::{Device, Kind, Tensor};
 
@@ -137,31 +137,21 @@ impl State {
                 Ok(())
             }
             Self::Blocks(moments) => {
-                let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
-                for (from, len) in chunks(&param) {
-                    let part = |x: &Tensor| x.narrow(0, from, len);
-                    let [first, second] = moments.each_ref().map(|moments| moments.read(from, len));
-                    adamw(&part(&param), part(&grad), [&first, &second], step)?;
-                    moments.iter().zip([first, second]).for_each(|(moments, new)| moments.write(from, &new));
+                let (mut param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
+                if !uses_kernels(Kind::Float, param.device()) {
+                    return adamw_blocked(&param, &grad, moments, step);
                 }
-                Ok(())
+                let moments = moments.each_mut().map(Blocks::as_moment);
+                tch_ext::adamw_blocked(&mut param, &grad, moments, step.number, step.settings)
             }
             Self::Rounded(moments) => {
-                let (param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
-                let stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
-                let mut words = Words::new(stream, 3, param.device());
-                for (from, len) in chunks(&param) {
-                    let part = |x: &Tensor| x.view([-1]).narrow(0, from, len);
-                    let wide = |x: &Tensor| part(x).to_kind(Kind::Float);
-                    let [first, second] = moments.each_ref().map(wide);
-                    let new = wide(&param);
-                    adamw(&new, wide(&grad), [&first, &second], step)?;
-                    let held = [&param, &moments[0], &moments[1]];
-                    for (tensor, (held, new)) in held.into_iter().zip([new, first, second]).enumerate() {
-                        part(held).copy_(&round(&new, &words.take(tensor, from, len, param.device())));
-                    }
+                let (mut param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
+                let mut stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
+                let keys = [(); 3].map(|()| stream.bits());
+                if !uses_kernels(Kind::BFloat16, param.device()) {
+                    return adamw_rounded(&param, &grad, moments, keys, step);
                 }
-                Ok(())
+                tch_ext::adamw_rounded(&mut param, &grad, moments.each_mut(), keys, step.number, step.settings)
             }
             Self::Squares(squares) => {
                 squares.step(param, &grad, step.number, step.settings);
@@ -205,9 +195,90 @@ fn adamw(param: &Tensor, grad: Tensor, moments: [&Tensor; 2], step: Step) -> Res
     alone.step(step.number, step.settings)
 }
 
+/// [`tch_ext::adamw_blocked`] by libtorch's operations.
+fn adamw_blocked(param: &Tensor, grad: &Tensor, moments: &[Blocks; 2], step: Step) -> Result<(), String> {
+    for (from, len) in chunks(param) {
+        let part = |x: &Tensor| x.narrow(0, from, len);
+        let [first, second] = moments.each_ref().map(|moments| moments.read(from, len));
+        adamw(&part(param), part(grad), [&first, &second], step)?;
+        moments.iter().zip([first, second]).for_each(|(moments, new)| moments.write(from, &new));
+    }
+    Ok(())
+}
+
+/// [`tch_ext::adamw_rounded`] by libtorch's operations.
+fn adamw_rounded(
+    param: &Tensor,
+    grad: &Tensor,
+    moments: &[Tensor; 2],
+    keys: [u64; 3],
+    step: Step,
+) -> Result<(), String> {
+    for (from, len) in chunks(param) {
+        let part = |x: &Tensor| x.view([-1]).narrow(0, from, len);
+        let wide = |x: &Tensor| part(x).to_kind(Kind::Float);
+        let [first, second] = moments.each_ref().map(wide);
+        let new = wide(param);
+        adamw(&new, wide(grad), [&first, &second], step)?;
+        let held = [param, &moments[0], &moments[1]];
+        for (key, (held, new)) in keys.into_iter().zip(held.into_iter().zip([new, first, second])) {
+            part(held).copy_(&round(&new, &words(key, from, len, param.device())));
+        }
+    }
+    Ok(())
+}
+
 /// Start and length of each part of `flat` that is computed at once.
 fn chunks(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
     let len = flat.numel() as i64;
     let at_once = if flat.device() == Device::Cpu { AT_ONCE } else { AT_ONCE_ON_GPU };
     (0..len).step_by(at_once as usize).map(move |from| (from, at_once.min(len - from)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTINGS: tch_ext::AdamW = tch_ext::AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, weight_decay: 0.1, eps: 1e-8 };
+
+    /// More than a part of a CPU, and no multiple of a block.
+    const LEN: i64 = AT_ONCE + 1001;
+
+    fn waves(frequency: f64) -> Tensor {
+        (Tensor::arange(LEN, (Kind::Float, Device::Cpu)) * frequency).sin()
+    }
+
+    /// Share of the elements that are the same.
+    fn same(a: &Tensor, b: &Tensor) -> f64 {
+        a.eq_tensor(b).to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
+    }
+
+    #[test]
+    fn steps_by_kernels_and_by_libtorchs_operations_are_the_same_up_to_rounding() {
+        // libtorch fuses products and sums, so a number that is close to a border may fall to its other side.
+        const MOST: f64 = 0.9999;
+        let mut params = [waves(0.37), waves(0.37)];
+        let mut blocks = [(); 2].map(|()| [true, false].map(|signed| Blocks::zeros_like(&params[0], signed)));
+        let mut bf16 = [(); 2].map(|()| [waves(0.2), waves(0.0), waves(0.0)].map(|x| x.to_kind(Kind::BFloat16)));
+        for number in 1..4 {
+            let step = Step { number, settings: SETTINGS, seed: 0, index: 0 };
+            let grad = waves(0.11 * number as f64);
+            adamw_blocked(&params[0], &grad, &blocks[0], step).unwrap();
+            let moments = blocks[1].each_mut().map(Blocks::as_moment);
+            tch_ext::adamw_blocked(&mut params[1], &grad, moments, number, SETTINGS).unwrap();
+            assert!(params[0].allclose(&params[1], 1e-4, 1e-5, false), "step {number}");
+            let [plain, fused] = &blocks;
+            for (plain, fused) in plain.iter().zip(fused) {
+                assert!(same(&plain.codes, &fused.codes) > MOST, "step {number}");
+                assert!(plain.absmax.allclose(&fused.absmax, 1e-5, 0.0, false), "step {number}");
+            }
+
+            let (grad, keys) = (grad.to_kind(Kind::BFloat16), [1, 2, 3]);
+            let [[plain, plain_first, plain_second], [fused, first, second]] = &mut bf16;
+            let moments = [plain_first.shallow_clone(), plain_second.shallow_clone()];
+            adamw_rounded(plain, &grad, &moments, keys, step).unwrap();
+            tch_ext::adamw_rounded(fused, &grad, [first, second], keys, number, SETTINGS).unwrap();
+            assert!(bf16[0].iter().zip(&bf16[1]).all(|(a, b)| same(a, b) > 0.999), "step {number}");
+        }
+    }
 }
