@@ -114,6 +114,7 @@ def update(bench, size, precision):
         rate = runs.gemm_rate(size, DTYPES[precision], tokens, job.batch * RESPONSE)
         yield job.rlhf(bench.binary, precision) | {"gemm": rate, "optimise_flops": flops}
         if precision == "bf16":
+            yield job.rlhf(bench.binary, "bf16-weights")
             yield job.trl("bf16-flag")
 
     return bench.repeated(measure)
@@ -127,6 +128,9 @@ def pretrained(bench, trainer, precision, trained):
         yield job.trl(table.THEIRS[precision])
         yield job.rlhf(bench.binary, precision)
         if precision == "bf16":
+            # Adapters are f32 in each mode.
+            if trained == "full":
+                yield job.rlhf(bench.binary, "bf16-weights")
             yield job.trl("bf16-flag")
 
     return bench.repeated(measure)

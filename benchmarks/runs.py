@@ -136,7 +136,8 @@ class Job:
         return self.batch * self.accumulation
 
     def rlhf(self, binary, precision, **watching):
-        """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16."""
+        """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16; with `bf16-weights` those
+        that are trained, their gradients and Adam states are bf16 too."""
         flags = self._flags(precision) | self.extra
         return self._summary("rlhf", precision, watch(self._rlhf(binary, flags), **watching))
 
@@ -191,8 +192,9 @@ class Job:
             "disable_tqdm": "true",
             "num_threads": THREADS,
             "device": self.device,
-            "bf16": str(precision == "bf16").lower(),
-            "dtype": "bfloat16" if precision == "bf16" else "float32",
+            "bf16": str(precision != "f32").lower(),
+            "dtype": "float32" if precision == "f32" else "bfloat16",
+            "optim": "adamw_bf16" if precision == "bf16-weights" else "adamw_torch",
         }
         lora = {"use_peft": "true", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_target_modules": "all-linear"}
         return flags | (lora if self.lora else {})

@@ -21,15 +21,24 @@ MODES = {
     ("rlhf", "f32"): "rlhf, f32",
     ("TRL", "bf16-weights"): "TRL, bf16 weights, gradients and Adam states",
     ("rlhf", "bf16"): "rlhf, bf16 compute; f32 master weights, gradients and Adam states",
+    ("rlhf", "bf16-weights"): "rlhf, bf16 weights, gradients and Adam states (`--optim adamw_bf16`)",
     ("TRL", "bf16-flag"): "TRL, `bf16=True`",
     ("TRL", "autocast"): "TRL, `bf16=True`; f32 weights, frozen models bf16",
 }
 # For adapters too, which are f32 in each mode.
-SHORT_MODES = MODES | {("TRL", "bf16-weights"): "TRL, bf16 weights", ("rlhf", "bf16"): "rlhf, bf16"}
+SHORT_MODES = MODES | {
+    ("TRL", "bf16-weights"): "TRL, bf16 weights",
+    ("rlhf", "bf16"): "rlhf, bf16",
+    ("rlhf", "bf16-weights"): "rlhf, bf16 weights (`--optim adamw_bf16`)",
+}
 
-
+# The comparisons of each precision of a cell: modes of rlhf and of TRL.
+COMPARED = {
+    "f32": [("f32", "f32")],
+    "bf16": [("bf16", "bf16-weights"), ("bf16-weights", "bf16-weights"), ("bf16", "bf16-flag")],
+}
 # TRL's mode that each precision of rlhf is compared with first.
-THEIRS = {"f32": "f32", "bf16": "bf16-weights"}
+THEIRS = {precision: compared[0][1] for precision, compared in COMPARED.items()}
 
 # What a processor multiplies with, the widest first: flags of Linux, and their name.
 VECTORS = {
@@ -67,10 +76,17 @@ def newest(folder):
 
 
 def rounds(runs, *wanted):
-    """Yields, for each round, the runs that match each of `wanted`."""
+    """Yields, for each round that has them, the first runs that match each of `wanted`."""
     for number in sorted({run["round"] for run in runs}):
         of_round = [run for run in runs if run["round"] == number]
-        yield [next(run for run in of_round if want.items() <= run.items()) for want in wanted]
+        found = [next((run for run in of_round if want.items() <= run.items()), None) for want in wanted]
+        if None not in found:
+            yield found
+
+
+def words(precision):
+    """A precision in the names of comparisons."""
+    return precision.replace("-", " ")
 
 
 def gemm_fraction(run):
@@ -82,15 +98,16 @@ def targets(cells):
     """Yields (name, (gate, stretch), lower is better, numbers of the rounds) for each target that was measured."""
     runs = {cell: runs for cell, (_, runs) in cells.items()}
     sizes = ("s", "m")
-    for ours, theirs in (("f32", "f32"), ("bf16", "bf16-weights"), ("bf16", "bf16-flag")):
-        for size in sizes:
-            pairs = rounds(
-                runs.get(f"update/{size}/{ours}", []),
-                {"program": "TRL", "precision": theirs},
-                {"program": "rlhf", "precision": ours},
-            )
-            numbers = [median(trl["update"]) / median(rlhf["update"]) for trl, rlhf in pairs]
-            yield f"update, {size}: {ours} against TRL {theirs.replace('-', ' ')}", UPDATE[theirs], False, numbers
+    for precision, compared in COMPARED.items():
+        for ours, theirs in compared:
+            for size in sizes:
+                pairs = rounds(
+                    runs.get(f"update/{size}/{precision}", []),
+                    {"program": "TRL", "precision": theirs},
+                    {"program": "rlhf", "precision": ours},
+                )
+                numbers = [median(trl["update"]) / median(rlhf["update"]) for trl, rlhf in pairs]
+                yield f"update, {size}: {words(ours)} against TRL {words(theirs)}", UPDATE[theirs], False, numbers
     for size in sizes:
         for precision in ("f32", "bf16"):
             of_cell = runs.get(f"generate/{size}/{precision}", [])
@@ -102,38 +119,43 @@ def targets(cells):
         pairs = rounds(
             runs.get(f"update/{size}/{precision}", []),
             {"program": "TRL", "precision": THEIRS[precision]},
-            {"program": "rlhf"},
+            {"program": "rlhf", "precision": precision},
         )
         numbers = [rlhf["peak_bytes"] / trl["peak_bytes"] for trl, rlhf in pairs]
         yield f"peak memory, {size}: {precision} against TRL's", aim, True, numbers
     for size in sizes:
         for precision in ("f32", "bf16"):
             numbers = [
-                gemm_fraction(run) for [run] in rounds(runs.get(f"update/{size}/{precision}", []), {"program": "rlhf"})
+                gemm_fraction(run)
+                for [run] in rounds(
+                    runs.get(f"update/{size}/{precision}", []), {"program": "rlhf", "precision": precision}
+                )
             ]
             aim = GEMM if (size, precision) == ("m", "f32") else (None, None)
             yield f"fraction of the GEMM rate while optimising, {size}: {precision}", aim, False, numbers
 
 
 def pretrained_pairs(cells):
-    """Yields (cell, TRL's mode, its run and rlhf's in each round) for the cells of the pretrained model."""
+    """Yields (name of the comparison, TRL's run and rlhf's in each round) for the cells of the pretrained model."""
     for trainer in ("grpo", "ppo"):
-        for precision, modes in (("f32", ["f32"]), ("bf16", ["bf16-weights", "bf16-flag"])):
+        for precision, compared in COMPARED.items():
             for trained in ("full", "lora"):
                 cell = f"{trainer}/smollm2/{precision}/{trained}"
                 _, runs = cells.get(cell, (None, []))
-                for mode in modes:
-                    yield cell, mode, list(rounds(runs, {"program": "TRL", "precision": mode}, {"program": "rlhf"}))
+                for ours, theirs in compared:
+                    wanted = [{"program": "TRL", "precision": theirs}, {"program": "rlhf", "precision": ours}]
+                    with_ours = "" if ours == precision else f" with {words(ours)}"
+                    yield f"{cell}{with_ours} against TRL {words(theirs)}", list(rounds(runs, *wanted))
 
 
 def pretrained_targets(cells):
     """Yields the targets of the pretrained model's cells, as `targets` does."""
-    for cell, mode, pairs in pretrained_pairs(cells):
+    for name, pairs in pretrained_pairs(cells):
         numbers = [median(trl["update"]) / median(rlhf["update"]) for trl, rlhf in pairs]
-        yield f"update, {cell} against TRL {mode.replace('-', ' ')}", PRETRAINED_UPDATE, False, numbers
-    for cell, mode, pairs in pretrained_pairs(cells):
+        yield f"update, {name}", PRETRAINED_UPDATE, False, numbers
+    for name, pairs in pretrained_pairs(cells):
         numbers = [rlhf["peak_bytes"] / trl["peak_bytes"] for trl, rlhf in pairs]
-        yield f"peak memory, {cell} against TRL {mode.replace('-', ' ')}", PRETRAINED_MEMORY, True, numbers
+        yield f"peak memory, {name}", PRETRAINED_MEMORY, True, numbers
 
 
 def verdict(number, aim, less):
@@ -241,8 +263,9 @@ def gemm_rows(cells):
 
 def gemm_ratios(runs):
     """TRL's seconds of an update divided by rlhf's, and by what rlhf's would be if its optimise phase were matrix products alone."""
-    precision = next(run["precision"] for run in runs if run["program"] == "rlhf")
-    pairs = list(rounds(runs, {"program": "TRL", "precision": THEIRS[precision]}, {"program": "rlhf"}))
+    precision = next(run["precision"] for run in runs if "gemm" in run)
+    wanted = [{"program": "TRL", "precision": THEIRS[precision]}, {"program": "rlhf", "precision": precision}]
+    pairs = list(rounds(runs, *wanted))
 
     def ratio(products_alone):
         each = []
@@ -345,7 +368,8 @@ def page(found):
             "Seconds per update of SmolLM2-135M-Instruct, responses of 40 tokens that never stop. GRPO: 4 prompts with 8 "
             "responses each, one optimizer step. PPO: 16 responses, 2 epochs. TRL's `bf16=True` computes in bf16 with f32 "
             "weights in `GRPOTrainer`; in `PPOTrainer` it has no effect on a CPU. In bf16 rlhf holds what it trains in f32, and "
-            "frozen weights in bf16. TRL's bf16 weights have bf16 gradients and Adam states; its adapters are f32.",
+            "frozen weights in bf16. TRL's bf16 weights have bf16 gradients and Adam states, as rlhf's have with `--optim "
+            "adamw_bf16`; adapters are f32.",
             update_tables(
                 found,
                 [
