@@ -82,6 +82,9 @@ impl fmt::Display for Error {
     }
 }
 
+/// The exit code of wrong settings.
+const USAGE: u8 = 2;
+
 /// The exit code of a run that an alarm stopped.
 pub(crate) const STOPPED_BY_ALARM: u8 = 3;
 
@@ -112,11 +115,17 @@ impl Error {
         }
     }
 
+    /// Returns whether a program that ended with this exit code is not to be started again: its settings are wrong, an alarm stopped its run,
+    /// or its run is finished and could not be pushed.
+    pub fn is_final(exit_code: u8) -> bool {
+        [USAGE, STOPPED_BY_ALARM, NOT_PUSHED].contains(&exit_code)
+    }
+
     /// The exit code of the program: 2 for usage, 128 plus the signal's number for a run stopped by a signal, 3 for one stopped by an
     /// alarm, 4 for one whose model could not be pushed to the hub, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Usage(_) | Error::Refused(_) => 2,
+            Error::Usage(_) | Error::Refused(_) => USAGE,
             Error::Stopped { code, .. } => *code,
             Error::NotPushed(_) => NOT_PUSHED,
             _ => 1,

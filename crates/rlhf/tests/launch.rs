@@ -56,7 +56,7 @@ impl<'a> Launched<'a> {
     }
 }
 
-fn wait_for(event: &str, mut so_far: impl FnMut() -> bool) {
+pub(crate) fn wait_for(event: &str, mut so_far: impl FnMut() -> bool) {
     let start = Instant::now();
     while !so_far() {
         assert!(start.elapsed() < PATIENCE, "waited a minute until {event}");
@@ -78,7 +78,7 @@ fn stat(id: u32) -> Option<(String, u32)> {
     Some((words.next()?.to_string(), words.next()?.parse().ok()?))
 }
 
-fn runs(id: u32) -> bool {
+pub(crate) fn runs(id: u32) -> bool {
     stat(id).is_some_and(|(state, _)| state != "Z")
 }
 
@@ -173,6 +173,31 @@ fn all_ranks_are_started_again_after_a_failure_as_often_as_allowed() {
 }
 
 #[test]
+fn ranks_are_not_started_again_after_a_request_to_stop_though_one_of_them_failed() {
+    let scratch = Scratch::new();
+    let mut launched = Launched::start(&scratch, "--nproc_per_node 2 --max_restarts 2", LONG);
+    let ranks = launched.ranks(2, 0);
+    kill(ranks[0], "KILL");
+    wait_for("rank 0 ends", || !runs(ranks[0]));
+    signal(&launched.launcher, "INT");
+    let ran = launched.end(&ranks);
+    assert_eq!(ran.code, 128 + 9, "{}", ran.stderr);
+    assert!(!ran.stderr.contains("started again"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_run_that_an_alarm_stopped_is_not_started_again() {
+    let scratch = Scratch::new();
+    let ran = scratch.run(&format!(
+        "launch --nproc_per_node 1 --max_restarts 2 {PPO} --total_episodes 48 --learning_rate 0.3 \
+         --lr_scheduler_type constant --num_sample_generations 0 --on_alarm runaway_kl=stop"
+    ));
+    assert_eq!(ran.code, 3, "{}", ran.stderr);
+    assert_eq!(ran.stderr.matches("stopped after update").count(), 1, "{}", ran.stderr);
+    assert!(!ran.stderr.contains("started again"), "{}", ran.stderr);
+}
+
+#[test]
 fn a_reward_program_of_a_rank_is_no_rank() {
     let scratch = Scratch::new();
     let vars = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE RLHF_LAUNCHER";
@@ -215,6 +240,21 @@ fn training_whose_rank_is_killed_is_restarted_and_ends_in_the_bits_of_an_undistu
         let bytes = |out: &str| fs::read(scratch.path(out).join(file)).unwrap();
         assert!(bytes("killed") == bytes("whole"), "{file} differs");
     }
+}
+
+#[test]
+fn a_run_that_fails_before_it_replaces_another_one_is_started_again_from_its_first_update() {
+    let scratch = Scratch::new();
+    let line = format!("launch --nproc_per_node 2 --max_restarts 1 {}", training("out"));
+    let first = scratch.run(&line);
+    assert_eq!(first.code, 0, "{}", first.stderr);
+    let trained = || fs::metadata(scratch.path("out").join("model.safetensors")).unwrap().modified().unwrap();
+    let before = trained();
+    let overwriting = format!("{line} --overwrite_output_dir");
+    let ran = scratch.command(&overwriting).env("RLHF_FAULT", "1:1:KILL").output().unwrap();
+    let stderr = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success() && stderr.contains("(restart 1 of 1)"), "{stderr}");
+    assert!(trained() > before, "the old run was taken for the new one: {stderr}");
 }
 
 #[test]

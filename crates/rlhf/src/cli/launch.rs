@@ -5,7 +5,8 @@ mod ranks;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::net::TcpListener;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use clap::{Command, FromArgMatches};
 use rlhf::device::{Device, count_gpus};
@@ -31,9 +32,6 @@ const COMMANDS: [&str; 10] =
 
 /// The commands among them with settings of sharding and precision.
 const TRAINING: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
-
-/// The exit code of a usage error, after which a restart would fail again.
-const USAGE: u8 = 2;
 
 /// A command to start as several ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -130,10 +128,11 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
     let program = std::env::current_exe().map_err(Error::io("find the program", "rlhf"))?;
     let (sender, events) = events().map_err(Error::io("handle signals", "rlhf launch"))?;
     let all = config.flags.max_restarts;
+    let before = Folders::of(&config.task);
     for restart in 0.. {
         let mut arguments = config.command.clone();
         if restart > 0 {
-            arguments.extend(resume_words(&config.task).iter().map(OsString::from));
+            arguments.extend(resume_words(&config.task, &before).iter().map(OsString::from));
         }
         let start = Start {
             program: &program,
@@ -149,7 +148,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
         match Ranks::start(&start, &sender)?.wait(&events) {
             End::Done => return Ok(0),
             End::Stopped(code) => return Ok(code),
-            End::Failed { message, code } if code == USAGE || restart >= all => {
+            End::Failed { message, code, was_to_stop } if was_to_stop || restart >= all || Error::is_final(code) => {
                 return Err(Error::Stopped { message, code });
             }
             End::Failed { message, .. } => {
@@ -176,25 +175,45 @@ fn free_port(restart: usize) -> Result<u16> {
 }
 
 /// Returns the words that make a command resume after a restart: a training run continues from the newest checkpoint in its
-/// folder. A given checkpoint counts until the run has written one.
-fn resume_words(task: &Task) -> &'static [&'static str] {
+/// folder. A given checkpoint counts until the run has written one, and a run that replaces another starts again until it has done so.
+fn resume_words(task: &Task, before: &Folders) -> &'static [&'static str] {
     let needed = match task {
         // Its stages have the setting of the whole.
-        Task::Pipeline(config) => {
-            let stages = [
-                config.sft.as_ref().map(|stage| &stage.run),
-                config.reward.as_ref().map(|stage| &stage.run),
-                config.ppo.as_ref().map(|stage| &stage.run),
-            ];
-            stages.iter().flatten().any(|run| run.checkpoints.resume_from_checkpoint.is_none())
-        }
-        _ => run_config(task).is_some_and(|run| match &run.checkpoints.resume_from_checkpoint {
+        Task::Pipeline(_) => run_configs(task).iter().any(|run| run.checkpoints.resume_from_checkpoint.is_none()),
+        _ => run_configs(task).iter().any(|run| match &run.checkpoints.resume_from_checkpoint {
             None => true,
             Some(Resume::Latest) => false,
             Some(Resume::From(_)) => has_checkpoint(&run.output_dir),
         }),
     };
-    if needed { &["--resume_from_checkpoint", "true"] } else { &[] }
+    if needed && before.are_claimed() { &["--resume_from_checkpoint", "true"] } else { &[] }
+}
+
+/// The settings of a run, in its folder.
+const CONFIG: &str = "config.yaml";
+
+/// The folders of runs that may replace others, with what identifies the settings in each as they were before the first start.
+struct Folders(Vec<(PathBuf, Option<Identity>)>);
+
+/// Inode, time of change in seconds and nanoseconds, and length of a file.
+type Identity = (u64, i64, i64, u64);
+
+impl Folders {
+    fn of(task: &Task) -> Self {
+        let replacing = run_configs(task).into_iter().filter(|run| run.overwrite_output_dir);
+        Self(replacing.map(|run| (run.output_dir.clone(), settings_in(&run.output_dir))).collect())
+    }
+
+    /// Returns whether each has the settings of a run that began since then, so that its checkpoints are not those of an older one.
+    fn are_claimed(&self) -> bool {
+        self.0.iter().all(|(folder, before)| settings_in(folder) != *before)
+    }
+}
+
+/// Identifies the settings that a run has written to its folder; `None` without any.
+fn settings_in(folder: &Path) -> Option<Identity> {
+    let file = std::fs::metadata(folder.join(CONFIG)).ok()?;
+    Some((file.ino(), file.mtime(), file.mtime_nsec(), file.len()))
 }
 
 fn has_checkpoint(dir: &Path) -> bool {
@@ -202,13 +221,21 @@ fn has_checkpoint(dir: &Path) -> bool {
     entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with("checkpoint-"))
 }
 
-/// Returns the settings of a training run.
-fn run_config(task: &Task) -> Option<&RunConfig> {
+/// Returns the settings of the training runs of a command.
+fn run_configs(task: &Task) -> Vec<&RunConfig> {
     match task {
-        Task::Sft(config) => Some(&config.run),
-        Task::Reward(config) if !config.eval_only => Some(&config.run),
-        Task::Ppo(config) => Some(&config.run),
-        _ => None,
+        Task::Sft(config) => vec![&config.run],
+        Task::Reward(config) if !config.eval_only => vec![&config.run],
+        Task::Ppo(config) => vec![&config.run],
+        Task::Pipeline(config) => {
+            let stages = [
+                config.sft.as_ref().map(|stage| &stage.run),
+                config.reward.as_ref().map(|stage| &stage.run),
+                config.ppo.as_ref().map(|stage| &stage.run),
+            ];
+            stages.into_iter().flatten().collect()
+        }
+        _ => Vec::new(),
     }
 }
 
@@ -219,7 +246,7 @@ fn device(task: &Task) -> Device {
         Task::Logprobs(config) => config.rows.compute.device,
         Task::Score(config) => config.rows.compute.device,
         Task::Replay(task) => task.ppo.run.device,
-        _ => run_config(task).map_or(Device::Auto, |run| run.device),
+        _ => run_configs(task).first().map_or(Device::Auto, |run| run.device),
     }
 }
 
@@ -263,6 +290,10 @@ mod tests {
             (ppo(&["--node_rank", "1"]), "node_rank = 1: expected a number below nnodes"),
             (ppo(&["--nnodes", "2"]), "master_addr = 127.0.0.1: expected the address of machine 0"),
             (ppo(&["--master_port", "70000"]), "master_port = 70000: expected a TCP port"),
+            (
+                ppo(&["--nnodes", "0", "--num_processes", "4", "--nproc_per_node", "4"]),
+                "nnodes = 0: expected at least 1",
+            ),
             (
                 ppo(&["--num_processes", "3", "--nnodes", "2", "--master_addr", "n0"]),
                 "num_processes = 3: expected a multiple",
@@ -332,7 +363,8 @@ mod tests {
         let out = dir.path().to_str().unwrap();
         let words = |more: &[&'static str]| {
             let command = [&PPO[..], &["--output_dir", out], more].concat();
-            resume_words(&launched(&[], &command).task)
+            let task = launched(&[], &command).task;
+            resume_words(&task, &Folders::of(&task))
         };
         let (resumes, given) =
             (&["--resume_from_checkpoint", "true"][..], ["--resume_from_checkpoint", "other/checkpoint-1"]);
@@ -342,6 +374,24 @@ mod tests {
         std::fs::create_dir(dir.path().join("checkpoint-2")).unwrap();
         assert_eq!(words(&given), resumes);
         let generate = launched(&[], &["generate", "--model_name_or_path", "m"]);
-        assert!(resume_words(&generate.task).is_empty());
+        assert!(resume_words(&generate.task, &Folders::of(&generate.task)).is_empty());
+    }
+
+    #[test]
+    fn a_run_that_replaces_another_one_resumes_when_it_has_written_its_settings() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().to_str().unwrap();
+        let task = launched(&[], &[&PPO[..], &["--output_dir", out, "--overwrite_output_dir"]].concat()).task;
+        for old in [None, Some("of the old run")] {
+            let write = |text: &str| {
+                std::fs::write(dir.path().join("new"), text).unwrap();
+                std::fs::rename(dir.path().join("new"), dir.path().join(CONFIG)).unwrap();
+            };
+            old.iter().for_each(|text| write(text));
+            let before = Folders::of(&task);
+            assert!(resume_words(&task, &before).is_empty(), "the folder has {old:?}");
+            write("of the new run");
+            assert_eq!(resume_words(&task, &before), ["--resume_from_checkpoint", "true"]);
+        }
     }
 }

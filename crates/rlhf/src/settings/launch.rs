@@ -86,7 +86,7 @@ impl LaunchFlags {
 
     /// Returns the number of ranks on this machine that the flags set.
     pub fn local_ranks(&self) -> Option<usize> {
-        self.num_processes.map(|all_ranks| all_ranks / self.nnodes).or(self.nproc_per_node)
+        self.num_processes.map(|all_ranks| all_ranks / self.nnodes.max(1)).or(self.nproc_per_node)
     }
 
     /// Returns the port that the flags set; `None` for any free one.

@@ -48,6 +48,8 @@ pub(super) enum End {
     Failed {
         message: String,
         code: u8,
+        /// Whether the launcher was asked to stop the ranks.
+        was_to_stop: bool,
     },
 }
 
@@ -244,7 +246,9 @@ impl Ranks {
 
     fn end(&self) -> End {
         match self.cause() {
-            Some((rank, status)) => End::Failed { message: description(rank, status), code: exit_code(status) },
+            Some((rank, status)) => {
+                End::Failed { message: description(rank, status), code: exit_code(status), was_to_stop: self.stops > 0 }
+            }
             None => self.stopped.map_or(End::Done, End::Stopped),
         }
     }
