@@ -126,6 +126,19 @@ fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
 }
 
 #[test]
+fn a_stage_that_was_run_in_test_mode_is_not_finished() {
+    let scratch = scratch();
+    runs(&scratch, &format!("{ALL} --output_dir whole"));
+    let text = scratch.read("pipeline.yaml");
+    scratch.write("test.yaml", &text.replace("ppo:\n", "ppo:\n  enable_test_mode: true\n  test_stop_step: 0\n"));
+    runs(&scratch, "pipeline --config test.yaml");
+    assert_eq!(scratch.metrics("out/3-ppo").len(), 1);
+    let ran = runs(&scratch, &format!("{ALL} --resume_from_checkpoint true"));
+    assert!(ran.stderr.contains("stage 3 of 3, ppo: into out/3-ppo"), "{}", ran.stderr);
+    same_models(&scratch, ["out/1-sft", "out/2-reward", "out/3-ppo"], ["whole/1-sft", "whole/2-reward", "whole/3-ppo"]);
+}
+
+#[test]
 fn a_pipeline_that_is_refused_changes_nothing_of_the_one_at_work() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml").replace("max_steps: 3", "max_steps: 100000");

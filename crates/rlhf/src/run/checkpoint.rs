@@ -721,11 +721,18 @@ pub(crate) fn clear(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the folders of checkpoints and of the best model in `dir`.
-pub(crate) fn folders(dir: &Path) -> Result<Vec<PathBuf>> {
+/// Returns the folders in `dir` that have names of checkpoints or of the best model, whatever is in them.
+pub(crate) fn places(dir: &Path) -> Result<Vec<PathBuf>> {
     let best = dir.join(BEST);
     let checkpoints = numbered(dir)?.into_iter().map(|number| dir.join(name_of(number)));
-    Ok(checkpoints.chain(best.join(BEST_FILE).is_file().then_some(best)).collect())
+    Ok(checkpoints.chain(best.is_dir().then_some(best)).collect())
+}
+
+/// Returns the folders of checkpoints and of the best model in `dir`.
+pub(crate) fn folders(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut folders = places(dir)?;
+    folders.retain(|folder| !folder.ends_with(BEST) || folder.join(BEST_FILE).is_file());
+    Ok(folders)
 }
 
 /// Returns the newest checkpoint in `dir`.

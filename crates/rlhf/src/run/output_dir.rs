@@ -299,7 +299,8 @@ impl FolderLock {
 }
 
 /// Claims `run.output_dir` for this run when it is ready to start: removes an old run's files if it may, and writes the
-/// resolved configuration; a run that is resumed in place finds it there. The `lock` was acquired before `start` was found.
+/// resolved configuration; a run that is resumed in place finds it there. The `lock` was acquired before `start` was found. Returns
+/// notes on folders of the user that were renamed.
 ///
 /// # Errors
 /// As [`check_output_dir`]; if another run created the folder first; if a file cannot be removed or written.
@@ -308,20 +309,22 @@ pub(crate) fn claim_output_dir(
     start: &Start,
     lock: FolderLock,
     resolved: &impl Serialize,
-) -> Result<FolderLock> {
+) -> Result<(FolderLock, Vec<String>)> {
     let dir = run.output_dir.as_path();
     if start.in_place {
         if start.extends(resolved)? && dir.join(CONFIG).is_file() {
             write_resolved(resolved, dir.join(CONFIG))?;
         }
-        return Ok(lock);
+        return Ok((lock, Vec::new()));
     }
     check_contents(dir, may_overwrite(run, start))?;
     let (lock, created) = lock.create(dir, run.overwrite_output_dir)?;
     // `start` was found before a folder that is new.
     check_contents(dir, if created { run.overwrite_output_dir } else { may_overwrite(run, start) })?;
-    clean_folder(dir, resolved)?;
-    Ok(lock)
+    remove_run(dir)?;
+    let notes = set_aside(dir)?;
+    write_settings(dir, resolved)?;
+    Ok((lock, notes))
 }
 
 /// Writes the number of updates of the whole run to its folder `dir`, for readers of a run in progress.
@@ -352,14 +355,36 @@ pub(crate) fn claim_locked(
 ) -> Result<FolderLock> {
     let (lock, _) = lock.create(dir, overwrite)?;
     check_contents(dir, overwrite)?;
-    clean_folder(dir, resolved)?;
+    remove_run(dir)?;
+    write_settings(dir, resolved)?;
     Ok(lock)
 }
 
-/// Removes the files of a run in the folder `dir`, and writes the resolved configuration.
+/// Writes the resolved configuration to the folder `dir`.
 ///
-/// That file makes a folder a run's, and is replaced last: a run that is killed before can start again.
-fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
+/// That file makes a folder a run's, and is replaced after everything else: a run that is killed before can start again.
+fn write_settings(dir: &Path, resolved: &impl Serialize) -> Result<()> {
+    write_resolved(resolved, dir.join(CONFIG))?;
+    remove_files(dir, |name| name == OLD_CONFIG)
+}
+
+/// Renames folders that are left where a run will write checkpoints or its best model, as they have files of the user. Returns a note on
+/// each.
+fn set_aside(dir: &Path) -> Result<Vec<String>> {
+    let renamed = |folder: PathBuf| {
+        let beside = |number: usize| {
+            let more = if number == 1 { String::new() } else { format!("-{number}") };
+            PathBuf::from(format!("{}.old{more}", folder.display()))
+        };
+        let free = (1..).map(beside).find(|place| !place.exists()).expect("some number is free");
+        std::fs::rename(&folder, &free).map_err(Error::io("rename", &folder))?;
+        Ok(format!("{} has files of no run: it is {} now", folder.display(), free.display()))
+    };
+    checkpoint::places(dir)?.into_iter().map(renamed).collect()
+}
+
+/// Removes the files of a run in the folder `dir`, but its configuration.
+fn remove_run(dir: &Path) -> Result<()> {
     checkpoint::clear(dir)?;
     remove_run_files(dir)?;
     for folder in [SAMPLES, ROLLOUTS].map(|name| dir.join(name)).iter().filter(|folder| folder.is_dir()) {
@@ -375,8 +400,7 @@ fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
             remove_run_folder(folder)?;
         }
     }
-    write_resolved(resolved, dir.join(CONFIG))?;
-    remove_files(dir, |name| name == OLD_CONFIG)
+    Ok(())
 }
 
 /// Removes a run's files from a folder in its output folder, and the folder itself unless it has other files.
@@ -432,6 +456,7 @@ fn update_number(digits: &str) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::flag::defaults;
+    use crate::run::settings::CheckpointConfig;
 
     fn run(dir: &Path, overwrite: bool) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };
@@ -440,6 +465,10 @@ mod tests {
     }
 
     fn claim(run: &RunConfig) -> Result<FolderLock> {
+        Ok(claim_with_notes(run)?.0)
+    }
+
+    fn claim_with_notes(run: &RunConfig) -> Result<(FolderLock, Vec<String>)> {
         let lock = FolderLock::acquire(&run.output_dir)?;
         claim_output_dir(run, &Start::find(run)?, lock, &serde_json::json!({"seed": 1}))
     }
@@ -510,6 +539,32 @@ mod tests {
         for name in ours.iter().filter(|name| **name != CONFIG) {
             assert!(!dir.path().join(name).exists(), "{name}");
         }
+    }
+
+    #[test]
+    fn files_of_the_user_in_a_checkpoint_are_kept_from_the_new_run_under_another_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = ["checkpoint-4/notes.txt", "checkpoint-4.old/notes.txt", "best/notes.txt", "config.yaml"];
+        for (file, folder) in files.iter().zip(["checkpoint-4", "checkpoint-4.old", "best", ""]) {
+            std::fs::create_dir_all(dir.path().join(folder)).unwrap();
+            std::fs::write(dir.path().join(file), format!("{RESOLVED}{file}")).unwrap();
+        }
+        std::fs::write(dir.path().join("checkpoint-4/trainer_state.json"), "{}").unwrap();
+        let (_lock, notes) = claim_with_notes(&run(dir.path(), true)).unwrap();
+        let note = |from: &str, to: &str| {
+            let [from, to] = [from, to].map(|name| dir.path().join(name).display().to_string());
+            format!("{from} has files of no run: it is {to} now")
+        };
+        assert_eq!(notes, [note("checkpoint-4", "checkpoint-4.old-2"), note("best", "best.old")]);
+        for (place, was) in [("checkpoint-4.old-2", 0), ("checkpoint-4.old", 1), ("best.old", 2)] {
+            let text = std::fs::read_to_string(dir.path().join(place).join("notes.txt")).unwrap();
+            assert_eq!(text, format!("{RESOLVED}{}", files[was]));
+        }
+        assert!(!dir.path().join("checkpoint-4.old-2/trainer_state.json").exists());
+        // A run that is killed before its first checkpoint starts again.
+        let resume = CheckpointConfig { resume_from_checkpoint: Some(Resume::Latest), ..defaults() };
+        let resumed = Start::find(&RunConfig { checkpoints: resume, ..run(dir.path(), false) }).unwrap();
+        assert!(checkpoint::places(dir.path()).unwrap().is_empty() && resumed.replaces);
     }
 
     #[test]

@@ -334,7 +334,9 @@ impl<'w> Session<'w> {
             }
             warnings.extend(opening.differences);
             let claim = |lock| claim_output_dir(spec.run, &opening.start, lock, spec.config);
-            trainee.progress_mut().lock = world.agree(opening.lock.map(claim).transpose())?;
+            let (lock, notes) = world.agree(opening.lock.map(claim).transpose())?.unzip();
+            trainee.progress_mut().lock = lock;
+            warnings.extend(notes.into_iter().flatten());
             trainee.progress_mut().begun = true;
             start = opening.start;
         }
@@ -629,7 +631,7 @@ impl<'w> Session<'w> {
         let shows = self.report.console.is_loud();
         if let Some(pusher) = &mut self.pusher {
             self.report.console.note("pushing the model to the hub");
-            pusher.warning().iter().for_each(|warning| self.report.console.warn(warning));
+            pusher.warnings().iter().for_each(|warning| self.report.console.warn(warning));
             pusher.saved_final(shows);
         }
         loop {

@@ -12,7 +12,7 @@ use crate::dist::World;
 use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
-use crate::run::checkpoint::{Finished, Saved};
+use crate::run::checkpoint::{Finished, Saved, UNFINISHED};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
@@ -227,8 +227,11 @@ fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
     Ok(Begun { finished, again, _lock: lock })
 }
 
-/// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it.
+/// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it. A stage that `enable_test_mode` ended is not.
 fn record_finished(config: &PipelineConfig, stage: Stage, dir: &Path) -> Result<()> {
+    if dir.join(UNFINISHED).is_file() {
+        return Ok(());
+    }
     let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
     let finished = Finished { command: stage.name(), updates: updates as usize };
     finished.record(dir, &config.settings(stage), &inputs_of(config, stage)?)
