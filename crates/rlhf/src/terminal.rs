@@ -264,6 +264,18 @@ pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Val
     shown
 }
 
+/// Returns those values of a run's settings, each with the setting's name, of which [`without_programs`] leaves something out.
+pub(crate) fn programs(settings: &Map<String, Value>) -> Vec<(&'static str, String)> {
+    let texts = |name: &'static str| match settings.get(name) {
+        Some(Value::String(text)) => vec![(name, text.clone())],
+        Some(Value::Array(values)) => {
+            values.iter().filter_map(Value::as_str).map(|text| (name, text.to_string())).collect()
+        }
+        _ => Vec::new(),
+    };
+    PROGRAMS.into_iter().flat_map(texts).filter(|(name, text)| without_secret(name, text) != *text).collect()
+}
+
 fn without_secret(flag: &str, value: &str) -> String {
     let named_secret = |name: &str| {
         let name = name.to_ascii_lowercase();

@@ -4,7 +4,7 @@ use super::MARK;
 use super::charts::Charts;
 use super::html::{Html, number};
 use super::progress::Progress;
-use super::read::Run;
+use super::read::{Run, Setting};
 use super::samples::{Cut, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{MOST_LINES, Mark, verdict};
@@ -180,7 +180,7 @@ fn differences(page: &mut Html, runs: &[Run]) {
 /// Returns the names of all settings, in the order of the first run that has each.
 fn setting_names(runs: &[Run]) -> Vec<&str> {
     let mut names: Vec<&str> = Vec::new();
-    for (name, _) in runs.iter().flat_map(|run| &run.settings) {
+    for Setting { name, .. } in runs.iter().flat_map(|run| &run.settings) {
         if !names.contains(&name.as_str()) {
             names.push(name);
         }
@@ -188,7 +188,7 @@ fn setting_names(runs: &[Run]) -> Vec<&str> {
     names
 }
 
-/// Writes a table of settings with a column for each run. Addresses are shown without what may be secret in them.
+/// Writes a table of settings with a column for each run, without what may be secret in them: a page is for others too.
 fn settings_table(page: &mut Html, runs: &[Run], names: &[&str]) {
     page.raw("<div class=\"wide\"><table>\n<thead><tr><th scope=\"col\">setting</th>");
     for at in 0..runs.len() {
@@ -200,7 +200,7 @@ fn settings_table(page: &mut Html, runs: &[Run], names: &[&str]) {
     for name in names {
         page.raw("<tr><th scope=\"row\">").text(name).raw("</th>");
         for run in runs {
-            page.raw("<td dir=\"auto\">").text(one_line(run.setting(name).unwrap_or("\u{2013}"))).raw("</td>");
+            page.raw("<td dir=\"auto\">").text(one_line(run.public_setting(name).unwrap_or("\u{2013}"))).raw("</td>");
         }
         page.raw("</tr>\n");
     }

@@ -94,7 +94,7 @@ fn seconds_per_update(run: &Run) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::read::Series;
+    use crate::report::read::{Series, Setting};
 
     fn run(outcome: Outcome, metrics: &[(&str, &[(f64, f64)])], settings: &[(&str, &str)]) -> Run {
         let series = |&(name, points): &(&str, &[(f64, f64)])| Series { name: name.into(), points: points.to_vec() };
@@ -103,7 +103,7 @@ mod tests {
             updates: metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max),
             metrics,
             outcome,
-            settings: settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect(),
+            settings: settings.iter().map(|(name, value)| Setting::of(name, value)).collect(),
             ..Run::default()
         }
     }

@@ -7,6 +7,7 @@ use crate::files;
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
 use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length};
+use crate::terminal::without_programs;
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -29,8 +30,8 @@ pub(super) struct Run {
     pub(super) outcome: Outcome,
     /// Updates of the whole run, if it has written their number.
     pub(super) length: Option<u64>,
-    /// Settings by name, in the order of `config.yaml`.
-    pub(super) settings: Vec<(String, String)>,
+    /// Settings in the order of `config.yaml`.
+    pub(super) settings: Vec<Setting>,
     /// Facts of the model card by name: base model, rewards, checks at the start.
     pub(super) facts: Vec<(String, String)>,
     /// Command line that trained the model.
@@ -156,7 +157,12 @@ impl Run {
 
     /// Returns the value of a setting.
     pub(super) fn setting(&self, name: &str) -> Option<&str> {
-        self.settings.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+        self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.value.as_str())
+    }
+
+    /// Returns the value of a setting for others: without the arguments of programs, and the passwords and queries of addresses.
+    pub(super) fn public_setting(&self, name: &str) -> Option<&str> {
+        self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.public.as_str())
     }
 }
 
@@ -251,8 +257,25 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
     }
 }
 
+/// A setting of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Setting {
+    pub(super) name: String,
+    value: String,
+    /// The value without secrets.
+    public: String,
+}
+
+#[cfg(test)]
+impl Setting {
+    /// A setting without secrets.
+    pub(super) fn of(name: &str, value: &str) -> Self {
+        Self { name: name.into(), value: value.into(), public: value.into() }
+    }
+}
+
 /// Reads the settings in `config.yaml`.
-fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<(String, String)> {
+fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
     let text = match files::read_settings(&dir.join(CONFIG)) {
         Ok(text) => text,
         Err(error) => {
@@ -260,13 +283,23 @@ fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<(String, String)> {
             return Vec::new();
         }
     };
-    let shown = |value: Value| match value {
+    let text_of = |value: &Value| match value {
         Value::Null => "none".into(),
-        Value::String(text) => text,
+        Value::String(text) => text.clone(),
         other => other.to_string(),
     };
     match serde_saphyr::from_str::<Map<String, Value>>(&text) {
-        Ok(settings) => settings.into_iter().map(|(name, value)| (name, shown(value))).collect(),
+        Ok(settings) => {
+            let public = without_programs(&settings);
+            let values = settings.iter().zip(public.values());
+            values
+                .map(|((name, value), public)| Setting {
+                    name: name.clone(),
+                    value: text_of(value),
+                    public: text_of(public),
+                })
+                .collect()
+        }
         Err(_) => {
             notes.push(format!("{CONFIG}: expected settings as YAML, found something else"));
             Vec::new()
@@ -431,8 +464,19 @@ mod tests {
         assert!(settings(dir.path(), &mut notes).is_empty() && notes.len() == 1);
         fs::write(dir.path().join(CONFIG), "# by rlhf\nseed: 1\nlora: [a, b]\nsave_steps: null\nname: '<b>'\n")
             .unwrap();
+        let setting = |name: &str, value: &str, public: &str| {
+            let [name, value, public] = [name, value, public].map(String::from);
+            Setting { name, value, public }
+        };
         let expected = [("seed", "1"), ("lora", "[\"a\",\"b\"]"), ("save_steps", "none"), ("name", "<b>")];
-        let expected = expected.map(|(name, value)| (name.to_string(), value.to_string()));
+        assert_eq!(settings(dir.path(), &mut notes), expected.map(|(name, value)| setting(name, value, value)));
+        let programs = "reward_command: judge --key pw123\nreward: ['a=command:judge pw123', json]\nreward_url: http://me:pw123@h/\n";
+        fs::write(dir.path().join(CONFIG), programs).unwrap();
+        let expected = [
+            setting("reward_command", "judge --key pw123", "judge ..."),
+            setting("reward", r#"["a=command:judge pw123","json"]"#, r#"["a=command:judge ...","json"]"#),
+            setting("reward_url", "http://me:pw123@h/", "http://...@h/"),
+        ];
         assert_eq!(settings(dir.path(), &mut notes), expected);
         let card = "---\ntags:\n- x\n---\n\n# p\n\nTrained by `rlhf ppo` 0.1.0:\n\n    rlhf ppo\n    --x\n\n| | |\n|---|---|\n\
                     | checks | all \\| good |\n| kl | 1 |\n\n| no | row |\n";

@@ -334,7 +334,7 @@ fn some(texts: impl ExactSizeIterator<Item = String>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::read::Series;
+    use crate::report::read::{Series, Setting};
     use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
     use rand_distr::{Distribution, StandardNormal};
 
@@ -349,7 +349,7 @@ mod tests {
             updates: metrics[0].1.len() as f64,
             length: None,
             outcome: Outcome::Finished,
-            settings: vec![("response_length".into(), "20".into())],
+            settings: vec![Setting::of("response_length", "20")],
             facts: Vec::new(),
             command_line: None,
             alarms: Vec::new(),

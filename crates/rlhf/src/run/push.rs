@@ -124,9 +124,11 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
-    /// Returns the warning of [`local_base_warning`] about the model of the run.
-    pub(crate) fn warning(&self) -> Option<String> {
-        local_base_warning(&self.output_dir, &[])
+    /// Returns warnings about the model of the run that has ended: [`local_base_warning`], and that it is not a best one.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        let is_last = self.strategy == HubStrategy::Best && self.folder() == self.output_dir;
+        let last = is_last.then(|| "hub_strategy = best: the run has no best model, so its last one is pushed".into());
+        local_base_warning(&self.output_dir, &[]).into_iter().chain(last).collect()
     }
 
     /// Starts the thread that pushes the models of the run in `output_dir`.
@@ -184,7 +186,7 @@ impl Pusher {
     pub(crate) fn saved_final(&mut self, shows: bool) {
         // The run has ended: its files stay as they are.
         let queued = find_folder(&self.folder(), &is_of_model).and_then(|mut files| {
-            if self.strategy == HubStrategy::Best {
+            if self.folder() != self.output_dir {
                 add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
             }
             self.queue(without_programs(files)?, "End of training".into(), shows)
@@ -226,9 +228,10 @@ impl Pusher {
         }
     }
 
-    /// The folder that is pushed at the end.
+    /// The folder that is pushed at the end: that of the best model, if there is one by then.
     fn folder(&self) -> PathBuf {
-        if self.strategy == HubStrategy::Best { self.output_dir.join(BEST) } else { self.output_dir.clone() }
+        let best = self.output_dir.join(BEST);
+        if self.strategy == HubStrategy::Best && best.is_dir() { best } else { self.output_dir.clone() }
     }
 
     fn queue(&mut self, files: Vec<LocalFile>, message: String, shows: bool) -> Result<()> {
