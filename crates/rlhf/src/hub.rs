@@ -54,8 +54,8 @@ const TOKENIZER: [&str; 6] = [
 ];
 /// Number of attempts per request.
 const ATTEMPTS: u32 = 4;
-/// Most wait between two attempts of a download.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// Most wait before the next attempt: the hub's limits on requests are per five minutes.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
 /// The hub and its local cache.
 #[derive(Clone)]

@@ -15,6 +15,7 @@ use std::time::Duration;
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
+use rlhf::reward::kill_programs;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
@@ -86,7 +87,8 @@ fn run(task: &Task) -> Result<u8> {
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again to stop at once")),
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None),
-        Task::Eval(_) if is_main() => end_on_signals("stopped; the same command continues the evaluation"),
+        Task::Eval(_) if is_main() => end_on_signals(Some("stopped; the same command continues the evaluation")),
+        Task::Score(_) => end_on_signals(None),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -184,15 +186,14 @@ fn shards_parameters(task: &Task) -> bool {
 /// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
 /// prints `message`, if there is one; a second signal ends the process at once.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
-    // Under `nohup` SIGHUP stays ignored.
-    let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
-    let mut signals = Signals::new(signals)?;
+    let mut signals = Signals::new(stopping_signals())?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
             // The exit code that shells report for a program that the signal ended.
             let code = 128 + signal;
             if request_stop(code as u8) {
                 clear_bar();
+                kill_programs();
                 tch_ext::exit_at_once(code);
             }
             // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
@@ -207,16 +208,25 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     Ok(())
 }
 
-/// Installs a handler: a signal prints `message` and ends the process at once. For commands that keep what they have done.
-fn end_on_signals(message: &'static str) -> io::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+/// Installs a handler: a signal prints `message`, if there is one, and ends the process and the programs that it started at once.
+fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
+    let mut signals = Signals::new(stopping_signals())?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            announce(&format!("\n{message}"));
+            match message {
+                Some(message) => announce(&format!("\n{message}")),
+                None => clear_bar(),
+            }
+            kill_programs();
             tch_ext::exit_at_once(128 + signal);
         }
     })?;
     Ok(())
+}
+
+/// The signals that ask the program to stop. Under `nohup` SIGHUP stays ignored.
+fn stopping_signals() -> impl Iterator<Item = i32> {
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP))
 }
 
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{PPO, PROMPTS, REWARD, Ran, Scratch, json_lines, timeless};
+use crate::launch::{runs, wait_for};
 use crate::support::{Child, Tensors, assert_close, golden, init, read_json};
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
@@ -14,6 +15,7 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::PpoTrainer;
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -883,4 +885,36 @@ fn a_signal_ends_the_wait_for_another_attempt_at_once() {
         "{error}"
     );
     assert!(!error.contains("hidden"), "{error}");
+}
+
+#[test]
+fn a_signal_that_ends_the_program_at_once_ends_reward_programs_and_all_that_they_started() {
+    let scratch = Scratch::new();
+    scratch.write("slow.sh", "sleep 600 & echo $$ $! > ids; while read row; do sleep 600; done");
+    scratch.write("rows.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
+    let score = "score --tokenizer_name policy --dataset_name rows.jsonl";
+    // A run ends at its second signal.
+    for (line, signals) in [(score.to_string(), &["TERM"][..]), (NO_MODEL.to_string(), &["INT", "INT"])] {
+        let mut run = scratch.command(&line);
+        run.args(["--reward_command", "sh slow.sh"]).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = run.spawn().unwrap();
+        let ids = || -> Vec<u32> {
+            let text = fs::read_to_string(scratch.path("ids")).unwrap_or_default();
+            text.split_whitespace().map(|id| id.parse().unwrap()).collect()
+        };
+        wait_until(&mut child, || ids().len() == 2);
+        let programs = ids();
+        assert!(programs.iter().all(|&id| runs(id)));
+        for (at, name) in signals.iter().enumerate() {
+            if at > 0 {
+                // The first one has arrived when its note is printed; signals of one number are not queued.
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            signal(&child, name);
+        }
+        let ran = Ran::from(child.wait_with_output().unwrap());
+        assert!([130, 143].contains(&ran.code), "{line}: {}: {}", ran.code, ran.stderr);
+        wait_for("the programs end", || programs.iter().all(|&id| !runs(id)));
+        fs::remove_file(scratch.path("ids")).unwrap();
+    }
 }

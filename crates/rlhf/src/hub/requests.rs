@@ -1,7 +1,7 @@
 //! Requests of an upload. The token is sent to the hub alone, and a request that may succeed later is repeated.
 
 use super::local::LocalFile;
-use super::{ATTEMPTS, Bar, Failure, Hub, origin};
+use super::{ATTEMPTS, Bar, Failure, Hub, LONGEST_WAIT, origin};
 use crate::safe_text::one_line;
 use crate::signals::stop_requested;
 use crate::{Error, Result};
@@ -12,8 +12,6 @@ use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Agent, Body, SendBody};
 
-/// Most wait before the next attempt: the hub's limits on requests are per five minutes.
-const LONGEST_WAIT: Duration = Duration::from_secs(300);
 /// Timeout of most responses.
 const QUICK: Duration = Duration::from_secs(60);
 /// Timeout of the response to a commit of many files or to the completion of a large one.

@@ -24,8 +24,9 @@ impl Default for RetryPolicy {
     }
 }
 
-/// Maximum wait before a retry.
+/// Maximum wait before a retry, and maximum wait that a service may ask for.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
+const MAX_ASKED: Duration = Duration::from_secs(600);
 
 impl RetryPolicy {
     /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
@@ -39,13 +40,18 @@ impl RetryPolicy {
                     if !failure.retryable || failed >= self.attempts {
                         return Err(Failure { attempts: failed, ..failure });
                     }
-                    let wait = self.backoff.saturating_mul(1 << (failed - 1).min(16));
-                    if pause(wait.max(failure.retry_after.unwrap_or_default()).min(MAX_BACKOFF)) {
+                    if pause(self.wait(failed, failure.retry_after)) {
                         return Err(Failure { attempts: failed, stopped: true, ..failure });
                     }
                 }
             }
         }
+    }
+
+    /// Returns the wait before the next attempt after `failed` ones; `asked` is the wait that the service asks for.
+    fn wait(&self, failed: u32, asked: Option<Duration>) -> Duration {
+        let backoff = self.backoff.saturating_mul(1 << (failed - 1).min(16)).min(MAX_BACKOFF);
+        backoff.max(asked.unwrap_or_default().min(MAX_ASKED))
     }
 }
 
@@ -136,4 +142,17 @@ pub(crate) fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), F
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_up_to_a_minute_and_are_as_long_as_a_service_asks_up_to_ten() {
+        let policy = RetryPolicy { backoff: Duration::from_secs(1), ..RetryPolicy::default() };
+        let wait = |failed, asked: u64| policy.wait(failed, Some(Duration::from_secs(asked))).as_secs();
+        assert_eq!([1, 2, 4, 30].map(|failed| wait(failed, 0)), [1, 2, 8, 60]);
+        assert_eq!([3, 90, 5000].map(|asked| wait(3, asked)), [4, 90, 600]);
+    }
 }
