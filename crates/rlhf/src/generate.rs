@@ -542,9 +542,11 @@ impl Decoding<'_> {
                 self.logits = self.model.decode(tokens, &mut self.cache)?;
             }
             let logits = &self.logits;
-            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalise(logits, config.repetition_penalty));
+            // Half precision would round each change of the logits.
+            let wide = || logits.to_kind(Kind::Float);
+            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalise(&wide(), config.repetition_penalty));
             if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
-                adjusted = Some(without(adjusted.as_ref().unwrap_or(logits), &self.stop_ids));
+                adjusted = Some(without(&adjusted.unwrap_or_else(wide), &self.stop_ids));
             }
             let mut choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws);
             choice.top = config.top_logprobs.map(|k| TopLogprobs::of(logits, &choice.tokens, k));

@@ -260,10 +260,19 @@ fn another_learning_rate_changes_what_follows_the_first_step_alone() {
     let narrow = PpoConfig { cliprange: 0.01, ..config.clone() };
     replay(&config, 2, &narrow, "narrow").unwrap().verdict().unwrap();
     // Rows are masked after they are sampled and scored.
-    let mut masked = config.clone();
+    let (unmasked, mut masked) = (config.clone(), config.clone());
     masked.mask.mask_truncated_completions = true;
     let replayed = replay(&config, 2, &masked, "masked").unwrap();
     assert_eq!(replayed.changed()[0].0, "mask_truncated_completions");
+    // And counted, though the run masked them.
+    masked.run.output_dir = dir.path().join("of-masked");
+    ppo(&masked, Console::Silent).unwrap();
+    let metrics = |config: &PpoConfig, name: &str| -> Vec<(String, Option<f64>)> {
+        let counting = PpoConfig { run: config.run.clone(), ..unmasked.clone() };
+        let replayed = replay(config, 1, &counting, name).unwrap();
+        replayed.metrics().iter().map(|metric| (metric.name.clone(), metric.replayed)).collect()
+    };
+    assert_eq!(metrics(&masked, "counted"), metrics(&config, "as-it-was"));
     let mut reinforce = config.clone();
     reinforce.advantage.advantage_estimator = AdvantageEstimator::Reinforce;
     let replayed = replay(&config, 2, &reinforce, "reinforce").unwrap();

@@ -381,6 +381,9 @@ fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are
     let config = StepConfig { model_name: dir, ..trainer.config().clone() };
     let mut read = StepTrainer::from_pretrained(config, ModelOptions::default()).unwrap();
     assert_eq!(read.generate(&queries, &how).unwrap().responses, later.responses);
+    let weights = [&trainer, &read].map(|trainer| weights(&trainer.learner.policy));
+    assert!(weights[0] == weights[1], "the adapter's folder has the value head too");
+    assert!(!read.learner.value.has_new_head());
 }
 
 #[test]

@@ -90,7 +90,7 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["actor.adam.eps", "critic.adam.eps"], "adam_epsilon"),
     (&["max_norm", "actor.max_norm"], "max_grad_norm"),
     (&["critic.max_norm"], "value_max_grad_norm"),
-    (&["actor.optim", "critic.optim"], "AdamW: leave it out"),
+    (&["actor.optim", "critic.optim"], "optim"),
     (&["freezing_actor_steps", "critic.freezing_steps"], "value_warmup_updates"),
     (&["train.enable_ema"], "enable_ema"),
     (&["train.ema_beta"], "ema_beta"),

@@ -158,7 +158,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "the organization is part of hub_model_id: ORGANIZATION/NAME"), TRAIN, &["push_to_hub_organization"]),
     (Together, PPO, &[IF_BEST, "compare_steps"]),
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
-    (Noted("no model here has experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
+    (Noted("there is no auxiliary loss of a router of experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
     (
         Noted(OLD),
         TRAIN,
@@ -293,7 +293,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GROUPS,
         &["generation_kwargs"],
     ),
-    (Only(UNSET, "the chat template gets the messages only"), GROUPS, &["chat_template_kwargs"]),
+    (Only(UNSET, "a column of this name has them for each row"), GROUPS, &["chat_template_kwargs"]),
     (Noted("no model's own dropout is applied"), GROUPS, &["disable_dropout"]),
     (Noted(SPEED), GROUPS, &["pad_to_multiple_of"]),
     (Noted("an evaluation samples one response to each prompt"), GROUPS, &["num_generations_eval"]),

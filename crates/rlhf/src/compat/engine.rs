@@ -341,11 +341,12 @@ impl RlhfEngine {
         &self.learner.policy
     }
 
-    /// Returns the next `per_device_generation_batch_size` prompts, `[B, P]` i64 padded on the left, and their mask, 1 at tokens;
-    /// `None` if the engine has no data. The data are reshuffled in each pass.
+    /// Returns the next prompts of all ranks, `per_device_generation_batch_size` for each, `[B, P]` i64 padded on the left, and their mask,
+    /// 1 at tokens; `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let rows = self.config.generation.per_device_generation_batch_size;
-        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.rows_per_pass()));
+        let of_rank = rows.unwrap_or(self.config.rows_per_pass());
+        let rows = self.cursor.as_mut()?.take(of_rank * self.learner.world.size());
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
     }

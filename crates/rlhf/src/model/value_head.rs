@@ -1,5 +1,7 @@
 //! A language model with a value head on its trunk, as in TRL's legacy trainer.
 
+use super::AdapterFolder;
+use super::adapter_folder::{open_weights, stored_name};
 use super::batch::{Batch, JointBatch, JointSpans};
 use super::config::ModelConfig;
 use super::linear::Linear;
@@ -78,28 +80,43 @@ impl CausalLmWithValueHead {
         Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })
     }
 
-    /// Adds the value head that `dir` contains, or else one drawn from `seed`, to `lm`, which was loaded from `dir`.
+    /// Adds the value head that `dir` contains, beside a model or an adapter, or else one drawn from `seed`, to `lm`, which was loaded from
+    /// `dir`.
     ///
     /// # Errors
     /// If the stored head is of another width.
     pub fn found_in(dir: &Path, lm: CausalLm, seed: u64) -> Result<Self> {
-        let name = format!("{}.weight", HEADS[0]);
-        // A folder with only an adapter contains no model.
-        let checkpoint = if dir.join("config.json").is_file() { Some(Checkpoint::open(dir)?) } else { None };
-        let Some(checkpoint) = checkpoint.filter(|checkpoint| checkpoint.shape(&name).is_some()) else {
-            return Self::from_lm(lm, ValueHeadInit::Fresh(seed));
-        };
         let model = Self::from_lm(lm, ValueHeadInit::Fresh(seed))?;
+        let Some((checkpoint, stored_name)) = Self::stored(dir)? else { return Ok(model) };
         for param in model.lm.params().iter().filter(|param| param.name.starts_with(HEADS[1])) {
-            let (expected, found) = (param.tensor.size(), checkpoint.shape(&param.name));
+            let name = stored_name(&param.name);
+            let (expected, found) = (param.tensor.size(), checkpoint.shape(&name));
             if found.as_ref() != Some(&expected) {
-                let message = format!("tensor `{}`: expected {expected:?}, found {found:?}", param.name);
+                let message = format!("tensor `{name}`: expected {expected:?}, found {found:?}");
                 return Err(Error::invalid(dir, message));
             }
-            let stored = checkpoint.read(&param.name, param.tensor.device(), param.tensor.kind())?;
+            let stored = checkpoint.read(&name, param.tensor.device(), param.tensor.kind())?;
             tch::no_grad(|| param.tensor.shallow_clone().copy_(&stored));
         }
         Ok(Self { head: ValueHead { fresh: false, ..model.head }, lm: model.lm })
+    }
+
+    /// Opens the file in `dir` that has a value head, and returns the names of its tensors by those of the parameters.
+    fn stored(dir: &Path) -> Result<Option<(Checkpoint, fn(&str) -> String)>> {
+        let name = format!("{}.weight", HEADS[0]);
+        let has_head = |checkpoint: &Checkpoint, stored: fn(&str) -> String| checkpoint.shape(&stored(&name)).is_some();
+        // A folder with only an adapter contains no model.
+        if dir.join("config.json").is_file() {
+            let checkpoint = Checkpoint::open(dir)?;
+            if has_head(&checkpoint, str::to_string) {
+                return Ok(Some((checkpoint, str::to_string)));
+            }
+        }
+        if AdapterFolder::find(dir)?.is_none() {
+            return Ok(None);
+        }
+        let checkpoint = open_weights(dir)?;
+        Ok(has_head(&checkpoint, stored_name).then_some((checkpoint, stored_name)))
     }
 
     /// The language model, whose parameters include the head's.

@@ -451,6 +451,14 @@ mod tests {
     }
 
     #[test]
+    fn a_range_of_rewards_without_0_gives_a_row_without_a_score_none() {
+        let e = experience(&[1; 3], 3, &[1.0, 0.1, NONE]);
+        let shaping = shaping(ScoreBaseline::Zero, Some([0.25, 0.6]), WhitenAdvantages::None);
+        let (_, rewards) = crate::rl::shaping::shape_rewards(&e, 0.0, &shaping);
+        assert_near(&math::numbers(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
+    }
+
+    #[test]
     fn a_row_without_a_score_has_the_advantage_0_and_is_in_no_whitening() {
         let scores = [1.0, 1.0, NONE, 4.0, 2.0, 3.0];
         let of = |scores: &[f64], size, baseline, how| {

@@ -120,7 +120,7 @@ impl Checks {
         learner.set_settings(own);
         learner.zero_grad();
         let stats = stats?;
-        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl, cached })
+        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens.max(1.0)).sqrt(), kl, cached })
     }
 
     /// Describes the first check that failed.

@@ -66,7 +66,13 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
             let total = e.total_scores();
             &e.scores + math::within(&total, shaping.reward_clip) - total
         }
-        (clip, _) => math::within(&e.scores, clip),
+        (Some(_), None) => {
+            let clipped = math::within(&e.scores, shaping.reward_clip);
+            // A range without 0 gives no score to a response that has none.
+            e.unscored.iter().for_each(|&row| clipped.get(row as i64).copy_(&e.scores.get(row as i64)));
+            clipped
+        }
+        (None, _) => e.scores.shallow_clone(),
     };
     let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);
     if let Some(token_scores) = &e.token_scores {

@@ -212,9 +212,18 @@ impl EvaluateConfig {
         let enough = self.max_judgements.map_or(Ok(()), |most| {
             expect(most >= needed, "max_judgements", most, &format!("at least {needed}, the calls for one prompt"))
         });
+        let normalize = match self.rewards.reward_normalize.join(",") {
+            none if none.is_empty() => Ok(()),
+            set => no_effect(
+                "reward_normalize",
+                set,
+                "in an evaluation: its scores do not depend on those of other responses",
+            ),
+        };
         all([
             sides,
             revision,
+            normalize,
             self.check_judge(),
             self.judge.check(),
             self.rewards.check(),
@@ -348,7 +357,7 @@ mod tests {
         config(|c| c.reward_model_path = Some("reward".into())).check().unwrap();
         config(|c| (c.compare, c.judge.judge_command) = (Some("sft".into()), Some("judge".into()))).check().unwrap();
         type Change = fn(&mut EvaluateConfig);
-        let cases: [(Change, &str); 9] = [
+        let cases: [(Change, &str); 10] = [
             (|_| (), "no judge: set reward_model_path, reward, reward_command"),
             (|c| c.judge.judge_command = Some("j".into()), "judge_command: expected compare or compare_column"),
             (
@@ -385,6 +394,13 @@ mod tests {
             (
                 |c| (c.rewards.reward, c.compare_revision) = (vec!["json".into()], "v1".into()),
                 "compare_revision = v1 has no effect without compare",
+            ),
+            (
+                |c| {
+                    c.rewards.reward = vec!["json".into()];
+                    c.rewards.reward_normalize = vec!["json=std".into()];
+                },
+                "reward_normalize = json=std has no effect in an evaluation",
             ),
         ];
         for (change, words) in cases {

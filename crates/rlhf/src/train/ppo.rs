@@ -38,6 +38,7 @@ pub(crate) use load::{check_encoder_decoder, check_same_kind, prompt_limit};
 pub(in crate::train) use load::{check_ends, require_reward};
 use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
+use std::cell::Cell;
 use std::fmt;
 use std::time::Instant;
 use tch::{Device, Kind};
@@ -46,11 +47,11 @@ impl PpoTrainer {
     /// One update, from prompts to metrics. The caller counts it; `phase` is called with the name of each phase.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
         let (update, mut clock, device) = (self.progress.done, Clock::start(), self.learner.policy.device());
+        self.sampling = Cell::default();
 
         // 1. Prompts to responses.
         phase("sampling");
         let mut batch = self.sample(update)?;
-        clock.lap("generate", device);
 
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
@@ -101,7 +102,7 @@ impl PpoTrainer {
         self.push_batch_metrics(&mut m, &batch, &scores.reported);
         let constant = self.push_group_metrics(&mut m, &batch, (&experience, &targets), &steps, clock.total());
         self.push_rates(&mut m, &rates);
-        clock.push_metrics(&mut m, experience.lengths().iter().sum());
+        clock.push_metrics(&mut m, experience.lengths().iter().sum(), self.sampling.get());
         self.push_collectives(&mut m)?;
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
@@ -161,9 +162,7 @@ impl PpoTrainer {
         let size = self.config.advantage.num_generations;
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
-        let generation = GenerationConfig { num_return_sequences: size, ..generation };
-        let _gathered = self.gathered_policy()?;
-        let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
+        let responses = self.timed(&prompts, &GenerationConfig { num_return_sequences: size, ..generation })?;
         Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), responses))
     }
 
@@ -243,9 +242,18 @@ impl PpoTrainer {
         purpose: Purpose,
         step: usize,
     ) -> Result<Vec<Response>> {
-        let generation = self.generation(sampling, purpose, step as u64);
+        self.timed(prompts, &self.generation(sampling, purpose, step as u64))
+    }
+
+    /// Samples responses to prompts, and counts their tokens and the time.
+    fn timed(&self, prompts: &[Vec<i64>], generation: &GenerationConfig) -> Result<Vec<Response>> {
+        let began = Instant::now();
         let _gathered = self.gathered_policy()?;
-        generate_on(&self.learner.world, &self.learner.policy, prompts, &generation)
+        let responses = generate_on(&self.learner.world, &self.learner.policy, prompts, generation)?;
+        let Timed { seconds, tokens } = self.sampling.get();
+        let more: usize = responses.iter().map(|response| response.tokens.len()).sum();
+        self.sampling.set(Timed { seconds: seconds + began.elapsed().as_secs_f64(), tokens: tokens + more });
+        Ok(responses)
     }
 
     /// The policy's whole parameters for the generation of many tokens, if they are divided over ranks and
@@ -374,6 +382,8 @@ pub struct PpoTrainer {
     kept: KeptResponses,
     /// Responses of the last update to show.
     shown: Vec<Sample>,
+    /// The sampling of the update so far.
+    sampling: Cell<Timed>,
     /// All responses of the last update, with `log_rollouts`.
     rollout: Rollout,
     /// The responses of the next update, in a replay.
@@ -456,6 +466,13 @@ struct Batch {
     recorded: Option<RecordedScores>,
 }
 
+/// The sampling of an update: its batches, those of `dynamic_sampling`, and the greedy responses of ReMax.
+#[derive(Debug, Clone, Copy, Default)]
+struct Timed {
+    seconds: f64,
+    tokens: usize,
+}
+
 /// Seconds by phase of an update.
 struct Clock {
     began: Instant,
@@ -480,15 +497,16 @@ impl Clock {
         self.laps.last().map_or(0.0, |(_, end)| *end)
     }
 
-    /// Adds seconds and tokens per second; `time/rollout` has sampling in it.
-    fn push_metrics(&self, m: &mut Metrics, tokens: i64) {
+    /// Adds seconds and tokens per second, of an update whose responses have `tokens` tokens; `time/rollout` has sampling in it.
+    fn push_metrics(&self, m: &mut Metrics, tokens: i64, sampled: Timed) {
         let end = |name| self.laps.iter().find(|(lap, _)| *lap == name).map_or(0.0, |(_, end)| *end);
-        let (generate, rollout, total) = (end("generate"), end("rollout"), self.total());
-        m.push("time/generate", generate);
+        let (rollout, total) = (end("rollout"), self.total());
+        m.push("time/generate", sampled.seconds);
         m.push("time/rollout", rollout);
         m.push("time/optimise", total - rollout);
         m.push("time/update", total);
-        m.push("tokens_per_second/generate", tokens as f64 / generate);
+        // A replay samples nothing.
+        m.push("tokens_per_second/generate", sampled.tokens as f64 / sampled.seconds.max(f64::MIN_POSITIVE));
         m.push("tokens_per_second/update", tokens as f64 / total);
     }
 }

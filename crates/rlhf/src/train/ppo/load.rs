@@ -28,6 +28,7 @@ use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 impl PpoTrainer {
@@ -113,6 +114,7 @@ impl PpoTrainer {
             stop_strings,
             kept: KeptResponses::new(config.mask.min_response_length),
             shown: Vec::new(),
+            sampling: Cell::default(),
             rollout: Rollout::default(),
             recorded: None,
             last_metrics: Metrics::default(),

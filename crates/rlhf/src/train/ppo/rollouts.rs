@@ -29,7 +29,8 @@ impl PpoTrainer {
             return Ok(Rollout::default());
         }
         let lengths = e.lengths();
-        let mut logprobs = numbers(&e.logprobs, &lengths)?.into_iter();
+        let logprobs = numbers(&e.logprobs, &lengths)?;
+        let counts = numbers(&e.masks.response.to_kind(Kind::Float), &lengths)?;
         let mut advantages = numbers(&targets.advantages, &lengths)?.into_iter();
         let reference = e.ref_logprobs.as_ref().map(|reference| numbers(reference, &lengths)).transpose()?;
         let has_critic = !matches!(self.learner.value, ValueModel::None);
@@ -40,6 +41,9 @@ impl PpoTrainer {
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
             let components = scored.components.iter();
+            // Of tokens that the run does not count, those of sampling: a replay with other settings may count them.
+            let sampled = response.logprobs.iter().zip(logprobs[row].iter().zip(&counts[row]));
+            let logprobs = sampled.map(|(sampled, (logprob, counts))| if *counts > 0.0 { *logprob } else { *sampled });
             Ok(RolloutRow {
                 group: e.groups[row],
                 prompt_row,
@@ -49,7 +53,7 @@ impl PpoTrainer {
                 finish_reason: response.finish,
                 score: present(scores[row]),
                 components: components.map(|reward| (reward.name.clone(), present(reward.scores[row]))).collect(),
-                logprobs: logprobs.next().unwrap_or_default(),
+                logprobs: logprobs.collect(),
                 ref_logprobs: reference.as_ref().map(|reference| reference[row].clone()),
                 values: values.as_ref().map(|values| values[row].clone()),
                 advantages: advantages.next().unwrap_or_default(),
