@@ -18,6 +18,9 @@ use tch::{Kind, Tensor};
 /// Names of known value heads: those of TRL's `AutoModelForCausalLMWithValueHead`, and DeepSpeed-Chat's, which has no bias.
 const HEADS: [&str; 2] = ["v_head.summary", "v_head"];
 
+/// The name of a tensor in a file by that of the parameter.
+type StoredName = fn(&str) -> String;
+
 /// Source of a value head.
 #[derive(Debug, Clone, Copy)]
 pub enum ValueHeadInit<'a> {
@@ -102,9 +105,9 @@ impl CausalLmWithValueHead {
     }
 
     /// Opens the file in `dir` that has a value head, and returns the names of its tensors by those of the parameters.
-    fn stored(dir: &Path) -> Result<Option<(Checkpoint, fn(&str) -> String)>> {
+    fn stored(dir: &Path) -> Result<Option<(Checkpoint, StoredName)>> {
         let name = format!("{}.weight", HEADS[0]);
-        let has_head = |checkpoint: &Checkpoint, stored: fn(&str) -> String| checkpoint.shape(&stored(&name)).is_some();
+        let has_head = |checkpoint: &Checkpoint, stored: StoredName| checkpoint.shape(&stored(&name)).is_some();
         // A folder with only an adapter contains no model.
         if dir.join("config.json").is_file() {
             let checkpoint = Checkpoint::open(dir)?;
