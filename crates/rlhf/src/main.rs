@@ -15,11 +15,10 @@ use std::time::Duration;
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
-use rlhf::reward::kill_programs;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::{is_complete, is_ignored};
+use rlhf::signals::{is_complete, is_ignored, kill_programs};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 

@@ -1,11 +1,9 @@
 //! `rlhf push`: uploads the model in a folder to the hub.
 
-use crate::hub::push::{Destination, LocalFile, Pushed, find_folder};
-use crate::run::output_dir::resolved_settings;
+use crate::hub::push::{Destination, Pushed, find_folder};
 use crate::run::push::settings::hub_with;
-use crate::run::push::{is_of_model, is_weights, local_base_warning, without_programs};
+use crate::run::push::{check_secrets, is_of_model, is_weights, local_base_warning, without_programs};
 use crate::settings::PushConfig;
-use crate::terminal::programs;
 use crate::{Error, Result};
 use std::path::Path;
 
@@ -63,31 +61,6 @@ fn check_model(dir: &Path) -> Result<()> {
     };
     let message = format!("expected the folder of a model (config.json or adapter_config.json), found {found}");
     Err(Error::invalid(dir, message))
-}
-
-/// Checks that no file to push repeats what is left out of the pushed `config.yaml`: states of a run and its rollouts have all settings.
-fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
-    let programs = resolved_settings(dir).and_then(|settings| settings.as_object().map(programs)).unwrap_or_default();
-    // As JSON has it, without the quotes, and as it is.
-    let escaped = |text: &str| serde_json::Value::from(text).to_string().trim_matches('"').to_string();
-    let written: Vec<_> = programs.iter().map(|(name, text)| (name, [text.clone(), escaped(text)])).collect();
-    let is_read =
-        |file: &&LocalFile| !written.is_empty() && !is_weights(file.name()) && !file.name().ends_with(".safetensors");
-    for file in files.iter().filter(is_read) {
-        let bytes = file.bytes()?;
-        let text = String::from_utf8_lossy(&bytes);
-        if let Some((name, _)) = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())))
-        {
-            let file = file.name();
-            return Err(Error::invalid(
-                dir.join(file),
-                format!(
-                    "it has the value of {name}, which may be secret: leave it out with --exclude {file}, or a pattern"
-                ),
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Returns whether the file or, with a slash at its end, the folder at this path is pushed.
@@ -162,27 +135,6 @@ mod tests {
         ] {
             assert_eq!(matches(glob, path), expected, "{glob} {path}");
         }
-    }
-
-    #[test]
-    fn a_file_with_a_command_line_of_the_settings_is_not_pushed() {
-        let dir = tempfile::tempdir().unwrap();
-        let command = r#"judge --key "pw123""#;
-        let settings = serde_json::json!({"reward_command": command, "reward": ["json"]});
-        crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
-        let state = serde_json::json!({"config": settings}).to_string();
-        let file = |name: &str, text: &str| LocalFile::of(name, text);
-        check_secrets(dir.path(), &[file("notes.txt", "judge"), file("model.safetensors", command)]).unwrap();
-        for (name, text) in [("checkpoint-1/trainer_state.json", state.as_str()), ("train.log", command)] {
-            let error =
-                check_secrets(dir.path(), &[file("eval.json", "{}"), file(name, text)]).unwrap_err().to_string();
-            assert!(error.contains(&format!("{name}: it has the value of reward_command")), "{error}");
-            assert!(error.ends_with(&format!("leave it out with --exclude {name}, or a pattern")), "{error}");
-        }
-        // Nothing is secret about a program without arguments.
-        let settings = serde_json::json!({"reward_command": "judge"});
-        crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
-        check_secrets(dir.path(), &[file("train.log", "judge")]).unwrap();
     }
 
     #[test]

@@ -15,8 +15,8 @@ mod trl;
 
 pub(crate) use address::without_query;
 pub(crate) use client::Client;
+pub use command::CommandReward;
 pub(crate) use command::Program;
-pub use command::{CommandReward, kill_programs};
 pub use http::{HttpReward, HttpSettings};
 pub use math::{Solution, Verdict};
 pub use model::RewardModel;

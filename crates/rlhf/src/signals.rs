@@ -1,7 +1,10 @@
-//! Requests to stop: a signal or another thread asks the running training loop to end.
+//! Requests to stop: a signal or another thread asks the running training loop to end. And the programs that end with the process.
 
 use crate::Error;
+use rustix::process::{Pid, Signal, kill_process_group};
+use std::process::Child;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The exit code of the requested stop, 0 while there is no request. A signal reaches the whole process, so there is one
@@ -44,6 +47,35 @@ pub fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+/// The process groups of programs that score or judge.
+static PROGRAMS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+
+fn programs() -> MutexGuard<'static, Vec<Pid>> {
+    PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes a program that was started with a process group of its own.
+pub(crate) fn add_program(child: &Child) {
+    programs().push(Pid::from_child(child));
+}
+
+/// Kills a program and every process of its group, once. Its exit status must not have been collected before: then the id may be that
+/// of another group.
+pub(crate) fn kill_program(child: &Child) {
+    let (group, mut programs) = (Pid::from_child(child), programs());
+    if let Some(at) = programs.iter().position(|running| *running == group) {
+        let _ = kill_process_group(group, Signal::KILL);
+        programs.swap_remove(at);
+    }
+}
+
+/// Kills all programs that score or judge, with every process that they started: for a process that ends without destructors.
+pub fn kill_programs() {
+    for group in programs().iter() {
+        let _ = kill_process_group(*group, Signal::KILL);
+    }
 }
 
 /// Sleeps for `time`, or until a stop is requested. Returns whether one is.

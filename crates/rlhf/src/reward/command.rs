@@ -3,8 +3,8 @@
 use super::retry::{Failure, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score};
 use crate::dist::launch::VARIABLES;
+use crate::signals::{add_program, kill_program};
 use crate::{Error, Result};
-use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -99,16 +99,6 @@ impl Reward for CommandReward {
     }
 }
 
-/// The process groups of the programs that run.
-static GROUPS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
-
-/// Kills all reward programs and judges, with every process that they started, before the process ends at once, without destructors.
-pub fn kill_programs() {
-    for group in GROUPS.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-        let _ = kill_process_group(*group, Signal::KILL);
-    }
-}
-
 /// A running program that reads and writes lines, with one thread per pipe, so that a full pipe does not block the others.
 pub(crate) struct Program {
     child: Child,
@@ -141,7 +131,7 @@ impl Program {
             // and the group can be killed with everything that the shell starts.
             .process_group(0)
             .spawn()?;
-        GROUPS.lock().unwrap_or_else(PoisonError::into_inner).push(Pid::from_child(&child));
+        add_program(&child);
         let (to_child, batches) = channel::<Vec<u8>>();
         let (line, lines) = sync_channel(READ_AHEAD);
         let (end_of_stderr, stderr_end) = channel::<()>();
@@ -311,14 +301,7 @@ impl Program {
     /// Kills the program and every process of its group, which may outlive it; returns its exit status.
     fn kill(&mut self) -> Option<ExitStatus> {
         self.to_child = None;
-        let group = Pid::from_child(&self.child);
-        // Once, and before its exit status is collected: then the id may be that of another group.
-        let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = groups.iter().position(|running| *running == group) {
-            let _ = kill_process_group(group, Signal::KILL);
-            groups.swap_remove(at);
-        }
-        drop(groups);
+        kill_program(&self.child);
         self.child.wait().ok()
     }
 }

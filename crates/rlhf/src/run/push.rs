@@ -9,7 +9,7 @@ use crate::hub::is_hub_name;
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint::BEST;
-use crate::run::output_dir::{CONFIG, METRICS};
+use crate::run::output_dir::{CONFIG, METRICS, resolved_settings};
 use crate::run::push::settings::{HubConfig, HubStrategy};
 use crate::run::resolved::resolved_without_programs;
 use crate::{Error, Result, terminal, tokenizer};
@@ -73,6 +73,35 @@ pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> 
         Ok(shown.map_or(file, |text| LocalFile::of(name, text)))
     };
     files.into_iter().map(shown).collect()
+}
+
+/// Checks that no file to push repeats what is left out of the pushed `config.yaml`: states of a run and its rollouts have all settings.
+///
+/// # Errors
+/// If one does, or cannot be read.
+pub(crate) fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
+    let programs =
+        resolved_settings(dir).and_then(|settings| settings.as_object().map(terminal::programs)).unwrap_or_default();
+    // As JSON has it, without the quotes, and as it is.
+    let escaped = |text: &str| serde_json::Value::from(text).to_string().trim_matches('"').to_string();
+    let written: Vec<_> = programs.iter().map(|(name, text)| (name, [text.clone(), escaped(text)])).collect();
+    let is_read =
+        |file: &&LocalFile| !written.is_empty() && !is_weights(file.name()) && !file.name().ends_with(".safetensors");
+    for file in files.iter().filter(is_read) {
+        let bytes = file.bytes()?;
+        let text = String::from_utf8_lossy(&bytes);
+        if let Some((name, _)) = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())))
+        {
+            let file = file.name();
+            return Err(Error::invalid(
+                dir.join(file),
+                format!(
+                    "it has the value of {name}, which may be secret: leave it out with --exclude {file}, or a pattern"
+                ),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Returns a warning if the model in `dir` is an adapter whose base is in a folder of this machine, which is not among the `files`
@@ -284,6 +313,27 @@ fn add(files: &mut Vec<LocalFile>, dir: &Path, names: &[&str]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_with_a_command_line_of_the_settings_is_not_pushed() {
+        let dir = tempfile::tempdir().unwrap();
+        let command = r#"judge --key "pw123""#;
+        let settings = serde_json::json!({"reward_command": command, "reward": ["json"]});
+        crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
+        let state = serde_json::json!({"config": settings}).to_string();
+        let file = |name: &str, text: &str| LocalFile::of(name, text);
+        check_secrets(dir.path(), &[file("notes.txt", "judge"), file("model.safetensors", command)]).unwrap();
+        for (name, text) in [("checkpoint-1/trainer_state.json", state.as_str()), ("train.log", command)] {
+            let error =
+                check_secrets(dir.path(), &[file("eval.json", "{}"), file(name, text)]).unwrap_err().to_string();
+            assert!(error.contains(&format!("{name}: it has the value of reward_command")), "{error}");
+            assert!(error.ends_with(&format!("leave it out with --exclude {name}, or a pattern")), "{error}");
+        }
+        // Nothing is secret about a program without arguments.
+        let settings = serde_json::json!({"reward_command": "judge"});
+        crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
+        check_secrets(dir.path(), &[file("train.log", "judge")]).unwrap();
+    }
 
     #[test]
     fn a_model_is_pushed_with_its_card_and_configuration_and_no_other_file() {
