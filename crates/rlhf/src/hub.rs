@@ -344,29 +344,24 @@ impl Hub {
         Ok(config.into())
     }
 
-    /// Sends a request up to `attempts` times, with waits of at most `longest` between them.
-    fn repeat<T>(
-        &self,
-        attempts: u32,
-        longest: Duration,
-        request: impl Fn() -> Result<T, Failure>,
-    ) -> Result<T, Failure> {
+    /// Sends a request up to `attempts` times, with waits between them.
+    fn repeat<T>(&self, attempts: u32, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
         let mut failed = 0;
         loop {
             match request() {
                 Ok(value) => return Ok(value),
                 Err(failure) => {
                     failed += 1;
-                    self.wait((failed, attempts), longest, failure)?;
+                    self.wait((failed, attempts), failure)?;
                 }
             }
         }
     }
 
-    /// Waits before the next attempt, `longest` at most; returns the failure if there is none left.
-    fn wait(&self, (failed, attempts): (u32, u32), longest: Duration, failure: Failure) -> Result<(), Failure> {
+    /// Waits before the next attempt; returns the failure if there is none left.
+    fn wait(&self, (failed, attempts): (u32, u32), failure: Failure) -> Result<(), Failure> {
         match failure {
-            Failure::Passing(_, asked) if failed < attempts => match pause(self.delay(failed, asked, longest)) {
+            Failure::Passing(_, asked) if failed < attempts => match pause(self.delay(failed, asked)) {
                 true => Err(failure),
                 false => Ok(()),
             },
@@ -374,10 +369,10 @@ impl Hub {
         }
     }
 
-    /// Returns the wait after `failed` attempts, at least the `asked` one of the server and `longest` at most.
-    fn delay(&self, failed: u32, asked: Option<Duration>, longest: Duration) -> Duration {
+    /// Returns the wait after `failed` attempts, at least the `asked` one of the server and [`LONGEST_WAIT`] at most.
+    fn delay(&self, failed: u32, asked: Option<Duration>) -> Duration {
         let wait = self.pause * 2u32.pow(failed - 1);
-        wait.max(asked.unwrap_or_default()).min(longest)
+        wait.max(asked.unwrap_or_default()).min(LONGEST_WAIT)
     }
 }
 
@@ -508,7 +503,7 @@ impl Fetch<'_> {
         }
         // With a cached copy, no retries: the user should not wait for a missing network.
         let attempts = if cached.is_some() { 1 } else { ATTEMPTS };
-        match self.hub.repeat(attempts, LONGEST_WAIT, || self.listing()) {
+        match self.hub.repeat(attempts, || self.listing()) {
             Ok((commit, files)) => self.fetch(&commit, &files),
             Err(Failure::Final(error)) => Err(error),
             Err(Failure::Passing(what, _)) => match cached {
@@ -673,7 +668,7 @@ impl Fetch<'_> {
         }
         let path: Vec<String> = name.split('/').map(escaped).collect();
         let url = format!("{}/resolve/{commit}/{}", self.page(), path.join("/"));
-        let remote = self.hub.repeat(ATTEMPTS, LONGEST_WAIT, || self.describe(&url));
+        let remote = self.hub.repeat(ATTEMPTS, || self.describe(&url));
         let remote = remote.map_err(|failure| self.give_up(name, failure))?;
         let blob = self.dir.join("blobs").join(&remote.etag);
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == remote.size) {
@@ -734,7 +729,7 @@ impl Fetch<'_> {
             let len = file.metadata().map_or(0, |found| found.len());
             failed = if len > furthest { 1 } else { failed + 1 };
             furthest = furthest.max(len);
-            let waited = self.hub.wait((failed, ATTEMPTS), LONGEST_WAIT, failure);
+            let waited = self.hub.wait((failed, ATTEMPTS), failure);
             waited.map_err(|failure| self.give_up(name, failure))?;
         }
         file.sync_all().and_then(|()| fs::rename(&partial, blob)).map_err(Error::io("write", blob))?;

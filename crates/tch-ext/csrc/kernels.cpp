@@ -1177,8 +1177,8 @@ void sum(int64_t n, const float* x, const T* a, const T* b, float* out) {
 
 // --- Optimizer steps ------------------------------------------------------------------------------------------------
 
-// In bitsandbytes' order, so that a sum close to the border of two codes gets the same one. No fused multiply-adds: each number has the same
-// bits on every instruction set.
+// In bitsandbytes' order, so that a moment near the border between two codes gets the code that bitsandbytes gives it. No
+// fused multiply-adds: each number has the same bits on every instruction set.
 void adamw(const AdamWStep& step, int64_t n, float* param, const float* grad, float* first, float* second) {
   const Vec decay(step.decay), beta1(step.beta1), beta2(step.beta2);
   const Vec first_weight(step.first_weight), second_weight(step.second_weight);
@@ -1232,7 +1232,7 @@ void adamw_blocked(const AdamWStep& step, int64_t n, float* param, const float* 
   });
 }
 
-// Words 4 * `from` and on of SplitMix64 with the state `key`: each of its numbers is four.
+// The words of SplitMix64 with the state `key`, from word 4 * `from` on: each of its numbers is four.
 void random_words(uint64_t key, int64_t from, int64_t count, uint64_t* to) {
   for (int64_t i = 0; i < count; i++) {
     uint64_t x = key + static_cast<uint64_t>(from + i + 1) * 0x9e3779b97f4a7c15u;

@@ -148,7 +148,9 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
         match Ranks::start(&start, &sender)?.wait(&events) {
             End::Done => return Ok(0),
             End::Stopped(code) => return Ok(code),
-            End::Failed { message, code, was_to_stop } if was_to_stop || restart >= all || Error::is_final(code) => {
+            End::Failed { message, code, stop_requested }
+                if stop_requested || restart >= all || Error::is_final(code) =>
+            {
                 return Err(Error::Stopped { message, code });
             }
             End::Failed { message, .. } => {
@@ -192,21 +194,22 @@ fn resume_words(task: &Task, before: &Folders) -> &'static [&'static str] {
 /// The settings of a run, in its folder.
 const CONFIG: &str = "config.yaml";
 
-/// The folders of runs that may replace others, with what identifies the settings in each as they were before the first start.
-struct Folders(Vec<(PathBuf, Option<Identity>)>);
+/// The folders with runs that the command replaces, with what identifies the settings in each before the first start. Of a pipeline only
+/// that of the first stage: it resumes no later one whose models have changed.
+struct Folders(Vec<(PathBuf, Identity)>);
 
 /// Inode, time of change in seconds and nanoseconds, and length of a file.
 type Identity = (u64, i64, i64, u64);
 
 impl Folders {
     fn of(task: &Task) -> Self {
-        let replacing = run_configs(task).into_iter().filter(|run| run.overwrite_output_dir);
-        Self(replacing.map(|run| (run.output_dir.clone(), settings_in(&run.output_dir))).collect())
+        let replacing = run_configs(task).into_iter().take(1).filter(|run| run.overwrite_output_dir);
+        Self(replacing.filter_map(|run| Some((run.output_dir.clone(), settings_in(&run.output_dir)?))).collect())
     }
 
     /// Returns whether each has the settings of a run that began since then, so that its checkpoints are not those of an older one.
     fn are_claimed(&self) -> bool {
-        self.0.iter().all(|(folder, before)| settings_in(folder) != *before)
+        self.0.iter().all(|(folder, before)| settings_in(folder).is_some_and(|now| now != *before))
     }
 }
 
@@ -218,7 +221,9 @@ fn settings_in(folder: &Path) -> Option<Identity> {
 
 fn has_checkpoint(dir: &Path) -> bool {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with("checkpoint-"))
+    let is_checkpoint =
+        |name: &str| name.strip_prefix("checkpoint-").is_some_and(|number| number.parse::<u64>().is_ok());
+    entries.map(|entry| entry.file_name()).any(|name| is_checkpoint(&name.to_string_lossy()))
 }
 
 /// Returns the settings of the training runs of a command.
@@ -246,6 +251,8 @@ fn device(task: &Task) -> Device {
         Task::Logprobs(config) => config.rows.compute.device,
         Task::Score(config) => config.rows.compute.device,
         Task::Replay(task) => task.ppo.run.device,
+        // Its stages may be on different devices.
+        Task::Pipeline(_) => Device::Auto,
         _ => run_configs(task).first().map_or(Device::Auto, |run| run.device),
     }
 }
@@ -373,6 +380,8 @@ mod tests {
         assert!(words(&given).is_empty());
         std::fs::create_dir(dir.path().join("checkpoint-2")).unwrap();
         assert_eq!(words(&given), resumes);
+        std::fs::rename(dir.path().join("checkpoint-2"), dir.path().join("checkpoint-2.old")).unwrap();
+        assert!(words(&given).is_empty());
         let generate = launched(&[], &["generate", "--model_name_or_path", "m"]);
         assert!(resume_words(&generate.task, &Folders::of(&generate.task)).is_empty());
     }
@@ -382,16 +391,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().to_str().unwrap();
         let task = launched(&[], &[&PPO[..], &["--output_dir", out, "--overwrite_output_dir"]].concat()).task;
-        for old in [None, Some("of the old run")] {
-            let write = |text: &str| {
-                std::fs::write(dir.path().join("new"), text).unwrap();
-                std::fs::rename(dir.path().join("new"), dir.path().join(CONFIG)).unwrap();
-            };
-            old.iter().for_each(|text| write(text));
-            let before = Folders::of(&task);
-            assert!(resume_words(&task, &before).is_empty(), "the folder has {old:?}");
-            write("of the new run");
-            assert_eq!(resume_words(&task, &before), ["--resume_from_checkpoint", "true"]);
-        }
+        let write = |text: &str| {
+            std::fs::write(dir.path().join("new"), text).unwrap();
+            std::fs::rename(dir.path().join("new"), dir.path().join(CONFIG)).unwrap();
+        };
+        let resumes = ["--resume_from_checkpoint", "true"];
+        assert_eq!(resume_words(&task, &Folders::of(&task)), resumes, "there is nothing to replace");
+        write("of the old run");
+        let before = Folders::of(&task);
+        assert!(resume_words(&task, &before).is_empty());
+        std::fs::remove_file(dir.path().join(CONFIG)).unwrap();
+        assert!(resume_words(&task, &before).is_empty(), "the new run has not written its settings yet");
+        write("of the new run");
+        assert_eq!(resume_words(&task, &before), resumes);
     }
 }

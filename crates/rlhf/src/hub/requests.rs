@@ -1,7 +1,7 @@
 //! Requests of an upload. The token is sent to the hub alone, and a request that may succeed later is repeated.
 
 use super::local::LocalFile;
-use super::{ATTEMPTS, Bar, Failure, Hub, LONGEST_WAIT, origin};
+use super::{ATTEMPTS, Bar, Failure, Hub, origin};
 use crate::safe_text::one_line;
 use crate::signals::stop_requested;
 use crate::{Error, Result};
@@ -281,7 +281,7 @@ impl Client {
         if let Failure::Passing(what, asked) = &failure
             && left
         {
-            let wait = self.hub.delay(failed, *asked, LONGEST_WAIT);
+            let wait = self.hub.delay(failed, *asked);
             if self.speaks.get() && self.noted.get().elapsed() + wait >= QUIET {
                 let (name, seconds) = (&self.name, wait.as_secs_f64().round());
                 let note = self.clean(&format!("{name}: {what}; next attempt in {seconds} s"));
@@ -289,7 +289,7 @@ impl Client {
                 self.noted.set(Instant::now());
             }
         }
-        self.hub.wait((failed, ATTEMPTS), LONGEST_WAIT, failure)
+        self.hub.wait((failed, ATTEMPTS), failure)
     }
 
     /// An error about the repository, without the token, in case the server repeated it.

@@ -24,9 +24,10 @@ impl Default for RetryPolicy {
     }
 }
 
-/// Maximum wait before a retry, and maximum wait that a service may ask for.
+/// Maximum wait before a retry.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-const MAX_ASKED: Duration = Duration::from_secs(600);
+/// Maximum wait that a service may ask for: with the default retries less than the default of `dist_timeout`, in which other ranks wait.
+const MAX_ASKED: Duration = Duration::from_secs(300);
 
 impl RetryPolicy {
     /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
@@ -149,10 +150,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_double_up_to_a_minute_and_are_as_long_as_a_service_asks_up_to_ten() {
+    fn waits_double_up_to_a_minute_and_are_as_long_as_a_service_asks_up_to_five() {
         let policy = RetryPolicy { backoff: Duration::from_secs(1), ..RetryPolicy::default() };
         let wait = |failed, asked: u64| policy.wait(failed, Some(Duration::from_secs(asked))).as_secs();
         assert_eq!([1, 2, 4, 30].map(|failed| wait(failed, 0)), [1, 2, 8, 60]);
-        assert_eq!([3, 90, 5000].map(|asked| wait(3, asked)), [4, 90, 600]);
+        assert_eq!([3, 90, 5000].map(|asked| wait(3, asked)), [4, 90, 300]);
     }
 }

@@ -456,6 +456,11 @@ mod tests {
         let shaping = shaping(ScoreBaseline::Zero, Some([0.25, 0.6]), WhitenAdvantages::None);
         let (_, rewards) = crate::rl::shaping::shape_rewards(&e, 0.0, &shaping);
         assert_near(&math::numbers(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
+        // With scores of tokens too, of which that row has none.
+        let tokens = Some(Tensor::from_slice(&[0.5f32, 0.0, 0.0]).view([3, 1]));
+        let e = Experience { token_scores: tokens, ..e };
+        let (_, rewards) = crate::rl::shaping::shape_rewards(&e, 0.0, &shaping);
+        assert_near(&math::numbers(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
     }
 
     #[test]

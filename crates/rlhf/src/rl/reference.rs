@@ -7,9 +7,6 @@ use clap::Args;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-/// The folder of a reference model that was updated, in a checkpoint.
-pub(crate) const REFERENCE: &str = "reference";
-
 /// Updates of the reference model.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]

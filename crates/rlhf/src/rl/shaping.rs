@@ -3,7 +3,7 @@
 use super::settings::WhitenAdvantages;
 use crate::model::on_device;
 use crate::rl::advantage::{Advantage, whiten_update};
-use crate::rl::experience::Experience;
+use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, KlEstimator, ScorePosition};
 use tch::{Kind, Tensor};
 
@@ -66,14 +66,11 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
             let total = e.total_scores();
             &e.scores + math::within(&total, shaping.reward_clip) - total
         }
-        (Some(_), None) => {
-            let clipped = math::within(&e.scores, shaping.reward_clip);
-            // A range without 0 gives no score to a response that has none.
-            e.unscored.iter().for_each(|&row| clipped.get(row as i64).copy_(&e.scores.get(row as i64)));
-            clipped
-        }
-        (None, _) => e.scores.shallow_clone(),
+        (clip, _) => math::within(&e.scores, clip),
     };
+    // A range without 0 gives no score to a response that has none.
+    let unscored = row_index(&e.unscored, &scores);
+    let scores = scores.index_copy(0, &unscored, &e.scores.index_select(0, &unscored));
     let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;

@@ -28,7 +28,7 @@ pub(crate) const BEST: &str = "best";
 /// The file with the metric of the best model.
 pub(super) const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
-const STATE: &str = "trainer_state.json";
+pub(crate) const STATE: &str = "trainer_state.json";
 /// The file beside the model of a run that ended early, with its settings.
 pub(crate) const UNFINISHED: &str = "unfinished.json";
 /// An optimizer's state, beside the model that it belongs to.

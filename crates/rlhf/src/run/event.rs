@@ -110,7 +110,7 @@ pub struct RolloutRow {
     pub score: Option<f64>,
     /// Score of each reward, before weights and penalties; `None` where it gave none.
     pub components: Vec<(String, Option<f64>)>,
-    /// Log-probability of each token under the policy that the ratios are relative to.
+    /// Log-probability of each token under the policy that the ratios are relative to; of a token that does not count, that of sampling.
     pub logprobs: Vec<f32>,
     /// Log-probability of each token under the reference model, if there is one.
     pub ref_logprobs: Option<Vec<f32>>,

@@ -80,6 +80,9 @@ fn is_resolved(text: &[u8]) -> bool {
     text.starts_with(header) || header.starts_with(text)
 }
 
+/// Folder of the reference model in a checkpoint, where it follows the policy.
+pub(crate) const REFERENCE: &str = "reference";
+
 /// Folders with models in a run's folder, inner ones first.
 const INNER: [&str; 5] = [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"];
 
@@ -378,7 +381,7 @@ fn set_aside(dir: &Path) -> Result<Vec<String>> {
         };
         let free = (1..).map(beside).find(|place| !place.exists()).expect("some number is free");
         std::fs::rename(&folder, &free).map_err(Error::io("rename", &folder))?;
-        Ok(format!("{} has files of no run: it is {} now", folder.display(), free.display()))
+        Ok(format!("{} has files that no run wrote: it is renamed to {}", folder.display(), free.display()))
     };
     checkpoint::places(dir)?.into_iter().map(renamed).collect()
 }
@@ -392,8 +395,9 @@ fn remove_run(dir: &Path) -> Result<()> {
         // It stays if it has other files.
         let _ = std::fs::remove_dir(folder);
     }
+    let base_of_reference = format!("{REFERENCE}/{BASE_MODEL}");
     for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
-        for inner in INNER.map(|inner| folder.join(inner)) {
+        for inner in INNER.into_iter().chain([&base_of_reference, REFERENCE]).map(|inner| folder.join(inner)) {
             remove_run_folder(&inner)?;
         }
         if folder != dir {
@@ -550,17 +554,23 @@ mod tests {
             std::fs::write(dir.path().join(file), format!("{RESOLVED}{file}")).unwrap();
         }
         std::fs::write(dir.path().join("checkpoint-4/trainer_state.json"), "{}").unwrap();
+        // Of a run whose reference model follows the policy, without files of the user.
+        let whole = dir.path().join("checkpoint-8");
+        std::fs::create_dir_all(whole.join("reference/base_model")).unwrap();
+        for file in ["trainer_state.json", "reference/adapter_config.json", "reference/base_model/model.safetensors"] {
+            std::fs::write(whole.join(file), "{}").unwrap();
+        }
         let (_lock, notes) = claim_with_notes(&run(dir.path(), true)).unwrap();
         let note = |from: &str, to: &str| {
             let [from, to] = [from, to].map(|name| dir.path().join(name).display().to_string());
-            format!("{from} has files of no run: it is {to} now")
+            format!("{from} has files that no run wrote: it is renamed to {to}")
         };
         assert_eq!(notes, [note("checkpoint-4", "checkpoint-4.old-2"), note("best", "best.old")]);
         for (place, was) in [("checkpoint-4.old-2", 0), ("checkpoint-4.old", 1), ("best.old", 2)] {
             let text = std::fs::read_to_string(dir.path().join(place).join("notes.txt")).unwrap();
             assert_eq!(text, format!("{RESOLVED}{}", files[was]));
         }
-        assert!(!dir.path().join("checkpoint-4.old-2/trainer_state.json").exists());
+        assert!(!dir.path().join("checkpoint-4.old-2/trainer_state.json").exists() && !whole.exists());
         // A run that is killed before its first checkpoint starts again.
         let resume = CheckpointConfig { resume_from_checkpoint: Some(Resume::Latest), ..defaults() };
         let resumed = Start::find(&RunConfig { checkpoints: resume, ..run(dir.path(), false) }).unwrap();

@@ -8,11 +8,13 @@ pub(crate) mod settings;
 use crate::hub::is_hub_name;
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
 use crate::model::{AdapterFolder, BASE_MODEL};
-use crate::run::checkpoint::BEST;
+use crate::run::checkpoint::{BEST, STATE, UNFINISHED};
 use crate::run::output_dir::{CONFIG, METRICS, resolved_settings};
 use crate::run::push::settings::{HubConfig, HubStrategy};
 use crate::run::resolved::resolved_without_programs;
+use crate::weights::read_json;
 use crate::{Error, Result, terminal, tokenizer};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
@@ -75,33 +77,41 @@ pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> 
     files.into_iter().map(shown).collect()
 }
 
-/// Checks that no file to push repeats what is left out of the pushed `config.yaml`: states of a run and its rollouts have all settings.
+/// Largest file beside a model that is searched for secrets.
+const MOST_SEARCHED: u64 = 64 << 20;
+
+/// Checks that no file beside the model, up to 64 MiB, repeats what is left out of the pushed `config.yaml`: states of a run and its
+/// rollouts have all settings.
 ///
 /// # Errors
 /// If one does, or cannot be read.
 pub(crate) fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
-    let programs =
-        resolved_settings(dir).and_then(|settings| settings.as_object().map(terminal::programs)).unwrap_or_default();
-    // As JSON has it, without the quotes, and as it is.
-    let escaped = |text: &str| serde_json::Value::from(text).to_string().trim_matches('"').to_string();
+    // As it is, and as JSON has it, without the quotes.
+    let escaped = |text: &str| Value::from(text).to_string().trim_matches('"').to_string();
+    let programs = programs_of(dir);
     let written: Vec<_> = programs.iter().map(|(name, text)| (name, [text.clone(), escaped(text)])).collect();
-    let is_read =
-        |file: &&LocalFile| !written.is_empty() && !is_weights(file.name()) && !file.name().ends_with(".safetensors");
-    for file in files.iter().filter(is_read) {
+    let is_searched = |file: &&LocalFile| !is_of_model(file.name()) && file.size() <= MOST_SEARCHED;
+    for file in files.iter().filter(is_searched).take_while(|_| !written.is_empty()) {
         let bytes = file.bytes()?;
         let text = String::from_utf8_lossy(&bytes);
-        if let Some((name, _)) = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())))
-        {
+        let found = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())));
+        if let Some((name, _)) = found {
             let file = file.name();
-            return Err(Error::invalid(
-                dir.join(file),
-                format!(
-                    "it has the value of {name}, which may be secret: leave it out with --exclude {file}, or a pattern"
-                ),
-            ));
+            let message = format!(
+                "it has the value of {name}, which may be secret: leave it out with --exclude {file}, or a pattern"
+            );
+            return Err(Error::invalid(dir.join(file), message));
         }
     }
     Ok(())
+}
+
+/// The command lines and addresses that may be secret in the settings of the run whose folder, or a folder in it, is `dir`.
+fn programs_of(dir: &Path) -> Vec<(&'static str, String)> {
+    let parent = dir.parent().and_then(resolved_settings);
+    let states = [STATE, UNFINISHED].map(|name| read_json(&dir.join(name)).ok().map(|state| state["config"].clone()));
+    let settings = [resolved_settings(dir), parent].into_iter().chain(states).flatten();
+    settings.flat_map(|settings| settings.as_object().map(terminal::programs).unwrap_or_default()).collect()
 }
 
 /// Returns a warning if the model in `dir` is an adapter whose base is in a folder of this machine, which is not among the `files`
@@ -322,12 +332,23 @@ mod tests {
         crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
         let state = serde_json::json!({"config": settings}).to_string();
         let file = |name: &str, text: &str| LocalFile::of(name, text);
-        check_secrets(dir.path(), &[file("notes.txt", "judge"), file("model.safetensors", command)]).unwrap();
+        check_secrets(dir.path(), &[file("notes.txt", "judge"), file("README.md", command)]).unwrap();
         for (name, text) in [("checkpoint-1/trainer_state.json", state.as_str()), ("train.log", command)] {
             let error =
                 check_secrets(dir.path(), &[file("eval.json", "{}"), file(name, text)]).unwrap_err().to_string();
             assert!(error.contains(&format!("{name}: it has the value of reward_command")), "{error}");
             assert!(error.ends_with(&format!("leave it out with --exclude {name}, or a pattern")), "{error}");
+        }
+        // A checkpoint has its settings in its state alone.
+        let checkpoint = dir.path().join("checkpoint-1");
+        std::fs::create_dir(&checkpoint).unwrap();
+        for of_parent in [true, false] {
+            if !of_parent {
+                std::fs::remove_file(dir.path().join("config.yaml")).unwrap();
+                std::fs::write(checkpoint.join("trainer_state.json"), &state).unwrap();
+            }
+            let error = check_secrets(&checkpoint, &[file("trainer_state.json", &state)]).unwrap_err().to_string();
+            assert!(error.contains("trainer_state.json: it has the value of reward_command"), "{error}");
         }
         // Nothing is secret about a program without arguments.
         let settings = serde_json::json!({"reward_command": "judge"});

@@ -49,7 +49,7 @@ pub(super) enum End {
         message: String,
         code: u8,
         /// Whether the launcher was asked to stop the ranks.
-        was_to_stop: bool,
+        stop_requested: bool,
     },
 }
 
@@ -246,9 +246,11 @@ impl Ranks {
 
     fn end(&self) -> End {
         match self.cause() {
-            Some((rank, status)) => {
-                End::Failed { message: description(rank, status), code: exit_code(status), was_to_stop: self.stops > 0 }
-            }
+            Some((rank, status)) => End::Failed {
+                message: description(rank, status),
+                code: exit_code(status),
+                stop_requested: self.stops > 0,
+            },
             None => self.stopped.map_or(End::Done, End::Stopped),
         }
     }

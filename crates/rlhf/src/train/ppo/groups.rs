@@ -10,10 +10,10 @@ use crate::reward::{Scored, ScoresFor};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::experience::Experience;
 use crate::rl::groups::{push_completion_metrics, truncated};
-use crate::rl::reference::REFERENCE;
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
+use crate::run::output_dir::REFERENCE;
 use std::path::Path;
 use tch::Tensor;
 
