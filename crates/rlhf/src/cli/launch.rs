@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use clap::{Command, FromArgMatches};
 use rlhf::device::{Device, count_gpus};
 use rlhf::dist::as_ranks;
+use rlhf::run::{CONFIG, has_checkpoint};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{LaunchFlags, Resume, RunConfig};
 use rlhf::terminal::{Colour, Stream};
@@ -128,11 +129,11 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
     let program = std::env::current_exe().map_err(Error::io("find the program", "rlhf"))?;
     let (sender, events) = events().map_err(Error::io("handle signals", "rlhf launch"))?;
     let all = config.flags.max_restarts;
-    let before = Folders::of(&config.task);
+    let replaced = Replaced::by(&config.task);
     for restart in 0.. {
         let mut arguments = config.command.clone();
         if restart > 0 {
-            arguments.extend(resume_words(&config.task, &before).iter().map(OsString::from));
+            arguments.extend(resume_words(&config.task, &replaced).iter().map(OsString::from));
         }
         let start = Start {
             program: &program,
@@ -178,7 +179,7 @@ fn free_port(restart: usize) -> Result<u16> {
 
 /// Returns the words that make a command resume after a restart: a training run continues from the newest checkpoint in its
 /// folder. A given checkpoint counts until the run has written one, and a run that replaces another starts again until it has done so.
-fn resume_words(task: &Task, before: &Folders) -> &'static [&'static str] {
+fn resume_words(task: &Task, replaced: &Replaced) -> &'static [&'static str] {
     let needed = match task {
         // Its stages have the setting of the whole.
         Task::Pipeline(_) => run_configs(task).iter().any(|run| run.checkpoints.resume_from_checkpoint.is_none()),
@@ -188,28 +189,25 @@ fn resume_words(task: &Task, before: &Folders) -> &'static [&'static str] {
             Some(Resume::From(_)) => has_checkpoint(&run.output_dir),
         }),
     };
-    if needed && before.are_claimed() { &["--resume_from_checkpoint", "true"] } else { &[] }
+    if needed && replaced.is_gone() { &["--resume_from_checkpoint", "true"] } else { &[] }
 }
 
-/// The settings of a run, in its folder.
-const CONFIG: &str = "config.yaml";
-
-/// The folders with runs that the command replaces, with what identifies the settings in each before the first start. Of a pipeline only
-/// that of the first stage: it resumes no later one whose models have changed.
-struct Folders(Vec<(PathBuf, Identity)>);
+/// The folder of a run that the command replaces, if there is one, with what identifies the settings in it before the first start. Of a
+/// pipeline it is that of the first stage: no later one is resumed whose models have changed.
+struct Replaced(Option<(PathBuf, Identity)>);
 
 /// Inode, time of change in seconds and nanoseconds, and length of a file.
 type Identity = (u64, i64, i64, u64);
 
-impl Folders {
-    fn of(task: &Task) -> Self {
-        let replacing = run_configs(task).into_iter().take(1).filter(|run| run.overwrite_output_dir);
-        Self(replacing.filter_map(|run| Some((run.output_dir.clone(), settings_in(&run.output_dir)?))).collect())
+impl Replaced {
+    fn by(task: &Task) -> Self {
+        let replacing = run_configs(task).into_iter().next().filter(|run| run.overwrite_output_dir);
+        Self(replacing.and_then(|run| Some((run.output_dir.clone(), settings_in(&run.output_dir)?))))
     }
 
-    /// Returns whether each has the settings of a run that began since then, so that its checkpoints are not those of an older one.
-    fn are_claimed(&self) -> bool {
-        self.0.iter().all(|(folder, before)| settings_in(folder).is_some_and(|now| now != *before))
+    /// Returns whether the folder has the settings of a run that began since then, so that its checkpoints are not the replaced one's.
+    fn is_gone(&self) -> bool {
+        self.0.as_ref().is_none_or(|(folder, before)| settings_in(folder).is_some_and(|now| now != *before))
     }
 }
 
@@ -217,13 +215,6 @@ impl Folders {
 fn settings_in(folder: &Path) -> Option<Identity> {
     let file = std::fs::metadata(folder.join(CONFIG)).ok()?;
     Some((file.ino(), file.mtime(), file.mtime_nsec(), file.len()))
-}
-
-fn has_checkpoint(dir: &Path) -> bool {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let is_checkpoint =
-        |name: &str| name.strip_prefix("checkpoint-").is_some_and(|number| number.parse::<u64>().is_ok());
-    entries.map(|entry| entry.file_name()).any(|name| is_checkpoint(&name.to_string_lossy()))
 }
 
 /// Returns the settings of the training runs of a command.
@@ -371,7 +362,7 @@ mod tests {
         let words = |more: &[&'static str]| {
             let command = [&PPO[..], &["--output_dir", out], more].concat();
             let task = launched(&[], &command).task;
-            resume_words(&task, &Folders::of(&task))
+            resume_words(&task, &Replaced::by(&task))
         };
         let (resumes, given) =
             (&["--resume_from_checkpoint", "true"][..], ["--resume_from_checkpoint", "other/checkpoint-1"]);
@@ -383,7 +374,7 @@ mod tests {
         std::fs::rename(dir.path().join("checkpoint-2"), dir.path().join("checkpoint-2.old")).unwrap();
         assert!(words(&given).is_empty());
         let generate = launched(&[], &["generate", "--model_name_or_path", "m"]);
-        assert!(resume_words(&generate.task, &Folders::of(&generate.task)).is_empty());
+        assert!(resume_words(&generate.task, &Replaced::by(&generate.task)).is_empty());
     }
 
     #[test]
@@ -396,13 +387,13 @@ mod tests {
             std::fs::rename(dir.path().join("new"), dir.path().join(CONFIG)).unwrap();
         };
         let resumes = ["--resume_from_checkpoint", "true"];
-        assert_eq!(resume_words(&task, &Folders::of(&task)), resumes, "there is nothing to replace");
+        assert_eq!(resume_words(&task, &Replaced::by(&task)), resumes, "there is nothing to replace");
         write("of the old run");
-        let before = Folders::of(&task);
-        assert!(resume_words(&task, &before).is_empty());
+        let replaced = Replaced::by(&task);
+        assert!(resume_words(&task, &replaced).is_empty());
         std::fs::remove_file(dir.path().join(CONFIG)).unwrap();
-        assert!(resume_words(&task, &before).is_empty(), "the new run has not written its settings yet");
+        assert!(resume_words(&task, &replaced).is_empty(), "the new run has not written its settings yet");
         write("of the new run");
-        assert_eq!(resume_words(&task, &before), resumes);
+        assert_eq!(resume_words(&task, &replaced), resumes);
     }
 }

@@ -68,9 +68,14 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
         }
         (clip, _) => math::within(&e.scores, clip),
     };
-    // A range without 0 gives no score to a response that has none.
-    let unscored = row_index(&e.unscored, &scores);
-    let scores = scores.index_copy(0, &unscored, &e.scores.index_select(0, &unscored));
+    let scores = match e.unscored.as_slice() {
+        [] => scores,
+        // A range without 0 gives no score to a response that has none.
+        rows => {
+            let rows = row_index(rows, &scores);
+            scores.index_copy(0, &rows, &e.scores.index_select(0, &rows))
+        }
+    };
     let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;

@@ -740,6 +740,11 @@ pub(crate) fn newest(dir: &Path) -> Option<PathBuf> {
     Some(dir.join(name_of(numbered(dir).ok()?.pop()?)))
 }
 
+/// Returns whether there is a checkpoint in `dir`, whole or not.
+pub fn has_checkpoint(dir: &Path) -> bool {
+    newest(dir).is_some()
+}
+
 pub(crate) fn name_of(number: usize) -> String {
     format!("{PREFIX}{number}")
 }

@@ -55,7 +55,7 @@ const RUN_FILES: [&str; 14] = [
 ];
 
 /// The resolved configuration of a run; a folder that has one holds a run.
-pub(crate) const CONFIG: &str = "config.yaml";
+pub const CONFIG: &str = "config.yaml";
 
 /// Its name in runs of earlier builds, which can be resumed.
 const OLD_CONFIG: &str = "run.yaml";
@@ -396,15 +396,15 @@ fn remove_run(dir: &Path) -> Result<()> {
         let _ = std::fs::remove_dir(folder);
     }
     let base_of_reference = format!("{REFERENCE}/{BASE_MODEL}");
-    for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
-        for inner in INNER.into_iter().chain([&base_of_reference, REFERENCE]).map(|inner| folder.join(inner)) {
-            remove_run_folder(&inner)?;
+    // Only checkpoints have one: a folder of this name beside them is the user's.
+    let of_reference = [&base_of_reference, REFERENCE];
+    for folder in checkpoint::folders(dir)? {
+        for inner in INNER.into_iter().chain(of_reference) {
+            remove_run_folder(&folder.join(inner))?;
         }
-        if folder != dir {
-            remove_run_folder(folder)?;
-        }
+        remove_run_folder(&folder)?;
     }
-    Ok(())
+    INNER.into_iter().try_for_each(|inner| remove_run_folder(&dir.join(inner)))
 }
 
 /// Removes a run's files from a folder in its output folder, and the folder itself unless it has other files.
@@ -554,6 +554,8 @@ mod tests {
             std::fs::write(dir.path().join(file), format!("{RESOLVED}{file}")).unwrap();
         }
         std::fs::write(dir.path().join("checkpoint-4/trainer_state.json"), "{}").unwrap();
+        std::fs::create_dir(dir.path().join("reference")).unwrap();
+        std::fs::write(dir.path().join("reference/config.json"), "of the user").unwrap();
         // Of a run whose reference model follows the policy, without files of the user.
         let whole = dir.path().join("checkpoint-8");
         std::fs::create_dir_all(whole.join("reference/base_model")).unwrap();
@@ -571,6 +573,8 @@ mod tests {
             assert_eq!(text, format!("{RESOLVED}{}", files[was]));
         }
         assert!(!dir.path().join("checkpoint-4.old-2/trainer_state.json").exists() && !whole.exists());
+        let beside = std::fs::read_to_string(dir.path().join("reference/config.json")).unwrap();
+        assert_eq!(beside, "of the user", "no run writes a reference model there");
         // A run that is killed before its first checkpoint starts again.
         let resume = CheckpointConfig { resume_from_checkpoint: Some(Resume::Latest), ..defaults() };
         let resumed = Start::find(&RunConfig { checkpoints: resume, ..run(dir.path(), false) }).unwrap();
