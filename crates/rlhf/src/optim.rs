@@ -7,6 +7,7 @@ pub(crate) mod micro_batch;
 mod parts;
 mod rounding;
 pub(crate) mod settings;
+mod shared_gradients;
 mod state;
 
 pub use settings::{LrSchedulerType, Optim, OptimizerConfig};
@@ -17,6 +18,7 @@ use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
+pub(crate) use shared_gradients::SharedGradients;
 pub(crate) use state::state_bytes;
 use state::{State, Step, Together};
 use std::path::Path;
@@ -122,6 +124,11 @@ impl Optimizer {
     /// Whether the state is not where the parameters are, but for steps.
     pub(crate) fn is_offloaded(&self) -> bool {
         self.offloaded.is_some() || self.parts.as_ref().is_some_and(Parts::is_on_host)
+    }
+
+    /// Whether the model's division over ranks has its gradients.
+    pub(crate) fn is_divided(&self) -> bool {
+        self.shards().is_some()
     }
 
     /// Brings an offloaded state into memory.
@@ -342,9 +349,15 @@ impl Optimizer {
         if let Some(shards) = self.shards() {
             return shards.zero_gradients();
         }
-        for param in &mut self.params {
-            param.tensor.zero_grad();
+        for mut grad in self.params.iter().map(|param| param.tensor.grad()).filter(Tensor::defined) {
+            // Not `Tensor::zero_grad`, which refuses gradients that are parts of a memory.
+            let _ = tch::no_grad(|| grad.zero_());
         }
+    }
+
+    /// Frees the gradients, of a model that is not divided over ranks.
+    pub(crate) fn release_gradients(&mut self) -> Result<()> {
+        self.params.iter().try_for_each(|param| tch_ext::clear_grad(&param.tensor).map_err(Error::Run))
     }
 }
 

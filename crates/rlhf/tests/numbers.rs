@@ -8,9 +8,10 @@ use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::rl::checks::{Checks, ReferenceKl};
 use rlhf::rl::experience::Experience;
-use rlhf::rl::learner::Learner;
+use rlhf::rl::learner::{EpochPlan, Learner};
 use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, targets};
+use rlhf::rl::stats::StepStats;
 use rlhf::settings::PpoConfig;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -187,7 +188,7 @@ fn batch_size_and_order_of_the_rows_change_no_sampled_token() {
 }
 
 #[test]
-fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_trace() {
+fn a_number_that_is_not_finite_moves_neither_the_policy_nor_the_model_at_fault() {
     type Part = fn(&mut Targets) -> &mut Tensor;
     let run = |bad: Option<(Part, f64, &str)>| {
         let mut update = Update::new("llama", Precision::F32);
@@ -201,7 +202,14 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
             let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
             assert!(reason.starts_with(what), "{reason}");
-            assert!(before.iter().zip(update.weights()).all(|(a, b)| a.equal(&b)), "{reason}: weights moved");
+            let (now, of_policy) = (update.weights(), update.learner.policy.params().len());
+            assert_same(&before[..of_policy], &now[..of_policy], &format!("{reason}: the policy moved"));
+            let value_moved = before[of_policy..].iter().zip(&now[of_policy..]).any(|(a, b)| !a.equal(b));
+            assert_eq!(
+                value_moved,
+                what.contains("policy"),
+                "{reason}: the value model moves by its own numbers alone"
+            );
             let mut told = rlhf::metrics::Metrics::default();
             update.learner.metrics(&mut told, &e, &t, &steps, &plan.epoch);
             assert_eq!(told.get("val/skipped_steps"), Some(1.0));
@@ -234,9 +242,61 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
         // The loss is finite, and the square of the gradient is not.
         (|t| &mut t.advantages, 1e25, "the norm of the policy's gradient is inf"),
     ];
+    let of_policy = Update::new("llama", Precision::F32).learner.policy.params().len();
     for bad in cases {
         let found = run(Some(bad));
-        assert!(found.iter().zip(&expected).all(|(a, b)| a.equal(b)), "{}: the next step is another", bad.2);
+        let same = if bad.2.contains("value") { found.len() } else { of_policy };
+        assert_same(&found[..same], &expected[..same], &format!("{}: the next step is another", bad.2));
+    }
+}
+
+/// Checks that tensors are equal to the bit.
+#[track_caller]
+fn assert_same(found: &[Tensor], expected: &[Tensor], what: &str) {
+    assert_eq!(found.len(), expected.len());
+    assert!(found.iter().zip(expected).all(|(a, b)| a.equal(b)), "{what}");
+}
+
+#[test]
+fn models_trained_one_after_the_other_in_one_memory_of_gradients_take_the_same_steps_to_the_bit() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        let run = |together: bool| {
+            let mut update = Update::new("llama", precision);
+            // No ratio is that large, but one that could be keeps the steps of both models together.
+            update.config.loss.ratio_threshold = together.then_some(1e9);
+            update.learner.set_settings(update.config.learner());
+            let (e, rows) = (update.experience(), (0..8).collect::<Vec<usize>>());
+            let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
+            // Two steps in each epoch, of two parts each, of two micro-batches each.
+            let plan = EpochPlan { mini_batch_size: 4, part_size: 2, micro_batch_size: 1 };
+            let orders = [rows.clone(), rows.into_iter().rev().collect()];
+            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan).unwrap();
+            (update, steps)
+        };
+        let ((apart, steps), (together, expected)) = (run(false), run(true));
+        assert_eq!(steps, expected);
+        assert_same(&apart.weights(), &together.weights(), "weights");
+        let memory = |params: &[Param]| -> BTreeSet<usize> {
+            let grads = params.iter().map(|param| param.tensor.grad()).filter(Tensor::defined);
+            grads.map(|grad| tch_ext::storage_id(&grad)).collect()
+        };
+        let of = |update: &Update| [memory(update.learner.policy.params()), memory(update.learner.value.params())];
+        assert_eq!(of(&apart).map(|ids| ids.len()), [1, 0], "one memory, and the policy has it at the end");
+        assert!(of(&together).iter().all(|ids| ids.len() > 1));
+
+        // Gradients of both models at once are in memory of their own, and a step by them is the same.
+        let step = |(mut update, _): (Update, Vec<StepStats>)| {
+            let e = update.experience();
+            let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
+            let gradients = update.gradients(&e, &t, 3);
+            let orders = [(0..8).collect::<Vec<usize>>()];
+            let plan = EpochPlan { mini_batch_size: 8, part_size: 8, micro_batch_size: 8 };
+            update.learner.optimise(&e, &t, &orders, RATES, &plan).unwrap();
+            (gradients, update.weights())
+        };
+        let (found, expected) = (step((apart, steps)), step((together, expected)));
+        assert_same(&found.0, &expected.0, "gradients");
+        assert_same(&found.1, &expected.1, "weights of the next step");
     }
 }
 
@@ -252,8 +312,11 @@ fn the_first_ratio_is_1_the_first_kl_0_and_decoding_exact() {
         );
         assert_eq!(checks.failure(Checks::tolerance(false)), None);
         assert!(before.iter().zip(update.weights()).all(|(a, b)| a.equal(&b)));
-        let left = |param: &Param| param.tensor.grad().count_nonzero(None::<i64>).int64_value(&[]);
-        assert!(update.params().all(|param| left(param) == 0), "{family}: gradients are left");
+        let grads = || update.params().map(|param| param.tensor.grad()).filter(Tensor::defined);
+        assert!(
+            grads().all(|grad| grad.count_nonzero(None::<i64>).int64_value(&[]) == 0),
+            "{family}: gradients are left"
+        );
 
         let mut update = Update::new(family, Precision::Bf16);
         let checks = update.checks();

@@ -155,6 +155,14 @@ impl<'a> Job<'a> {
         Resident { weights, moments, gradients: 0 }
     }
 
+    /// Whether policy and value model have their gradients in one memory, as they are trained one after the other.
+    fn shares_gradients(&self) -> bool {
+        let whole = |member: &Member<'_>| member.stage == ZeroStage::Stage0;
+        self.machine.ranks == 1
+            && self.ppo().is_some_and(|config| config.learner().steps_apart())
+            && self.members.iter().filter(|member| member.is_trained).all(whole)
+    }
+
     /// Whether weights are gathered for each layer and released after it.
     fn releases(&self, stage: ZeroStage) -> bool {
         stage.shards_parameters()
@@ -184,10 +192,12 @@ impl<'a> Job<'a> {
     fn base(&self, name: &'static str) -> Phase {
         let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
         let mut phase = Phase { name, program: self.machine.program + collectives, ..Phase::default() };
+        let one_memory = self.shares_gradients();
         for member in &self.members {
             let own = self.resident(member);
             phase.weights += own.weights;
-            phase.gradients += own.gradients;
+            phase.gradients =
+                if one_memory { phase.gradients.max(own.gradients) } else { phase.gradients + own.gradients };
             phase.moments += own.moments;
         }
         if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())

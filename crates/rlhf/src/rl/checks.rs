@@ -116,7 +116,7 @@ impl Checks {
         let own = learner.settings().clone();
         let loss = LossSettings { on_policy: false, ..own.loss };
         learner.set_settings(LearnerSettings { loss, ..own.clone() });
-        let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
+        let stats = learner.policy_gradients(&experience, &targets, &rows, rows.len());
         learner.set_settings(own);
         learner.zero_grad();
         let stats = stats?;

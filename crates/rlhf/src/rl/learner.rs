@@ -8,7 +8,7 @@ use crate::model::{
 use crate::offload::Offload;
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
-use crate::optim::{LearningRates, Optimizer, OptimizerConfig};
+use crate::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, LossCounts};
@@ -135,6 +135,37 @@ pub struct LearnerSettings {
     pub seed: u64,
 }
 
+impl LearnerSettings {
+    /// Whether a step of the value model depends on nothing of the policy's mini-batch, so that it is taken before the policy's passes.
+    /// `ratio_threshold` skips the steps of both by the policy's ratios, and in f16 an overflow of one may skip that of the other.
+    pub(crate) fn steps_apart(&self) -> bool {
+        self.ratio_threshold.is_none() && self.loss_scale.is_none()
+    }
+}
+
+/// The models that passes train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trains {
+    Both,
+    Policy,
+    Value,
+}
+
+impl Trains {
+    /// The critic, and the policy if `policy` is set.
+    fn with_policy(policy: bool) -> Self {
+        if policy { Self::Both } else { Self::Value }
+    }
+
+    fn policy(self) -> bool {
+        self != Self::Value
+    }
+
+    fn value(self) -> bool {
+        self != Self::Policy
+    }
+}
+
 /// The policy and the critic with their optimizers.
 ///
 /// The critic is a separate model with an optimizer of its own, or a head on the policy, trained by the policy's optimizer.
@@ -160,6 +191,8 @@ pub struct Learner {
     pub(crate) policy_optimizer: Optimizer,
     /// Optimizer of a separate value model.
     pub(crate) value_optimizer: Option<Optimizer>,
+    /// The memory of the gradients, while the models are trained one after the other.
+    pub(crate) shared_gradients: Option<SharedGradients>,
     /// Loss scales, in f16.
     pub(crate) scaling: Option<Scaling>,
     /// Most tokens in one forward and backward pass.
@@ -206,6 +239,7 @@ impl Learner {
             value_optimizer: value.model().map(of_value).transpose()?,
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
+            shared_gradients: None,
             unsupervised: None,
             collect_ratios: false,
             collect_clips: false,
@@ -222,6 +256,7 @@ impl Learner {
     /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
+        self.shared_gradients = None;
         let in_memory = "a state that stays in memory needs no file";
         self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
         let of_value = |model| value_optimizer(model, value, &self.settings, None).expect(in_memory);
@@ -314,7 +349,7 @@ impl Learner {
     ///
     /// Each mini-batch takes as many blocks of [`Learner::unsupervised`] as it has rows. A moving average follows each step of
     /// the policy. A mini-batch above `ratio_threshold` is skipped, and an epoch that ends too far from the policy that
-    /// sampled, by `target_kl`, is the last. `rates` are those of all steps, or of each; where the policy's is `None` only the value
+    /// sampled, by `target_kl`, is the last. Gradients that are there are cleared first. `rates` are those of all steps, or of each; where the policy's is `None` only the value
     /// model is trained.
     ///
     /// # Errors
@@ -344,6 +379,8 @@ impl Learner {
         plan: &EpochPlan,
         after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
+        // Those of [`Learner::gradients`] without a step would be in the first one.
+        self.zero_grad();
         let steps = self.epochs(experience, targets, orders, &rates.into(), plan, after_step);
         if steps.is_err() {
             self.zero_grad();
@@ -367,22 +404,14 @@ impl Learner {
             for mini_batch in order.chunks(plan.mini_batch_size) {
                 let rates = rates.of_step(done);
                 done += 1;
-                let trains_policy = rates.policy.is_some();
-                let parts = mini_batch.chunks(plan.part_size);
-                let share = (parts.len() as f64).recip();
-                let parts = parts.map(|part| self.gradients_of(&batch, part, plan.micro_batch_size, trains_policy));
-                let mut parts: Vec<StepStats> = parts.collect::<Result<_>>()?;
+                let before = self.policy_optimizer.steps();
+                let mut parts = match rates.policy.is_some() && self.trains_apart() {
+                    true => self.train_apart(&batch, mini_batch, rates, plan)?,
+                    false => self.train_together(&batch, mini_batch, rates, plan)?,
+                };
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
-                if self.takes_step(&mut parts, share) {
-                    let last = parts.last_mut().expect("a mini-batch has rows");
-                    if trains_policy {
-                        self.mix_texts(mini_batch.len(), plan.micro_batch_size, last)?;
-                    }
-                    let before = self.policy_optimizer.steps();
-                    self.step_of_parts(&mut parts, rates)?;
-                    if self.policy_optimizer.steps() > before {
-                        after_step(&self.policy, before as usize + 1)?;
-                    }
+                if self.policy_optimizer.steps() > before {
+                    after_step(&self.policy, before as usize + 1)?;
                 }
                 self.observed(|| Learned::Step { epoch, rates, parts: parts.clone() });
                 steps.extend(parts);
@@ -393,6 +422,102 @@ impl Learner {
             }
         }
         Ok(steps)
+    }
+
+    /// Whether the value model's step comes before the policy's passes, so that gradients of one model are in memory at a time.
+    ///
+    /// The numbers are the same in either order, as two models share nothing. An observer sees both models' losses and gradients of a
+    /// mini-batch at once; gradients that are divided over ranks have memory of their own.
+    fn trains_apart(&self) -> bool {
+        let divided = |optimizer: &Optimizer| optimizer.is_divided();
+        self.settings.steps_apart()
+            && self.observer.is_none()
+            && self.value_optimizer.as_ref().is_some_and(|value| !divided(value))
+            && !divided(&self.policy_optimizer)
+    }
+
+    /// Trains both models on a mini-batch: the passes of both, then both steps.
+    fn train_together(
+        &mut self,
+        batch: &Batch<'_>,
+        mini_batch: &[usize],
+        rates: LearningRates,
+        plan: &EpochPlan,
+    ) -> Result<Vec<StepStats>> {
+        self.separate_gradients()?;
+        let trains = Trains::with_policy(rates.policy.is_some());
+        let mut parts = self.gradients_of_parts(batch, mini_batch, plan, trains)?;
+        if self.skips_step(&mut parts) {
+            return Ok(parts);
+        }
+        self.average_over(parts.len(), trains);
+        if trains.policy() {
+            self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut parts)?;
+        }
+        self.step_of_parts(&mut parts, rates, trains)?;
+        Ok(parts)
+    }
+
+    /// Trains both models on a mini-batch, one after the other, in one memory for gradients.
+    ///
+    /// The policy is last, because it does not move where a loss or a gradient of either is not finite.
+    fn train_apart(
+        &mut self,
+        batch: &Batch<'_>,
+        mini_batch: &[usize],
+        rates: LearningRates,
+        plan: &EpochPlan,
+    ) -> Result<Vec<StepStats>> {
+        self.hand_gradients_to(Trains::Value)?;
+        let mut of_values = self.gradients_of_parts(batch, mini_batch, plan, Trains::Value)?;
+        self.average_over(of_values.len(), Trains::Value);
+        self.step_of_parts(&mut of_values, rates, Trains::Value)?;
+
+        self.hand_gradients_to(Trains::Policy)?;
+        let parts = self.gradients_of_parts(batch, mini_batch, plan, Trains::Policy)?;
+        let mut parts: Vec<_> =
+            parts.into_iter().zip(&of_values).map(|(part, values)| part.with_values_of(values)).collect();
+        self.average_over(parts.len(), Trains::Policy);
+        self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut parts)?;
+        self.step_of_parts(&mut parts, rates, Trains::Policy)?;
+        Ok(parts)
+    }
+
+    /// The sums of each part of a mini-batch, with the gradients of all accumulated.
+    fn gradients_of_parts(
+        &self,
+        batch: &Batch<'_>,
+        mini_batch: &[usize],
+        plan: &EpochPlan,
+        trains: Trains,
+    ) -> Result<Vec<StepStats>> {
+        let parts = mini_batch.chunks(plan.part_size);
+        parts.map(|part| self.gradients_of(batch, part, plan.micro_batch_size, trains)).collect()
+    }
+
+    /// Makes the memory for gradients that of one of the models, whose gradients are then zero; the other's are cleared.
+    fn hand_gradients_to(&mut self, trains: Trains) -> Result<()> {
+        let Some(value) = &mut self.value_optimizer else { return Ok(()) };
+        let policy = &mut self.policy_optimizer;
+        if self.shared_gradients.is_none() {
+            policy.release_gradients()?;
+            value.release_gradients()?;
+            self.shared_gradients = Some(SharedGradients::of([policy, value]));
+        }
+        let Some(shared) = &self.shared_gradients else { return Ok(()) };
+        match trains.policy() {
+            true => shared.hand_over(value, policy),
+            false => shared.hand_over(policy, value),
+        }
+    }
+
+    /// Gives each model gradients of its own.
+    fn separate_gradients(&mut self) -> Result<()> {
+        if self.shared_gradients.take().is_some() {
+            self.policy_optimizer.release_gradients()?;
+            self.value_optimizer.as_mut().map_or(Ok(()), Optimizer::release_gradients)?;
+        }
+        Ok(())
     }
 
     /// Computes the losses of one mini-batch and accumulates their gradients; returns its sums.
@@ -414,7 +539,23 @@ impl Learner {
         trains_policy: bool,
     ) -> Result<StepStats> {
         let batch = Batch { experience, targets, counts: experience.loss_counts() };
-        self.gradients_of(&batch, mini_batch, micro_batch_size, trains_policy)
+        self.gradients_of(&batch, mini_batch, micro_batch_size, Trains::with_policy(trains_policy))
+    }
+
+    /// [`Learner::gradients`] of the policy alone, where its gradients need not be beside the value model's.
+    pub(crate) fn policy_gradients(
+        &mut self,
+        experience: &Experience,
+        targets: &Targets,
+        mini_batch: &[usize],
+        micro_batch_size: usize,
+    ) -> Result<StepStats> {
+        if !self.trains_apart() {
+            return self.gradients(experience, targets, mini_batch, micro_batch_size, true);
+        }
+        self.hand_gradients_to(Trains::Policy)?;
+        let batch = Batch { experience, targets, counts: experience.loss_counts() };
+        self.gradients_of(&batch, mini_batch, micro_batch_size, Trains::Policy)
     }
 
     /// [`Learner::gradients`] of rows of `batch`.
@@ -423,15 +564,14 @@ impl Learner {
         batch: &Batch<'_>,
         mini_batch: &[usize],
         micro_batch_size: usize,
-        trains_policy: bool,
+        trains: Trains,
     ) -> Result<StepStats> {
         let Batch { experience, targets, counts } = batch;
+        let trains_policy = trains.policy();
         let tokens = if trains_policy { counts.tokens(mini_batch) } else { 0.0 };
         let value_slots = counts.values(mini_batch);
         let has_critic = !matches!(self.value, ValueModel::None);
-        let whitened = self
-            .settings
-            .whiten_mini_batches
+        let whitened = (self.settings.whiten_mini_batches && trains_policy)
             .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.whitened_mask(has_critic)));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let length = |&row: &usize| experience.sequence_len(row);
@@ -462,7 +602,7 @@ impl Learner {
                 batch.take_preview(preview, &self.settings.loss, weights.least_entropy);
             }
             let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
-            let (now, values) = self.backward(&batch, reference, weights, trains_policy, &mut sums)?;
+            let (now, values) = self.backward(&batch, reference, weights, trains, &mut sums)?;
             self.observed(|| Learned::MicroBatch { rows: rows.to_vec(), now, values, so_far: Box::new(sums.so_far()) });
             Ok(())
         });
@@ -546,7 +686,7 @@ impl Learner {
         batch: &MicroBatch,
         reference: Option<(&Distributions, &[usize])>,
         weights: Weights,
-        trains_policy: bool,
+        trains: Trains,
         sums: &mut Sums,
     ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
         let settings = &self.settings.loss;
@@ -572,12 +712,14 @@ impl Learner {
             }
             // Two models share nothing, so the policy's activations are freed before the value model's forward pass.
             (ValueModel::Model(value), _) => {
-                let now = if trains_policy {
+                let now = if trains.policy() {
                     Some(self.policy.logprobs_backward(batch.at(token_spans), options, policy_loss)?)
                 } else {
                     None
                 };
-                value.values_backward(batch.at(value_spans), value_loss)?;
+                if trains.value() {
+                    value.values_backward(batch.at(value_spans), value_loss)?;
+                }
                 now
             }
             (ValueModel::None, _) => {
@@ -592,9 +734,9 @@ impl Learner {
         Ok((now, seen))
     }
 
-    /// Whether a mini-batch whose `parts` have accumulated their gradients is trained on: not if the mean ratio of one is above
-    /// `ratio_threshold`. Scales the gradients by each part's `share` of the loss.
-    fn takes_step(&mut self, parts: &mut [StepStats], share: f64) -> bool {
+    /// Whether a mini-batch whose `parts` have accumulated their gradients is skipped: where the mean ratio of one is above
+    /// `ratio_threshold`. The gradients are then cleared.
+    fn skips_step(&mut self, parts: &mut [StepStats]) -> bool {
         let most = self.settings.ratio_threshold;
         let far = |part: &StepStats| most.is_some_and(|most| part.ratio > most * part.tokens);
         // An infinite ratio is far, whatever it makes of the loss.
@@ -602,25 +744,33 @@ impl Learner {
             part.not_finite().is_none() || (part.ratio == f64::INFINITY && part.value_loss.is_finite())
         };
         // The sums are those of all ranks, so all ranks decide alike.
-        if parts.iter().any(far) && parts.iter().all(finite) {
+        let skips = parts.iter().any(far) && parts.iter().all(finite);
+        if skips {
             for part in parts.iter_mut() {
                 part.skipped = true;
                 part.policy_loss = if part.policy_loss.is_finite() { part.policy_loss } else { 0.0 };
             }
             self.zero_grad();
-            return false;
         }
-        if parts.len() > 1 {
+        skips
+    }
+
+    /// Makes the gradients that `parts` parts have accumulated their mean.
+    fn average_over(&mut self, parts: usize, trains: Trains) {
+        if parts == 1 {
+            return;
+        }
+        let share = (parts as f64).recip();
+        if trains.policy() {
             self.policy_optimizer.scale_grad(share);
-            self.value_optimizer.iter_mut().for_each(|optimizer| optimizer.scale_grad(share));
         }
-        true
+        self.value_optimizer.iter_mut().filter(|_| trains.value()).for_each(|optimizer| optimizer.scale_grad(share));
     }
 
     /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
-    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates) -> Result<()> {
+    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: Trains) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
-        self.step(rates, &mut parts[at])?;
+        self.step_of(trains, rates, &mut parts[at])?;
         let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
         parts.iter_mut().for_each(|part| (part.policy_grad_norm, part.value_grad_norm) = norms);
         Ok(())
@@ -647,49 +797,59 @@ impl Learner {
 
     /// Takes one optimizer step with the accumulated gradients, clears them, and records their norms in `stats`.
     ///
-    /// Where a loss or a norm is not finite, neither model moves and no optimizer state changes: see
-    /// [`StepStats::not_finite`]. In f16 a model whose gradients overflow skips the step, and with `align_overflow` both do.
+    /// Where a loss or a norm is not finite, the policy does not move and its optimizer state does not change: see
+    /// [`StepStats::not_finite`]; a value model takes its step if its own loss and norm are finite. In f16 a model whose gradients
+    /// overflow skips the step, and with `align_overflow` both do.
     ///
     /// # Errors
     /// If libtorch refuses the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+        self.step_of(Trains::with_policy(rates.policy.is_some()), rates, stats)
+    }
+
+    /// [`Learner::step`] of the models that `trains` names.
+    fn step_of(&mut self, trains: Trains, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         let [of_policy, of_value] = self.loss_scales();
-        if rates.policy.is_some() {
+        if trains.policy() {
             self.policy_optimizer.reduce_gradients(&self.world)?;
             stats.policy_grad_norm = self.policy_optimizer.grad_norm()? / of_policy;
         }
-        if let Some(optimizer) = &mut self.value_optimizer {
+        if let Some(optimizer) = self.value_optimizer.as_mut().filter(|_| trains.value()) {
             optimizer.reduce_gradients(&self.world)?;
             stats.value_grad_norm = optimizer.grad_norm()? / of_value;
         }
-        self.observed(|| Learned::Gradients(self.gradients_by_name(rates.policy.is_some())));
+        self.observed(|| Learned::Gradients(self.gradients_by_name(trains.policy())));
         let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
-        self.scaling.iter_mut().for_each(|scaling| scaling.record(rates.policy.is_some(), stats));
-        if stats.not_finite().is_some() {
-            self.zero_grad();
-            return Ok(());
-        }
+        self.scaling.iter_mut().for_each(|scaling| scaling.record(trains.policy(), stats));
         let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
         let both = align && (stats.policy_overflowed || stats.value_overflowed);
-        if let Some(lr) = rates.policy.filter(|_| !stats.policy_overflowed && !both) {
-            self.policy_optimizer.unscale(of_policy);
-            self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
-            if let Some(ema) = &mut self.ema {
-                ema.update(&self.policy);
+        let moves_policy = trains.policy() && stats.not_finite().is_none() && !stats.policy_overflowed && !both;
+        match rates.policy.filter(|_| moves_policy) {
+            Some(lr) => {
+                self.policy_optimizer.unscale(of_policy);
+                self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
+                if let Some(ema) = &mut self.ema {
+                    ema.update(&self.policy);
+                }
             }
+            None => self.policy_optimizer.zero_grad(),
         }
-        if let Some(optimizer) = self.value_optimizer.as_mut().filter(|_| !stats.value_overflowed && !both) {
-            optimizer.unscale(of_value);
-            optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))?;
+        let moves_value = trains.value() && stats.values_are_finite() && !stats.value_overflowed && !both;
+        match &mut self.value_optimizer {
+            Some(optimizer) if moves_value => {
+                optimizer.unscale(of_value);
+                optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))?;
+            }
+            Some(optimizer) => optimizer.zero_grad(),
+            None => {}
         }
-        self.zero_grad();
         Ok(())
     }
 
-    /// Accumulates the policy's gradient of the next `rows` blocks of text, if there are any.
-    fn mix_texts(&mut self, rows: usize, most_rows: usize, stats: &mut StepStats) -> Result<()> {
+    /// Accumulates the policy's gradient of the next `rows` blocks of text, if there are any; their loss is in the last of the `parts`.
+    fn mix_texts(&mut self, rows: usize, most_rows: usize, parts: &mut [StepStats]) -> Result<()> {
         let [scale, _] = self.loss_scales();
-        let Some(texts) = &mut self.unsupervised else { return Ok(()) };
+        let (Some(texts), Some(stats)) = (&mut self.unsupervised, parts.last_mut()) else { return Ok(()) };
         let coef = texts.coef() * scale;
         let limits = TextLimits { most_rows, most_tokens: self.micro_batch_tokens, world: &self.world };
         stats.unsup_loss = learn_texts(&self.policy, &texts.take(rows), coef, &limits)?;

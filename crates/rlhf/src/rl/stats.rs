@@ -68,7 +68,7 @@ pub struct StepStats {
 }
 
 impl StepStats {
-    /// Describes the loss or gradient norm that is not finite, for which the step was not taken.
+    /// Describes the loss or gradient norm that is not finite, for which the policy's step was not taken.
     pub fn not_finite(&self) -> Option<String> {
         let numbers = [
             ("the policy's loss", self.policy_loss),
@@ -78,6 +78,23 @@ impl StepStats {
         ];
         let found = numbers.into_iter().find(|(_, number)| !number.is_finite());
         found.map(|(name, number)| format!("{name} is {number}"))
+    }
+
+    /// Whether the value model's loss and the norm of its gradient are finite.
+    pub(crate) fn values_are_finite(&self) -> bool {
+        self.value_loss.is_finite() && self.value_grad_norm.is_finite()
+    }
+
+    /// The sums of the policy's passes with those of the value model's passes over the same rows.
+    pub(crate) fn with_values_of(self, values: &Self) -> Self {
+        Self {
+            value_loss: values.value_loss,
+            value_clipped: values.value_clipped,
+            value: values.value,
+            value_error: values.value_error,
+            value_grad_norm: values.value_grad_norm,
+            ..self
+        }
     }
 
     /// Adds the sums of the other ranks; `tokens` and `value_slots` are global already.
