@@ -18,6 +18,7 @@ pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 use crate::{Error, Result};
 use failure::{Agreed, Failure, Fault};
 use launch::Launch;
+use serde_json::{Map, Value};
 use std::cell::Cell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
@@ -26,10 +27,13 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
-use tch_ext::{Group, Reduce, Rendezvous, Store};
+use tch_ext::{Group, Reduce, Rendezvous};
 
 /// Time within which all ranks of a run must start.
 const MEETING: Duration = Duration::from_secs(60);
+
+/// Time within which all ranks must start again after a failure: another machine's may still save a checkpoint.
+const MEETING_AGAIN: Duration = Duration::from_secs(600);
 
 /// Tensors below this size are not preceded by a barrier that measures the time of waiting, in bytes.
 const MEASURED_BYTES: usize = 1 << 16;
@@ -116,7 +120,8 @@ impl World {
     /// Meets the other ranks of `launch`, and makes the group the world of this process: torch's `init_process_group`. A collective
     /// may take `timeout`.
     ///
-    /// Each rank announces itself in the store, so that one that does not come within a minute is named.
+    /// Each rank announces itself in the store, so that one that does not come within a minute is named. After a restart it is ten
+    /// minutes, as rank 0 of another machine may still save a checkpoint.
     ///
     /// # Errors
     /// If a rank does not come, the store cannot be reached, or this process has joined a world already.
@@ -131,11 +136,10 @@ impl World {
             prefix: launch.key_prefix.clone(),
             rank: launch.rank,
             size: launch.size,
-            patience: MEETING.min(timeout),
+            patience: if launch.restart > 0 { MEETING_AGAIN } else { MEETING }.min(timeout),
             timeout,
         };
-        let store = Store::open(at).map_err(|e| failure::no_store(at, &e))?;
-        failure::roll_call(&store, at)?;
+        let store = failure::meet(at)?;
         let connected = Group::connect(store, at.rank, at.size, at.timeout);
         let group =
             connected.map_err(|e| Error::Run(format!("rank {}: cannot connect to the other ranks: {e}", at.rank)))?;
@@ -471,6 +475,37 @@ impl World {
         if let Some(ranks) = &self.ranks {
             ranks.leave(error);
         }
+    }
+
+    /// [`World::leave`], without the wait for the other ranks to read the error: for a rank that saves its work first, and leaves then.
+    pub(crate) fn report_failure(&self, error: &str) {
+        if let Some(ranks) = &self.ranks {
+            ranks.report_failure(error);
+        }
+    }
+
+    /// Checks that all ranks have these settings, each with the same value.
+    ///
+    /// # Errors
+    /// If not: the error, which is the same on all ranks, names the first rank with another value than rank 0, and the setting.
+    pub(crate) fn check_settings(&self, own: &Map<String, Value>) -> Result<()> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        let bytes = serde_json::to_vec(own).expect("a map of JSON values");
+        let all = self.gather_bytes(&bytes)?;
+        let all: Vec<Map<String, Value>> =
+            all.iter().map(|bytes| serde_json::from_slice(bytes).unwrap_or_default()).collect();
+        for (rank, found) in all.iter().enumerate() {
+            let names = all[0].keys().chain(found.keys().filter(|name| !all[0].contains_key(*name)));
+            if let Some(name) = names.into_iter().find(|name| all[0].get(*name) != found.get(*name)) {
+                let [expected, found] = [&all[0], found].map(|of| of.get(name).map_or("none".into(), Value::to_string));
+                return Err(Error::Usage(format!(
+                    "{name}: all ranks need the same settings and data: expected rank 0's, {expected}, found {found} on rank {rank}"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Returns the time of the collectives since the last call.

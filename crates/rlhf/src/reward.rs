@@ -316,12 +316,14 @@ impl Component {
             Error::Stopped { message, code } => Error::Stopped { message: named(&message), code },
             e => Error::Run(named(&e)),
         });
+        let scores = scores.and_then(|scores| match check(&scores, own) {
+            Ok(()) => Ok(scores),
+            Err(failure) => Err(Error::Run(named(&failure.describe(own)))),
+        });
         let extra = self.reward.extra();
         let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
         let called = called.gathered(world, own.len())?;
         let scores = &called.scores;
-        let named = |message: &dyn fmt::Display| format!("reward `{}`: {message}", self.name);
-        check(scores, batch).map_err(|failure| Error::Run(named(&failure.describe(batch))))?;
         if usage == ScoresFor::Training && self.shaping.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
             self.moments.update(&numbers);
@@ -548,7 +550,7 @@ impl Rewards {
             let scores = found.iter().map(Score::total).collect();
             scored.components.push(ComponentScores { name, scores, seconds, extra });
         }
-        scored.check_finite(batch)?;
+        self.world.agree(scored.check_finite(batch))?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
             && usage == ScoresFor::Training
         {

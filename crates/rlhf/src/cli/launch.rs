@@ -170,7 +170,8 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
 fn free_port(restart: usize) -> Result<u16> {
     const FIRST: usize = 20_000;
     const PORTS: usize = 12_000;
-    let start = std::process::id() as usize + restart;
+    // Launchers that were started one after the other do not look at the same ports.
+    let start = 16 * std::process::id() as usize + restart;
     let mut ports = (0..PORTS).map(|more| (FIRST + (start + more) % PORTS) as u16);
     let free = ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     let hint = "no port from 20000 to 31999 of 127.0.0.1 is free; set --master_port";

@@ -368,7 +368,11 @@ impl RlhfEngine {
         let stop_strings = self.config.stop_strings(&self.tokenizer)?;
         let stop = self.config.stop_tokens(&self.tokenizer)?;
         let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.generated) };
-        let responses = generate_on(&self.learner.world, &self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
+        let prompt_ids = unpadded(prompts, mask)?;
+        let gathers = self.config.dist.ds3_gather_for_generation;
+        let gathered = gathers.then(|| self.learner.policy.gathered()).transpose()?;
+        let responses = generate_on(&self.learner.world, &self.learner.policy, &prompt_ids, &generation)?;
+        drop(gathered);
         self.generated += 1;
         self.experience_of(prompts, mask, responses)
     }

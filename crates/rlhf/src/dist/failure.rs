@@ -97,14 +97,40 @@ pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
     })
 }
 
-/// Announces this rank, and waits for all others.
+/// Opens the store, announces this rank, and waits for all others.
+///
+/// A rank that was started again may find the store of ranks that are about to end, on the machine of rank 0: when that store is gone, it
+/// looks for the next one.
 ///
 /// # Errors
-/// If a rank does not come in time, with the names of those that are missing.
-pub(super) fn roll_call(store: &Store, at: &Rendezvous) -> Result<()> {
-    let lost = |e: String| Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank));
-    store.set(&present(at.rank), &identity()).map_err(lost)?;
+/// If there is no store, or a rank does not come in time: the names of those that are missing.
+pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
     let until = Instant::now() + at.patience;
+    loop {
+        let store = Store::open(at).map_err(|e| no_store(at, &e))?;
+        match roll_call(&store, at, until) {
+            Ok(()) => return Ok(store),
+            Err(Absent::Ranks(message)) => return Err(Error::Run(message)),
+            Err(Absent::Store(_)) if !at.serves && Instant::now() < until => std::thread::sleep(POLL),
+            Err(Absent::Store(e)) => {
+                return Err(Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank)));
+            }
+        }
+    }
+}
+
+/// What a roll call at the start lacks.
+enum Absent {
+    /// The store has ended, with this error.
+    Store(String),
+    /// Ranks did not come in time; the message names them.
+    Ranks(String),
+}
+
+/// Announces this rank, and waits for all others.
+fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Result<(), Absent> {
+    let lost = Absent::Store;
+    store.set(&present(at.rank), &identity()).map_err(lost)?;
     let mut missing: Vec<usize> = (0..at.size).collect();
     loop {
         let mut left = Vec::new();
@@ -126,7 +152,7 @@ pub(super) fn roll_call(store: &Store, at: &Rendezvous) -> Result<()> {
             if at.serves {
                 std::thread::sleep(25 * POLL);
             }
-            return Err(Error::Run(message));
+            return Err(Absent::Ranks(message));
         }
         std::thread::sleep(POLL);
     }
@@ -220,9 +246,17 @@ impl Ranks {
         Ok(missing)
     }
 
-    /// Leaves `error` in the store as this rank's, closes the connections, and, where this process serves the store, waits until
-    /// the other ranks have read it.
+    /// Reports `error` as [`Ranks::report_failure`] does, and, where this process serves the store, waits until the other ranks have
+    /// read it.
     pub(super) fn leave(&self, error: &str) {
+        self.report_failure(error);
+        if self.rank == 0 && self.rank_0_serves && !self.store_hangs.load(Ordering::SeqCst) {
+            self.wait_for_readers(self.group().store());
+        }
+    }
+
+    /// Leaves `error` in the store as this rank's, if it is the first, and closes the connections.
+    pub(super) fn report_failure(&self, error: &str) {
         let text = if error.starts_with("rank ") { error.to_string() } else { format!("rank {}: {error}", self.rank) };
         // No collective can succeed after this.
         let broken = lock(&self.failure).replace(Failure { text: text.clone() }).is_some();
@@ -236,9 +270,6 @@ impl Ranks {
         let _ = group.store().set(&answered(self.rank), "1");
         if !broken {
             group.disconnect();
-        }
-        if self.rank == 0 && self.rank_0_serves {
-            self.wait_for_readers(group.store());
         }
     }
 

@@ -35,8 +35,16 @@ pub struct Launch {
 pub const LAUNCHER: &str = "RLHF_LAUNCHER";
 
 /// The variables that make a process a rank. A program that a rank starts must not inherit them: it would join the ranks.
-pub const VARIABLES: [&str; 6] =
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", LAUNCHER];
+pub const VARIABLES: [&str; 8] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    LAUNCHER,
+];
 
 /// Ports of SLURM steps start here. They stay below 32768, where Linux assigns ports by itself.
 const FIRST_SLURM_PORT: u64 = 20_000;
@@ -379,6 +387,18 @@ mod tests {
             assert!(matches!(error, Error::Usage(_)), "{words}");
             let line = error.to_string();
             assert!(line.contains(part) && !line.contains('\n'), "{words}: {line}");
+        }
+    }
+
+    #[test]
+    fn a_program_without_the_variables_of_ranks_is_one_process() {
+        let torchrun = format!("RANK=3 WORLD_SIZE=4 {TORCHRUN}");
+        let step = format!("{SRUN} SLURM_STEPID=3 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_NODEID=2");
+        for vars in [torchrun, step] {
+            assert!(read(&vars).unwrap().is_some(), "{vars}");
+            let of_rank = |word: &&str| word.split_once('=').is_some_and(|(name, _)| VARIABLES.contains(&name));
+            let left: Vec<&str> = vars.split_whitespace().filter(|word| !of_rank(word)).collect();
+            assert_eq!(read(&left.join(" ")).unwrap(), None, "{left:?}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! announced ones: it gathers parameters and reduces gradients of zero, in the same order. So a loop over this rank's rows needs
 //! no care for how many rows the other ranks have.
 
-use super::{World, lock};
+use super::{World, ZeroStage, lock};
 use crate::Result;
 use std::fmt::Debug;
 use std::sync::Mutex;
@@ -23,7 +23,7 @@ pub(crate) trait Sharded: Debug + Send + Sync {
 pub(super) struct Models {
     /// The next number of [`World::next_id`].
     next_id: AtomicU64,
-    /// Whether there has been one. It stays true when all are gone, as ranks drop models at different times.
+    /// Whether there has been one, or will be. It stays true when all are gone, as ranks drop models at different times.
     any: AtomicBool,
     models: Mutex<Vec<Weak<dyn Sharded>>>,
 }
@@ -32,6 +32,14 @@ impl World {
     /// A number for a model that all ranks shard at the same point: the same on every rank, and used once.
     pub(crate) fn next_id(&self) -> u64 {
         self.ranks.as_ref().map_or(0, |ranks| ranks.models.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Declares that the run has sharded models if it has one of this stage, on all ranks before one of them loads a model: ranks of which
+    /// one cannot load its model then call the same collectives.
+    pub(crate) fn expect_sharded(&self, stage: ZeroStage) {
+        if let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.size > 1 && stage.shards_gradients()) {
+            ranks.models.any.store(true, Ordering::SeqCst);
+        }
     }
 
     /// Adds a model whose passes contain collectives; all ranks add it at the same point.

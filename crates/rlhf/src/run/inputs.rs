@@ -93,6 +93,13 @@ impl Inputs {
         self.0.clone().into()
     }
 
+    /// The inputs without the paths at which they are: on all ranks of a run the same.
+    pub(crate) fn without_paths(&self) -> Map<String, Value> {
+        let mut inputs = self.0.clone();
+        inputs.values_mut().filter_map(Value::as_object_mut).for_each(|input| drop(input.shift_remove("path")));
+        inputs
+    }
+
     /// Whether the input `name` differs from the one in the [`Inputs::state`] at the start of the run; `None` if either lacks it.
     pub(crate) fn has_changed(&self, start: &Value, name: &str) -> Option<bool> {
         Some(difference(start.get(name)?, self.0.get(name)?).is_some())

@@ -246,9 +246,12 @@ impl Opening {
     /// does so for all ranks.
     ///
     /// # Errors
-    /// If another run is in the folder, or the run may not write there or cannot resume; if it may not push to the hub.
+    /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not push to the hub.
     pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
         let world = World::of_process();
+        if world.size() > 1 {
+            world.check_settings(&common_settings(command, config)?)?;
+        }
         let opening = world.is_main().then(|| Self::on_main(run, command, config, inputs)).transpose();
         let opening = world.agree(opening)?;
         let start = world.broadcast_bytes(opening.as_ref().map(|opening| opening.start.to_bytes()))?;
@@ -275,6 +278,16 @@ impl Opening {
     pub(crate) fn commits(&self) -> Result<Commits> {
         self.start.commits()
     }
+}
+
+/// The settings that all ranks of a run must share, with the command and the version: not paths, which may differ between machines.
+fn common_settings(command: &str, config: &impl Serialize) -> Result<Map<String, Value>> {
+    let is_place = |name: &str| ["_path", "_dir", "_name", "num_threads"].iter().any(|end| name.ends_with(end));
+    let config = serde_json::to_value(config).map_err(|e| Error::Run(format!("settings: {e}")))?;
+    let Value::Object(config) = config else { return Ok(Map::new()) };
+    let identity = [("command", command), ("version", env!("CARGO_PKG_VERSION"))];
+    let identity = identity.map(|(name, value)| (name.to_string(), Value::from(value)));
+    Ok(identity.into_iter().chain(config.into_iter().filter(|(name, _)| !is_place(name))).collect())
 }
 
 /// Actions that are due after an update.
@@ -329,6 +342,7 @@ impl<'w> Session<'w> {
         let mut opening = opening;
         let repository = opening.as_mut().and_then(|opening| opening.repository.take());
         if let Some(opening) = opening {
+            world.check_settings(&trainee.inputs().without_paths())?;
             if let Some(saved) = &opening.start.from {
                 warnings.extend(world.agree(resume(trainee, saved, opening.start.in_place, spec))?);
             }
@@ -677,8 +691,9 @@ impl<'w> Session<'w> {
         if let Err(error) = &ended
             && !self.world.in_step(error)
         {
-            // Other ranks are elsewhere, so no collective can succeed.
-            self.world.leave(&error.to_string());
+            // Other ranks are elsewhere, so no collective can succeed. They wait for nothing but this report, and what this rank
+            // has is saved before it waits for them.
+            self.world.report_failure(&error.to_string());
         }
         if self.world.is_broken() && (trainee.is_sharded() || !self.world.is_main()) {
             self.console().finish();

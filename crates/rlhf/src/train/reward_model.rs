@@ -55,6 +55,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)
     })?;
+    world.expect_sharded(config.run.dist.zero_stage);
     let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
     train(task, loaded, console)
 }

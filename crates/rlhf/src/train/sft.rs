@@ -39,6 +39,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
     })?;
+    world.expect_sharded(config.run.dist.zero_stage);
     let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
     train(task, loaded, console)
 }

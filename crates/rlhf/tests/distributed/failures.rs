@@ -4,6 +4,7 @@
 use super::{Ranks, identical, succeeds};
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{Ran, Scratch};
+use crate::support::free_port;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -100,8 +101,13 @@ fn what_one_rank_cannot_read_is_an_error_of_all() {
         "reward --eval_only --model_name_or_path reward --dataset_name pairs.jsonl",
         "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --total_episodes 8 \
          --train_batch_size 4",
+        // The rank that has divided its model waits for none of the other's passes.
+        "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 2 --zero_stage 2",
+        "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --total_episodes 8 \
+         --train_batch_size 4 --zero_stage 3",
     ];
     for line in commands {
+        let began = Instant::now();
         let ran = Ranks::start(&scratch, 2, &format!("{line} --output_dir out"), |rank, command| {
             if rank == 1 {
                 command.current_dir(other.path(""));
@@ -111,6 +117,7 @@ fn what_one_rank_cannot_read_is_an_error_of_all() {
         for ran in &ran {
             one_line(line, ran, 1, &["error: rank 1: ", "/model.safetensors: "]);
         }
+        assert!(began.elapsed() < Duration::from_secs(40), "{line}: {:?}", began.elapsed());
         assert!(!scratch.path("out").exists() && !other.path("out").exists(), "{line}");
     }
     // An error of all ranks is reported once, and without a rank.
@@ -119,6 +126,76 @@ fn what_one_rank_cannot_read_is_an_error_of_all() {
     let ran = Ranks::start(&scratch, 2, &line, |_, _| ()).wait(&line);
     one_line(&line, &ran[0], 1, &["error: policy/model.safetensors: "]);
     assert_eq!((ran[1].code, ran[1].stderr.as_str()), (1, ""));
+}
+
+#[test]
+fn ranks_with_other_settings_or_data_than_rank_0_are_refused_before_a_folder_is_made() {
+    let scratch = Scratch::new();
+    let other = Scratch::new();
+    let rows = other.read("prompts.jsonl");
+    let mut rows: Vec<&str> = rows.lines().collect();
+    rows.reverse();
+    other.write("prompts.jsonl", &rows.join("\n"));
+    let line = format!("{LINE} --output_dir out");
+    let cases = [
+        (scratch.path(""), "--gamma 0.9", "error: gamma: all ranks need the same settings and data"),
+        (scratch.path(""), "--zero_stage 1", "error: zero_stage: all ranks need the same"),
+        (other.path(""), "", "error: dataset_name: all ranks need the same"),
+    ];
+    for (folder, flags, error) in cases {
+        let ran = Ranks::start(&scratch, 2, &line, |rank, command| {
+            if rank == 1 {
+                command.current_dir(&folder).args(flags.split_whitespace());
+            }
+        })
+        .wait(error);
+        assert!(ran[0].code == 2 && ran[0].stderr.starts_with(error), "{}: {}", ran[0].code, ran[0].stderr);
+        assert!(ran[0].stderr.contains("on rank 1"), "{}", ran[0].stderr);
+        assert_eq!((ran[1].code, ran[1].stderr.as_str()), (2, ""), "{error}");
+        assert!(!scratch.path("out/metrics.jsonl").exists() && !other.path("out").exists(), "{error}");
+    }
+}
+
+#[test]
+fn a_score_that_all_ranks_refuse_leaves_the_last_update_of_a_sharded_run() {
+    let scratch = Scratch::new();
+    // Each rank has two responses of an update of four; the largest number of f32 is 3.4e38.
+    let script = "#!/bin/sh\nwhile read -r line; do\n  n=$((n + 1))\n  test $n = 5 && echo 1e39 || echo 0.5\ndone\n";
+    scratch.write("reward.sh", script);
+    let line = LINE.replace("--reward length:target=3", "--zero_stage 1 --output_dir out");
+    let line = line.replace("--save_steps 1", "--save_steps 99").replace("--eval_split_size 2 --eval_steps 3", "");
+    let ran = Ranks::start(&scratch, 2, &line, |_, command| {
+        command.args(["--reward_command", "sh reward.sh"]);
+    })
+    .wait("a score is refused");
+    assert!(ran[0].code == 1 && ran[0].stderr.contains("expected a finite score, found 1e39"), "{}", ran[0].stderr);
+    assert_eq!((ran[1].code, ran[1].stderr.as_str()), (1, ""), "the same error is reported once");
+    assert!(scratch.path("out/checkpoint-2").is_dir() && ran[0].stderr.contains("resumes"), "{}", ran[0].stderr);
+}
+
+#[test]
+fn a_rank_that_is_started_again_before_the_others_have_ended_waits_for_their_next_start() {
+    let scratch = Scratch::new();
+    succeeds(&scratch, 2, &format!("{LINE} --output_dir whole"));
+    let line = format!("{LINE} --output_dir out --resume_from_checkpoint true");
+    let port = free_port();
+    // The launchers of two machines count their restarts, and start their own rank.
+    let start = |rank: usize, restart: usize| {
+        let again = |_: usize, command: &mut Command| {
+            fault(1, 85, "KILL")(rank, command);
+            command.env("TORCHELASTIC_RESTART_COUNT", restart.to_string()).env("MASTER_PORT", port.to_string());
+        };
+        Ranks::start_some(&scratch, 2, &[rank], &line, again).0.remove(0)
+    };
+    let first = Ranks(vec![start(0, 0), start(1, 0)]);
+    let again = start(1, 1);
+    let ran = first.wait("the first start");
+    assert_eq!((ran[0].code, ran[1].code), (1, -1), "{}", ran[0].stderr);
+    let ran = Ranks(vec![start(0, 1), again]).wait("the second start");
+    for ran in &ran {
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+    }
+    identical(&scratch, "out", "whole");
 }
 
 #[test]

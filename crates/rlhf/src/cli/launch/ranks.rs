@@ -22,8 +22,11 @@ use signal_hook::low_level::{emulate_default_handler, signal_name};
 /// Time that the other ranks have to notice a failed rank by themselves and to print their own error, before SIGTERM: longer than
 /// they look for the cause. A training run takes SIGTERM for a request to stop after its update.
 const NOTICE: Duration = Duration::from_secs(4);
-/// Time after a failure at which SIGKILL ends the ranks that are left.
+/// Time after a failure at which SIGKILL ends the ranks that are left. Rank 0 has this time again as long as it writes, because it saves
+/// the run.
 const KILL: Duration = Duration::from_secs(10);
+/// Bytes that a rank which saves the run writes in that time, at least: far more than messages.
+const SAVES: u64 = 1 << 20;
 /// Time between a second request to stop and SIGKILL.
 const KILL_AFTER_SECOND_STOP: Duration = Duration::from_secs(1);
 /// Failures within this time have one cause: the operating system may report the rank that died after one that noticed it.
@@ -114,6 +117,8 @@ pub(super) struct Ranks {
     /// Signals for the ranks that still run then.
     term_at: Option<Instant>,
     kill_at: Option<Instant>,
+    /// Bytes that rank 0 had written when that was last looked at.
+    written: u64,
     /// Disconnected when all output is written.
     output: Receiver<()>,
 }
@@ -134,6 +139,7 @@ impl Ranks {
             sent: Vec::new(),
             term_at: None,
             kill_at: None,
+            written: 0,
             output,
         };
         for local_rank in 0..start.local_ranks {
@@ -200,6 +206,7 @@ impl Ranks {
         let now = Instant::now();
         if self.failures.is_empty() && self.kill_at.is_none() {
             (self.term_at, self.kill_at) = (Some(now + NOTICE), Some(now + KILL));
+            self.main_rank_saves();
         }
         self.failures.push((now, rank, status));
     }
@@ -212,9 +219,21 @@ impl Ranks {
             self.send(Signal::TERM);
         }
         if self.kill_at.is_some_and(|at| at <= now) {
-            self.kill_at = None;
+            // A second request to stop is not delayed.
+            let saves = self.main_rank_saves() && self.stops < 2;
+            self.kill_at = saves.then(|| now + KILL);
+            let main = if saves { self.running.remove(&0) } else { None };
             self.send(Signal::KILL);
+            self.running.extend(main.map(|pid| (0, pid)));
         }
+    }
+
+    /// Whether rank 0, if it is on this machine, has written as much as one that saves the run since this was last called.
+    fn main_rank_saves(&mut self) -> bool {
+        let Some(pid) = self.running.get(&0).filter(|_| self.first_rank == 0) else { return false };
+        let written = bytes_written(*pid).unwrap_or(0);
+        let before = std::mem::replace(&mut self.written, written);
+        written.saturating_sub(before) >= SAVES
     }
 
     /// Passes a signal on to all ranks: the first ends a training run after its update, a second one at once.
@@ -328,6 +347,12 @@ fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written
     });
 }
 
+/// Returns the number of bytes that a process has written.
+fn bytes_written(pid: Pid) -> Option<u64> {
+    let counts = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_nonzero())).ok()?;
+    counts.lines().find_map(|line| line.strip_prefix("wchar: "))?.parse().ok()
+}
+
 /// Returns the exit code that a shell reports for `status`.
 fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
@@ -349,6 +374,41 @@ fn description(rank: usize, status: ExitStatus) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_0_that_saves_the_run_is_told_from_one_that_hangs() {
+        let ranks = |script: &str| {
+            let child = Command::new("sh").args(["-c", script]).stdout(Stdio::null()).spawn().unwrap();
+            let mut ranks = Ranks {
+                first_rank: 0,
+                running: BTreeMap::from([(0, Pid::from_child(&child))]),
+                failures: Vec::new(),
+                stopped: None,
+                stops: 0,
+                sent: Vec::new(),
+                term_at: None,
+                kill_at: None,
+                written: 0,
+                output: channel().1,
+            };
+            ranks.main_rank_saves();
+            (child, ranks)
+        };
+        for (script, saves) in [("exec cat /dev/zero", true), ("exec sleep 60", false)] {
+            let (mut child, mut ranks) = ranks(script);
+            let until = Instant::now() + Duration::from_secs(if saves { 20 } else { 1 });
+            let mut found = false;
+            while !found && Instant::now() < until {
+                thread::sleep(Duration::from_millis(100));
+                found = ranks.main_rank_saves();
+            }
+            assert_eq!(found, saves, "{script}");
+            ranks.first_rank = 2;
+            assert!(!ranks.main_rank_saves(), "{script}: the first rank of another machine is not rank 0");
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
 
     #[test]
     fn the_end_of_a_rank_is_described_in_one_line() {

@@ -255,6 +255,7 @@ impl Loaded {
     pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
         let (world, asked) = (World::of_process(), AskedHub::with(commits));
         check_sync(config, &world)?;
+        world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
         let rewards = specs(config);
         let rewards = rewards.iter().flatten().filter_map(Spec::model_path);
         asked.download(&world, &paths_read(config, rewards), || {
