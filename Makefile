@@ -16,11 +16,11 @@ cuda: setup ## fetch CUDA's libraries for --device cuda (once, about 3 GB), buil
 
 demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a summary
 	cargo build --release --locked
-	examples/sentiment/run.sh $(target)/release/rlhf
+	examples/sentiment/run.sh "$(target)/release/rlhf"
 
 demo-chat: setup ## a pretrained chat model learns to answer in JSON: GRPO with verified rewards, and a summary
 	cargo build --release --locked
-	examples/smollm2/grpo.sh $(target)/release/rlhf
+	examples/smollm2/grpo.sh "$(target)/release/rlhf"
 
 test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
@@ -66,7 +66,7 @@ package: setup ## both crates as crates.io would get them, built but not uploade
 
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
 	RLHF_COMMIT=$$(git describe --always --dirty 2>/dev/null) cargo build --release --locked
-	scripts/install.sh $(target)/release/rlhf "$(PREFIX)"
+	scripts/install.sh "$(target)/release/rlhf" "$(PREFIX)"
 
 crate: setup ## make a crate of your own that uses rlhf: make crate DIR=../my-trainer
 	@scripts/new-crate.sh "$(DIR)"

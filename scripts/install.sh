@@ -14,7 +14,7 @@ mkdir -p "$prefix/bin" "$lib"
 rm -rf "$lib/torch" "$lib/nvidia"
 if [ -z "${LIBTORCH:-}" ] && [ ! -L .libtorch/torch ]; then
     fetched=$(realpath .libtorch)
-    env -u LD_LIBRARY_PATH ldd "$binary" | awk '$2 == "=>" { print $3 }' | while read -r path; do
+    env -u LD_LIBRARY_PATH ldd "$binary" | sed -n 's/.* => \(.*\) (0x.*/\1/p' | while read -r path; do
         path=$(realpath -m "$path")
         case $path in "$fetched"/*) install -D -m 644 "$path" "$lib/${path#"$fetched"/}" ;; esac
     done
@@ -29,6 +29,8 @@ if [ -z "${LIBTORCH:-}" ] && [ ! -L .libtorch/torch ]; then
 else
     ln -s "$(realpath "${LIBTORCH:-.libtorch/torch}")" "$lib/torch"
 fi
+[ -e "$lib/torch/lib/libtorch_cpu.so" ] ||
+    { echo "error: $lib/torch/lib: expected libtorch_cpu.so to be installed there, found none" >&2; exit 1; }
 install -m 755 "$binary" "$prefix/bin/rlhf"
 
 "$prefix/bin/rlhf" --version >/dev/null

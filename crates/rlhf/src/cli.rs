@@ -15,7 +15,7 @@ mod errors;
 pub(crate) mod evaluate;
 mod foreign;
 pub(crate) mod generate;
-mod groups;
+pub(crate) mod groups;
 mod help;
 mod keys;
 pub(crate) mod launch;
@@ -103,6 +103,9 @@ pub(crate) struct Parsed {
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, Stop> {
     let rlhf = rlhf_command();
     let args: Vec<OsString> = args.into_iter().collect();
+    if args.get(1).is_some_and(|name| name == "help") {
+        return Err(errors::no_help_command(args.get(2), &rlhf).into());
+    }
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
     }

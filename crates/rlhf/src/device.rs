@@ -340,8 +340,8 @@ fn usage<T>(device: Device, reason: &str) -> Result<T> {
 
 /// Warns, once, why a machine with a GPU computes on its CPU.
 fn warn(reason: &str) {
-    static TOLD: std::sync::Once = std::sync::Once::new();
-    TOLD.call_once(|| {
+    static WARNED: std::sync::Once = std::sync::Once::new();
+    WARNED.call_once(|| {
         let _ = writeln!(std::io::stderr(), "warning: device = auto: computing on the CPU: {reason}");
     });
 }

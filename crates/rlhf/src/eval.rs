@@ -23,7 +23,7 @@ pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
 use crate::data::{Columns, Dataset, Files, Prompt};
 use crate::hub;
-use crate::reward::{Rewards, Spec, resolve};
+use crate::reward::{Rewards, Spec, Warn, resolve};
 use crate::run::Console;
 use crate::run::inputs::Inputs;
 use crate::safe_text::one_line;
@@ -33,13 +33,14 @@ use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use judge::{NoVerdict, Outcome, Pair, PairJudge, Preference};
-use responses::{generate_missing, plain_prompt, reference};
+use responses::{generate_missing, plain_prompt, reference, sampled, sampling_warning};
 use results::{Store, row_digest};
 use scores::Scorer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 use summary::About;
 
@@ -89,16 +90,23 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let specs = resolve(config)?;
     let models = Models::find(config)?;
     let task = Task::read(config, &models, &specs)?;
-    let mut store = Store::open(config, &models.inputs(config, &specs)?)?;
+    let sampled = sampled(config, &models)?;
+    let mut store = Store::open(config, &models.inputs(config, &specs)?, &sampled)?;
     store.check_rows(&task.rows)?;
     store.write_settings(config)?;
     let progress = Progress::new(console);
+    sampling_warning(&sampled).iter().for_each(|warning| progress.warn(warning));
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
         if let Some(dir) = dir {
             generate_missing(config, side, dir, &task, &mut store, &progress)?;
         }
     }
-    let judge = task.judge(config, &models, pairs, specs)?;
+    let mut judge = task.judge(config, &models, pairs, specs)?;
+    if let Judge::Scores(scorer) = &mut judge {
+        let (bar, console) = (progress.bar.clone(), progress.console);
+        let warn: Warn = Arc::new(move |message: &str| bar.suspend(|| console.warn(message)));
+        scorer.rewards.warn_by(&warn);
+    }
     let described = judge.describe();
     judge.judge_missing(&task, &mut store, &progress)?;
     progress.finish();

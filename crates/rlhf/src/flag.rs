@@ -34,6 +34,10 @@ pub(crate) const DIST: &str = "Several ranks";
 pub(crate) const HUB: &str = "Hugging Face hub";
 pub(crate) const RUN: &str = "Run";
 
+/// All headings, in the order of `--help`.
+pub const HEADINGS: [&str; 14] =
+    [MODELS, DATA, REWARDS, BATCHES, SAMPLING, PPO, LOSS, OPTIMIZER, LORA, EVALUATION, CHECKPOINTS, HUB, DIST, RUN];
+
 /// Default value of an optional flag that is unset.
 pub(crate) const NONE: &str = "none";
 

@@ -5,12 +5,14 @@ pub(crate) mod settings;
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
-use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, on_device, uses_kernels};
+use crate::flag::expect;
+use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use std::ops::{ControlFlow, Range};
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// Number of steps that a GPU decodes before the host reads the tokens: reading waits for the GPU, and tokens chosen after the
 /// end of a response are wasted work.
@@ -153,10 +155,6 @@ impl GenerationConfig {
         let most = format!("at most max_new_tokens = {}", self.max_new_tokens);
         expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most)
     }
-}
-
-fn expect(holds: bool, name: &str, found: impl std::fmt::Display, expected: &str) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::Usage(format!("{name} = {found}: expected {expected}"))) }
 }
 
 /// Texts that end a response, independent of token boundaries; special tokens count as their names.

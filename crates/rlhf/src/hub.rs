@@ -2,8 +2,7 @@
 //!
 //! Files are stored by the commit of the revision, so files of two commits are never mixed. Each
 //! is written under another name, checked and renamed: a file with its final name is complete. Layout and names of the
-//! cache are
-//! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
+//! cache are those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
 //! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
 //!
@@ -73,8 +72,7 @@ pub struct Hub {
     /// Wait before the first retry of a failed request; doubles with each retry.
     pub pause: Duration,
     /// Timeout of the hub's description of a model or a dataset. Downloads have no such timeout: they continue as long
-    /// as bytes
-    /// arrive.
+    /// as bytes arrive.
     pub timeout: Duration,
 }
 
@@ -100,8 +98,7 @@ enum Wanted<'a> {
 }
 
 /// Returns the folder of the model `name_or_path`: the path itself if it exists, else the model of this name on the hub,
-/// from the
-/// cache or downloaded into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
+/// from the cache or downloaded into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
 ///
 /// # Errors
 /// If it is neither a folder nor a name on the hub, the hub does not know it or cannot be reached, it has no
@@ -346,22 +343,13 @@ impl Hub {
 
     /// Sends a request up to `attempts` times, with waits between them.
     fn repeat<T>(&self, attempts: u32, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
-        let mut failed = 0;
-        loop {
-            match request() {
-                Ok(value) => return Ok(value),
-                Err(failure) => {
-                    failed += 1;
-                    self.wait((failed, attempts), failure)?;
-                }
-            }
-        }
+        repeat(request, |failed, failure| self.wait((failed, attempts), failure))
     }
 
     /// Waits before the next attempt; returns the failure if there is none left.
     fn wait(&self, (failed, attempts): (u32, u32), failure: Failure) -> Result<(), Failure> {
         match failure {
-            Failure::Passing(_, asked) if failed < attempts => match pause(self.delay(failed, asked)) {
+            Failure::Transient(_, asked) if failed < attempts => match pause(self.delay(failed, asked)) {
                 true => Err(failure),
                 false => Ok(()),
             },
@@ -460,17 +448,35 @@ enum Ask {
     Bytes,
 }
 
+/// Sends a request until it succeeds, or until `wait` returns an error: it is called with the number of failed attempts and the last
+/// failure, and waits before the next attempt.
+fn repeat<T>(
+    request: impl Fn() -> Result<T, Failure>,
+    wait: impl Fn(u32, Failure) -> Result<(), Failure>,
+) -> Result<T, Failure> {
+    let mut failed = 0;
+    loop {
+        match request() {
+            Ok(value) => return Ok(value),
+            Err(failure) => {
+                failed += 1;
+                wait(failed, failure)?;
+            }
+        }
+    }
+}
+
 /// Failure of a request.
 enum Failure {
     /// A retry would fail again.
-    Final(Error),
+    Permanent(Error),
     /// A retry may succeed: the reason, and the wait that the server requests.
-    Passing(String, Option<Duration>),
+    Transient(String, Option<Duration>),
 }
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Final(error)
+        Self::Permanent(error)
     }
 }
 
@@ -478,14 +484,14 @@ impl From<ureq::Error> for Failure {
     fn from(error: ureq::Error) -> Self {
         match error {
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
-                Self::Final(Error::Usage(format!("a request to the hub (HF_ENDPOINT, HF_TOKEN): {error}")))
+                Self::Permanent(Error::Usage(format!("a request to the hub (HF_ENDPOINT, HF_TOKEN): {error}")))
             }
             error => {
                 let mut what = error.to_string();
                 if what.contains("UnknownIssuer") {
                     what += "; if a proxy signs with certificates of its own, set SSL_CERT_FILE to them";
                 }
-                Self::Passing(what, None)
+                Self::Transient(what, None)
             }
         }
     }
@@ -505,8 +511,8 @@ impl Fetch<'_> {
         let attempts = if cached.is_some() { 1 } else { ATTEMPTS };
         match self.hub.repeat(attempts, || self.listing()) {
             Ok((commit, files)) => self.fetch(&commit, &files),
-            Err(Failure::Final(error)) => Err(error),
-            Err(Failure::Passing(what, _)) => match cached {
+            Err(Failure::Permanent(error)) => Err(error),
+            Err(Failure::Transient(what, _)) => match cached {
                 Some(dir) => {
                     let (endpoint, name) = (&self.hub.endpoint, self.name);
                     let warning =
@@ -758,7 +764,7 @@ impl Fetch<'_> {
                 restart(file)?;
                 have = 0;
                 if response.status() != StatusCode::OK {
-                    return Err(Failure::Passing(format!("{url}: not the requested bytes"), None));
+                    return Err(Failure::Transient(format!("{url}: not the requested bytes"), None));
                 }
             }
             let mut body = response.into_body().into_reader().take(remote.size - have);
@@ -777,17 +783,20 @@ impl Fetch<'_> {
                     }
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}
                     Err(error) => {
-                        return Err(Failure::Passing(format!("{error}, after {have} of {} bytes", remote.size), None));
+                        return Err(Failure::Transient(
+                            format!("{error}, after {have} of {} bytes", remote.size),
+                            None,
+                        ));
                     }
                 }
             }
         }
         if have < remote.size {
-            return Err(Failure::Passing(format!("the response ended after {have} of {} bytes", remote.size), None));
+            return Err(Failure::Transient(format!("the response ended after {have} of {} bytes", remote.size), None));
         }
         if remote.hashed && sha256(file).map_err(Error::io("read", path))? != remote.etag.to_ascii_lowercase() {
             restart(file)?;
-            return Err(Failure::Passing(
+            return Err(Failure::Transient(
                 "the downloaded bytes do not have the SHA-256 that the hub reports".into(),
                 None,
             ));
@@ -843,14 +852,14 @@ impl Fetch<'_> {
         let (place, kind) = self.nouns();
         if origin(url) != origin(endpoint) {
             // An address that the hub signed for this download: it may have expired, and it is secret.
-            return Failure::Passing(format!("HTTP status {status} from {}", origin(url)), None);
+            return Failure::Transient(format!("HTTP status {status} from {}", origin(url)), None);
         }
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let code = text("x-error-code").unwrap_or_default();
         let message = match status.as_u16() {
             408 | 429 | 500.. => {
                 let wait = text("retry-after").and_then(|seconds| seconds.parse().ok()).map(Duration::from_secs);
-                return Failure::Passing(format!("{url}: HTTP status {status}"), wait);
+                return Failure::Transient(format!("{url}: HTTP status {status}"), wait);
             }
             401 | 403 if code == "GatedRepo" || status == StatusCode::FORBIDDEN => format!(
                 "gated or private (HTTP status {status}): ask for access at {page}, and set HF_TOKEN to a token of an \
@@ -876,8 +885,8 @@ impl Fetch<'_> {
 
     fn give_up(&self, file: &str, failure: Failure) -> Error {
         match failure {
-            Failure::Final(error) => error,
-            Failure::Passing(what, _) => self.error(&format!(
+            Failure::Permanent(error) => error,
+            Failure::Transient(what, _) => self.error(&format!(
                 "cannot download {file}: {what} (tried {ATTEMPTS} times); the same command resumes the download"
             )),
         }

@@ -58,8 +58,7 @@ pub(crate) fn is_clock(name: &str) -> bool {
 }
 
 /// Serializes to a JSON object. Counts are written as integers, and values that are not finite as null, as JSON has no
-/// NaN or
-/// infinity.
+/// NaN or infinity.
 impl Serialize for Metrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;

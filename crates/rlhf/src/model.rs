@@ -42,7 +42,7 @@ pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub use config::ModelConfig;
 pub(crate) use config::is_encoder_decoder_family;
 pub(crate) use described::{Activations, Held, Holding, ModelSizes, PassTokens, SourceTokens, TrainedTensor};
-pub(crate) use layout::{KvCache, on_device};
+pub(crate) use layout::KvCache;
 pub(crate) use logprobs::logits_chunk;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub(crate) use lora::DropoutRows;

@@ -437,7 +437,7 @@ fn precision(run: &RunConfig) -> &'static str {
 }
 
 impl Plan {
-    /// The plan as a table for people, in lines of plain text.
+    /// The plan as a table, in lines of plain text.
     pub fn table(&self) -> String {
         table::of(self)
     }
@@ -452,7 +452,7 @@ impl Plan {
 }
 
 impl PipelinePlan {
-    /// The plans as tables for people, with the largest peak.
+    /// The plans as tables in plain text, with the largest peak.
     pub fn table(&self) -> String {
         let mut text: String = self.stages.iter().map(|plan| plan.table() + "\n").collect();
         text += &table::of_pipeline(self);

@@ -40,6 +40,7 @@ use retry::check;
 use scaling::Moments;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};
+use std::sync::Arc;
 use std::time::Instant;
 use tch::{Device, Tensor};
 
@@ -135,6 +136,9 @@ impl<S: Into<Score>> From<Option<S>> for Score {
     }
 }
 
+/// Receives a warning, from any thread.
+pub type Warn = Arc<dyn Fn(&str) + Send + Sync>;
+
 /// Scores responses.
 pub trait Reward: Send {
     /// Returns one score per response, in order.
@@ -155,6 +159,9 @@ pub trait Reward: Send {
     fn extra(&self) -> Vec<(String, f64)> {
         Vec::new()
     }
+
+    /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
+    fn warn_by(&mut self, _name: &str, _warn: Warn) {}
 
     /// Returns the reward model, if this is one: training checks its input, and may initialize the value model from it.
     fn model(&self) -> Option<&RewardModel> {
@@ -380,6 +387,11 @@ impl Rewards {
     /// Returns true for the rewards of a replay.
     pub(crate) fn is_recorded(&self) -> bool {
         self.is_recorded
+    }
+
+    /// Sets what receives warnings about failures that are tried again.
+    pub fn warn_by(&mut self, warn: &Warn) {
+        self.components.iter_mut().for_each(|component| component.reward.warn_by(&component.name, warn.clone()));
     }
 
     /// Adds a reward with weight 1. Metrics and errors use `name`.

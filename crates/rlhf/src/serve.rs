@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Number of requests that wait for the model; further ones are refused.
 const QUEUE: usize = 64;
 
-/// Time between two looks at requests to stop while no request waits.
+/// Polling interval of requests to stop while no request waits.
 const POLL: Duration = Duration::from_millis(50);
 
 /// Loads the model and serves it until [`request_stop`](crate::signals::request_stop) is called. `ready` receives the model's name and

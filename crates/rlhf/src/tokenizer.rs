@@ -296,22 +296,7 @@ impl Tokenizer {
         let (text, spans) = if template.has_marks() {
             template.render_marked(messages, all())?
         } else {
-            let text = template.render(messages, false, all())?;
-            let mut spans = Vec::new();
-            for (at, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
-                let before = template.render(&messages[..at], true, all())?;
-                let after = template.render(&messages[..=at], false, all())?;
-                if !after.starts_with(&before) || !text.starts_with(&after) {
-                    return Err(Error::Run(format!(
-                        "assistant_only_loss: {} has no {{% generation %}} blocks, and its text of message {} is not the \
-                         same alone and among the others",
-                        template.file().display(),
-                        at + 1
-                    )));
-                }
-                spans.push(before.len()..after.len());
-            }
-            (text, spans)
+            turns(template, messages, all)?
         };
         let offsets = self.offsets(&text)?;
         let within = |span: &Range<usize>| {
@@ -322,11 +307,18 @@ impl Tokenizer {
         Ok(spans.iter().filter_map(within).collect())
     }
 
-    /// Byte offsets in `text` of each of its tokens, encoded as by [`Tokenizer::encode_verbatim`].
+    /// Byte offsets in `text` of each of its tokens, encoded as by [`Tokenizer::encode_verbatim`]. A tokenizer may leave spaces out of
+    /// the offsets; a token of nothing else starts where the one before it ends.
     fn offsets(&self, text: &str) -> Result<Vec<(usize, usize)>> {
         let Some(inner) = &self.inner else { return Ok(Vec::new()) };
         let encoding = guarded(|| inner.encode(text, false)).map_err(|e| self.error(&e))?;
-        Ok(encoding.get_offsets().to_vec())
+        let mut last = 0;
+        let whole = |&(from, to): &(usize, usize)| {
+            let from = if from == to { from.min(last) } else { from };
+            last = to;
+            (from, to)
+        };
+        Ok(encoding.get_offsets().iter().map(whole).collect())
     }
 
     /// Token ids of `text`, with the special tokens that the tokenizer adds (a bos token, for example).
@@ -713,6 +705,45 @@ impl TextStream<'_> {
         (self.start, self.shown) = (self.shown, end);
         Ok(text[shared..].to_string())
     }
+}
+
+/// Renders `messages` by a template without marks; returns the text and the byte ranges of the assistant's turns in it.
+fn turns<V: IntoIterator<Item = (String, Value)>>(
+    template: &ChatTemplate,
+    messages: &[Value],
+    variables: impl Fn() -> V,
+) -> Result<(String, Vec<Range<usize>>)> {
+    let text = template.render(messages, false, variables())?;
+    let mut spans = Vec::new();
+    for (at, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
+        // A template may refuse a conversation without messages, or begin it with a text of its own.
+        let before = match template.render(&messages[..at], true, variables()) {
+            Err(_) if at == 0 => None,
+            before => Some(before?),
+        };
+        let after = template.render(&messages[..=at], false, variables())?;
+        match before {
+            Some(before) if after.starts_with(&before) && text.starts_with(&after) => {
+                spans.push(before.len()..after.len());
+            }
+            _ if at == 0 => {
+                return Err(Error::Run(format!(
+                    "assistant_only_loss: message 1 is the assistant's, and its place in the text cannot be found without \
+                     {{% generation %}} blocks in {}: add them, or a message before it",
+                    template.file().display()
+                )));
+            }
+            _ => {
+                return Err(Error::Run(format!(
+                    "assistant_only_loss: {} has no {{% generation %}} blocks, and its text of message {} is not the same alone and \
+                     among the others",
+                    template.file().display(),
+                    at + 1
+                )));
+            }
+        }
+    }
+    Ok((text, spans))
 }
 
 /// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a

@@ -51,6 +51,14 @@ fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
     }
 }
 
+/// Returns the number of updates of a run of which `done` are done, for its title.
+fn updates_fact(updates: usize, done: usize) -> String {
+    match done {
+        0 => updates.to_string(),
+        done => format!("{updates}, {done} of them done"),
+    }
+}
+
 /// Returns device and dtype of a run whose optimizer is `optim`, for its title.
 fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'static str, String); 2] {
     let threads = tch::get_num_threads();

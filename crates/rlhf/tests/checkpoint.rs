@@ -850,8 +850,10 @@ fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_s
         assert!(ran.stderr.contains("no update was done, so no model is saved"), "{}", ran.stderr);
         assert!(!scratch.path("out/model.safetensors").exists());
     }
+    scratch.refuses_with(&format!("{line} --seed 7"), &program, 2, &["seed = 7: expected 42, as in out"]);
     scratch.write("up", "");
-    assert_eq!(scratch.run_with(&line, &program).code, 0);
+    let ran = scratch.run_with(&line, &program);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, "warning: out: the run has no checkpoint: it starts again\n"));
     assert_eq!(scratch.metrics("out").len(), 8);
 }
 

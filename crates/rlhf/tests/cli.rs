@@ -532,6 +532,28 @@ fn a_tokenizer_larger_than_the_models_vocabulary_is_refused() {
 }
 
 #[test]
+fn a_model_that_is_fine_tuned_with_another_tokenizer_than_its_own_is_a_warning() {
+    let scratch = Scratch::new();
+    ["same", "other"].iter().for_each(|name| scratch.copy(name, "gpt_neox"));
+    let mut tokenizer: Value = serde_json::from_str(&scratch.read("other/tokenizer.json")).unwrap();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    // Two tokens change places.
+    for id in vocab.values_mut() {
+        *id = match id.as_u64() {
+            Some(100) => 101.into(),
+            Some(101) => 100.into(),
+            _ => continue,
+        };
+    }
+    scratch.write("other/tokenizer.json", &tokenizer.to_string());
+    let ran = scratch.run(&format!("{SFT} --tokenizer_name other"));
+    let words =
+        "warning: tokenizer_name = other: expected the tokenizer of policy, found one that differs in 2 tokens: ";
+    assert!(ran.code == 0 && ran.stderr.contains(words), "{}", ran.stderr);
+    scratch.succeeds(&format!("{SFT} --tokenizer_name same --output_dir again"));
+}
+
+#[test]
 fn a_value_model_with_another_tokenizer_or_a_smaller_vocabulary_is_refused() {
     let scratch = Scratch::new();
     scratch.copy("small_reward", "gpt2_cls");

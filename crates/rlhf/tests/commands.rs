@@ -187,6 +187,7 @@ fn any_reward_scores_a_file_of_responses_as_a_run_would() {
     }
     // A reward model among them gives the scores that it gives alone, of the same tokens.
     let alone = piped(&scratch, "score --model reward", &rows);
+    assert_eq!(piped(&scratch, "score --reward_model_path reward", &rows), alone, "its name in ppo");
     let beside = piped(&scratch, "score --model reward --reward json --batch_size 1", &rows);
     for (alone, beside) in alone.iter().zip(&beside) {
         let [alone, model] = [&alone["score"], &beside["components"]["model"]].map(|score| score.as_f64().unwrap());
@@ -360,11 +361,26 @@ fn generate_reads_rows_from_standard_input_and_takes_ids_before_text() {
         assert_eq!((&row["prompt_ids"], &row["completion"]), (&json!([275, 268]), &found[0]["completion"]));
     }
     assert_eq!((&found[0]["id"], &found[1]["prompt"]), (&json!(1), &json!("ignored")));
-    // Text it is by default, also where it looks like JSON.
-    let ran = pipe(&scratch, "generate --model policy --max_new_tokens 1", "{\"prompt\": \"x\"}\n");
+    // Text it is by default, also where it looks like JSON, with a note.
+    let text = "generate --model policy --max_new_tokens 1";
+    let ran = pipe(&scratch, text, "{\"prompt\": \"x\"}\n{\"prompt\": \"y\"}\n");
     assert_eq!(json_lines(&ran.stdout)[0]["prompt"], "{\"prompt\": \"x\"}");
+    let note =
+        "note: a line of standard input is taken for a prompt, its JSON included; --input_format jsonl reads rows\n";
+    assert_eq!(ran.stderr, note);
+    assert_eq!(pipe(&scratch, text, "{\"text\": 1}\n[1]\n{\n").stderr, "");
     let ran = pipe(&scratch, line, "{\"prompt\": \"x\"}\n\n{\"text\": \"x\"}\n");
     ran.is_one_error(line, 1, &["standard input: line 3: expected a field `prompt`"]);
+}
+
+#[test]
+fn a_prompt_that_is_the_name_of_a_data_file_is_generated_from_with_a_note() {
+    let scratch = Scratch::new();
+    let ran = scratch.run("generate --model policy --max_new_tokens 1 do prompts.jsonl");
+    let note =
+        "note: `prompts.jsonl` is a file, and its name is taken for a prompt; --dataset_name prompts.jsonl reads it\n";
+    assert_eq!((ran.code, ran.stderr.as_str(), ran.stdout.lines().count()), (0, note, 2));
+    scratch.succeeds("generate --model policy --max_new_tokens 1 none.jsonl policy");
 }
 
 #[test]

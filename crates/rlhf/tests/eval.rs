@@ -103,6 +103,22 @@ fn a_reward_model_judges_the_responses_of_generate_by_the_scores_of_score() {
 }
 
 #[test]
+fn models_that_are_sampled_with_different_settings_are_a_warning_that_flags_for_both_end() {
+    let scratch = scratch();
+    scratch.write("other/generation_config.json", &json!({"max_new_tokens": 5, "temperature": 0.5}).to_string());
+    let line = PAIRS.replace(" --max_new_tokens 8", "") + " --reward_model_path reward --num_prompts 2";
+    let ran = scratch.run(&line);
+    let words = "warning: policy and other are sampled with different settings, those of their generation_config.json: \
+                 --max_new_tokens 53 and 5, --temperature 1.0 and 0.5; a comparison needs the same: set --max_new_tokens and the others\n";
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, words));
+    let state: Value = serde_json::from_str(&scratch.read("out/evaluation.json")).unwrap();
+    let sampled = |side: usize, name: &str| state["sampling"][side]["settings"][name].clone();
+    assert_eq!((sampled(0, "max_new_tokens"), sampled(1, "temperature")), (json!(53), json!(0.5)));
+    let same = format!("{line} --overwrite_output_dir --max_new_tokens 8 --temperature 1");
+    evaluates(&scratch, &same, &[]);
+}
+
+#[test]
 fn a_model_ties_with_itself_and_a_column_is_scored_as_a_whole_response() {
     let scratch = scratch();
     let line = format!("{EVAL} --compare policy --reward_model_path reward");

@@ -8,6 +8,7 @@ use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
     CommandReward, FnReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, RewardModel, Rewards, Score,
+    Warn,
 };
 use rlhf::rl::math::ScorePosition;
 use rlhf::settings::PpoConfig;
@@ -154,6 +155,43 @@ fn a_program_that_crashes_is_started_again() {
         mark.display()
     );
     assert_eq!(Batch::of(3).numbers(&mut command(&line)), [5.0; 3]);
+}
+
+#[test]
+fn a_program_that_is_started_again_is_a_warning_once_and_a_metric() {
+    let batch = Batch::of(2);
+    let found: Arc<Mutex<Vec<String>>> = Arc::default();
+    let seen = found.clone();
+    let warn: Warn = Arc::new(move |message: &str| seen.lock().unwrap().push(message.to_string()));
+    let dir = tempfile::tempdir().unwrap();
+    // Each second start succeeds.
+    let line = format!(
+        "echo >> {0}; if [ $(($(wc -l < {0}) % 2)) = 0 ]; then while read -r l; do echo 5; done; \
+         else echo no film >&2; exit 3; fi",
+        dir.path().join("starts").display()
+    );
+    let mut rewards = Rewards::new().with("judge", command(&line));
+    rewards.warn_by(&warn);
+    let retries = |rewards: &mut Rewards| rewards.score(&batch.inputs(), true).unwrap().components[0].extra.clone();
+    assert_eq!(retries(&mut rewards), [("retries".to_string(), 1.0)]);
+    assert_eq!(retries(&mut rewards), [], "the program runs");
+    let words = "reward `judge`: the program exited after 0 of 2 scores (exit status: 3); its standard error ends with: no film; \
+                 tried again now (reported once)";
+    assert_eq!(*found.lock().unwrap(), [words]);
+}
+
+#[test]
+fn a_service_that_fails_once_is_a_warning_without_its_secrets() {
+    let found: Arc<Mutex<Vec<String>>> = Arc::default();
+    let seen = found.clone();
+    let warn: Warn = Arc::new(move |message: &str| seen.lock().unwrap().push(message.to_string()));
+    let service = failing(&[(503, "", ""), (503, "", "")]);
+    let mut reward = service.reward(|s| s.retry.attempts = 3);
+    reward.warn_by("judge", warn);
+    assert_eq!(Batch::of(2).numbers(&mut reward), [1.0; 2]);
+    assert_eq!(reward.extra(), [("retries".to_string(), 2.0)]);
+    let told = found.lock().unwrap();
+    assert!(told.len() == 1 && told[0].contains("HTTP status 503") && !told[0].contains("hidden"), "{told:?}");
 }
 
 #[test]
@@ -564,6 +602,20 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
         &["long_prompts = truncate_left: sentiment reads a whole conversation by its own chat template"],
     );
     let ran = scratch.run(&format!("{line} --long_prompts drop"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
+fn a_rounded_model_is_no_reason_to_refuse_prompts_that_were_not_truncated() {
+    let scratch = Scratch::new();
+    scratch.copy("sentiment", "llama_untied_cls");
+    scratch.write("sentiment/chat_template.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let row = json!({"query": [{"role": "user", "content": "Good?"}]});
+    scratch.write("chats.jsonl", &format!("{row}\n"));
+    let line = format!("{NO_MODEL} --reward model:sentiment --dataset_name chats.jsonl --bf16 --optim adamw_bf16");
+    let ran = scratch.run(&format!("{line} --max_prompt_length 12 --long_prompts truncate_left"));
+    assert!(ran.stderr.contains("optim = adamw_bf16 rounds weights"), "{}", ran.stderr);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 

@@ -278,6 +278,16 @@ fn no_import_cycle_is_left() {
 }
 
 #[test]
+fn the_equations_import_nothing_of_this_crate() {
+    let program = Program::of_this_crate();
+    let arrows = program.arrows().into_iter().filter(|((from, _), _)| from == "rl::math");
+    assert!(program.modules.contains_key("rl::math"));
+    assert_none(
+        &arrows.map(|((from, to), place)| format!("`{from}` must not import `{to}`: {place}")).collect::<Vec<_>>(),
+    );
+}
+
+#[test]
 fn functions_fit_on_a_screen_and_take_few_parameters() {
     let sources = sources();
     let functions: Vec<(&str, Function)> = sources

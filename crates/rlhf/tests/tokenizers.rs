@@ -375,6 +375,82 @@ fn a_prompt_of_messages_ends_where_the_assistant_responds() {
 }
 
 #[test]
+fn the_tools_of_a_row_are_given_to_the_template_as_a_list_or_as_that_list_in_json() {
+    let tool = json!({"name": "f", "extra": null});
+    let asked = json!([turn("user", "hi")]);
+    let all = [
+        json!({"prompt": asked, "tools": [tool]}),
+        json!({"prompt": asked, "tools": json!([{"name": "f"}]).to_string()}),
+        json!({"prompt": asked, "tools": [tool], "chat_template_kwargs": {"tools": [{"name": "g"}]}}),
+        json!({"prompt": asked, "tools": [tool], "chat_template_kwargs": {"tools": null}}),
+        json!({"prompt": asked, "tools": []}),
+        json!({"prompt": asked, "tools": null}),
+        json!({"prompt": asked, "tools": " "}),
+        json!({"prompt": asked}),
+    ];
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}";
+    let (mut tokenizer, dataset, dir) = rows(&all);
+    let path = dir.path().join("tools.jinja");
+    std::fs::write(&path, template).unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let f = "[{\"name\": \"f\"}]hi<|endoftext|>";
+    let wanted =
+        [f, f, "[{\"name\": \"g\"}]hi<|endoftext|>"].into_iter().chain(["hi<|endoftext|>"; 5]).collect::<Vec<_>>();
+    let prompts = dataset.prompts(&tokenizer, 320, 64).unwrap();
+    assert_eq!(prompts.iter().map(|prompt| prompt.text.as_str()).collect::<Vec<_>>(), wanted);
+    let chat = [turn("user", "hi"), turn("assistant", "oh")];
+    let (_, dataset, _dir) =
+        rows(&[json!({"messages": chat, "tools": [tool]}), json!({"chosen": chat, "rejected": chat, "tools": [tool]})]);
+    let text = |tokens: &[i64]| tokenizer.decode_verbatim(tokens).unwrap();
+    let whole = "[{\"name\": \"f\"}]hi<|endoftext|>oh<|endoftext|>";
+    assert_eq!(text(&dataset.demonstrations(&tokenizer, true).unwrap()[0].tokens), whole);
+    let (_, pair, _dir) = rows(&[json!({"chosen": chat, "rejected": chat, "tools": [tool]})]);
+    assert_eq!(text(&pair.pairs(&tokenizer, true).unwrap()[0].rejected), whole);
+}
+
+#[test]
+fn an_eos_is_appended_to_a_sample_of_a_run_only_where_its_text_lacks_a_token() {
+    let (tokenizer, _, _dir) = rows(&[json!({})]);
+    let (prompt, response) = ("The movie", " was fine.");
+    let count = tokenizer.encode_open_pair(prompt, response).map(|(ids, border)| ids.len() - border).unwrap();
+    let sample = json!({"prompt": prompt, "response": response, "finish_reason": "stop"});
+    let with = |num_tokens: usize| {
+        let mut sample = sample.clone();
+        sample["num_tokens"] = num_tokens.into();
+        sample
+    };
+    let mut cut = with(count);
+    cut["finish_reason"] = "length".into();
+    let (_, dataset, _rows) = rows(&[sample.clone(), with(count + 1), with(count), cut]);
+    let eos = tokenizer.require_eos().unwrap();
+    let ends: Vec<bool> =
+        dataset.texts(&tokenizer, 320, 64).unwrap().iter().map(|ids| ids.last() == Some(&eos)).collect();
+    assert_eq!(ends, [true, true, false, false], "a stop string ended the third");
+    let found = dataset.responses(&tokenizer).unwrap();
+    let ends: Vec<bool> = found.iter().map(|found| found.response_ids.last() == Some(&eos)).collect();
+    assert_eq!(ends, [true, true, false, false]);
+}
+
+#[test]
+fn a_prompt_with_its_completion_is_read_before_a_text_of_the_same_row() {
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": "hi", "completion": " oh", "text": "else"}),
+        json!({"prompt": "hi", "completion": " oh"}),
+        json!({"prompt": "hi", "chosen": " oh", "rejected": " no", "text": "else"}),
+        json!({"prompt": "hi", "chosen": " oh"}),
+        json!({"prompt": "hi", "text": "else"}),
+        json!({"text": "else"}),
+    ]);
+    let found = dataset.demonstrations(&tokenizer, true).unwrap();
+    for same in found.chunks(2) {
+        assert_eq!(same[0], same[1]);
+    }
+    let options = DemonstrationOptions { text_field: "completion".into(), ..DemonstrationOptions::default() };
+    let (_, dataset, _dir) = rows(&[json!({"prompt": "hi", "completion": " oh"})]);
+    assert_eq!(dataset.demonstrations_with(&tokenizer, &options).unwrap()[0].prompt_len, 0, "the field that is named");
+}
+
+#[test]
 fn conversations_are_learned_whole_and_completions_alone() {
     let (tokenizer, dataset, _dir) = rows(&[
         json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]}),
@@ -437,6 +513,12 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to respond to at the end");
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
     refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
+    for (tools, found) in
+        [(json!({"name": "f"}), "{\"name\":\"f\"}"), (json!("f(x)"), "\"f(x)\""), (json!(["f"]), "[\"f\"]")]
+    {
+        let wanted = format!("field `tools`: expected a list of tools as objects, or that list in JSON, found {found}");
+        refuse(json!({"prompt": [turn("user", "a")], "tools": tools}), prompts, &wanted);
+    }
     refuse(json!({"messages": "hi"}), demonstrations, "field `messages`: expected a list of at least one message");
     refuse(json!({"chosen": 1}), demonstrations, "field `chosen`: expected a string or a list of messages, found 1");
     let mixed = json!({"prompt": "hi", "completion": [turn("assistant", "oh")]});
@@ -525,6 +607,21 @@ fn rules_of_a_tokenizer_that_are_not_sound_or_grow_without_end_are_one_line_that
 }
 
 #[test]
+fn spaces_that_end_a_turn_are_in_the_loss_though_the_offsets_of_their_token_are_trimmed() {
+    let (mut tokenizer, dataset, dir) = rows(&[json!({"messages": [turn("user", "hi"), turn("assistant", "oh  ")]})]);
+    let path = dir.path().join("marked.jinja");
+    let marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}\
+                  {% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}";
+    std::fs::write(&path, marked).unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
+    let found = &dataset.demonstrations_with(&tokenizer, &options).unwrap()[0];
+    let counts = |at: &usize| !found.masked.iter().any(|range| range.contains(at));
+    let ids: Vec<i64> = (found.loss_start..found.tokens.len()).filter(counts).map(|at| found.tokens[at]).collect();
+    assert_eq!(tokenizer.decode_verbatim(&ids).unwrap(), "oh  ");
+}
+
+#[test]
 fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     let turns = [turn("user", "hi"), turn("assistant", "oh"), turn("user", "and"), turn("assistant", "no")];
     let (mut tokenizer, dataset, dir) = rows(&[
@@ -559,6 +656,23 @@ fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
     assert!(error.contains("marked.jinja has no {% generation %} blocks") && error.contains("line 1"), "{error}");
+    // A conversation that the assistant begins, and templates that write a prompt of their own before it or read the first message.
+    let (_, begun, _dir) = rows(&[json!({"messages": [turn("assistant", "oh"), turns[0]]})]);
+    let own = "{% if not messages or messages[0].role != 'system' %}system: be kind{% endif %}";
+    for template in [
+        format!(
+            "{own}{}{{% if add_generation_prompt %}}assistant: {{% endif %}}",
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+        ),
+        "{{ messages[0].role + messages[0].content }}".into(),
+    ] {
+        std::fs::write(&path, template).unwrap();
+        tokenizer.use_chat_template(&path).unwrap();
+        let error = begun.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
+        let wanted = "line 1: assistant_only_loss: message 1 is the assistant's, and its place in the text cannot be found without \
+                      {% generation %} blocks in ";
+        assert!(error.contains(wanted) && error.ends_with("marked.jinja: add them, or a message before it"), "{error}");
+    }
     let (tokenizer, dataset, _dir) = rows(&[json!({"text": "hi"})]);
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
     assert!(error.contains("assistant_only_loss: expected a row with a list of messages"), "{error}");

@@ -1,7 +1,8 @@
-//! Parameters and gradients in shared flat memory.
+//! Parameters and gradients in shared flat memory; copies to a device.
 
 use crate::into_result;
 use std::ffi::c_char;
+use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
@@ -13,6 +14,22 @@ unsafe extern "C" {
     fn tch_ext_bump_version(param: *const C_tensor);
     fn tch_ext_memory_id(tensor: *const C_tensor) -> usize;
     fn tch_ext_memory_of(out: *mut *mut C_tensor, tensor: *const C_tensor) -> *mut c_char;
+}
+
+/// `numbers` as a tensor on `device`, `[numbers.len()]`.
+///
+/// A copy from ordinary memory to a GPU waits until the GPU has done all work before it; one from pinned memory does not.
+pub fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
+    let tensor = Tensor::from_slice(numbers);
+    match device {
+        // Not `pin_memory`, which prints at each call that its argument is deprecated. libtorch holds the pinned memory until the copy
+        // is done. Without pinned memory the copy waits.
+        Device::Cuda(_) if !numbers.is_empty() => {
+            let kind = tensor.kind();
+            tensor.f_internal_pin_memory(device).unwrap_or(tensor).to_device_(device, kind, true, false)
+        }
+        _ => tensor.to_device(device),
+    }
 }
 
 /// Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.

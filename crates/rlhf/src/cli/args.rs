@@ -17,8 +17,9 @@ use super::{openrlhf, trl};
 ///
 /// Values, and all words after `--`, are not changed.
 pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
+    let flags = || rlhf.get_subcommands().flat_map(Command::get_arguments);
     let flag =
-        |name: &str| rlhf.get_subcommands().flat_map(Command::get_arguments).find(|a| a.get_long() == Some(name));
+        |name: &str| flags().find(|a| a.get_long() == Some(name)).or_else(|| flags().find(|a| is_named(a, name)));
     let mut args = args.into_iter().peekable();
     let mut normal = Vec::new();
     while let Some(arg) = args.next() {
@@ -96,7 +97,11 @@ pub(super) fn matches_of(
         let missing: Vec<&str> = missing.map(String::as_str).collect();
         if !missing.is_empty() {
             let line = format!("the following required arguments were not provided: {}", missing.join(", "));
-            refusals.refuse(line, missing.iter().map(|flag| flag_name(flag)));
+            // An argument without a flag is also refused by its name, by which the checks of its placeholder call it.
+            let own = args.get(1).and_then(|name| command.find_subcommand(name));
+            let positionals = own.into_iter().flat_map(Command::get_positionals);
+            let ids = positionals.filter(|arg| missing.contains(&&*arg.to_string())).map(|arg| arg.get_id().as_str());
+            refusals.refuse(line, missing.iter().map(|flag| flag_name(flag)).chain(ids));
         }
     }
     Ok(relaxed(command.clone()).try_get_matches_from(args)?)
@@ -127,10 +132,12 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
     };
     let before = args.len();
     let end = args.iter().position(|word| word == "--").unwrap_or(args.len());
-    let mut kept = Vec::new();
+    let mut kept: Vec<OsString> = Vec::new();
     let mut words = args.drain(..).enumerate().peekable();
     while let Some((at, word)) = words.next() {
-        let Some(whole) = (if at > 1 && at < end { as_flag(&word) } else { None }) else {
+        // A word without a flag may also be the value of one before it.
+        let is_own = at > 1 && at < end && (is_flag || !kept.last().is_some_and(|last| takes_next_word(command, last)));
+        let Some(whole) = (if is_own { as_flag(&word) } else { None }) else {
             kept.push(word);
             continue;
         };
@@ -154,6 +161,13 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
     };
     refusals.refuse(line, about);
     true
+}
+
+/// Returns whether `word` is a flag of `command` whose value is the next word.
+fn takes_next_word(command: &Command, word: &OsString) -> bool {
+    let Some(name) = word.to_str().and_then(|text| text.strip_prefix("--")) else { return false };
+    let flag = command.get_arguments().find(|arg| is_named(arg, name));
+    flag.is_some_and(|flag| flag.get_action().takes_values() && !flag.is_require_equals_set())
 }
 
 /// Returns the line for a flag `name` that `command` does not have, and the arguments that are meant, if one is near.
@@ -282,6 +296,31 @@ mod tests {
         assert_eq!(
             ppo_error(&["--whiten_rewards=maybe"]),
             "invalid value 'maybe' for '--whiten_rewards[=<BOOL>]': expected true or false"
+        );
+    }
+
+    #[test]
+    fn an_alias_of_a_yes_or_no_flag_takes_a_word_too() {
+        let words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"];
+        for (value, expected) in [("True", true), ("false", false)] {
+            let task = parse_words(&[&["sft"][..], &words, &["--activation_checkpointing", value]].concat()).unwrap();
+            let Task::Sft(config) = task else { panic!("{task:?}") };
+            assert_eq!(config.run.gradient_checkpointing, expected, "{value}");
+        }
+    }
+
+    #[test]
+    fn a_word_that_belongs_to_no_flag_is_one_error_though_a_value_is_the_same() {
+        assert_eq!(ppo_error(&["--learning-rate", "1e-5", "1e-5"]), "unexpected argument '1e-5' found");
+        assert_eq!(ppo_error(&["x", "--run_name", "x", "x"]), "unexpected argument 'x' found");
+        assert_eq!(ppo_error(&["--whiten_rewards", "x"]), "unexpected argument 'x' found");
+    }
+
+    #[test]
+    fn what_is_missing_is_one_error_without_those_of_its_placeholder() {
+        assert_eq!(
+            parse_words(&["push", "llama"]).unwrap_err(),
+            "the following required arguments were not provided: <NAME>"
         );
     }
 

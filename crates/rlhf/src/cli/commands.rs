@@ -43,14 +43,16 @@ Example:
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos";
 
 const GRPO_HELP: &str = "\
-The flags of `rlhf ppo` with the defaults and names of TRL's GRPOTrainer: a GRPOConfig file is a --config.
+The flags of `rlhf ppo` with the defaults and names of TRL's GRPOTrainer: a GRPOConfig file is a
+--config.
 
 Example:
   rlhf grpo --model_name_or_path runs/sft --reward accuracy_reward \\
       --dataset_name problems.jsonl --output_dir runs/grpo --max_completion_length 256";
 
 const RLOO_HELP: &str = "\
-The flags of `rlhf ppo` with the defaults and names of TRL's RLOOTrainer: an RLOOConfig file is a --config.
+The flags of `rlhf ppo` with the defaults and names of TRL's RLOOTrainer: an RLOOConfig file is a
+--config.
 
 Example:
   rlhf rloo --model_name_or_path runs/sft --reward_model_name_or_path runs/reward \\
@@ -89,9 +91,9 @@ Example:
 const SCORE_HELP: &str = "\
 Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and
 `completion_ids`; each is written with its `score`. No eos is added. Preference pairs, `chosen` and
-`rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and the accuracy and mean margin
-are printed at the end; sample files of a run can be read too. Rewards other than one model score a
-response to its prompt, and `components` has the score of each reward.
+`rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and the accuracy and mean
+margin are printed at the end; sample files of a run can be read too. Rewards other than one model
+score a response to its prompt, and `components` has the score of each reward.
 
 Examples:
   rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward
@@ -99,14 +101,15 @@ Examples:
       --dataset_name responses.jsonl";
 
 const EVAL_HELP: &str = "\
-Responses to held-out prompts are scored by rewards, as in ppo, or compared with those of another model,
-or with a column, by a program or a model behind an HTTP endpoint, in both orders. The folder gets
-responses.jsonl, results.jsonl (a row for each response or pair) and summary.json; the same command
-continues an evaluation that was cut.
+Responses to held-out prompts are scored by rewards, as in ppo, or compared with those of another
+model, or with a column, by a program or a model behind an HTTP endpoint, in both orders. The folder
+gets responses.jsonl, results.jsonl (a row for each response or pair) and summary.json; the same
+command continues an evaluation that was cut. Without sampling flags each model is sampled as its
+own generation_config.json says.
 
 Examples:
   rlhf eval --model runs/ppo --compare runs/sft --reward_model_path runs/reward \\
-      --dataset_name prompts.jsonl --output_dir runs/eval
+      --dataset_name prompts.jsonl --output_dir runs/eval --max_new_tokens 64 --temperature 0.7
   rlhf eval --model runs/ppo --compare_column completion --judge_url http://localhost:8000/v1 \\
       --judge_model judge --dataset_name prompts.jsonl --output_dir runs/eval
   rlhf eval --model runs/ppo --reward accuracy_reward --num_return_sequences 8 \\
@@ -126,8 +129,9 @@ Example:
 
 const PUSH_HELP: &str = "\
 The model, its tokenizer, card and configuration, in one commit; of a run also config.yaml and
-metrics.jsonl. Any other file is left out and listed; --include adds it. HF_TOKEN has an access token with write access. Large files that the hub
-has already are not sent again, so the same command continues an upload that was cut.
+metrics.jsonl. Any other file is left out and listed; --include adds it. HF_TOKEN has an access
+token with write access. Large files that the hub has already are not sent again, so the same
+command continues an upload that was cut.
 
 Example:
   rlhf push runs/ppo me/my-model --private
@@ -202,9 +206,9 @@ Examples:
   rlhf doctor --json --offline > doctor.json";
 
 const PLAN_HELP: &str = "\
-The flags of plan come before the command, one that trains or generate, whose own flags and file follow.
-Nothing is loaded: sizes come from config.json, lengths from the data, and rates from measuring this
-machine for two seconds.
+The flags of plan come before the command, a training command or `generate`, whose own flags and
+file follow. Nothing is loaded: sizes come from config.json, lengths from the data, and rates from
+measuring this machine for two seconds.
 
 Examples:
   rlhf plan ppo --config ppo.yaml
@@ -238,6 +242,8 @@ pub(super) fn rlhf_command() -> Command {
             .about("Log-probabilities of given responses, row by row")
             .after_help(LOGPROBS_HELP),
         trl::with_flags(flag::command::<ScoreConfig>("score"))
+            // Its name in the commands whose rewards `score` tries.
+            .mut_arg("model_name_or_path", |model| model.alias("reward_model_path"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
         trl::with_flags(flag::command::<EvaluateConfig>("eval"))
@@ -456,6 +462,18 @@ mod tests {
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
         );
+    }
+
+    #[test]
+    fn no_line_of_the_text_below_the_flags_is_longer_than_100_columns() {
+        let rlhf = rlhf_command();
+        for command in std::iter::once(&rlhf).chain(rlhf.get_subcommands()) {
+            let text =
+                command.get_after_help().unwrap_or_else(|| panic!("{} has none", command.get_name())).to_string();
+            for line in text.lines() {
+                assert!(line.chars().count() <= 100, "{}: {line}", command.get_name());
+            }
+        }
     }
 
     #[test]

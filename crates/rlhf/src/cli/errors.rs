@@ -1,5 +1,7 @@
 //! Errors of a command line or a configuration file, and how they are worded.
 
+use std::ffi::OsString;
+
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
 use rlhf::Error;
@@ -51,6 +53,13 @@ pub(super) fn with_refusals(mut refusals: Refusals, error: clap::Error) -> Stop 
         }
         other => other,
     }
+}
+
+/// Returns the error for `rlhf help COMMAND`, as other programs have it.
+pub(super) fn no_help_command(command: Option<&OsString>, rlhf: &Command) -> Error {
+    let known = command.and_then(|name| rlhf.find_subcommand(name)).map_or("", Command::get_name);
+    let space = if known.is_empty() { "" } else { " " };
+    Error::Usage(format!("unrecognized subcommand 'help'; tip: rlhf{space}{known} --help"))
 }
 
 /// Returns what `arg` expects, if it does not accept `value`.
@@ -139,6 +148,15 @@ mod tests {
             parse_words(&["train"]).unwrap_err(),
             "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor and launch"
         );
+    }
+
+    #[test]
+    fn help_as_a_command_names_the_flag_for_it() {
+        for (words, tip) in
+            [(&["help", "ppo"][..], "rlhf ppo --help"), (&["help"], "rlhf --help"), (&["help", "train"], "rlhf --help")]
+        {
+            assert_eq!(parse_words(words).unwrap_err(), format!("unrecognized subcommand 'help'; tip: {tip}"));
+        }
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! `rlhf generate`: prompts from arguments, a dataset or standard input; responses as text or JSON lines.
 
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 
 use rlhf::data::{Dataset, Prompt, RowReader};
 use rlhf::dist::World;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
+use rlhf::safe_text::one_line;
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -31,6 +33,7 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
         true => (1, 1),
         false => ((config.rows.batch_size / config.responses.num_return_sequences).max(1), world.size()),
     };
+    let mut is_first = true;
     loop {
         let mut read = Vec::new();
         while let Some(part) = if read.len() < parts { rows.next(at_once)? } else { None } {
@@ -38,6 +41,11 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
         }
         if read.is_empty() {
             break;
+        }
+        if std::mem::take(&mut is_first)
+            && let Some(note) = note_on(config, &read[0]).filter(|_| world.is_main())
+        {
+            let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
         }
         let responses = of_all_ranks(&world, generator.rows(read, world.rank()))?;
         out.write(responses.iter())?;
@@ -70,6 +78,27 @@ fn of_all_ranks(world: &World, own: Result<Vec<String>>) -> Result<Vec<String>> 
     let rows: Result<Vec<Vec<String>>, _> = of_ranks.iter().map(|rows| serde_json::from_slice(rows)).collect();
     Ok(rows.map_err(error)?.concat())
 }
+
+/// Returns a note if a prompt is probably meant as something else: an argument that names a data file, or a line of standard input, the
+/// first row of `part`, that is a row of a dataset.
+fn note_on(config: &GenerateConfig, part: &Dataset) -> Option<String> {
+    if !config.prompts.is_empty() {
+        let is_data = |name: &&String| DATA.iter().any(|end| name.ends_with(end)) && Path::new(name).is_file();
+        let file = config.prompts.iter().find(is_data)?;
+        return Some(format!("`{file}` is a file, and its name is taken for a prompt; --dataset_name {file} reads it"));
+    }
+    if config.rows.dataset_name.is_some() || config.input_format != Format::Text {
+        return None;
+    }
+    let line: Value = serde_json::from_str(part.rows().next()?["prompt"].as_str()?).ok()?;
+    let is_row = ["prompt", "prompt_ids"].iter().any(|field| line.get(field).is_some());
+    is_row.then(|| {
+        "a line of standard input is taken for a prompt, its JSON included; --input_format jsonl reads rows".into()
+    })
+}
+
+/// Ends of the names of data files.
+const DATA: [&str; 7] = [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"];
 
 const MISSING_TEMPLATE: &str = "note: a response is empty: the model has a chat template, and the prompt was given without it; try \
                                 --apply_chat_template";

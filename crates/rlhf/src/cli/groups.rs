@@ -3,10 +3,12 @@
 //! `model_name_or_path` is the model to train there, as in TRL. A resolved configuration has `sft_model_path` too; then
 //! `model_name_or_path` is the model of the tokenizer, as for `rlhf ppo`.
 
+use std::ffi::OsString;
+
 use clap::builder::{OsStr, Resettable};
 use clap::{ArgMatches, Command};
-use rlhf::flag;
 use rlhf::settings::{PpoConfig, Preset};
+use rlhf::{Error, flag};
 
 use super::args::on_line;
 use super::setting::Setting;
@@ -43,6 +45,7 @@ pub(super) fn command(preset: Preset) -> Command {
                 "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if \
                  kl_coef is not 0",
             ),
+            ("model_revision", _) => arg.help("Branch, tag or commit of `model_name_or_path` on the hub"),
             (_, Some((_, theirs))) => {
                 let help = arg.get_help().map_or(String::new(), ToString::to_string);
                 arg.help(format!("{}. In TRL: --{theirs}", help.trim_end_matches('.')))
@@ -50,6 +53,21 @@ pub(super) fn command(preset: Preset) -> Command {
             _ => arg,
         }
     })
+}
+
+/// Returns an error of `command` by the names of its flags: `sft_model_path` is none of the commands of [`PRESETS`].
+pub(crate) fn with_own_names(command: Option<&OsString>, error: Error) -> Error {
+    if !command.and_then(|name| name.to_str()).is_some_and(has) {
+        return error;
+    }
+    let renamed = |text: String| text.replace(POLICY, MODEL);
+    match error {
+        Error::Usage(line) => Error::Usage(renamed(line)),
+        Error::Refused(lines) => Error::Refused(lines.into_iter().map(renamed).collect()),
+        Error::Run(message) => Error::Run(renamed(message)),
+        Error::Invalid { path, message } => Error::Invalid { path, message: renamed(message) },
+        error => error,
+    }
 }
 
 /// Returns true for the commands of [`PRESETS`].
@@ -132,6 +150,18 @@ mod tests {
                 "the following required arguments were not provided: --model_name_or_path <PATH>, --dataset_name <PATH>..."
             );
         }
+    }
+
+    #[test]
+    fn errors_call_the_model_by_the_flag_of_the_command() {
+        let told = |command: &str, error: Error| with_own_names(Some(&command.into()), error).to_string();
+        let error = || Error::Usage("sft_model_path = m: the reward model is this same folder".into());
+        assert_eq!(told("grpo", error()), "model_name_or_path = m: the reward model is this same folder");
+        assert_eq!(told("ppo", error()), error().to_string());
+        let changed = Error::invalid("out/checkpoint-1", "inputs have changed since: sft_model_path = m: x");
+        assert_eq!(told("rloo", changed), "out/checkpoint-1: inputs have changed since: model_name_or_path = m: x");
+        let help = parse_words(&["grpo", "--help"]).unwrap_err();
+        assert!(!help.contains(POLICY) && help.contains("commit of `model_name_or_path`"), "{help}");
     }
 
     #[test]

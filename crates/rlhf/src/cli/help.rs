@@ -5,27 +5,10 @@ use std::fmt::Write as _;
 
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
+use rlhf::flag::HEADINGS;
 
 /// Heading of the most used flags.
 const COMMON_HEADING: &str = "Common options";
-
-/// Headings of the other flags, in the order of `--help`; headings of other systems' flags, which are hidden, come last.
-const HEADINGS: [&str; 14] = [
-    "Models",
-    "Data",
-    "Rewards",
-    "Batch sizes and length of the run",
-    "Sampling",
-    "PPO",
-    "Loss",
-    "Optimizer",
-    "LoRA",
-    "Evaluation",
-    "Checkpoints",
-    "Hugging Face hub",
-    "Several ranks",
-    "Run",
-];
 
 /// The most used flags of each command: those that it needs, then others.
 const COMMON: [(&str, &[&str], &[&str]); 21] = [
@@ -264,6 +247,7 @@ pub(super) fn arranged(command: Command) -> Command {
     let common: Vec<&str> = needed.iter().chain(*others).copied().chain(["help"]).collect();
     let place = |arg: &Arg| {
         let id = arg.get_id().as_str();
+        // Headings of other systems' flags, which are hidden, come last.
         let heading = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
         match common.iter().position(|name| *name == id) {
             Some(at) => (0, at),

@@ -2,14 +2,17 @@
 
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::Arc;
 
 use rlhf::data::{PromptResponse, RowReader};
 use rlhf::dist::World;
 use rlhf::hub;
 use rlhf::model::{ModelOptions, SequenceClassifier};
-use rlhf::reward::RewardInput;
+use rlhf::reward::{RewardInput, Warn};
+use rlhf::run::announce;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{RewardConfig, ScoreConfig};
+use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -141,6 +144,12 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
     let world = World::of_process();
     let (tokenizer, mut rewards) = world.agree(load())?;
     rewards.set_world(&world);
+    if world.is_main() {
+        let warn: Warn = Arc::new(|message: &str| {
+            announce(&Stream::Err.labelled("warning", Colour::Yellow, &one_line(message)));
+        });
+        rewards.warn_by(&warn);
+    }
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, |part| {
         let of_rows = part.scored_responses(&tokenizer)?;

@@ -42,7 +42,7 @@ const ZERO: &[&str] = &["none", "0", "0.0"];
 
 const BY_DIR: &str = "a run is identified by its output_dir";
 const METRICS: &str = "metrics go to output_dir, by logging_steps and report_to";
-const ONE_READER: &str = "rows are read, and padded, as the run needs them";
+const ONE_READER: &str = "a dataset is read into memory whole before the run, and nothing is padded";
 const RANKS: &str = "losses, gradients and rows are those of all ranks in any case";
 const SPEED: &str = "it changes memory and speed only";
 const WHOLE: &str = "checkpoints are always complete, and a stopped run saves one";

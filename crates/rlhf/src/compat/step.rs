@@ -78,8 +78,7 @@ impl LengthSampler {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Generate {
     /// Settings for sampling the next token. The losses use the policy's distribution at temperature 1: sampling from
-    /// another
-    /// one can make the estimated KL negative.
+    /// another one can make the estimated KL negative.
     pub sampling: Sampling,
     /// Most tokens of a response, without a `length_sampler`.
     pub max_new_tokens: usize,
@@ -157,7 +156,7 @@ impl DataLoader {
     /// collator of the caller.
     ///
     /// # Errors
-    /// If the order of the caller names a row that there is not.
+    /// If the order of the caller returns a row out of range.
     pub fn epoch(&mut self) -> Result<impl Iterator<Item = Vec<Prompt>> + use<>> {
         let (pass, count) = (self.pass, self.prompts.len());
         let order = (self.order)(pass, count);
@@ -406,13 +405,11 @@ impl StepTrainer {
     /// A response of an encoder-decoder has no start token before it.
     ///
     /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL
-    /// below -1 makes
-    /// a warning on standard error.
+    /// below -1 makes a warning on standard error.
     ///
     /// # Errors
     /// If the rows do not match or do not fit the model, or a score is not finite: nothing has changed. If a loss or a
-    /// gradient is
-    /// not finite: that optimizer step was skipped, the others were taken.
+    /// gradient is not finite: that optimizer step was skipped, the others were taken.
     pub fn step(
         &mut self,
         queries: &[Vec<i64>],
@@ -585,8 +582,7 @@ impl StepTrainer {
     }
 
     /// Logs the numbers of `stats` and the caller's rewards to `metrics.jsonl` and to `log_with`, and `texts` with their
-    /// rewards to
-    /// `samples/`. Without an `output_dir` nothing is written. Returns all statistics, with lists, for the caller's own log.
+    /// rewards to `samples/`. Without an `output_dir` nothing is written. Returns all statistics, with lists, for the caller's own log.
     ///
     /// # Errors
     /// If a file cannot be written, or the rows do not match.
@@ -673,8 +669,7 @@ impl StepTrainer {
     }
 
     /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is
-    /// the best
-    /// so far. Scaled scores would be compared by a running deviation that changes.
+    /// the best so far. Scaled scores would be compared by a running deviation that changes.
     fn keep_best(&mut self, scores: &[f64]) -> Result<()> {
         let Some((mut best, dir)) = self.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };
         let mut metrics = Metrics::default();

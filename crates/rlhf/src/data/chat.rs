@@ -21,7 +21,8 @@ pub(crate) fn encode_chat(
     tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
 }
 
-/// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template.
+/// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template: those of
+/// `chat_template_kwargs`, and `tools`.
 pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, Map<String, Value>)> {
     let mut conversation = Vec::new();
     for name in fields {
@@ -29,12 +30,47 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         let wrong = || Error::Run(expected(name, "a list of at least one message", row));
         conversation.extend_from_slice(messages.ok_or_else(wrong)?);
     }
-    let variables = match field(row, "chat_template_kwargs") {
+    let mut variables = match field(row, "chat_template_kwargs") {
         None => Map::new(),
         Some(Value::Object(variables)) => variables.clone(),
         Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
     };
+    if !variables.contains_key("tools")
+        && let Some(tools) = tools(row)?
+    {
+        variables.insert("tools".into(), tools);
+    }
     Ok((conversation, variables))
+}
+
+/// Returns the `tools` of a row, a list of objects or that list in JSON, as TRL passes it to the chat template.
+fn tools(row: &Value) -> Result<Option<Value>> {
+    let found = match field(row, "tools") {
+        // A blank cell of CSV.
+        Some(Value::String(text)) if text.trim().is_empty() => None,
+        Some(Value::String(text)) => Some(serde_json::from_str(text).unwrap_or_default()),
+        Some(tools) => Some(without_nulls(tools)),
+        None => None,
+    };
+    let is_list = |tools: &Value| tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object));
+    match found {
+        Some(tools) if !is_list(&tools) => {
+            Err(Error::Run(expected("tools", "a list of tools as objects, or that list in JSON", row)))
+        }
+        found => Ok(found),
+    }
+}
+
+/// Returns `value` without the fields that are null: formats with columns have them where another row's tool has a field.
+fn without_nulls(value: &Value) -> Value {
+    match value {
+        Value::Array(items) => items.iter().map(without_nulls).collect(),
+        Value::Object(fields) => {
+            let fields = fields.iter().filter(|(_, value)| !value.is_null());
+            fields.map(|(name, value)| (name.clone(), without_nulls(value))).collect::<Map<_, _>>().into()
+        }
+        other => other.clone(),
+    }
 }
 
 /// Returns the token ids of the messages in `prompt` and `response`, two fields of the row, and the number of tokens of the

@@ -92,8 +92,8 @@ impl Default for DemonstrationOptions {
 }
 
 impl Dataset {
-    /// Returns the demonstrations of all rows: `text`; `prompt` and `completion`; `messages`; or `chosen`, after the `prompt` if
-    /// there is one.
+    /// Returns the demonstrations of all rows: `prompt` and `completion`, or `prompt` and `chosen`; else `text`; else `messages`; else
+    /// `chosen`.
     ///
     /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings;
     /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer of an
@@ -145,7 +145,7 @@ struct Encoded {
 }
 
 fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
-    let is_whole_text = field(row, text_name).is_some() || field(row, "prompt").is_none();
+    let is_whole_text = whole_text(row, text_name).is_some() || field(row, "prompt").is_none();
     // Messages are refused by the tokenizer.
     if tokenizer.is_of_encoder_decoder() && is_whole_text && field(row, "messages").is_none() {
         let what = "a text for the encoder (and `completion`, the response)";
@@ -165,7 +165,7 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
         let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`)";
         Error::Run(expected(text_name, forms, row))
     };
-    if let Some(value) = field(row, text_name) {
+    if let Some(value) = whole_text(row, text_name) {
         return match value.as_str().ok_or_else(no_form)? {
             "" => Err(Error::Run(format!("field `{text_name}`: expected some text, found none"))),
             whole => Ok(text(tokenizer.encode_pair("", whole)?)),
@@ -188,6 +188,14 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
         Value::Array(_) => Ok(chat((encode_chat(row, tokenizer, &[name], false)?.1, 0), vec![name])),
         _ => Err(Error::Run(expected(name, "a string or a list of messages", row))),
     }
+}
+
+/// Returns the text of a demonstration that is in the field `name`, unless the row has a prompt with a response, which TRL reads first.
+fn whole_text<'r>(row: &'r Value, name: &str) -> Option<&'r Value> {
+    let is_pair = field(row, "prompt").is_some() && response_field(row).is_some();
+    // A part of the pair may be named as the text.
+    let is_part = ["prompt", "completion", "chosen"].contains(&name);
+    field(row, name).filter(|_| is_part || !is_pair)
 }
 
 /// Returns the response of a demonstration and the name of its field: `completion`, or `chosen` of a preference pair.

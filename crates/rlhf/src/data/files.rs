@@ -47,12 +47,19 @@ impl Files {
     fn look_for(name: &Path, config: Option<&str>, split: &str, required: bool) -> Result<Option<Self>> {
         let choose = |files: &BTreeSet<String>| match of_split(files, config, split) {
             Ok(chosen) if chosen.is_empty() && required => {
-                Err(Error::invalid(name, format!("expected a split `{split}`, {}", splits_there(files, config))))
+                let message = match files.iter().find(|file| is_arrow(file)) {
+                    Some(file) => not_arrow(file),
+                    None => format!("expected a split `{split}`, {}", splits_there(files, config)),
+                };
+                Err(Error::invalid(name, message))
             }
             Ok(chosen) => Ok(chosen),
             Err(message) => Err(Error::invalid(name, message)),
         };
         let paths = if name.is_file() {
+            if let Some(file) = name.file_name().and_then(|file| file.to_str()).filter(|file| is_arrow(file)) {
+                return Err(Error::invalid(name, not_arrow(file)));
+            }
             vec![name.to_path_buf()]
         } else if name.is_dir() {
             choose(&files_below(name)?)?.into_iter().map(|file| name.join(file)).collect()
@@ -78,14 +85,17 @@ fn hub_name(name: &Path) -> Option<(&str, &str)> {
     let text = name.to_str()?;
     let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
     let extension = Path::new(id).extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    let is_file = FORMATS.contains(&extension) || ["gz", "txt", "yaml"].contains(&extension);
+    let others = ["gz", "txt", "tsv", "yaml", "arrow"];
+    let is_file = FORMATS.iter().chain(&others).any(|known| extension.eq_ignore_ascii_case(known));
     (is_hub_name(id) && !is_file).then_some((id, revision))
 }
 
 /// Returns the files of a split among all files of a dataset; empty if there is no such split.
 fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Result<Vec<String>, String> {
     if let Some(config) = config {
-        return in_folder(files, &format!("{config}/"), split);
+        let folder = format!("{config}/");
+        let found = in_folder(files, &folder, split)?;
+        return if found.is_empty() { check_shard_numbers(files, &folder, split).map(|()| found) } else { Ok(found) };
     }
     for folder in ["", "data/"] {
         let found = in_folder(files, folder, split)?;
@@ -114,6 +124,7 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
     if let Some((_, chosen)) = found.pop_first() {
         return Ok(chosen);
     }
+    check_shard_numbers(files, "", split)?;
     // The only file of a dataset may have any name.
     let mut data = files.iter().filter(|file| format_of(file).is_some());
     Ok(match (data.next(), data.next()) {
@@ -124,10 +135,11 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
 
 /// Returns the files of a split in one folder, whose path is empty or ends with a slash.
 fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<String>, String> {
+    let inside = format!("{folder}{split}/");
     for format in FORMATS {
-        let whole = format!("{folder}{split}.{format}");
-        if files.contains(&whole) {
-            return Ok(vec![whole]);
+        let is_whole = |file: &&String| stem_of(file, format).and_then(|stem| stem.strip_prefix(folder)) == Some(split);
+        if let Some(whole) = files.iter().find(is_whole) {
+            return Ok(vec![whole.clone()]);
         }
         let shards: Vec<(usize, usize, &String)> =
             files.iter().filter_map(|file| shard_of(file, folder, split, format).map(|(i, n)| (i, n, file))).collect();
@@ -141,29 +153,95 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
             }
             return Ok(shards.into_iter().map(|(.., file)| file.clone()).collect());
         }
-        let inside = format!("{folder}{split}/");
-        let is_in = |file: &&String| {
-            file.strip_prefix(&inside).is_some_and(|rest| !rest.contains('/') && format_of(rest) == Some(format))
-        };
-        let found: Vec<String> = files.iter().filter(is_in).cloned().collect();
+        let found = of_format(files, &inside, format)?;
         if !found.is_empty() {
             return Ok(found);
         }
     }
-    Ok(Vec::new())
+    match files.iter().find(|file| file.starts_with(&inside) && is_arrow(file)) {
+        Some(file) => Err(not_arrow(file)),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Returns the files of one format in the folder of a split, whose path ends with a slash.
+///
+/// # Errors
+/// If there are such files, and others that would not be read with them.
+fn of_format(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec<String>, String> {
+    let below = || files.iter().filter(|file| file.starts_with(folder));
+    let (found, others): (Vec<&String>, Vec<&String>) = below()
+        .filter(|file| format_of(file).is_some())
+        .partition(|file| !file[folder.len()..].contains('/') && format_of(file) == Some(format));
+    if found.is_empty() {
+        return Ok(Vec::new());
+    }
+    if let Some(file) = below().find(|file| is_arrow(file)) {
+        return Err(not_arrow(file));
+    }
+    if !others.is_empty() {
+        let others: Vec<&str> = others.into_iter().map(String::as_str).collect();
+        return Err(format!(
+            "expected the rows of {folder} in files of one format and not in subfolders, found `{}` and also {}: name one file as the \
+             dataset, or keep one format there",
+            found[0],
+            list(&others)
+        ));
+    }
+    Ok(found.into_iter().cloned().collect())
+}
+
+/// Returns an error if the name of a file below `folder` is that of a shard of the split but for its numbers.
+fn check_shard_numbers(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<(), String> {
+    let is_shard = |file: &&String| {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let numbers = || numbers_of(name, "", split, format_of(name)?);
+        file.starts_with(folder) && numbers().is_some_and(|(number, count)| number.len() != 5 || count.len() != 5)
+    };
+    match files.iter().find(is_shard) {
+        Some(file) => Err(format!(
+            "expected numbers of five digits in the names of shards, from 0 on, as in {split}-00000-of-00002.jsonl, found {file}"
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Returns the number and the count of a shard such as `split-00000-of-00002.parquet`; the hub may have appended a hash.
 fn shard_of(file: &str, folder: &str, split: &str, format: &str) -> Option<(usize, usize)> {
-    let stem = file.strip_prefix(folder)?.strip_suffix(format)?.strip_suffix('.')?;
+    let (number, count) = numbers_of(file, folder, split, format)?;
+    (number.len() == 5 && count.len() == 5).then(|| Some((number.parse().ok()?, count.parse().ok()?)))?
+}
+
+/// Returns the number and the count of a shard, each of any number of digits.
+fn numbers_of<'f>(file: &'f str, folder: &str, split: &str, format: &str) -> Option<(&'f str, &'f str)> {
+    let stem = stem_of(file, format)?.strip_prefix(folder)?;
     let (number, rest) = stem.strip_prefix(split)?.strip_prefix('-')?.split_once("-of-")?;
     let count = rest.split_once('-').map_or(rest, |(count, _)| count);
-    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    (digits(number) && digits(count)).then(|| Some((number.parse().ok()?, count.parse().ok()?)))?
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    (digits(number) && digits(count)).then_some((number, count))
 }
 
 fn format_of(file: &str) -> Option<&'static str> {
-    FORMATS.into_iter().find(|format| file.strip_suffix(format).is_some_and(|stem| stem.ends_with('.')))
+    FORMATS.into_iter().find(|format| stem_of(file, format).is_some())
+}
+
+/// Returns the name of a file without the extension `format`, if it has that, in letters of either case.
+fn stem_of<'f>(file: &'f str, format: &str) -> Option<&'f str> {
+    let at = file.len().checked_sub(format.len())?;
+    let (stem, extension) = file.split_at_checked(at)?;
+    stem.strip_suffix('.').filter(|_| extension.eq_ignore_ascii_case(format))
+}
+
+/// Whether a file is one of Arrow, as `save_to_disk` of datasets writes.
+fn is_arrow(file: &str) -> bool {
+    stem_of(file, "arrow").is_some()
+}
+
+fn not_arrow(file: &str) -> String {
+    format!(
+        "expected files of JSONL, JSON, CSV or Parquet, found Arrow ({file}): save the dataset with `to_parquet` or `to_json` instead \
+         of `save_to_disk`"
+    )
 }
 
 fn is_of_a_split(file: &str) -> bool {
@@ -176,7 +254,7 @@ fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
     let folder = config.map(|config| format!("{config}/")).unwrap_or_default();
     let name = |file: &String| -> Option<String> {
         let file = file.strip_prefix(&folder)?;
-        let stem = file.strip_suffix(format_of(file)?)?.strip_suffix('.')?;
+        let stem = stem_of(file, format_of(file)?)?;
         let (parent, stem) = stem.rsplit_once('/').unwrap_or(("", stem));
         let sharded = stem.find("-of-").and_then(|of| stem[..of].rsplit_once('-'));
         let in_folder = SPLITS.iter().find(|split| parent.rsplit('/').next() == Some(**split));
@@ -242,6 +320,9 @@ mod tests {
                 &["data/train-00000-of-00002.jsonl.gz", "data/train-00001-of-00002.jsonl.gz"],
             ),
             (&["train/a.csv.gz", "train/b.tar.gz"], &["train/a.csv.gz"]),
+            (&["train.CSV", "test.csv"], &["train.CSV"]),
+            (&["train/A.Parquet", "train/b.parquet"], &["train/A.Parquet", "train/b.parquet"]),
+            (&["train-00000-of-00001.JSONL.GZ"], &["train-00000-of-00001.JSONL.GZ"]),
             (&["my_test.jsonl"], &[]),
             (&["a.jsonl", "b.jsonl"], &[]),
             (&["training.jsonl", "train-notes.jsonl"], &[]),
@@ -273,8 +354,54 @@ mod tests {
     }
 
     #[test]
+    fn files_of_a_folder_that_would_be_left_out_are_an_error_that_names_them() {
+        for (files, left_out) in [
+            (
+                &["train/a.jsonl", "train/b.parquet", "train/notes.md"][..],
+                "found `train/a.jsonl` and also `train/b.parquet`:",
+            ),
+            (&["data/train/a.csv", "data/train/en/b.csv"], "found `data/train/a.csv` and also `data/train/en/b.csv`:"),
+            (&["train/a.csv", "train/b.csv.gz"], "found `train/a.csv` and also `train/b.csv.gz`:"),
+        ] {
+            let error = chosen(files, None, "train").unwrap_err();
+            assert!(error.contains(left_out) && error.contains("name one file"), "{files:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_folder_that_save_to_disk_writes_is_refused_with_what_to_do() {
+        let folder =
+            ["dataset_dict.json", "train/data-00000-of-00001.arrow", "train/dataset_info.json", "train/state.json"];
+        let wanted = "expected files of JSONL, JSON, CSV or Parquet, found Arrow (train/data-00000-of-00001.arrow): save the dataset \
+                      with `to_parquet` or `to_json` instead of `save_to_disk`";
+        assert_eq!(chosen(&folder, None, "train").unwrap_err(), wanted);
+        assert_eq!(chosen(&folder[1..2], None, "train").unwrap_err(), wanted);
+        let dir = tempfile::tempdir().unwrap();
+        for file in ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"] {
+            std::fs::write(dir.path().join(file), "{}").unwrap();
+        }
+        for name in [dir.path().to_path_buf(), dir.path().join("data-00000-of-00001.arrow")] {
+            let error = Files::find(&name, None, "train").unwrap_err().to_string();
+            assert!(error.contains("found Arrow (data-00000-of-00001.arrow)"), "{error}");
+        }
+    }
+
+    #[test]
+    fn shards_with_numbers_of_other_than_five_digits_are_an_error_that_says_so() {
+        for files in
+            [&["train-1-of-2.jsonl", "train-2-of-2.jsonl"][..], &["train-1-of-1.jsonl"], &["en/train-1-of-2.csv"]]
+        {
+            let error = chosen(files, None, "train").unwrap_err();
+            assert!(error.starts_with("expected numbers of five digits") && error.ends_with(files[0]), "{error}");
+            assert_eq!(chosen(files, None, "test").unwrap(), [""; 0]);
+        }
+        let error = chosen(&["en/train-1-of-2.csv"], Some("en"), "train").unwrap_err();
+        assert!(error.starts_with("expected numbers of five digits"), "{error}");
+    }
+
+    #[test]
     fn file_names_are_not_looked_up_on_the_hub() {
-        for name in ["a.jsonl", "org/a.parquet", "./a", "a/b/c", "a.csv@v1", "rows.txt"] {
+        for name in ["a.jsonl", "org/a.parquet", "./a", "a/b/c", "a.csv@v1", "rows.txt", "org/A.CSV", "rows.tsv"] {
             assert_eq!(hub_name(Path::new(name)), None, "{name}");
         }
         assert_eq!(hub_name(Path::new("org/name-1.5")), Some(("org/name-1.5", "main")));

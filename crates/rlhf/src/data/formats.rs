@@ -1,7 +1,7 @@
 //! Reads the rows of a file: JSONL, JSON or CSV, optionally compressed with gzip, or Parquet. In every format a row is a JSON
 //! object.
 
-use super::row::{Place, Row};
+use super::row::{ARRAY, Place, Row};
 use crate::files;
 use crate::safe_text::beginning;
 use crate::{Error, Result};
@@ -90,7 +90,15 @@ fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     let place = Place::Line(line);
     match serde_json::from_str(text) {
         Ok(row) => Row::new(file, place, row),
+        Err(_) if text.trim_start().starts_with('[') => Err(place.error(file, ARRAY)),
         Err(e) => {
+            if let Some(extension) = extension(file).filter(|_| format(file).is_none()) {
+                let message = format!(
+                    "expected a JSON object on each line, as in every file whose name does not end in .json, .csv or .parquet, found \
+                     one that ends in .{extension} and is not JSON"
+                );
+                return Err(place.error(file, message));
+            }
             // The parser sees a single line; the line number of the file is in `place`.
             let message = e.to_string().replace(" at line 1 column", " at column");
             Err(place.error(file, format!("not valid JSON: {message}")))
@@ -98,10 +106,21 @@ fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     }
 }
 
+/// Returns the format that the extension of a file names, in letters of either case.
+pub(super) fn format(path: &Path) -> Option<&'static str> {
+    let found = extension(path)?;
+    ["jsonl", "json", "csv", "parquet"].into_iter().find(|format| found.eq_ignore_ascii_case(format))
+}
+
 /// Returns the extension of a file, without a final `.gz`.
-pub(super) fn format(path: &Path) -> Option<&str> {
+fn extension(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
-    Some(name.strip_suffix(".gz").unwrap_or(name).rsplit_once('.')?.1)
+    let name = if is_gzip(path) { &name[..name.len() - ".gz".len()] } else { name };
+    Some(name.rsplit_once('.')?.1)
+}
+
+fn is_gzip(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gz"))
 }
 
 /// Opens a text file, decompressed if its name ends in `.gz`. It may consist of several gzip members, as `cat` joins them.
@@ -110,7 +129,7 @@ pub(super) fn format(path: &Path) -> Option<&str> {
 /// If it cannot be opened. Reading fails if the gzip data are damaged or expand far more than text does.
 pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
     let file = files::open(path)?;
-    if path.extension().is_none_or(|extension| extension != "gz") {
+    if !is_gzip(path) {
         return Ok(Box::new(BufReader::new(file)));
     }
     let compressed = file.metadata().map_err(Error::io("read", path))?.len();
@@ -310,6 +329,39 @@ mod tests {
             let error = read("bad.jsonl.gz", bytes).unwrap_err().to_string();
             assert!(error.contains("bad.jsonl.gz") && error.contains(message), "{error}");
         }
+    }
+
+    #[test]
+    fn the_extension_names_the_format_in_letters_of_either_case() {
+        let dir = tempfile::tempdir().unwrap();
+        let read = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            read_rows(&path).map(|rows| rows.into_iter().map(|row| row.value).collect::<Vec<_>>())
+        };
+        assert_eq!(read("A.CSV", "prompt\na\n").unwrap(), [json!({"prompt": "a"})]);
+        assert_eq!(read("a.Json", "[{\"prompt\": \"a\"}]").unwrap(), [json!({"prompt": "a"})]);
+        assert_eq!(read("rows.ndjson", "{\"prompt\": \"a\"}\n").unwrap(), [json!({"prompt": "a"})]);
+        let error = read("A.PARQUET", "PAR1").unwrap_err().to_string();
+        assert!(error.contains("not valid Parquet"), "{error}");
+    }
+
+    #[test]
+    fn text_of_another_format_is_an_error_that_names_the_extension_or_says_where_arrays_are_read() {
+        let failure = |name: &str, text: &str| parse_line(&Path::new(name).into(), 1, text).unwrap_err().to_string();
+        assert_eq!(
+            failure("rows.tsv", "prompt\tanswer"),
+            "rows.tsv: line 1: expected a JSON object on each line, as in every file whose name does not end in .json, .csv or \
+             .parquet, found one that ends in .tsv and is not JSON"
+        );
+        let broken = failure("rows.jsonl", "{");
+        assert!(broken.starts_with("rows.jsonl: line 1: not valid JSON: "), "{broken}");
+        let array =
+            "line 1: expected a JSON object, found an array; an array is read from a file whose name ends in .json";
+        for text in ["[{\"prompt\": \"a\"}]", "["] {
+            assert_eq!(failure("arr.jsonl", text), format!("arr.jsonl: {array}"));
+        }
+        assert_eq!(failure("a.jsonl", "7"), "a.jsonl: line 1: expected a JSON object, found 7");
     }
 
     #[test]

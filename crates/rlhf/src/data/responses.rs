@@ -106,12 +106,15 @@ pub(super) fn append_eos(ids: &mut Vec<i64>, tokenizer: &Tokenizer) {
     }
 }
 
-/// Returns true if the row is a sample of a run whose response ended with EOS: sample files store responses without it.
-pub(super) fn is_sample_without_eos(row: &Value) -> bool {
+/// Returns true if the row is a sample of a run whose response ended with EOS: sample files store responses without it. `tokens` is the
+/// number of tokens that the response's text encodes to: with as many as the run counted, another token or a stop string ended it.
+pub(super) fn is_sample_without_eos(row: &Value, tokens: usize) -> bool {
+    let lacks_a_token = row["num_tokens"].as_u64().is_none_or(|counted| (tokens as u64) < counted);
     response_field(row) == "response"
         && field(row, "completion_ids").is_none()
         && row["response"].is_string()
         && row["finish_reason"] == "stop"
+        && lacks_a_token
 }
 
 /// Returns the prompt and response of a row; see [`Dataset::responses`].
@@ -123,7 +126,7 @@ fn response_of(row: &Value, tokenizer: &Tokenizer) -> Result<PromptResponse> {
     }
     let mut prompt = prompt_of(row, tokenizer, i64::MAX)?;
     let mut response_ids = tokens.split_off(prompt_len.min(tokens.len()));
-    if is_sample_without_eos(row) {
+    if is_sample_without_eos(row, response_ids.len()) {
         append_eos(&mut response_ids, tokenizer);
     }
     prompt.tokens = tokens;

@@ -8,20 +8,25 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// The fields that rlhf reads, each with the fields that would take precedence over it, or be read along with it.
-pub(super) const FIELDS: [(&str, &[&str]); 12] = [
+pub(super) const FIELDS: [(&str, &[&str]); 13] = [
     ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages"]),
     ("prompt_ids", &["text", "messages"]),
     ("input_ids", &["prompt_ids", "prompt", "completion_ids", "completion", "messages"]),
     ("completion", &["completion_ids", "text", "messages", "input_ids"]),
     ("completion_ids", &["text", "messages", "input_ids"]),
     ("messages", &["text", "input_ids", "completion_ids", "completion", "chosen"]),
-    ("text", &["messages", "input_ids", "completion_ids", "completion"]),
+    ("text", &["messages", "input_ids", "completion_ids", "completion", "chosen"]),
     ("chosen", &["text", "messages", "completion", "completion_ids"]),
     ("rejected", &[]),
     ("margin", &[]),
     ("finish_reason", &[]),
     ("chat_template_kwargs", &[]),
+    ("tools", &[]),
 ];
+
+/// The error for an array where a line is to be a row.
+pub(super) const ARRAY: &str =
+    "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
 
 /// One row.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,10 +38,10 @@ pub(super) struct Row {
 
 impl Row {
     pub(super) fn new(file: &Arc<Path>, place: Place, value: Value) -> Result<Self> {
-        if value.is_object() {
-            Ok(Self { file: file.clone(), place, value })
-        } else {
-            Err(place.error(file, "expected a JSON object"))
+        match value {
+            Value::Object(_) => Ok(Self { file: file.clone(), place, value }),
+            Value::Array(_) if matches!(place, Place::Line(_)) => Err(place.error(file, ARRAY)),
+            found => Err(place.error(file, format!("expected a JSON object, found {}", brief(&found.to_string())))),
         }
     }
 

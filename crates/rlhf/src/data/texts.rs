@@ -48,8 +48,8 @@ impl Dataset {
 fn text_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Vec<i64>> {
     let name = response_field(row);
     if field(row, name).is_some() || field(row, "completion_ids").is_some() {
-        let (mut tokens, _) = prompt_and_completion(row, tokenizer, vocab, true)?;
-        if is_sample_without_eos(row) {
+        let (mut tokens, prompt_len) = prompt_and_completion(row, tokenizer, vocab, true)?;
+        if is_sample_without_eos(row, tokens.len() - prompt_len.min(tokens.len())) {
             append_eos(&mut tokens, tokenizer);
         }
         let is_chat = field(row, "completion_ids").is_none() && row[name].is_array();

@@ -1,18 +1,97 @@
 //! Responses to the prompts: those of a model, generated, and those of a column of the dataset.
 
 use super::results::{Given, Store};
-use super::{Progress, Side, Task};
+use super::{Models, Progress, Side, Task};
 use crate::data::{Dataset, Prompt, RowReader, prompt_field};
-use crate::generate::{self, FinishReason, GenerationConfig};
-use crate::model::{CausalLm, ModelOptions};
+use crate::generate::{self, FinishReason, GenerationConfig, Sampling};
+use crate::model::{AdapterFolder, CausalLm, ModelConfig, ModelOptions};
 use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, GenerateConfig};
 use crate::tokenizer::{Tokenizer, message_text};
+use crate::weights::read_json;
 use crate::{Error, Result};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::io::Cursor;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// How a model is sampled: the settings, completed by its `generation_config.json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Sampled {
+    model: PathBuf,
+    settings: Map<String, Value>,
+}
+
+/// Returns the sampling of each model.
+///
+/// # Errors
+/// If the `config.json` or `generation_config.json` of one is malformed.
+pub(super) fn sampled(config: &EvaluateConfig, models: &Models) -> Result<Vec<Sampled>> {
+    let a = Some((&config.model_name_or_path, &config.model_revision, &models.a));
+    let b = config.compare.as_ref().zip(models.b.as_ref());
+    let b = b.map(|(name, dir)| (name, &config.compare_revision, dir));
+    let of_model = |(name, revision, dir): (&PathBuf, &String, &PathBuf)| {
+        let (place, context, of_model) = generation_of(dir)?;
+        let generation = config.generate(name, revision).generation(&of_model, context, &place)?;
+        Ok(Sampled { model: name.clone(), settings: settings_of(&generation) })
+    };
+    a.into_iter().chain(b).map(of_model).collect()
+}
+
+/// Returns the `generation_config.json` of the model in the folder `dir`, with its folder and the model's context: an adapter may have one
+/// of its own, in place of its base's.
+fn generation_of(dir: &Path) -> Result<(PathBuf, usize, Map<String, Value>)> {
+    let base = AdapterFolder::find(dir)?.map(|adapter| adapter.base_dir()).transpose()?;
+    let model = ModelConfig::from_dir(base.as_deref().unwrap_or(dir))?;
+    let (own, context) = (dir.join("generation_config.json"), model.max_position_embeddings);
+    match base {
+        Some(_) if own.is_file() => {
+            let settings = read_json(&own)?.as_object().cloned().unwrap_or_default();
+            Ok((dir.to_path_buf(), context, settings))
+        }
+        base => Ok((base.unwrap_or_else(|| dir.to_path_buf()), context, model.generation_settings().clone())),
+    }
+}
+
+/// Returns the settings of a generation by the names of their flags.
+fn settings_of(generation: &GenerationConfig) -> Map<String, Value> {
+    let mut settings = Map::new();
+    let mut set = |name: &str, value: Value| drop(settings.insert(name.into(), value));
+    set("max_new_tokens", generation.max_new_tokens.into());
+    set("min_new_tokens", generation.min_new_tokens.into());
+    match generation.sampling {
+        Sampling::Greedy => set("do_sample", false.into()),
+        Sampling::Random { temperature, top_k, top_p, min_p } => {
+            set("do_sample", true.into());
+            set("temperature", temperature.into());
+            set("top_k", top_k.into());
+            set("top_p", top_p.into());
+            set("min_p", min_p.into());
+        }
+    }
+    set("repetition_penalty", generation.repetition_penalty.into());
+    settings
+}
+
+/// Returns a warning where two models are sampled in different ways, which no flag can have asked for.
+pub(super) fn sampling_warning(sampled: &[Sampled]) -> Option<String> {
+    let [a, b] = sampled else { return None };
+    let differs = a.settings.iter().filter_map(|(name, of_a)| {
+        let of_b = b.settings.get(name).filter(|of_b| *of_b != of_a)?;
+        Some((name, format!("--{name} {of_a} and {of_b}")))
+    });
+    let (names, values): (Vec<&String>, Vec<String>) = differs.unzip();
+    let first = names.first()?;
+    Some(format!(
+        "{} and {} are sampled with different settings, those of their generation_config.json: {}; a comparison needs the same: set \
+         --{first}{}",
+        a.model.display(),
+        b.model.display(),
+        values.join(", "),
+        if names.len() > 1 { " and the others" } else { "" }
+    ))
+}
 
 /// A language model that responds to the prompts.
 struct Responder {

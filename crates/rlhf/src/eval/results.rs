@@ -156,12 +156,12 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// Opens the folder of an evaluation, or creates it.
+    /// Opens the folder of an evaluation, or creates it. `sampled` is the sampling of each model, for its record.
     ///
     /// # Errors
     /// If the folder holds anything else, or an evaluation with other settings or inputs and `overwrite_output_dir` is not set; if
     /// another process uses it; if it cannot be read or written.
-    pub(super) fn open(config: &EvaluateConfig, inputs: &Inputs) -> Result<Self> {
+    pub(super) fn open(config: &EvaluateConfig, inputs: &Inputs, sampled: &impl Serialize) -> Result<Self> {
         let dir = config.output_dir.as_path();
         let lock = FolderLock::acquire(dir)?;
         let state = read_state(dir)?;
@@ -176,7 +176,12 @@ impl Store {
         }
         let (lock, _) = lock.create(dir, true)?;
         if state.is_none() || config.overwrite_output_dir {
-            let state = json!({"rlhf": env!("CARGO_PKG_VERSION"), "settings": config, "inputs": inputs.state()});
+            let state = json!({
+                "rlhf": env!("CARGO_PKG_VERSION"),
+                "settings": config,
+                "sampling": sampled,
+                "inputs": inputs.state(),
+            });
             write_text(&dir.join(STATE), &pretty(&state))?;
         }
         let samples = config.sampling.num_return_sequences;

@@ -1,5 +1,6 @@
 //! Reads the rows of Parquet files, which may be damaged or made to harm.
 
+use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::KeyValue;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -40,9 +41,15 @@ fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)
     // The parquet crate panics at unknown types and at some damaged files.
     let done = catch_unwind(AssertUnwindSafe(|| -> Result<Vec<KeyValue>, ParquetError> {
         let reader = SerializedFileReader::new(file)?;
-        let columns = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+        let columns = || reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+        if let Some(found) = columns().find_map(|column| unsupported(column.compression())) {
+            let message = format!(
+                "expected columns compressed with Snappy or Zstandard, or not compressed, found {found}, which is not supported here"
+            );
+            return Err(ParquetError::External(message.into()));
+        }
         // A row is read whole before its size is known.
-        let values = columns.map(|column| column.num_values().max(0) as u64);
+        let values = columns().map(|column| column.num_values().max(0) as u64);
         if values.fold(0, u64::saturating_add).saturating_mul(VALUE) > most {
             return Err(too_large());
         }
@@ -67,6 +74,17 @@ fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)
     Err(format!("not valid Parquet: {}", message.lines().next().unwrap_or_default()))
 }
 
+/// Returns the name of a compression that is not supported.
+fn unsupported(compression: Compression) -> Option<&'static str> {
+    match compression {
+        Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_) => None,
+        Compression::GZIP(_) => Some("gzip"),
+        Compression::BROTLI(_) => Some("Brotli"),
+        Compression::LZ4 | Compression::LZ4_RAW => Some("LZ4"),
+        Compression::LZO => Some("LZO"),
+    }
+}
+
 /// Returns the bytes of a value in memory, about.
 fn size(field: &Field) -> u64 {
     let parts = match field {
@@ -83,26 +101,51 @@ fn size(field: &Field) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use parquet::basic::Compression;
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::properties::WriterProperties;
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
+    use std::io::{Read, Seek, Write};
     use std::sync::Arc;
 
-    #[test]
-    fn a_value_that_is_repeated_without_end_is_refused_within_bounded_memory() {
+    /// A file with the column `prompt`, compressed with Snappy.
+    fn written(texts: &[ByteArray]) -> File {
         let schema = Arc::new(parse_message_type("message rows { required binary prompt (UTF8); }").unwrap());
         let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
         let mut file = tempfile::tempfile().unwrap();
         let mut writer = SerializedFileWriter::new(&mut file, schema, Arc::new(properties)).unwrap();
         let mut rows = writer.next_row_group().unwrap();
         let mut column = rows.next_column().unwrap().unwrap();
-        let text = ByteArray::from("x".repeat(1000).as_str());
-        column.typed::<ByteArrayType>().write_batch(&vec![text; 10_000], None, None).unwrap();
+        column.typed::<ByteArrayType>().write_batch(texts, None, None).unwrap();
         column.close().unwrap();
         rows.close().unwrap();
         writer.close().unwrap();
+        file
+    }
+
+    #[test]
+    fn a_compression_that_is_not_supported_is_named_with_those_that_are() {
+        let mut file = written(&[ByteArray::from("a")]);
+        let mut bytes = Vec::new();
+        file.rewind().unwrap();
+        file.read_to_end(&mut bytes).unwrap();
+        // In the footer, the codec is behind the path of the column: field 4, a number whose code is twice its value (1, Snappy).
+        let codec = b"\x06prompt\x15\x02";
+        let at = bytes.windows(codec.len()).position(|part| part == codec).unwrap() + codec.len() - 1;
+        for (number, name) in [(2, "gzip"), (3, "LZO"), (4, "Brotli"), (5, "LZ4"), (7, "LZ4")] {
+            bytes[at] = 2 * number;
+            let mut changed = tempfile::tempfile().unwrap();
+            changed.write_all(&bytes).unwrap();
+            let wanted = format!(
+                "expected columns compressed with Snappy or Zstandard, or not compressed, found {name}, which is not supported here"
+            );
+            assert_eq!(parquet_rows(changed, |_| ()).unwrap_err(), wanted);
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_repeated_without_end_is_refused_within_bounded_memory() {
+        let file = written(&vec![ByteArray::from("x".repeat(1000).as_str()); 10_000]);
         let len = file.metadata().unwrap().len();
         assert!(len < 10_000, "{len} bytes");
         let read = |most| {

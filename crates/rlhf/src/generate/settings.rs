@@ -36,7 +36,7 @@ pub struct SamplingConfig {
 }
 
 impl SamplingConfig {
-    /// Checks what no other group of settings has a part in.
+    /// Checks this group of settings alone.
     pub(crate) fn check(&self) -> Result<()> {
         all([
             above_zero("top_p", self.top_p),

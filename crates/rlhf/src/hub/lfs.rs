@@ -123,7 +123,7 @@ fn refused(client: &Client, file: &LocalFile, error: &Value) -> Failure {
     let words: String = words.chars().take(300).collect();
     let message = format!("cannot upload {}: {words} (code {code})", file.name());
     match code {
-        408 | 429 | 500..=506 => Failure::Passing(message, None),
+        408 | 429 | 500..=506 => Failure::Transient(message, None),
         402 | 413 | 507 => client.error(&format!("{message}: it exceeds the storage limits of the hub")).into(),
         _ => client.error(&message).into(),
     }
@@ -160,7 +160,7 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
     };
     let in_time = |url: &str, reply: Reply| match reply.status.is_success() {
         true => Ok(reply),
-        false => Err(client.passing(&what, url, &reply)),
+        false => Err(client.transient(&what, url, &reply)),
     };
     let repeated = |request: &Request<'_>| {
         client.repeat(|| client.send(request)).map(drop).map_err(|failure| client.give_up(failure))
@@ -177,7 +177,7 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
                 let etag =
                     reply.headers.get("etag").and_then(|etag| etag.to_str().ok()).filter(|etag| !etag.is_empty());
                 let Some(etag) = etag else {
-                    return Err(Failure::Passing(format!("cannot {what}: part {number} has no ETag"), None));
+                    return Err(Failure::Transient(format!("cannot {what}: part {number} has no ETag"), None));
                 };
                 sent.push(json!({"partNumber": number, "etag": etag}));
             }

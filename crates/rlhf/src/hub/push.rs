@@ -183,7 +183,7 @@ impl Repository {
         let created = client.post(what, "repos/create", &body, &[401, 402, 403, 409])?;
         match created.status.as_u16() {
             409 if created.words.contains("in progress") => {
-                return Err(Failure::Passing(format!("cannot {what}: {}", created.words), None));
+                return Err(Failure::Transient(format!("cannot {what}: {}", created.words), None));
             }
             status @ 400.. => {
                 let found = client.get(what, &format!("models/{}", client.name), &[401, 403, 404])?;

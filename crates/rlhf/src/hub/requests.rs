@@ -177,13 +177,13 @@ impl Client {
     /// The failure of a request without a response. The address of a storage service is secret.
     fn failed(&self, request: &Request<'_>, at: &str, error: ureq::Error) -> Failure {
         match Failure::from(error) {
-            Failure::Passing(why, wait) => {
-                Failure::Passing(format!("cannot {}: {why}, at {}", request.what, origin(at)), wait)
+            Failure::Transient(why, wait) => {
+                Failure::Transient(format!("cannot {}: {why}, at {}", request.what, origin(at)), wait)
             }
-            Failure::Final(_) if origin(at) != origin(&self.hub.endpoint) => {
+            Failure::Permanent(_) if origin(at) != origin(&self.hub.endpoint) => {
                 self.error("the hub named an address to upload to that is not valid").into()
             }
-            failure @ Failure::Final(_) => failure,
+            failure @ Failure::Permanent(_) => failure,
         }
     }
 
@@ -226,7 +226,7 @@ impl Client {
         }
         if origin(at) != origin(endpoint) {
             return match status.as_u16() {
-                408 | 425 | 429 | 500.. => self.passing(what, at, reply),
+                408 | 425 | 429 | 500.. => self.transient(what, at, reply),
                 _ => self.error(&format!("cannot {what}: {found} from {}", origin(at))).into(),
             };
         }
@@ -236,7 +236,7 @@ impl Client {
         let message = match status.as_u16() {
             // 409 and 412: another commit came in between.
             408 | 409 | 412 | 429 | 500.. => {
-                return Failure::Passing(format!("cannot {what}: {found}"), retry_after(&reply.headers));
+                return Failure::Transient(format!("cannot {what}: {found}"), retry_after(&reply.headers));
             }
             401 => format!(
                 "{endpoint} does not accept the access token ({found}): set HF_TOKEN to a token with write access, from \
@@ -255,30 +255,21 @@ impl Client {
     }
 
     /// The failure for a response of a storage service, whose address is secret.
-    pub(super) fn passing(&self, what: &str, at: &str, reply: &Reply) -> Failure {
+    pub(super) fn transient(&self, what: &str, at: &str, reply: &Reply) -> Failure {
         let separator = if reply.words.is_empty() { "" } else { ": " };
         let found = format!("HTTP status {}{separator}{}", reply.status, reply.words);
-        Failure::Passing(format!("cannot {what}: {found} from {}", origin(at)), retry_after(&reply.headers))
+        Failure::Transient(format!("cannot {what}: {found} from {}", origin(at)), retry_after(&reply.headers))
     }
 
     /// Sends a request until it succeeds, a few times at most.
     pub(super) fn repeat<T>(&self, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
-        let mut failed = 0;
-        loop {
-            match request() {
-                Ok(value) => return Ok(value),
-                Err(failure) => {
-                    failed += 1;
-                    self.wait(failed, failure)?;
-                }
-            }
-        }
+        super::repeat(request, |failed, failure| self.wait(failed, failure))
     }
 
     /// Waits before the next attempt after `failed` ones; returns the failure if there is none left. A long wait is noted.
     pub(super) fn wait(&self, failed: u32, failure: Failure) -> Result<(), Failure> {
         let left = failed < ATTEMPTS && !stop_requested();
-        if let Failure::Passing(what, asked) = &failure
+        if let Failure::Transient(what, asked) = &failure
             && left
         {
             let wait = self.hub.delay(failed, *asked);
@@ -300,9 +291,9 @@ impl Client {
     /// The error of the last attempt.
     pub(super) fn give_up(&self, failure: Failure) -> Error {
         match failure {
-            Failure::Final(error) => error,
-            Failure::Passing(what, _) if stop_requested() => self.error(&format!("{what} (interrupted)")),
-            Failure::Passing(what, _) => self.error(&format!("{what} (tried {ATTEMPTS} times)")),
+            Failure::Permanent(error) => error,
+            Failure::Transient(what, _) if stop_requested() => self.error(&format!("{what} (interrupted)")),
+            Failure::Transient(what, _) => self.error(&format!("{what} (tried {ATTEMPTS} times)")),
         }
     }
 

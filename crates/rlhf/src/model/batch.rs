@@ -1,9 +1,9 @@
 //! Batches of ragged sequences: the tokens of one pass and the positions whose results are computed.
 
-use super::layout::on_device;
 use super::lora::DropoutRows;
 use std::ops::Range;
 use tch::{Device, Tensor};
+use tch_ext::on_device;
 
 /// Sequences of one pass and, for each, the span of positions whose results are computed.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::Batch;
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
-use super::layout::{Layout, on_device, rounded};
+use super::layout::{Layout, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
@@ -21,6 +21,7 @@ use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::PathBuf;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// A decoder with its parameters and its configuration: a model without its head.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
-use super::layout::{KvCache, on_device};
+use super::layout::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
 use super::lora_config::LoraConfig;
@@ -23,6 +23,7 @@ use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// A causal language model: a decoder and a head over its vocabulary.
 ///
@@ -252,7 +253,7 @@ impl CausalLm {
     /// adapter. It takes no memory except for copies of weights in the dtype of products, where that dtype is narrower.
     ///
     /// # Errors
-    /// None for a model that was built.
+    /// Never for a model that was loaded or built successfully.
     pub fn base(&self) -> Result<Self> {
         let params = self.body.params.iter().map(|param| {
             let tensor = self.body.original(&param.name).unwrap_or(&param.tensor).shallow_clone();

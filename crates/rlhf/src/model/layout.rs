@@ -4,24 +4,8 @@ use super::plain;
 use crate::Result;
 use std::cell::OnceCell;
 use std::collections::HashMap;
-use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
-
-/// `numbers` as a tensor on `device`, `[numbers.len()]`.
-///
-/// A copy from ordinary memory to a GPU waits until the GPU has done all work before it; one from pinned memory does not.
-pub(crate) fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
-    let tensor = Tensor::from_slice(numbers);
-    match device {
-        // Not `pin_memory`, which prints at each call that its argument is deprecated. libtorch holds the pinned memory until the copy
-        // is done. Where there is none to be had, the copy waits.
-        Device::Cuda(_) if !numbers.is_empty() => {
-            let kind = tensor.kind();
-            tensor.f_internal_pin_memory(device).unwrap_or(tensor).to_device_(device, kind, true, false)
-        }
-        _ => tensor.to_device(device),
-    }
-}
+use tch_ext::on_device;
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
 /// should be few shapes.

@@ -1,7 +1,7 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
-use super::layout::{on_device, rounded};
+use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
 use super::shape::Shape;
@@ -10,6 +10,7 @@ use crate::dist::World;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// The most logits held at once, in elements: 32 MiB of f32 on a CPU. On a GPU four times as many, since each slice reads and writes the
 /// gradient of the whole head.

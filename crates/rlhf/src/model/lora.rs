@@ -1,6 +1,5 @@
 //! Low-rank adapters (LoRA and DoRA): small trained tensors beside frozen weights, and the dropout before them.
 
-use super::layout::on_device;
 use super::params::Param;
 use super::shape::Family;
 use crate::Result;
@@ -8,6 +7,7 @@ use crate::rng::{Purpose, Stream};
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// Suffixes of the names of an adapter's two matrices.
 pub(super) const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];

@@ -1,11 +1,11 @@
 //! Rotary positions: their settings in `config.json`, and their angles.
 
-use super::on_device;
 use super::shape::{Fields, Rope, RopeScaling};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::f64::consts::TAU;
 use tch::{Kind, Tensor};
+use tch_ext::on_device;
 
 /// Names and defaults of a family's rotary settings.
 #[derive(Clone, Copy)]

@@ -1,10 +1,10 @@
 //! The distribution that tokens were sampled from: with a temperature, and over a subset of the vocabulary if filters removed tokens.
 
-use super::layout::on_device;
 use crate::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// The logit of an excluded token. Its softmax is exactly 0, as that of -inf, whose product with a probability of 0 is NaN.
 const IMPOSSIBLE: f64 = -1e30;

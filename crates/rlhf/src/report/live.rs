@@ -6,7 +6,7 @@ use crate::run::output_dir::{SAMPLES, is_at_work};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Time between two looks at the files of a run, at least.
+/// Polling interval of the files of a run, at least.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Pause after a read, in multiples of the time that it took.

@@ -32,7 +32,7 @@ impl Source {
     const ALL: [(Self, &'static str); 3] =
         [(Self::Samples, "update-"), (Self::HeldOut, "eval-"), (Self::Rollout, "answers-")];
 
-    /// Returns its name for people.
+    /// Returns its label.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Samples => "sample prompt, greedy",

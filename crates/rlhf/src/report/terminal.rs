@@ -25,7 +25,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-/// Time between two looks at the run.
+/// Polling interval of the run.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Title and metric of each curve, the most important first: the first [`CURVES_SHOWN`] that a run has are drawn.

@@ -1,7 +1,7 @@
 //! A reward that is an external program, started once; it reads and writes JSON lines.
 
-use super::retry::{Failure, check, excerpt};
-use super::{RetryPolicy, Reward, RewardInput, Score};
+use super::retry::{Failure, Retries, check, excerpt};
+use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
 use crate::dist::launch::VARIABLES;
 use crate::signals::{add_program, kill_program};
 use crate::{Error, Result};
@@ -39,6 +39,7 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 pub struct CommandReward {
     command: String,
     retry: RetryPolicy,
+    retries: Retries,
     running: Option<Program>,
 }
 
@@ -58,7 +59,7 @@ struct Line<'a> {
 impl CommandReward {
     /// Creates the reward without starting the program.
     pub fn new(command: impl Into<String>, retry: RetryPolicy) -> Self {
-        Self { command: command.into(), retry, running: None }
+        Self { command: command.into(), retry, retries: Retries::default(), running: None }
     }
 
     /// Starts the program unless it is running, so that it initializes while something else is done.
@@ -94,8 +95,20 @@ impl CommandReward {
 
 impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
-        let retry = self.retry;
-        retry.run(|| self.attempt(batch)).map_err(|failure| failure.error(batch))
+        // Taken out, as an attempt needs the whole reward.
+        let (retry, retries) = (self.retry, std::mem::take(&mut self.retries));
+        retries.start();
+        let scores = retry.run_noting(&retries, || self.attempt(batch));
+        self.retries = retries;
+        scores.map_err(|failure| failure.error(batch))
+    }
+
+    fn extra(&self) -> Vec<(String, f64)> {
+        self.retries.metric().into_iter().collect()
+    }
+
+    fn warn_by(&mut self, name: &str, warn: Warn) {
+        self.retries.warn_by(name, warn);
     }
 }
 

@@ -1,8 +1,8 @@
 //! A reward that is an HTTP service, with the protocol of OpenRLHF's remote reward models.
 
 use super::client::Client;
-use super::retry::{Failure, check, excerpt};
-use super::{RetryPolicy, Reward, RewardInput, Score};
+use super::retry::{Failure, Retries, check, excerpt};
+use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
 use crate::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -22,6 +22,7 @@ pub(super) const TOKEN: &str = "RLHF_REWARD_TOKEN";
 pub struct HttpReward {
     client: Client,
     settings: HttpSettings,
+    retries: Retries,
     extra: Vec<(String, f64)>,
 }
 
@@ -82,7 +83,7 @@ impl HttpReward {
     /// If `url` is not an HTTP URL or contains a password; if `SSL_CERT_FILE` cannot be read.
     pub fn new(url: &str, settings: HttpSettings) -> Result<Self> {
         let client = Client::new("reward_url", url, settings.token.clone(), TOKEN, settings.retry.timeout)?;
-        Ok(Self { client, settings, extra: Vec::new() })
+        Ok(Self { client, settings, retries: Retries::default(), extra: Vec::new() })
     }
 
     /// Sends one request.
@@ -141,6 +142,7 @@ impl HttpReward {
 impl Reward for HttpReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         let this = &*self;
+        this.retries.start();
         let parts: Vec<&[RewardInput<'_>]> = batch.chunks(this.settings.batch_size.max(1)).collect();
         let next = AtomicUsize::new(0);
         let replies: Mutex<BTreeMap<usize, Result<Reply, Failure>>> = Mutex::default();
@@ -148,7 +150,7 @@ impl Reward for HttpReward {
             for _ in 0..this.settings.concurrency.max(1).min(parts.len()) {
                 scope.spawn(|| {
                     while let Some((at, part)) = take(&next, &parts) {
-                        let reply = this.settings.retry.run(|| this.send(part));
+                        let reply = this.settings.retry.run_noting(&this.retries, || this.send(part));
                         if reply.is_err() {
                             // The batch has failed, so the remaining requests are not sent.
                             next.store(parts.len(), Ordering::Relaxed);
@@ -173,11 +175,16 @@ impl Reward for HttpReward {
             scores.extend(found);
         }
         self.extra = logs.into_iter().map(|(key, (sum, count))| (key, sum / count)).collect();
+        self.extra.extend(self.retries.metric());
         Ok(scores)
     }
 
     fn extra(&self) -> Vec<(String, f64)> {
         self.extra.clone()
+    }
+
+    fn warn_by(&mut self, name: &str, warn: Warn) {
+        self.retries.warn_by(name, warn);
     }
 }
 

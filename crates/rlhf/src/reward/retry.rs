@@ -1,9 +1,10 @@
 //! Failures of rewards outside this program, and how often they are retried.
 
-use super::{RewardInput, Score};
+use super::{RewardInput, Score, Warn};
 use crate::Error;
 use crate::signals::{pause, stopped};
 use std::fmt::Write;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// Timeout and retries of a reward that is a program or a service.
@@ -28,10 +29,21 @@ impl Default for RetryPolicy {
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Maximum wait that a service may ask for: with the default retries less than the default of `dist_timeout`, in which other ranks wait.
 const MAX_ASKED: Duration = Duration::from_secs(300);
+/// Wait before a retry above which a warning tells how long it is.
+const LONG_WAIT: Duration = Duration::from_secs(5);
 
 impl RetryPolicy {
     /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
-    pub(crate) fn run<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
+    pub(crate) fn run<T>(&self, attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
+        self.run_noting(&Retries::default(), attempt)
+    }
+
+    /// As [`RetryPolicy::run`]; each retry is noted in `retries`.
+    pub(super) fn run_noting<T>(
+        &self,
+        retries: &Retries,
+        mut attempt: impl FnMut() -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let mut failed = 0;
         loop {
             match attempt() {
@@ -41,7 +53,9 @@ impl RetryPolicy {
                     if !failure.retryable || failed >= self.attempts {
                         return Err(Failure { attempts: failed, ..failure });
                     }
-                    if pause(self.wait(failed, failure.retry_after)) {
+                    let wait = self.wait(failed, failure.retry_after);
+                    retries.note(&failure, wait);
+                    if pause(wait) {
                         return Err(Failure { attempts: failed, stopped: true, ..failure });
                     }
                 }
@@ -53,6 +67,47 @@ impl RetryPolicy {
     fn wait(&self, failed: u32, asked: Option<Duration>) -> Duration {
         let backoff = self.backoff.saturating_mul(1 << (failed - 1).min(16)).min(MAX_BACKOFF);
         backoff.max(asked.unwrap_or_default().min(MAX_ASKED))
+    }
+}
+
+/// The retries of a reward: the first one is a warning, as is the first with a long wait.
+#[derive(Default)]
+pub(super) struct Retries {
+    /// Name of the reward, and what receives its warnings.
+    warn: Option<(String, Warn)>,
+    told: AtomicBool,
+    told_long: AtomicBool,
+    /// Retries of the batch at hand.
+    count: AtomicUsize,
+}
+
+impl Retries {
+    /// Sets what receives the warnings of the reward `name`.
+    pub(super) fn warn_by(&mut self, name: &str, warn: Warn) {
+        self.warn = Some((name.to_string(), warn));
+    }
+
+    /// Starts the count of a batch.
+    pub(super) fn start(&self) {
+        self.count.store(0, Ordering::Relaxed);
+    }
+
+    /// Notes that `failure` is followed by another attempt after `wait`.
+    fn note(&self, failure: &Failure, wait: Duration) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        let is_long = wait > LONG_WAIT;
+        let first = !self.told.swap(true, Ordering::Relaxed);
+        let first_long = is_long && !self.told_long.swap(true, Ordering::Relaxed);
+        if let Some((name, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
+            let when = if is_long { format!("in {} s", wait.as_secs()) } else { "now".into() };
+            warn(&format!("reward `{name}`: {}; tried again {when} (reported once)", failure.message));
+        }
+    }
+
+    /// Returns the metric of the last batch, where an attempt was repeated.
+    pub(super) fn metric(&self) -> Option<(String, f64)> {
+        let count = self.count.load(Ordering::Relaxed);
+        (count > 0).then(|| ("retries".into(), count as f64))
     }
 }
 
@@ -148,6 +203,22 @@ pub(crate) fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), F
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn the_first_retry_of_a_reward_is_a_warning_as_is_the_first_with_a_long_wait() {
+        let found: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (mut retries, seen) = (Retries::default(), found.clone());
+        retries.warn_by("judge", Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
+        for seconds in [1, 2, 30, 60] {
+            retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
+        }
+        let told = |when: &str| format!("reward `judge`: HTTP status 503; tried again {when} (reported once)");
+        assert_eq!(*found.lock().unwrap(), [told("now"), told("in 30 s")]);
+        assert_eq!(retries.metric(), Some(("retries".to_string(), 4.0)));
+        retries.start();
+        assert_eq!(retries.metric(), None);
+    }
 
     #[test]
     fn waits_double_up_to_a_minute_and_are_as_long_as_a_service_asks_up_to_five() {

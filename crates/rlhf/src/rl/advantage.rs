@@ -1,15 +1,15 @@
-//! Advantage estimation: how rewards become what the policy learns from.
+//! Advantage estimators and whitening.
 
 use super::settings::WhitenAdvantages;
 use crate::Result;
 use crate::flag::{NONE, PPO, Refusals, above_zero, no_effect, optional, usage, zero_to_one};
-use crate::model::on_device;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use tch::Tensor;
+use tch_ext::on_device;
 
 /// Added to a standard deviation before a division by it; as in TRL's GRPOTrainer and RLOOTrainer.
 const STD_EPSILON: f64 = 1e-4;
@@ -123,7 +123,7 @@ pub enum Aggregation {
 }
 
 impl AdvantageConfig {
-    /// Checks what no other group of settings has a part in.
+    /// Checks this group of settings alone.
     pub(crate) fn check(&self) -> Result<()> {
         let (estimator, rows) = (self.advantage_estimator, self.num_generations);
         let name = estimator.name();

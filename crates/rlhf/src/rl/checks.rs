@@ -163,7 +163,9 @@ impl Display for Checks {
         write!(f, "first ratio 1 within {:.1e}", self.ratio)?;
         match self.kl {
             ReferenceKl::Measured(kl) => write!(f, ", KL to the reference 0 within {kl:.1e}")?,
-            ReferenceKl::OtherModel => f.write_str(", KL to the reference not 0, as it is another model")?,
+            ReferenceKl::OtherModel => f.write_str(
+                ", KL to the reference not 0: the policy has been trained since, or the reference is another model",
+            )?,
             ReferenceKl::NoModel => {}
         }
         match self.cached {
@@ -277,7 +279,8 @@ mod tests {
         }
         let other = Checks { kl: ReferenceKl::OtherModel, cached: None, ..good };
         assert_eq!(other.failure(1e-4), None);
-        assert!(other.to_string().ends_with("KL to the reference not 0, as it is another model"));
+        let words = "KL to the reference not 0: the policy has been trained since, or the reference is another model";
+        assert!(other.to_string().ends_with(words), "{other}");
     }
 
     #[test]

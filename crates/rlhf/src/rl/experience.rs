@@ -1,10 +1,11 @@
 //! The data of one PPO update: responses and everything that the models computed for them.
 
-use crate::model::{Distributions, TokenSet, on_device, shared_lens};
+use crate::model::{Batch, Distributions, JointBatch, Sampled, TokenSet, shared_lens};
 use crate::rl::math;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::{Kind, Tensor};
+use tch_ext::on_device;
 
 /// The slots of `[B, R]` tensors that count; every mask is bool, true = counts.
 #[derive(Debug)]
@@ -114,6 +115,18 @@ impl Experience {
     pub fn value_span(&self, row: usize) -> Range<usize> {
         let start = self.prompts[row].len() - 1;
         start..start + self.value_counts[row] as usize
+    }
+
+    /// Collects `rows` as the models take them.
+    pub(crate) fn ragged(&self, rows: &[usize]) -> RaggedRows {
+        RaggedRows {
+            sequences: rows.iter().map(|&row| self.sequence(row)).collect(),
+            token_spans: rows.iter().map(|&row| self.token_span(row)).collect(),
+            value_spans: rows.iter().map(|&row| self.value_span(row)).collect(),
+            prompt_lens: rows.iter().map(|&row| self.prompts[row].len()).collect(),
+            shared_lens: self.shared_lens(rows),
+            sets: self.sets_of(rows.iter().copied()),
+        }
     }
 
     /// The slots of the tokens and of the values of `rows`.
@@ -238,6 +251,50 @@ impl Experience {
             *x = math::keep(x, &self.masks.response);
         }
         Ok(())
+    }
+}
+
+/// Some rows as the models take them: ragged, one number per token or value, row after row.
+#[derive(Debug)]
+pub(crate) struct RaggedRows {
+    /// Prompt and response of each row, joined.
+    pub(crate) sequences: Vec<Vec<i64>>,
+    /// See [`Experience::token_span`].
+    pub(crate) token_spans: Vec<Range<usize>>,
+    /// See [`Experience::value_span`].
+    pub(crate) value_spans: Vec<Range<usize>>,
+    /// Number of tokens of each row's prompt.
+    pub(crate) prompt_lens: Vec<usize>,
+    /// See [`Experience::shared_lens`].
+    shared_lens: Option<Vec<usize>>,
+    /// See [`Experience::sets_of`].
+    sets: Option<Vec<TokenSet>>,
+}
+
+impl RaggedRows {
+    /// The positions `spans` of the sequences, for a model; first tokens that rows have in common are computed once.
+    pub(crate) fn at<'b>(&'b self, spans: &'b [Range<usize>]) -> Batch<'b, Vec<i64>> {
+        self.at_unshared(spans).sharing(self.shared_lens.as_deref())
+    }
+
+    /// [`RaggedRows::at`], with each sequence computed by itself.
+    pub(crate) fn at_unshared<'b>(&'b self, spans: &'b [Range<usize>]) -> Batch<'b, Vec<i64>> {
+        Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens))
+    }
+
+    /// The tokens and the values, for a model with two heads.
+    pub(crate) fn joint(&self) -> JointBatch<'_, Vec<i64>> {
+        JointBatch {
+            sequences: &self.sequences,
+            token_spans: &self.token_spans,
+            value_spans: &self.value_spans,
+            prompt_lens: Some(&self.prompt_lens),
+        }
+    }
+
+    /// The distributions that the tokens were sampled from.
+    pub(crate) fn sampled(&self, temperature: f64) -> Sampled<'_> {
+        Sampled { temperature, sets: self.sets.as_deref() }
     }
 }
 

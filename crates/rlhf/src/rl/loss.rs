@@ -1,11 +1,11 @@
 //! The losses of one micro-batch: the policy's objective with KL and entropy terms, the clipped value loss.
 
-use crate::model::{Batch, Sampled, TokenLogprobs, TokenSet};
-use crate::rl::experience::Experience;
+use crate::model::{Sampled, TokenLogprobs};
+use crate::rl::experience::{Experience, RaggedRows};
 use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, PolicyClip, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use tch::{Kind, Tensor};
 
 /// The terms of both losses and their weights.
@@ -17,7 +17,7 @@ pub struct LossSettings {
     pub clip: PolicyClip,
     /// The unit whose probability ratio is used.
     pub importance: ImportanceLevel,
-    /// The way from the losses of tokens to that of a mini-batch.
+    /// Reduction of per-token losses to the loss of a mini-batch.
     pub aggregation: LossAggregation,
     /// The old log-probabilities are the current ones without a gradient, so that every ratio is 1: for the only optimizer step
     /// of an update.
@@ -75,39 +75,49 @@ pub(crate) struct Preview {
     pub(crate) entropy: Option<Tensor>,
 }
 
-/// The rows of a micro-batch as the models take them: ragged, one number per token or value, row after row.
+/// The rows of a micro-batch with the numbers of their losses: M tokens and V values, row after row.
 pub(crate) struct MicroBatch {
-    pub(crate) sequences: Vec<Vec<i64>>,
-    pub(crate) token_spans: Vec<Range<usize>>,
-    pub(crate) value_spans: Vec<Range<usize>>,
-    /// Number of tokens of each row's prompt.
-    pub(crate) prompt_lens: Vec<usize>,
-    /// Beginnings of sequences that the policy computes once.
-    pub(crate) shared_lens: Option<Vec<usize>>,
-    sets: Option<Vec<TokenSet>>,
+    ragged: RaggedRows,
+    /// Log-probabilities under the policy that sampled, `[M]` f32.
     old_logprobs: Tensor,
+    /// Log-probabilities under the reference model, `[M]` f32; `None` without a KL in the loss.
     ref_logprobs: Option<Tensor>,
+    /// Advantages of the losses, whitened where the settings say, `[M]` f32.
     advantages: Tensor,
+    /// Tokens in the policy loss, `[M]` bool.
     counts: Tensor,
+    /// Values before the update, `[V]` f32.
     old_values: Tensor,
+    /// Targets of the values, `[V]` f32.
     returns: Tensor,
+    /// Values in the value loss, `[V]` bool.
     value_counts: Tensor,
+    /// The row of each token.
     rows: Rows,
-    /// Weight of each token in the sums, where the aggregation is by responses.
+    /// Weight of each token in the sums, `[M]` f32, where the aggregation is by responses.
     token_weights: Option<Tensor>,
+    /// Ratios of whole responses; `None` where each token has its own.
     sequence: Option<Sequence>,
-    /// Weights of the tokens in the policy's objective: 1 where it trains them, else 0; `None` where it trains all.
-    gate: Option<Tensor>,
-    /// 1 at the tokens in the entropy bonus, else 0; `None` where all are.
+    /// Weights of the tokens in the policy's objective, `[M]` f32: 0 where it does not train them; `None` where it trains all.
+    objective_weights: Option<Tensor>,
+    /// 1 at the tokens in the entropy bonus, else 0, `[M]` f32; `None` where all are.
     high_entropy: Option<Tensor>,
+}
+
+impl Deref for MicroBatch {
+    type Target = RaggedRows;
+
+    fn deref(&self) -> &RaggedRows {
+        &self.ragged
+    }
 }
 
 /// Numbers of the response of each token, `[M]` f32.
 struct Sequence {
     /// The probability ratio.
     ratio: Tensor,
-    /// See [`Ratios::of_sequences`].
-    spread: Tensor,
+    /// Factor of a token's log-probability in the logarithm of the ratio; see [`Ratios::of_sequences`].
+    token_factor: Tensor,
     /// Mean of the KL estimates of its tokens; `None` where each token's KL is multiplied by the token's own ratio.
     kl: Option<Tensor>,
 }
@@ -131,16 +141,11 @@ impl MicroBatch {
         let product = settings.on_policy && settings.importance == ImportanceLevel::SequenceProduct;
         let sequence = product.then(|| Sequence {
             ratio: old_logprobs.ones_like(),
-            spread: rows_of.at_tokens(&rows_of.counts),
+            token_factor: rows_of.at_tokens(&rows_of.counts),
             kl: None,
         });
         Self {
-            sequences: rows.iter().map(|&row| e.sequence(row)).collect(),
-            token_spans: rows.iter().map(|&row| e.token_span(row)).collect(),
-            value_spans: rows.iter().map(|&row| e.value_span(row)).collect(),
-            prompt_lens: rows.iter().map(|&row| e.prompts[row].len()).collect(),
-            shared_lens: e.shared_lens(rows),
-            sets: e.sets_of(rows.iter().copied()),
+            ragged: e.ragged(rows),
             old_logprobs,
             ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),
             advantages: of_tokens(advantages),
@@ -151,19 +156,14 @@ impl MicroBatch {
             counts,
             rows: rows_of,
             sequence,
-            gate: None,
+            objective_weights: None,
             high_entropy: None,
         }
     }
 
-    /// The positions `spans` of the sequences, for a model.
-    pub(crate) fn at<'b>(&'b self, spans: &'b [Range<usize>]) -> Batch<'b, Vec<i64>> {
-        let rows = Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens));
-        rows.sharing(self.shared_lens.as_deref())
-    }
-
+    /// The distributions that the losses take log-probabilities of.
     pub(crate) fn sampled(&self, settings: &LossSettings) -> Sampled<'_> {
-        Sampled { temperature: settings.temperature, sets: self.sets.as_deref() }
+        self.ragged.sampled(settings.temperature)
     }
 
     /// Loss of the policy over a slice of the tokens, a scalar; its sums go to `sums`.
@@ -181,22 +181,22 @@ impl MicroBatch {
         let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
         let counts = here(&self.counts);
         let token_weights = self.token_weights.as_ref().map(here);
-        let gate = self.gate.as_ref().map(here);
+        let objective_weights = self.objective_weights.as_ref().map(here);
         let old = if settings.on_policy { now.logprobs.detach() } else { here(&self.old_logprobs) };
         let ratios = Ratios::of_tokens(&now.logprobs, &old, &counts);
         let ratios = match &self.sequence {
-            Some(of) => ratios.of_sequences(&now.logprobs, &here(&of.ratio), &here(&of.spread)),
+            Some(of) => ratios.of_sequences(&now.logprobs, &here(&of.ratio), &here(&of.token_factor)),
             None => ratios,
         };
         let by = (settings.objective, settings.clip);
         let loss = math::policy_objective(&ratios, &now.logprobs, &here(&self.advantages), &counts, by);
-        let weighted = |x: &Tensor, gate: Option<&Tensor>| {
-            let x = gate.map_or_else(|| x.shallow_clone(), |gate| x * gate);
+        let weighted = |x: &Tensor, weights: Option<&Tensor>| {
+            let x = weights.map_or_else(|| x.shallow_clone(), |weights| x * weights);
             math::masked_sum(&token_weights.as_ref().map_or_else(|| x.shallow_clone(), |weights| &x * weights), &counts)
         };
-        let objective = match (&gate, &token_weights) {
+        let objective = match (&objective_weights, &token_weights) {
             (None, None) => loss.sum.shallow_clone(),
-            _ => weighted(&loss.per_token, gate.as_ref()),
+            _ => weighted(&loss.per_token, objective_weights.as_ref()),
         };
         let kl = settings.kl_in_loss.zip(self.ref_logprobs.as_ref()).map(|(estimator, reference)| {
             let estimate = || math::kl(&now.logprobs, &here(reference), &counts, estimator);
@@ -225,11 +225,11 @@ impl MicroBatch {
 
     /// KL estimates of a slice times the probability ratios, with the gradients of both. Source: TRL 1.11, `use_bias_correction_kl`.
     fn corrected(&self, kl: Tensor, ratios: &Ratios, now: &TokenLogprobs, here: impl Fn(&Tensor) -> Tensor) -> Tensor {
-        let Some(Sequence { ratio, spread, kl: Some(mean) }) = &self.sequence else {
+        let Some(Sequence { ratio, token_factor, kl: Some(mean) }) = &self.sequence else {
             return kl * ratios.log_ratio.exp();
         };
         // The gradient of a response's ratio comes with the mean of its tokens' KL; see [`Ratios::of_sequences`].
-        let moved = (math::unit(&now.logprobs) - 1.0) * here(spread) * here(mean);
+        let moved = (math::unit(&now.logprobs) - 1.0) * here(token_factor) * here(mean);
         math::keep(&((kl + moved) * here(ratio)), &here(&self.counts))
     }
 
@@ -237,17 +237,28 @@ impl MicroBatch {
     pub(crate) fn take_preview(&mut self, preview: &Preview, settings: &LossSettings, least_entropy: Option<f64>) {
         let old = if settings.on_policy { &preview.logprobs } else { &self.old_logprobs };
         let log_ratio = math::keep(&(&preview.logprobs - old), &self.counts);
-        let of_rows = &self.rows;
-        let mean = |x: &Tensor| of_rows.sums(x) / of_rows.counts.clamp_min(1.0);
-        let ones = || of_rows.counts.ones_like();
-        let (log_ratios, spread) = match (settings.objective, settings.importance) {
+        self.sequence = self.response_ratios(&log_ratio, &preview.logprobs, settings);
+        self.high_entropy = self.high_entropy_mask(preview.entropy.as_ref(), least_entropy);
+        let high = self.high_entropy.as_ref().map(|high| self.shared_in_responses(high, settings));
+        self.objective_weights = match (high, self.near_policy_mask(&log_ratio, settings)) {
+            (Some(high), Some(near)) => Some(high * near),
+            (high, near) => high.or(near),
+        };
+    }
+
+    /// Ratios of whole responses, of the `log_ratio` and the current log-probability of each token, `[M]` f32 both; `None` where each
+    /// token has its own.
+    fn response_ratios(&self, log_ratio: &Tensor, logprobs: &Tensor, settings: &LossSettings) -> Option<Sequence> {
+        let rows = &self.rows;
+        let ones = || rows.counts.ones_like();
+        let (log_ratios, token_factor) = match (settings.objective, settings.importance) {
             (Objective::Vespo { .. }, _) => {
-                let sums = of_rows.sums(&log_ratio.clamp(-20.0, 20.0));
-                (Some(sums.clamp(1e-8f64.ln(), 20.0)), ones())
+                let sums = rows.sums(&log_ratio.clamp(-20.0, 20.0));
+                (sums.clamp(1e-8f64.ln(), 20.0), ones())
             }
-            (_, ImportanceLevel::Token) => (None, ones()),
-            (_, ImportanceLevel::Sequence) => (Some(mean(&log_ratio)), ones()),
-            (_, ImportanceLevel::SequenceProduct) => (Some(of_rows.sums(&log_ratio)), of_rows.counts.shallow_clone()),
+            (_, ImportanceLevel::Token) => return None,
+            (_, ImportanceLevel::Sequence) => (rows.means(log_ratio), ones()),
+            (_, ImportanceLevel::SequenceProduct) => (rows.sums(log_ratio), rows.counts.shallow_clone()),
         };
         // VESPO's weights are of whole responses, and its KL has the ratios of single tokens.
         let weighs = matches!(settings.objective, Objective::Vespo { .. });
@@ -255,29 +266,38 @@ impl MicroBatch {
         let estimator = settings.kl_in_loss.filter(|estimator| of_responses && *estimator != KlEstimator::Full);
         let kl = estimator
             .zip(self.ref_logprobs.as_ref())
-            .map(|(estimator, reference)| math::kl(&preview.logprobs, reference, &self.counts, estimator));
-        self.sequence = log_ratios.map(|log_ratios| Sequence {
-            ratio: of_rows.at_tokens(&log_ratios.exp()),
-            spread: of_rows.at_tokens(&spread),
-            kl: kl.map(|kl| of_rows.at_tokens(&mean(&kl))),
-        });
-        self.high_entropy = least_entropy
-            .zip(preview.entropy.as_ref())
-            .map(|(least, entropy)| math::keep(&entropy.ge(least).to_kind(Kind::Float), &self.counts));
-        let near = settings.off_policy_mask_threshold.map(|most| {
-            let near = of_rows.at_tokens(&mean(&-&log_ratio)).le(most);
-            near.logical_or(&self.advantages.ge(0.0)).to_kind(Kind::Float)
-        });
+            .map(|(estimator, reference)| math::kl(logprobs, reference, &self.counts, estimator));
+        Some(Sequence {
+            ratio: rows.at_tokens(&log_ratios.exp()),
+            token_factor: rows.at_tokens(&token_factor),
+            kl: kl.map(|kl| rows.at_tokens(&rows.means(&kl))),
+        })
+    }
+
+    /// 1 at the tokens that count with at least the entropy `least`, else 0, `[M]` f32; `None` without a bound.
+    fn high_entropy_mask(&self, entropy: Option<&Tensor>, least: Option<f64>) -> Option<Tensor> {
+        let (entropy, least) = entropy.zip(least)?;
+        Some(math::keep(&entropy.ge(least).to_kind(Kind::Float), &self.counts))
+    }
+
+    /// Weights of the tokens in the objective, `[M]` f32, where those of high entropy are trained.
+    fn shared_in_responses(&self, high: &Tensor, settings: &LossSettings) -> Tensor {
         let clips = matches!(settings.objective, Objective::Clipped | Objective::Sapo { .. });
-        let high = self.high_entropy.as_ref().map(|high| match settings.importance {
+        match settings.importance {
             // The gradient of a response's ratio goes to all its tokens, in proportion to those that are trained.
-            ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct if clips => of_rows.at_tokens(&mean(high)),
+            ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct if clips => {
+                self.rows.at_tokens(&self.rows.means(high))
+            }
             _ => high.shallow_clone(),
-        });
-        self.gate = match (high, near) {
-            (Some(high), Some(near)) => Some(high * near),
-            (high, near) => high.or(near),
-        };
+        }
+    }
+
+    /// 0 at the tokens of responses that are too far from the old policy and have a negative advantage, else 1, `[M]` f32; `None` without a
+    /// bound on the distance.
+    fn near_policy_mask(&self, log_ratio: &Tensor, settings: &LossSettings) -> Option<Tensor> {
+        let most = settings.off_policy_mask_threshold?;
+        let near = self.rows.at_tokens(&self.rows.means(&-log_ratio)).le(most);
+        Some(near.logical_or(&self.advantages.ge(0.0)).to_kind(Kind::Float))
     }
 
     /// The tokens that count, `[M]` bool.
@@ -334,16 +354,49 @@ impl Rows {
         self.counts.zeros_like().index_add(0, &self.of_tokens, x)
     }
 
+    /// The mean over each row's tokens that count of `x`, `[M]` to `[rows]`, where `x` is 0 at the others.
+    fn means(&self, x: &Tensor) -> Tensor {
+        self.sums(x) / self.counts.clamp_min(1.0)
+    }
+
     /// The number of each token's row, `[rows]` to `[M]`.
     fn at_tokens(&self, x: &Tensor) -> Tensor {
         x.index_select(0, &self.of_tokens)
     }
 }
 
+/// Fields of the sums of [`Sums::policy`], in their order.
+const POLICY_SUMS: [fn(&mut StepStats) -> &mut f64; 8] = [
+    |stats| &mut stats.policy_loss,
+    |stats| &mut stats.policy_clipped,
+    |stats| &mut stats.dual_clipped,
+    |stats| &mut stats.approx_kl,
+    |stats| &mut stats.policy_kl,
+    |stats| &mut stats.ratio,
+    |stats| &mut stats.ratio_squared,
+    |stats| &mut stats.ref_kl,
+];
+
+/// Fields of the sums of [`Sums::value`], in their order.
+const VALUE_SUMS: [fn(&mut StepStats) -> &mut f64; 4] = [
+    |stats| &mut stats.value_loss,
+    |stats| &mut stats.value_clipped,
+    |stats| &mut stats.value,
+    |stats| &mut stats.value_error,
+];
+
+/// Writes `numbers` to `fields`; none where nothing was added.
+fn write(stats: &mut StepStats, fields: &[fn(&mut StepStats) -> &mut f64], numbers: &[f64]) {
+    debug_assert!(numbers.is_empty() || numbers.len() == fields.len(), "{numbers:?} for {} fields", fields.len());
+    fields.iter().zip(numbers).for_each(|(field, &number)| *field(stats) = number);
+}
+
 /// Sums over the slices of a mini-batch; they stay on the device, and are read once.
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
+    /// Sums of [`POLICY_SUMS`].
     policy: Option<Tensor>,
+    /// Sums of [`VALUE_SUMS`].
     value: Option<Tensor>,
     entropy: Option<Tensor>,
     /// Probability ratios of the slices, and which of their tokens count, if they are collected.
@@ -390,19 +443,19 @@ impl Sums {
     fn add_policy(&mut self, loss: &math::PolicyLoss, ref_kl: Option<&Tensor>, counts: &Tensor) {
         let ratio = &loss.ratio;
         let zero = Tensor::zeros([], (Kind::Float, ratio.device()));
-        add(
-            &mut self.policy,
-            &[
-                &loss.sum,
-                &loss.clipped,
-                &loss.dual_clipped,
-                &loss.approx_kl,
-                &loss.policy_kl,
-                &ratio.sum(Kind::Float),
-                &ratio.square().sum(Kind::Float),
-                ref_kl.unwrap_or(&zero),
-            ],
-        );
+        let (ratios, squares) = (ratio.sum(Kind::Float), ratio.square().sum(Kind::Float));
+        let terms = [
+            &loss.sum,
+            &loss.clipped,
+            &loss.dual_clipped,
+            &loss.approx_kl,
+            &loss.policy_kl,
+            &ratios,
+            &squares,
+            ref_kl.unwrap_or(&zero),
+        ];
+        debug_assert_eq!(terms.len(), POLICY_SUMS.len());
+        add(&mut self.policy, &terms);
         if let Some(ratios) = &mut self.ratios {
             ratios.push([ratio.shallow_clone(), counts.shallow_clone()]);
         }
@@ -411,7 +464,7 @@ impl Sums {
         }
     }
 
-    fn add_value(&mut self, terms: [&Tensor; 4]) {
+    fn add_value(&mut self, terms: [&Tensor; VALUE_SUMS.len()]) {
         add(&mut self.value, &terms);
     }
 
@@ -443,11 +496,8 @@ impl Sums {
         let ratios = self.ratios.filter(|ratios| !ratios.is_empty()).map(|ratios| selected(&ratios));
         let [policy, loss, row_clips, extremes, value, entropy, ratios] =
             read([self.policy, self.loss, self.row_clips, extremes, self.value, self.entropy, ratios]);
-        if let [loss, clipped, dual_clipped, approx_kl, policy_kl, ratio, ratio_squared, ref_kl] = policy.as_slice() {
-            (stats.policy_loss, stats.policy_clipped, stats.dual_clipped) = (*loss, *clipped, *dual_clipped);
-            (stats.approx_kl, stats.policy_kl, stats.ref_kl) = (*approx_kl, *policy_kl, *ref_kl);
-            (stats.ratio, stats.ratio_squared) = (*ratio, *ratio_squared);
-        }
+        write(stats, &POLICY_SUMS, &policy);
+        write(stats, &VALUE_SUMS, &value);
         if let [loss] = loss.as_slice() {
             stats.loss = *loss;
         }
@@ -459,10 +509,6 @@ impl Sums {
             [least, most] => (*least, *most),
             _ => (f64::INFINITY, 0.0),
         };
-        if let [loss, clipped, value, error] = value.as_slice() {
-            (stats.value_loss, stats.value_clipped) = (*loss, *clipped);
-            (stats.value, stats.value_error) = (*value, *error);
-        }
         stats.entropy = entropy.first().copied().unwrap_or(0.0);
         stats.ratios = ratios.into_iter().map(|ratio| ratio as f32).collect();
     }

@@ -4,8 +4,8 @@
 //! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. `docs/algorithm.md` derives each
 //! equation and lists where the systems that this crate replaces differ.
 
-use crate::model::on_device;
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// Estimator of the KL of the policy from the reference at a sampled token; with r = ref_logprob - logprob.
 ///
@@ -302,8 +302,8 @@ pub enum ImportanceLevel {
     SequenceProduct,
 }
 
-/// The way from the losses of tokens to the loss of a mini-batch. Each is a sum over the mini-batch, so the size of a micro-batch
-/// changes no number.
+/// Reduction of per-token losses to the loss of a mini-batch. Each is a sum over the mini-batch, so the size of a micro-batch changes no
+/// number.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LossAggregation {
     /// Mean over the tokens of the mini-batch: `bnpo`.
@@ -335,14 +335,14 @@ impl Ratios {
         Self { ratio: log_ratio.exp(), log_ratio }
     }
 
-    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `spread` what a token's
+    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` what a token's
     /// log-probability adds to its logarithm, times the tokens of the response.
     ///
     /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss,
     /// as it does in every aggregation, the sum over tokens has that gradient if a token's ratio is
-    /// value (1 + spread (exp(log p - sg(log p)) - 1)), with sg for no gradient.
-    pub fn of_sequences(self, logprobs: &Tensor, value: &Tensor, spread: &Tensor) -> Self {
-        let ratio = value * (unit(logprobs) - 1.0) * spread + value;
+    /// value (1 + factor (exp(log p - sg(log p)) - 1)), with sg for no gradient.
+    pub fn of_sequences(self, logprobs: &Tensor, value: &Tensor, factor: &Tensor) -> Self {
+        let ratio = value * (unit(logprobs) - 1.0) * factor + value;
         Self { ratio, ..self }
     }
 }
@@ -352,21 +352,24 @@ pub fn unit(logprobs: &Tensor) -> Tensor {
     (logprobs - logprobs.detach()).exp()
 }
 
-/// The policy objective, summed over `mask`, with what is worth knowing about it.
+/// The policy objective, summed over `mask`, with the sums its metrics need.
+///
+/// Tensors of tokens have the shape of the mask, `[B, R]` or `[M]` (tokens of a micro-batch, row after row).
 #[derive(Debug)]
 pub struct PolicyLoss {
     /// Sum over tokens of the loss, bounded by the dual clip where there is one: a scalar with a gradient; divide it by the
     /// mini-batch's token count.
     pub sum: Tensor,
-    /// The loss of each token, with a gradient; anything outside the mask.
+    /// The loss of each token, f32 of the shape of the mask, with a gradient; anything outside the mask.
     pub per_token: Tensor,
-    /// Ratio of new to old probability, `[B, R]` f32, detached, 0 outside the mask.
+    /// Ratio of new to old probability, f32 of the shape of the mask, detached, 0 outside it.
     pub ratio: Tensor,
     /// Number of tokens at which the clipped side was the larger, a scalar.
     pub clipped: Tensor,
-    /// Tokens whose ratio is below the clip range with a negative advantage, `[B, R]` bool; all false without a clip.
+    /// Tokens whose ratio is below the clip range with a negative advantage, bool of the shape of the mask; all false without a
+    /// clip.
     pub low_clipped: Tensor,
-    /// Tokens whose ratio is above the clip range with a positive advantage, `[B, R]` bool.
+    /// Tokens whose ratio is above the clip range with a positive advantage, bool of the shape of the mask.
     pub high_clipped: Tensor,
     /// Number of tokens at which the dual clip was the smaller, a scalar.
     pub dual_clipped: Tensor,
@@ -378,7 +381,8 @@ pub struct PolicyLoss {
 
 /// Loss of the policy over the tokens of `mask`. Source: Schulman et al. 2017, eq. 7, negated.
 ///
-/// Tensors are all `[B, R]`; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
+/// All tensors have one shape, `[B, R]` or `[M]` (tokens of a micro-batch, row after row), f32; `mask` bool. `logprobs`
+/// carries the gradient, `old_logprobs` are those of the policy that sampled.
 pub fn policy_loss(
     logprobs: &Tensor,
     old_logprobs: &Tensor,
@@ -391,6 +395,8 @@ pub fn policy_loss(
 }
 
 /// Loss of the policy by any objective, over the tokens of `mask`; for VESPO the ratios are those of whole responses.
+///
+/// All tensors have one shape, `[B, R]` or `[M]` (tokens of a micro-batch, row after row), f32; `mask` bool.
 pub fn policy_objective(
     ratios: &Ratios,
     logprobs: &Tensor,

@@ -3,16 +3,16 @@
 use crate::dist::World;
 use crate::generate::Response;
 use crate::model::{
-    self, CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
-    joined, on_device,
+    self, CausalLm, Distributions, SequenceClassifier, TokenSet, ValueModel, batches, in_batches, joined,
 };
 use crate::reward::Scores;
-use crate::rl::experience::{Experience, Masks, to_slots};
+use crate::rl::experience::{Experience, Masks, RaggedRows, to_slots};
 use crate::rl::math::{self, ScorePosition};
 use crate::{Error, Result};
 use std::cell::RefCell;
 use std::ops::Range;
 use tch::{Device, Tensor};
+use tch_ext::on_device;
 
 /// Settings of the passes that evaluate responses, and which slots count.
 #[derive(Debug, Clone, PartialEq)]
@@ -127,23 +127,6 @@ struct Evaluated {
     reference: Option<Distributions>,
 }
 
-/// A batch of rows as the models take it.
-struct Batch {
-    sequences: Vec<Vec<i64>>,
-    tokens: Vec<Range<usize>>,
-    values: Vec<Range<usize>>,
-    prompt_lens: Vec<usize>,
-    shared_lens: Option<Vec<usize>>,
-    sets: Option<Vec<TokenSet>>,
-}
-
-impl Batch {
-    /// The positions `spans` of the sequences, for a model.
-    fn at<'b>(&'b self, spans: &'b [Range<usize>]) -> model::Batch<'b, Vec<i64>> {
-        model::Batch::new(&self.sequences, spans).with_prompts(Some(&self.prompt_lens))
-    }
-}
-
 impl<'a> Passes<'a> {
     fn new(models: RolloutModels<'a>, experience: &'a Experience, settings: &'a RolloutSettings) -> Self {
         let lengths: Vec<usize> = (0..experience.rows()).map(|row| experience.sequence_len(row)).collect();
@@ -178,7 +161,7 @@ impl<'a> Passes<'a> {
     }
 
     /// Runs `f` over batches of this rank's rows, and joins the results.
-    fn in_batches(&self, f: impl Fn(&Batch) -> Result<Tensor>) -> Result<Tensor> {
+    fn in_batches(&self, f: impl Fn(&RaggedRows) -> Result<Tensor>) -> Result<Tensor> {
         let rows = self.rows();
         in_batches(rows.len(), self.settings.batch_size, self.models.policy.device(), |part| {
             f(&self.batch(rows.start + part.start..rows.start + part.end))
@@ -195,24 +178,12 @@ impl<'a> Passes<'a> {
         to_slots(values, &self.experience.value_counts[self.rows()], self.experience.width())
     }
 
-    fn batch(&self, rows: Range<usize>) -> Batch {
-        let e = self.experience;
-        Batch {
-            sequences: rows.clone().map(|row| e.sequence(row)).collect(),
-            tokens: rows.clone().map(|row| e.token_span(row)).collect(),
-            values: rows.clone().map(|row| e.value_span(row)).collect(),
-            prompt_lens: rows.clone().map(|row| e.prompts[row].len()).collect(),
-            shared_lens: e.shared_lens(&rows.clone().collect::<Vec<_>>()),
-            sets: e.sets_of(rows),
-        }
-    }
-
-    fn sampled<'b>(&self, batch: &'b Batch) -> Sampled<'b> {
-        Sampled { temperature: self.settings.temperature, sets: batch.sets.as_deref() }
+    fn batch(&self, rows: Range<usize>) -> RaggedRows {
+        self.experience.ragged(&rows.collect::<Vec<_>>())
     }
 
     /// One number per response token, in its slot.
-    fn per_token(&self, f: impl Fn(&Batch) -> Result<Tensor>) -> Result<Tensor> {
+    fn per_token(&self, f: impl Fn(&RaggedRows) -> Result<Tensor>) -> Result<Tensor> {
         Ok(to_slots(&self.in_batches(f)?, &self.lengths(), self.experience.width()))
     }
 
@@ -220,8 +191,8 @@ impl<'a> Passes<'a> {
     fn logprobs(&self, model: &CausalLm) -> Result<Tensor> {
         let _loaded = model.loaded()?;
         self.per_token(|batch| {
-            let rows = batch.at(&batch.tokens).sharing(batch.shared_lens.as_deref());
-            Ok(model.logprobs_of(rows, self.sampled(batch), false)?.logprobs)
+            let sampled = batch.sampled(self.settings.temperature);
+            Ok(model.logprobs_of(batch.at(&batch.token_spans), sampled, false)?.logprobs)
         })
     }
 
@@ -241,7 +212,10 @@ impl<'a> Passes<'a> {
     fn full_kl(&self) -> Result<Tensor> {
         let (policy, reference) = (self.models.policy, self.reference()?);
         let _loaded = reference.loaded()?;
-        self.per_token(|batch| policy.kl_to(reference, batch.at(&batch.tokens), self.sampled(batch)))
+        self.per_token(|batch| {
+            let sampled = batch.sampled(self.settings.temperature);
+            policy.kl_to(reference, batch.at_unshared(&batch.token_spans), sampled)
+        })
     }
 
     /// The reference model's distributions at the response tokens of this rank's rows.
@@ -252,17 +226,14 @@ impl<'a> Passes<'a> {
         let mut all = reference.distributions::<Vec<i64>>(model::Batch::new(&[], &[]))?;
         for part in batches(rows.len(), self.settings.batch_size) {
             let batch = self.batch(rows.start + part.start..rows.start + part.end);
-            all.extend(reference.distributions(batch.at(&batch.tokens))?);
+            all.extend(reference.distributions(batch.at_unshared(&batch.token_spans))?);
         }
         Ok(all)
     }
 
     fn values(&self) -> Result<Tensor> {
         let RolloutModels { policy, value, .. } = self.models;
-        let values = self.in_batches(|batch| {
-            let rows = batch.at(&batch.values).sharing(batch.shared_lens.as_deref());
-            value.values_of(policy, rows)
-        })?;
+        let values = self.in_batches(|batch| value.values_of(policy, batch.at(&batch.value_spans)))?;
         Ok(self.values_to_slots(&values))
     }
 
@@ -273,13 +244,8 @@ impl<'a> Passes<'a> {
         };
         let values = RefCell::new(Vec::new());
         let logprobs = self.per_token(|batch| {
-            let joint = JointBatch {
-                sequences: &batch.sequences,
-                token_spans: &batch.tokens,
-                value_spans: &batch.values,
-                prompt_lens: Some(&batch.prompt_lens),
-            };
-            let (found, of_states) = head.logprobs_and_values(policy, joint, self.sampled(batch), false)?;
+            let sampled = batch.sampled(self.settings.temperature);
+            let (found, of_states) = head.logprobs_and_values(policy, batch.joint(), sampled, false)?;
             values.borrow_mut().push(of_states);
             Ok(found.logprobs)
         })?;

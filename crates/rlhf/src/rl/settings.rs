@@ -103,7 +103,7 @@ impl ValueEnum for ImportanceLevel {
 }
 
 impl LossConfig {
-    /// Checks what no other group of settings has a part in.
+    /// Checks this group of settings alone.
     pub(crate) fn check(&self) -> Result<()> {
         let above_one = |name, found: Option<f64>| {
             found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))

@@ -1,11 +1,11 @@
 //! Reward shaping: from scores and log-probabilities to the rewards, advantages and returns of an update.
 
 use super::settings::WhitenAdvantages;
-use crate::model::on_device;
 use crate::rl::advantage::{Advantage, whiten_update};
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, KlEstimator, ScorePosition};
 use tch::{Kind, Tensor};
+use tch_ext::on_device;
 
 /// Settings that turn an experience into rewards and targets.
 #[derive(Debug, Clone, PartialEq)]

@@ -121,12 +121,12 @@ impl Unsupervised {
         self.coef
     }
 
-    /// Where it stands, for a checkpoint.
+    /// Resumable position.
     pub(crate) fn state(&self) -> Value {
         self.cursor.state()
     }
 
-    /// Goes to where [`Unsupervised::state`] was taken; `may_differ`: the blocks may be others.
+    /// Restores the position of [`Unsupervised::state`]; `may_differ`: the blocks may be others.
     ///
     /// # Errors
     /// If that was over another number of blocks, and they may not differ.

@@ -233,6 +233,11 @@ impl Saved {
         Self { dir: PathBuf::new(), state: State { state: parts, ..State::new("", 0, 0, Map::new()) } }
     }
 
+    /// Returns the run in the folder `dir`, of which only the settings `config` are known.
+    pub(super) fn of_settings(dir: &Path, command: &str, config: Map<String, Value>) -> Self {
+        Self { dir: dir.to_path_buf(), state: State { working_dir: None, ..State::new(command, 0, 0, config) } }
+    }
+
     /// Returns the settings of `config` that differ from those of the run. A setting that only one version has cannot be compared.
     ///
     /// # Errors

@@ -3,6 +3,8 @@
 use crate::files;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
+pub use crate::run::resolved::CONFIG;
+pub(crate) use crate::run::resolved::resolved_settings;
 use crate::run::resolved::{RESOLVED, resolved_without_programs, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
@@ -10,7 +12,6 @@ use crate::run::tensorboard;
 use crate::weights::{BESIDE, read_json, write_text};
 use crate::{Error, Result};
 use serde::Serialize;
-use serde_json::Value;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -54,9 +55,6 @@ const RUN_FILES: [&str; 14] = [
     "adapter_model.safetensors",
 ];
 
-/// The resolved configuration of a run; a folder that has one holds a run.
-pub const CONFIG: &str = "config.yaml";
-
 /// Its name in runs of earlier builds, which can be resumed.
 const OLD_CONFIG: &str = "run.yaml";
 
@@ -66,12 +64,6 @@ pub(crate) fn holds_run(dir: &Path) -> bool {
         Ok(text) => is_resolved(&text),
         Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
     }
-}
-
-/// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.
-pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
-    let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| is_resolved(text.as_bytes()))?;
-    serde_saphyr::from_str(&text).ok()
 }
 
 /// Returns whether a run wrote this `config.yaml`, or started to.
@@ -174,7 +166,8 @@ pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path])
         ));
     }
     let inputs: Vec<&Path> = inputs.iter().copied().chain(start.input()).collect();
-    check_folder(dir, overwrite, &inputs)
+    check_inputs(dir, &inputs)?;
+    check_contents(dir, overwrite, RESUME)
 }
 
 /// Returns whether the files of a run in `run.output_dir` may be removed.
@@ -185,7 +178,7 @@ fn may_overwrite(run: &RunConfig, start: &Start) -> bool {
 /// Checks the output folder of a command that is no training run, as [`check_output_dir`] does.
 pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Result<()> {
     check_inputs(dir, inputs)?;
-    check_contents(dir, overwrite)
+    check_contents(dir, overwrite, "")
 }
 
 /// Checks that none of the `inputs` is the folder `dir` or lies in it.
@@ -203,8 +196,12 @@ fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the folder `dir` is empty or new, or holds a run that may be overwritten.
-fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
+/// What a training run can do with the run in its folder, other than to replace it, as errors say it.
+const RESUME: &str = " --resume_from_checkpoint to resume the run, or";
+
+/// Checks that the folder `dir` is empty or new, or holds a run that may be overwritten. `instead` is [`RESUME`], or empty for a command
+/// that resumes none.
+fn check_contents(dir: &Path, overwrite: bool, instead: &str) -> Result<()> {
     if dir.is_file() {
         return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
     }
@@ -224,8 +221,10 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
         )),
         (false, true) => Err(Error::invalid(
             dir,
-            "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
-             --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
+            format!(
+                "output_dir: expected an empty or new folder, found a run in it; choose another folder, or \
+                 set{instead} --overwrite_output_dir to replace it"
+            ),
         )),
         (false, false) => Err(Error::invalid(
             dir,
@@ -320,10 +319,11 @@ pub(crate) fn claim_output_dir(
         }
         return Ok((lock, Vec::new()));
     }
-    check_contents(dir, may_overwrite(run, start))?;
+    check_contents(dir, may_overwrite(run, start), RESUME)?;
     let (lock, created) = lock.create(dir, run.overwrite_output_dir)?;
     // `start` was found before a folder that is new.
-    check_contents(dir, if created { run.overwrite_output_dir } else { may_overwrite(run, start) })?;
+    let overwrite = if created { run.overwrite_output_dir } else { may_overwrite(run, start) };
+    check_contents(dir, overwrite, RESUME)?;
     remove_run(dir)?;
     let notes = set_aside(dir)?;
     write_settings(dir, resolved)?;
@@ -345,7 +345,7 @@ pub(crate) fn read_length(dir: &Path) -> Option<u64> {
 
 /// Claims the output folder of a command that is no training run, as [`claim_output_dir`] does.
 pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<FolderLock> {
-    check_contents(dir, overwrite)?;
+    check_contents(dir, overwrite, "")?;
     claim_locked(dir, FolderLock::acquire(dir)?, overwrite, resolved)
 }
 
@@ -357,7 +357,7 @@ pub(crate) fn claim_locked(
     resolved: &impl Serialize,
 ) -> Result<FolderLock> {
     let (lock, _) = lock.create(dir, overwrite)?;
-    check_contents(dir, overwrite)?;
+    check_contents(dir, overwrite, "")?;
     remove_run(dir)?;
     write_settings(dir, resolved)?;
     Ok(lock)
@@ -493,7 +493,10 @@ mod tests {
         std::fs::remove_file(&config).unwrap();
         for (name, text) in [(OLD_CONFIG, "old"), (CONFIG, RESOLVED)] {
             std::fs::write(dir.path().join(name), text).unwrap();
-            assert!(check(false).unwrap_err().contains("--overwrite_output_dir"));
+            assert!(check(false).unwrap_err().contains("--resume_from_checkpoint to resume the run, or --overwrite"));
+            // A command that is no training run has no such flag.
+            let error = check_folder(dir.path(), false, &[]).unwrap_err().to_string();
+            assert!(error.ends_with("choose another folder, or set --overwrite_output_dir to replace it"), "{error}");
             check(true).unwrap();
             assert_eq!(std::fs::read_to_string(dir.path().join(name)).unwrap(), text, "checking changes nothing");
         }
@@ -657,7 +660,7 @@ mod tests {
             let other = dir.path().join(name.replace('/', "-"));
             std::fs::create_dir_all(other.join(name).parent().unwrap()).unwrap();
             std::fs::write(other.join(name), "mine").unwrap();
-            let error = check_contents(&other, false).unwrap_err().to_string();
+            let error = check_contents(&other, false, RESUME).unwrap_err().to_string();
             assert!(error.contains("expected an empty or new folder"), "{name}: {error}");
         }
     }

@@ -6,7 +6,10 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::terminal::without_programs;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
+
+/// The resolved configuration of a run; a folder that has one holds a run.
+pub const CONFIG: &str = "config.yaml";
 
 /// First words of a file that [`write_resolved`] wrote; a user's configuration may have the same name.
 pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by rlhf ";
@@ -18,8 +21,14 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
     let path = path.as_ref();
     let settings = serde_saphyr::to_string(config)
         .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
-    let text = format!("{RESOLVED}{}.\n{settings}", env!("CARGO_PKG_VERSION"));
+    let text = format!("{RESOLVED}{}; null: none, or left to the run.\n{settings}", env!("CARGO_PKG_VERSION"));
     crate::weights::write_text(path, &text)
+}
+
+/// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.
+pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
+    let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| text.starts_with(RESOLVED))?;
+    serde_saphyr::from_str(&text).ok()
 }
 
 /// Returns the text of a configuration that [`write_resolved`] wrote, without the secrets of its command lines and addresses; `None` if

@@ -3,11 +3,13 @@
 use crate::hub::Commits;
 use crate::model::is_model;
 use crate::run::checkpoint::{LENGTH, Saved, State, UNFINISHED, name_of, numbered, settings};
+use crate::run::resolved::resolved_settings;
 use crate::run::settings::{Resume, RunConfig};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Start of a run: a checkpoint, or the first update.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -21,6 +23,8 @@ pub(crate) struct Start {
     pub(crate) replaces: bool,
     /// That run, if it left a model.
     pub(crate) again: Option<Saved>,
+    /// The folder of that run and its settings, if it left no model but its `config.yaml`, and `overwrite_output_dir` is not set.
+    pub(crate) begun: Option<(PathBuf, Map<String, Value>)>,
     /// Warnings about damaged or missing checkpoints.
     pub(crate) warnings: Vec<String>,
 }
@@ -49,7 +53,12 @@ impl Start {
         let out = run.output_dir.as_path();
         let Some(setting) = &run.checkpoints.resume_from_checkpoint else { return Ok(Self::default()) };
         let numbers = numbered(out)?;
-        let Resume::From(dir) = setting else { return Self::newest(out, &numbers) };
+        let Resume::From(dir) = setting else {
+            let start = Self::newest(out, &numbers)?;
+            // A run that may be replaced may have other settings.
+            let begun = start.begun.filter(|_| !run.overwrite_output_dir);
+            return Ok(Self { begun, ..start });
+        };
         let saved = Saved::read(dir)?;
         let parent = fs::canonicalize(dir).ok().and_then(|dir| dir.parent().map(Path::to_path_buf));
         let in_place = parent.is_some() && parent == fs::canonicalize(out).ok();
@@ -81,7 +90,13 @@ impl Start {
         match first {
             Some(error) => Err(Error::Run(format!("no whole checkpoint to resume from: {error}"))),
             // A run that was killed before its first checkpoint starts again.
-            None if !is_model(out) => Ok(Self { replaces: true, ..Self::default() }),
+            None if !is_model(out) => {
+                let settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
+                let begun = settings.map(|settings| (out.to_path_buf(), settings));
+                let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
+                let warnings = begun.iter().map(warning).collect();
+                Ok(Self { replaces: true, begun, warnings, ..Self::default() })
+            }
             // So does a run that ended early and could not write one.
             None if out.join(UNFINISHED).is_file() => {
                 let state = State::read(&out.join(UNFINISHED))?;
@@ -101,10 +116,13 @@ impl Start {
     /// # Errors
     /// As [`Saved::check`].
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        match (&self.from, &self.again) {
-            (Some(saved), _) => saved.check(command, config),
-            (None, Some(saved)) => saved.check_as_it_is(command, config),
-            (None, None) => Ok(Vec::new()),
+        match (&self.from, &self.again, &self.begun) {
+            (Some(saved), ..) => saved.check(command, config),
+            (None, Some(saved), _) => saved.check_as_it_is(command, config),
+            (None, None, Some((dir, then))) => {
+                Saved::of_settings(dir, command, then.clone()).check_as_it_is(command, &as_resolved(config)?)
+            }
+            (None, None, None) => Ok(Vec::new()),
         }
     }
 
@@ -143,7 +161,7 @@ impl Start {
             (Some(saved), _) => {
                 Some(format!("resumes from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
             }
-            (None, Some(_)) if !self.in_place => {
+            (None, Some(_)) if !self.in_place && self.warnings.is_empty() => {
                 Some(format!("no checkpoint in {}: starts with the first update", run.output_dir.display()))
             }
             (None, _) => None,
@@ -164,10 +182,22 @@ impl Start {
     }
 }
 
+/// Returns the settings `config` as `config.yaml` would hold them: a number may have another type there.
+///
+/// # Errors
+/// If they cannot be written as YAML.
+fn as_resolved(config: &impl Serialize) -> Result<Map<String, Value>> {
+    let error = |reason: String| Error::Run(format!("the settings cannot be written as YAML: {reason}"));
+    let text = serde_saphyr::to_string(config).map_err(|e| error(e.to_string()))?;
+    serde_saphyr::from_str(&text).map_err(|e| error(e.to_string()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::run::checkpoint::tests::{found, run, save};
+    use crate::run::resolved::{CONFIG, write_resolved};
+    use serde_json::json;
 
     #[test]
     fn without_a_complete_checkpoint_no_run_starts_again_by_itself() {
@@ -176,6 +206,39 @@ mod tests {
         fs::remove_file(dir.path().join("checkpoint-2/model")).unwrap();
         let error = found(dir.path()).unwrap_err().to_string();
         assert!(error.contains("no whole checkpoint") && error.contains("the file model"), "{error}");
+    }
+
+    #[test]
+    fn a_run_without_a_checkpoint_starts_again_with_the_same_settings_only_and_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let then = json!({"learning_rate": 1e-5, "gamma": 1.0, "seed": 1, "save_steps": 5, "output_dir": dir.path()});
+        write_resolved(&then, dir.path().join(CONFIG)).unwrap();
+        let run = run(dir.path(), None, Some(Resume::Latest));
+        let start = Start::find(&run).unwrap();
+        assert!(start.replaces && start.from.is_none());
+        assert_eq!(start.warnings, [format!("{}: the run has no checkpoint: it starts again", dir.path().display())]);
+        let check = |config: Value| start.check("ppo", &config).map_err(|error| error.to_string());
+        assert_eq!(check(then.clone()), Ok(Vec::new()));
+        let mut now = then.clone();
+        (now["save_steps"], now["seed"]) = (json!(7), json!(2));
+        let error = check(now).unwrap_err();
+        assert!(error.starts_with("seed = 2: expected 1, as in "), "{error}");
+        // A folder without a run is said to have none on a terminal alone.
+        fs::remove_file(dir.path().join(CONFIG)).unwrap();
+        let start = Start::find(&run).unwrap();
+        assert!(start.replaces && start.begun.is_none() && start.warnings.is_empty());
+        let note = format!("no checkpoint in {}: starts with the first update", dir.path().display());
+        assert_eq!(start.describe(&run, 4), Some(note));
+    }
+
+    #[test]
+    fn a_run_that_may_be_replaced_may_have_other_settings() {
+        let dir = tempfile::tempdir().unwrap();
+        write_resolved(&json!({"seed": 1}), dir.path().join(CONFIG)).unwrap();
+        let mut run = run(dir.path(), None, Some(Resume::Latest));
+        assert!(Start::find(&run).unwrap().check("sft", &json!({"seed": 2})).is_err());
+        run.overwrite_output_dir = true;
+        assert!(Start::find(&run).unwrap().check("sft", &json!({"seed": 2})).is_ok());
     }
 
     #[test]

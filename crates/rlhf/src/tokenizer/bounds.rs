@@ -503,14 +503,18 @@ fn add_tests(environment: &mut Environment<'static>) {
         "safe": tests::is_safe, "escaped": tests::is_safe, "boolean": tests::is_boolean, "odd": tests::is_odd,
         "even": tests::is_even, "divisibleby": tests::is_divisibleby, "number": tests::is_number,
         "integer": tests::is_integer, "int": tests::is_integer, "float": tests::is_float, "string": tests::is_string,
-        "iterable": tests::is_iterable, "mapping": tests::is_mapping, "startingwith": tests::is_startingwith,
-        "endingwith": tests::is_endingwith, "lower": tests::is_lower, "upper": tests::is_upper,
-        "sameas": tests::is_sameas, "eq": tests::is_eq, "equalto": tests::is_eq, "==": tests::is_eq,
-        "ne": tests::is_ne, "!=": tests::is_ne, "lt": tests::is_lt, "lessthan": tests::is_lt, "<": tests::is_lt,
+        "mapping": tests::is_mapping, "startingwith": tests::is_startingwith, "endingwith": tests::is_endingwith,
+        "lower": tests::is_lower, "upper": tests::is_upper, "sameas": tests::is_sameas, "eq": tests::is_eq,
+        "equalto": tests::is_eq, "==": tests::is_eq, "ne": tests::is_ne, "!=": tests::is_ne, "lt": tests::is_lt,
+        "lessthan": tests::is_lt, "<": tests::is_lt,
         "le": tests::is_le, "<=": tests::is_le, "gt": tests::is_gt, "greaterthan": tests::is_gt, ">": tests::is_gt,
         "ge": tests::is_ge, ">=": tests::is_ge, "in": tests::is_in, "true": tests::is_true, "false": tests::is_false,
         "filter": tests::is_filter, "test": tests::is_test,
     }
+    // In Python, none cannot be iterated over; Jinja's undefined can.
+    environment.add_test("iterable", |value: &Value| {
+        !value.is_none() && (value.as_str().is_some() || value.try_iter().is_ok())
+    });
     // In Python, everything with a length and an index is a sequence.
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
@@ -528,8 +532,7 @@ pub(super) fn add_filter(environment: &mut Environment<'static>, name: &'static 
 }
 
 fn add_test(environment: &mut Environment<'static>, name: &'static str, test: Value) {
-    let by_kind =
-        ["undefined", "defined", "none", "string", "mapping", "iterable", "number", "boolean"].contains(&name);
+    let by_kind = ["undefined", "defined", "none", "string", "mapping", "number", "boolean"].contains(&name);
     environment.add_test(name, move |state: &mut State<'_, '_>, arguments: Rest<ValueOrKwargs>| {
         let arguments = arguments.into_values();
         if !by_kind {

@@ -416,6 +416,28 @@ mod tests {
     }
 
     #[test]
+    fn none_is_not_iterable_and_a_template_guarded_by_that_renders_without_tools() {
+        let hi = json!([user_message("hi")]);
+        // The guard of Qwen3-Coder.
+        let guard = "{% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}";
+        assert_eq!(render(guard, &hi).unwrap(), "none");
+        let with = |tools: Value| {
+            let template = ChatTemplate::new("t".into(), guard);
+            template.render(hi.as_array().unwrap(), true, [("tools".to_string(), tools)]).unwrap()
+        };
+        assert_eq!((with(json!([])), with(json!([{"name": "f"}]))), ("none".into(), "tools".into()));
+        // Each as in Jinja2 3.1.
+        for (value, wanted) in [("none", "false"), ("missing", "true"), ("1", "false"), ("'a'", "true"), ("{}", "true")]
+        {
+            assert_eq!(
+                render(&format!("{{{{ {value} is iterable }}}}"), &hi).unwrap().to_lowercase(),
+                wanted,
+                "{value}"
+            );
+        }
+    }
+
+    #[test]
     fn a_template_that_would_never_end_is_stopped() {
         let hi = json!([user_message("hi")]);
         let around = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";

@@ -86,15 +86,15 @@ impl PipelineConfig {
         }
     }
 
-    /// Returns the settings with `overwrite_output_dir` for these stages.
-    fn replacing(&self, stages: [bool; 3]) -> Self {
+    /// Returns the settings with `overwrite_output_dir` for the stages that start again.
+    fn replacing(&self, states: [StageState; 3]) -> Self {
         let mut config = self.clone();
         let runs = [
             config.sft.as_mut().map(|config| &mut config.run),
             config.reward.as_mut().map(|config| &mut config.run),
             config.ppo.as_mut().map(|config| &mut config.run),
         ];
-        for (run, _) in runs.into_iter().zip(stages).filter(|(_, replaces)| *replaces) {
+        for (run, _) in runs.into_iter().zip(states).filter(|(_, state)| *state == StageState::Again) {
             run.into_iter().for_each(|run| run.overwrite_output_dir = true);
         }
         config
@@ -136,8 +136,8 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// Runs SFT, the reward model and PPO. All settings, folders and rows are checked before the first stage starts.
 ///
 /// # Errors
-/// If an input is not what it should be, or a stage fails or is stopped: the error names the stage. Its files stay, and the
-/// same call with `resume_from_checkpoint` in each stage's settings resumes.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a stage fails or is stopped: the
+/// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
     for stage in Stage::ALL {
@@ -146,11 +146,8 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     check_pushes(config)?;
     let world = &World::of_process();
     let begun = world.agree(if world.is_main() { begin(config, console).map(Some) } else { Ok(None) })?;
-    let flags = begun.as_ref().map(|begun| [begun.finished, begun.again].concat());
-    let flags = world.broadcast_bytes(flags.map(|flags| flags.into_iter().map(u8::from).collect()))?;
-    let flag = |at: usize| flags.get(at) == Some(&1);
-    let (finished, again) = ([0, 1, 2].map(flag), [3, 4, 5].map(flag));
-    let config = &config.replacing(again);
+    let states = StageState::of_main(world, begun.as_ref().map(|begun| begun.states))?;
+    let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
     for (at, stage) in (1..).zip(Stage::ALL) {
         let Some(run) = config.run(stage) else {
@@ -158,7 +155,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             continue;
         };
         let dir = run.output_dir.as_path();
-        if finished[stage as usize] {
+        if states[stage as usize] == StageState::Finished {
             say(console, &format!("stage {at} of 3, {stage}: finished before, in {}", dir.display()));
             continue;
         }
@@ -205,26 +202,48 @@ fn check_pushes(config: &PipelineConfig) -> Result<()> {
 
 /// A pipeline whose inputs are checked, in its locked folder. The first rank begins it for all.
 struct Begun {
-    /// Stages that are finished.
-    finished: [bool; 3],
-    /// Stages that start again.
-    again: [bool; 3],
+    states: [StageState; 3],
     _lock: FolderLock,
+}
+
+/// State of a stage when the pipeline begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StageState {
+    /// It is new, or resumes.
+    Due,
+    /// It is finished.
+    Finished,
+    /// It starts again: it was killed after its model was written and before that was recorded.
+    Again,
+}
+
+impl StageState {
+    const ALL: [Self; 3] = [Self::Due, Self::Finished, Self::Again];
+
+    /// The states that rank 0 found, which passes `Some`.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn of_main(world: &World, found: Option<[Self; 3]>) -> Result<[Self; 3]> {
+        let bytes = world.broadcast_bytes(found.map(|states| states.map(|state| state as u8).to_vec()))?;
+        let state = |at: usize| bytes.get(at).and_then(|byte| Self::ALL.get(usize::from(*byte)));
+        Ok([0, 1, 2].map(|at| state(at).copied().unwrap_or(Self::Due)))
+    }
 }
 
 /// Locks the pipeline's folder, checks folders and inputs, and writes the settings.
 fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
-    let (finished, again) = check_folders(config, console)?;
-    check_inputs(config, finished)?;
-    for stage in Stage::ALL.into_iter().filter(|stage| !finished[*stage as usize]) {
+    let states = check_folders(config, console)?;
+    check_inputs(config, states)?;
+    for stage in Stage::ALL.into_iter().filter(|stage| states[*stage as usize] != StageState::Finished) {
         let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
         repository.map_err(|error| named(stage, error))?;
     }
     let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
     let (lock, _) = lock.create(&config.output_dir, overwrite)?;
-    write_settings(&config.replacing(again))?;
-    Ok(Begun { finished, again, _lock: lock })
+    write_settings(&config.replacing(states))?;
+    Ok(Begun { states, _lock: lock })
 }
 
 /// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it. A stage that `enable_test_mode` ended is not.
@@ -243,15 +262,15 @@ const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 /// Returns the error of a stage with the stage's name.
 fn named(stage: Stage, error: Error) -> Error {
     // The stage's hint names the option of its own command.
-    let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
+    let with_hint = |message: String| match message.split_once("; --resume_from_checkpoint ") {
         Some((what, _)) => format!("{stage}: {what}; {RESUMES}"),
         None => format!("{stage}: {message}"),
     };
     match error {
         Error::Usage(message) => Error::Usage(format!("{stage}: {message}")),
         Error::NotPushed(message) => Error::NotPushed(format!("{stage}: {message}")),
-        Error::Stopped { message, code } => Error::Stopped { message: goes_on(message), code },
-        error => Error::Run(goes_on(error.to_string())),
+        Error::Stopped { message, code } => Error::Stopped { message: with_hint(message), code },
+        error => Error::Run(with_hint(error.to_string())),
     }
 }
 
@@ -261,12 +280,10 @@ fn say(console: Console, text: &str) {
     }
 }
 
-/// Checks that each stage may write to its folder, and keeps its settings. Returns which stages are finished, and which start
-/// again: they were killed after their models were written and before that was recorded.
-fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3], [bool; 3])> {
+/// Checks that each stage may write to its folder, and keeps its settings. Returns the state of each stage.
+fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; 3]> {
     let out = config.output_dir.as_path();
     let runs = || Stage::ALL.into_iter().filter_map(|stage| Some((stage, config.run(stage)?)));
-    let resumes = |run: &RunConfig| run.checkpoints.resume_from_checkpoint == Some(Resume::Latest);
     if is_model(out) {
         return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
     }
@@ -283,38 +300,12 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
              --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
         ));
     }
-    let (mut finished, mut again) = ([false; 3], [false; 3]);
+    let mut states = [StageState::Due; 3];
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (stage, run) in runs() {
-        let begun = (|| {
-            // Released at once: the stage acquires it itself.
-            FolderLock::acquire(&run.output_dir)?;
-            if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
-                let mut warnings = saved.check_as_it_is(stage.name(), &config.settings(stage))?;
-                let (inputs, updates) = (inputs_of(config, stage)?, saved.state.update);
-                warnings.extend(saved.check_inputs(&run.checkpoints, &inputs, updates, usize::MAX)?);
-                for warning in warnings {
-                    say(console, &format!("warning: {stage}: {warning}"));
-                }
-                finished[stage as usize] = true;
-                return Ok(true);
-            }
-            let mut start = Start::find(run)?;
-            let ended = resumes(run) && start.from.is_none() && is_model(&run.output_dir);
-            if ended && is_run_with(&run.output_dir, &config.settings(stage)) {
-                (start.replaces, again[stage as usize]) = (true, true);
-                say(
-                    console,
-                    &format!("{stage}: {} is not recorded as finished: it starts again", run.output_dir.display()),
-                );
-            }
-            check_output_dir(run, &start, &[])?;
-            start.check(stage.name(), &config.settings(stage))?;
-            Ok(start.from.is_some())
-        })();
-        if begun.map_err(|error| named(stage, error))?
-            && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(stage).contains(dir))
-        {
+        let (state, resumes) = check_stage(config, stage, run, console).map_err(|error| named(stage, error))?;
+        states[stage as usize] = state;
+        if resumes && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(stage).contains(dir)) {
             return Err(Error::Usage(format!(
                 "{stage}: {} began with {}, and {earlier} is not finished: remove {}, or leave {stage} out",
                 run.output_dir.display(),
@@ -322,11 +313,42 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
                 run.output_dir.display()
             )));
         }
-        if !finished[stage as usize] {
+        if state != StageState::Finished {
             unfinished.push((stage, &run.output_dir));
         }
     }
-    Ok((finished, again))
+    Ok(states)
+}
+
+/// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and does not
+/// start again.
+fn check_stage(config: &PipelineConfig, stage: Stage, run: &RunConfig, console: Console) -> Result<(StageState, bool)> {
+    // Released at once: the stage acquires it itself.
+    FolderLock::acquire(&run.output_dir)?;
+    if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
+        let mut warnings = saved.check_as_it_is(stage.name(), &config.settings(stage))?;
+        let (inputs, updates) = (inputs_of(config, stage)?, saved.state.update);
+        warnings.extend(saved.check_inputs(&run.checkpoints, &inputs, updates, usize::MAX)?);
+        for warning in warnings {
+            say(console, &format!("warning: {stage}: {warning}"));
+        }
+        return Ok((StageState::Finished, true));
+    }
+    let mut start = Start::find(run)?;
+    let ended = resumes(run) && start.from.is_none() && is_model(&run.output_dir);
+    let mut state = StageState::Due;
+    if ended && is_run_with(&run.output_dir, &config.settings(stage)) {
+        (start.replaces, state) = (true, StageState::Again);
+        say(console, &format!("{stage}: {} is not recorded as finished: it starts again", run.output_dir.display()));
+    }
+    check_output_dir(run, &start, &[])?;
+    start.check(stage.name(), &config.settings(stage))?;
+    Ok((state, start.from.is_some()))
+}
+
+/// Returns true if a run resumes from its latest checkpoint.
+fn resumes(run: &RunConfig) -> bool {
+    run.checkpoints.resume_from_checkpoint == Some(Resume::Latest)
 }
 
 /// Returns digests of what a stage reads, as far as it is on this machine: the inputs of a finished stage may be gone. The models
@@ -406,13 +428,13 @@ fn reading_of(
 
 /// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
-fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
+fn check_inputs(config: &PipelineConfig, states: [StageState; 3]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
     for stage in Stage::ALL {
         let Some(run) = config.run(stage) else { continue };
         let dir = run.output_dir.as_path();
         let reading = match stage {
-            _ if finished[stage as usize] => {
+            _ if states[stage as usize] == StageState::Finished => {
                 Reading::of(dir, None, Tokenizer::from_pretrained).map(|reading| Some(Rc::new(reading)))
             }
             Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),

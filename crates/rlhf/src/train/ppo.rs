@@ -15,13 +15,16 @@ use crate::hub::Commits;
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::{CausalLm, Gathered};
 use crate::optim::LearningRates;
-use crate::reward::{Rewards, ScoreScaling};
+use crate::reward::{Rewards, ScoreScaling, Warn};
 use crate::rl::alarms::{Alarms, Sampled};
 use crate::rl::checks::Skips;
+use crate::rl::experience::Experience;
 use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::Targets;
+use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
 use crate::run::checkpoint::Saved;
 use crate::run::event::{Rollout, Sample};
@@ -40,27 +43,32 @@ use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
 use std::cell::Cell;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 use tch::{Device, Kind};
 
 impl PpoTrainer {
     /// One update, from prompts to metrics. The caller counts it; `phase` is called with the name of each phase.
+    ///
+    /// 1. Samples responses to the next prompts.
+    /// 2. Scores them, and evaluates policy, reference and critic: the experience.
+    /// 3. Computes rewards, advantages and returns.
+    /// 4. Trains policy and critic in epochs of mini-batches.
+    /// 5. Collects the metrics, and updates the KL's weight and the alarms by them.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
         let (update, mut clock, device) = (self.progress.done, Clock::start(), self.learner.policy.device());
         self.sampling = Cell::default();
 
-        // 1. Prompts to responses.
+        // 1. Responses.
         phase("sampling");
         let mut batch = self.sample(update)?;
 
-        // 2. Responses to experience: scores, log-probabilities, values.
+        // 2. Experience: scores, log-probabilities, values.
         phase("scoring");
         // Keys and values have other sizes than what a pass takes: their memory would stay in the heap beside it.
         tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
-        let unscored = scores.reported.scored.warning.clone();
-        let told = |message| format!("{message} (reported once)");
-        batch.warnings.extend(unscored.and_then(|message| self.alarms.once(WarningKind::Unscored, || told(message))));
+        self.warn_unscored(&mut batch, scores.reported.scored.warning.clone());
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
@@ -71,7 +79,7 @@ impl PpoTrainer {
             reference.own_head();
         }
 
-        // 3. Experience to rewards, advantages, returns.
+        // 3. Rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
         let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
         self.rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
@@ -93,22 +101,45 @@ impl PpoTrainer {
         let steps = self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
         clock.lap("optimise", device);
 
-        // 5. Metrics, and what follows from them.
+        // 5. Metrics.
+        let data = (&experience, &targets);
+        let metrics = self.update_metrics(batch, &scores.reported, data, &steps, &rates, &clock)?;
+        self.shown = scores.shown;
+        Ok(metrics)
+    }
+
+    /// Warns, once in a run, of responses without a score.
+    fn warn_unscored(&mut self, batch: &mut Batch, warning: Option<String>) {
+        let Some(message) = warning else { return };
+        let reported_once = || format!("{message} (reported once)");
+        batch.warnings.extend(self.alarms.once(WarningKind::Unscored, reported_once));
+    }
+
+    /// Collects the metrics of an update, and updates the KL's weight and the alarms by them.
+    fn update_metrics(
+        &mut self,
+        mut batch: Batch,
+        scores: &ReportedScores,
+        (experience, targets): (&Experience, &Targets),
+        steps: &[StepStats],
+        rates: &StepRates,
+        clock: &Clock,
+    ) -> Result<Metrics> {
+        let update = self.progress.done;
         let mut m = Metrics::default();
         m.push("step", (update + 1) as f64);
         m.push("episode", ((update + 1) * self.plan.batch_size) as f64);
         m.push("eps", self.plan.batch_size as f64 / clock.total());
-        self.learner.metrics(&mut m, &experience, &targets, &steps, &self.plan.epoch);
-        self.push_batch_metrics(&mut m, &batch, &scores.reported);
-        let constant = self.push_group_metrics(&mut m, &batch, (&experience, &targets), &steps, clock.total());
-        self.push_rates(&mut m, &rates);
+        self.learner.metrics(&mut m, experience, targets, steps, &self.plan.epoch);
+        self.push_batch_metrics(&mut m, &batch, scores);
+        let constant = self.push_group_metrics(&mut m, &batch, (experience, targets), steps, clock.total());
+        self.push_rates(&mut m, rates);
         clock.push_metrics(&mut m, experience.lengths().iter().sum(), self.sampling.get());
         self.push_collectives(&mut m)?;
-        self.skips.record(&steps);
+        self.skips.record(steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         batch.warnings.extend(constant);
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
-        self.shown = scores.shown;
         self.last_metrics.clone_from(&m);
         Ok(m)
     }
@@ -413,6 +444,13 @@ impl PpoTrainer {
         &self.warnings
     }
 
+    /// Sends warnings of rewards to the console.
+    fn warn_of_retries(&mut self) {
+        let console = self.console;
+        let warn: Warn = Arc::new(move |message: &str| console.announce_warning(message));
+        self.rewards.warn_by(&warn);
+    }
+
     /// Runs the next update, for the caller's own loop, and returns its metrics. Writes no files; [`PpoTrainer::warnings`] are
     /// printed on standard error unless the console is silent. An update that fails before its first optimizer step, for instance
     /// because a reward fails, leaves the trainer as it was: the next call repeats it.
@@ -425,6 +463,7 @@ impl PpoTrainer {
         if self.progress.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
+        self.warn_of_retries();
         let (state, kept, steps) = (Saved::of_parts(self.state()), self.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(metrics) => metrics,

@@ -6,9 +6,7 @@ use crate::data::{Dataset, Pair, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{
-    BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains, on_device,
-};
+use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
@@ -25,11 +23,12 @@ use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// The command, as checkpoints name it.
 const COMMAND: &str = "reward";
 
-/// Metrics of the end of a run, by their names for people.
+/// Metrics of the end of a run, by their labels.
 const OUTCOME: [(&str, &str); 5] = [
     ("loss", "loss"),
     ("accuracy", "accuracy"),
@@ -41,7 +40,8 @@ const OUTCOME: [(&str, &str); 5] = [
 /// Trains a reward model as `config` sets and saves it in `output_dir`.
 ///
 /// # Errors
-/// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
+/// saving the last complete update.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
     refuse_eval_only(config)?;
@@ -63,7 +63,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 /// Loads model and pairs.
 ///
 /// # Errors
-/// If an input is not what it should be.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names.
 fn load_run<'a>(
     config: &'a RewardConfig,
     opening: Opening,
@@ -250,7 +250,7 @@ pub struct RewardEvaluation {
 /// split or the rows held out by `eval_split_size`, else on all training rows.
 ///
 /// # Errors
-/// If an input is not what it should be; if a score is not finite.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a score is not finite.
 pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
     config.check()?;
     let world = World::of_process();
@@ -298,11 +298,9 @@ const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "e
 
 /// The model with its pairs.
 ///
-/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one
-/// (Bradley and
-/// Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`].
-/// The loss of
-/// an update is the mean over its pairs, for any size of the micro-batches.
+/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley
+/// and Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`].
+/// The loss of an update is the mean over its pairs, for any size of the micro-batches.
 struct Ranking<'a> {
     config: &'a RewardConfig,
     model: SequenceClassifier,
@@ -443,8 +441,7 @@ fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
 }
 
 /// Returns -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`.
-/// As TRL's
-/// `RewardTrainer` with a `margin` column (Touvron et al. 2023, eq. 2).
+/// As TRL's `RewardTrainer` with a `margin` column (Touvron et al. 2023, eq. 2).
 fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     let scores = scores.view([2, -1]);
     let difference = scores.get(0) - scores.get(1);
@@ -537,8 +534,7 @@ impl Pads {
 /// of the longer one.
 ///
 /// With pads the shorter text is padded to the length of the longer one. Without, its last score is repeated after its
-/// end. Of
-/// two equal texts the last token is compared, with a gradient of 0.
+/// end. Of two equal texts the last token is compared, with a gradient of 0.
 #[derive(Debug)]
 struct Compared {
     /// Model inputs: all chosen sides and then all rejected ones, with their pads.
@@ -770,8 +766,7 @@ mod tests {
     }
 
     /// Losses and gradients of DeepSpeed-Chat's reward models on pairs of any first different token, any lengths, or
-    /// equal ones
-    /// (tests/golden/make_reward_pairs.py).
+    /// equal ones (tests/golden/make_reward_pairs.py).
     #[test]
     fn a_loss_of_tokens_has_the_values_and_gradients_of_torch() {
         tch::set_num_threads(1);

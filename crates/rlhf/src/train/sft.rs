@@ -6,7 +6,7 @@ use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards, on_device};
+use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::math;
@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
 
 /// The command, as checkpoints name it.
 const COMMAND: &str = "sft";
@@ -29,7 +30,8 @@ const COMMAND: &str = "sft";
 /// Fine-tunes a model as `config` sets and saves it in `output_dir`.
 ///
 /// # Errors
-/// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
+/// saving the last complete update.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
     let (world, paths) = (World::of_process(), paths_read(config));
@@ -47,7 +49,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 /// Loads model and rows.
 ///
 /// # Errors
-/// If an input is not what it should be.
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names.
 fn load_run<'a>(
     config: &'a SftConfig,
     opening: Opening,
@@ -56,7 +58,7 @@ fn load_run<'a>(
     // Before gigabytes are downloaded for nothing.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let Parts { mut model, tokenizer, model_dir, files } = load(config)?;
+    let Parts { mut model, tokenizer, model_dir, files, warning } = load(config)?;
 
     let max_length = max_row_length(config, model.config())?;
     let read = |dataset: &Dataset| read_rows(dataset, config, &tokenizer, max_length);
@@ -74,6 +76,7 @@ fn load_run<'a>(
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
+    warnings.extend(warning);
     warnings.extend(small_dataset(&config.data, num_blocks, plan.batch_size));
     let started_from = model_dir.as_deref().or(config.config_name.as_deref()).unwrap_or(Path::new(""));
     warnings.extend(roundings(
@@ -168,12 +171,14 @@ struct Parts {
     model_dir: Option<PathBuf>,
     /// Digests of the files.
     files: Inputs,
+    /// A warning about another tokenizer than the model's.
+    warning: Option<String>,
 }
 
 /// Loads model and tokenizer, and adds the adapter that the settings have.
 ///
 /// # Errors
-/// If a file is missing or not what it should be.
+/// If a model folder, a tokenizer or a data file is missing or malformed, which the message names.
 fn load(config: &SftConfig) -> Result<Parts> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let Folders { model: model_dir, tokenizer: own_tokenizer, shape: shape_file } = Folders::find(config)?;
@@ -184,6 +189,8 @@ fn load(config: &SftConfig) -> Result<Parts> {
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
+    let warning = model_dir.as_deref().zip(own_tokenizer.as_deref());
+    let warning = warning.map(|(model, own)| tokenizer_warning(&tokenizer, own, model)).transpose()?.flatten();
     let mut files = Inputs::default();
     model_dir.as_deref().map_or(Ok(()), |dir| files.model("model_name_or_path", dir))?;
     own_tokenizer.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
@@ -203,13 +210,32 @@ fn load(config: &SftConfig) -> Result<Parts> {
     tokenizer.set_encoder_decoder(model.config().is_encoder_decoder());
     let place = model_dir.as_deref().or(config.config_name.as_deref());
     tokenizer.check_fits(model.config(), place.unwrap_or(Path::new("")))?;
-    Ok(Parts { model, tokenizer, model_dir, files })
+    Ok(Parts { model, tokenizer, model_dir, files, warning })
+}
+
+/// Returns a warning if `tokenizer`, of the folder `own`, has other ids than the one in the model's folder `dir`.
+///
+/// # Errors
+/// If that one cannot be read.
+fn tokenizer_warning(tokenizer: &Tokenizer, own: &Path, dir: &Path) -> Result<Option<String>> {
+    if !Tokenizer::is_in(dir)? {
+        return Ok(None);
+    }
+    let differing = tokenizer.difference(&tokenizer.beside(dir)?);
+    Ok((differing > 0).then(|| {
+        format!(
+            "tokenizer_name = {}: expected the tokenizer of {}, found one that differs in {differing} tokens: the model reads their \
+             ids as other texts until it has learned them anew",
+            own.display(),
+            dir.display()
+        )
+    }))
 }
 
 /// Returns the most tokens of a row, or of each prompt and each response of an encoder-decoder.
 ///
 /// # Errors
-/// If a setting cannot be had with an encoder-decoder.
+/// If a setting does not apply to an encoder-decoder.
 pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<usize> {
     let most = model.max_position_embeddings;
     if !model.is_encoder_decoder() {

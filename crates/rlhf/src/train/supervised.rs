@@ -1,6 +1,6 @@
 //! Training with one optimizer step per update, the loop of SFT and of the reward model.
 
-use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share};
+use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
 use crate::data::Cursor;
 use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
@@ -154,7 +154,7 @@ pub(super) struct Words<'a> {
     pub(super) tokenizer: String,
     /// Notes after the title.
     pub(super) notes: Vec<String>,
-    /// Metrics of the end, as pairs of a name for people and a metric.
+    /// Metrics of the end, as pairs of a label and a metric.
     pub(super) numbers: &'static [(&'static str, &'static str)],
     /// Commands that try the model.
     pub(super) commands: Vec<Vec<String>>,
@@ -163,7 +163,7 @@ pub(super) struct Words<'a> {
 /// Trains and saves the model of `task`.
 ///
 /// # Errors
-/// If the run cannot begin, a gradient is not finite, or a file cannot be written; what was trained until then is saved.
+/// If the output folder is refused or a file cannot be written; if a gradient is not finite, after saving the last complete update.
 pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>, console: Console) -> Result<()> {
     let Loaded { opening, spec, optimizer, schedule, cursor, num_rows, commits, inputs, warnings, words } = loaded;
     let limit = MicroBatchSettings::from(spec.run);
@@ -338,11 +338,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
     fn report_title(&self, session: &Session<'_>) {
         let (spec, words, console) = (self.spec, self.words, session.console());
         let mut facts = Vec::from(describe_machine(spec.run, self.schedule.1.optim, self.task.device()));
-        let left = match self.progress.done {
-            0 => String::new(),
-            done => format!(", {done} of them done"),
-        };
-        facts.push(("updates", format!("{}{left}", spec.num_updates)));
+        facts.push(("updates", updates_fact(spec.num_updates, self.progress.done)));
         facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.num_rows, words.unit)));
         facts.extend(words.facts.iter().cloned());
         facts.push(("tokenizer", words.tokenizer.clone()));

@@ -154,7 +154,7 @@ impl ConsoleOutput {
         unpoisoned(&self.status).began.0 = Instant::now();
     }
 
-    /// Moves the progress bar by one update; `watched` are the few numbers that people look at, the most important first.
+    /// Moves the progress bar by one update; `watched` are the numbers beside it, the most important first.
     /// After the first update estimates how long the rest will take.
     pub(crate) fn advance(&self, watched: Vec<String>) {
         let now = Instant::now();
@@ -220,7 +220,7 @@ impl ConsoleOutput {
     }
 
     /// Writes the end of a run of `updates` updates: the numbers of the first and of the last line of metrics that have them,
-    /// as pairs of a name for people and a metric; where the model is; the command that tries it, or several joined by pipes.
+    /// as pairs of a label and a metric; where the model is; the command that tries it, or several joined by pipes.
     pub(crate) fn end(&self, updates: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
         if !self.is_read {
             return;
@@ -358,7 +358,7 @@ fn four_decimals(number: f64) -> String {
     if text == "-0.0000" { "0.0000".into() } else { text }
 }
 
-/// Returns a table of `numbers`, pairs of a name for people and a metric, with the value in the first of the `lines` of metrics
+/// Returns a table of `numbers`, pairs of a label and a metric, with the value in the first of the `lines` of metrics
 /// that has it and in the last.
 fn changes(lines: &str, numbers: &[(&str, &str)]) -> String {
     let lines: Vec<Map<String, Value>> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();

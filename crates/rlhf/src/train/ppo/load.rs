@@ -311,8 +311,8 @@ impl Loaded {
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
+        check_cuts(config, &rewards, &prompts)?;
         notes.extend(prompts.notes);
-        check_cuts(config, &rewards, &notes, [&prompts.train, &prompts.eval])?;
         let (cursor, commits) = (prompts.cursor, asked.commits());
         let parts =
             PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
@@ -484,6 +484,7 @@ struct LoadedPrompts {
     train: Vec<Prompt>,
     eval: Vec<Prompt>,
     cursor: Cursor,
+    /// Warnings about prompts that were truncated or dropped.
     notes: Vec<String>,
 }
 
@@ -531,16 +532,19 @@ fn check_best_metric(config: &PpoConfig, rewards: &Rewards) -> Result<()> {
 }
 
 /// Refuses truncated prompts where a reward model would read the whole conversation.
-fn check_cuts(config: &PpoConfig, rewards: &Rewards, notes: &[String], prompts: [&[Prompt]; 2]) -> Result<()> {
+fn check_cuts(config: &PpoConfig, rewards: &Rewards, prompts: &LoadedPrompts) -> Result<()> {
     let cuts = match config.prompt_length.long_prompts {
         LongPrompts::TruncateLeft => "truncate_left",
         LongPrompts::TruncateRight => "truncate_right",
         LongPrompts::Error | LongPrompts::Drop => return Ok(()),
     };
+    if prompts.notes.is_empty() {
+        return Ok(());
+    }
     let renders = |model: &&RewardModel| {
-        prompts.iter().copied().flatten().any(|prompt| model.conversation(&prompt.row).is_some())
+        prompts.train.iter().chain(&prompts.eval).any(|prompt| model.conversation(&prompt.row).is_some())
     };
-    match rewards.models().find(renders).filter(|_| !notes.is_empty()) {
+    match rewards.models().find(renders) {
         Some(model) => Err(Error::Usage(format!(
             "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score responses to the \
              truncated prompt as if they were responses to that: expected drop or error",
@@ -621,7 +625,7 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
 /// Checks that the tokenizer has what a response is to end with, and the policy's vocabulary of `vocab` ids the token that is given.
 ///
 /// # Errors
-/// If one has it not.
+/// If the tokenizer has no eos, or the id is outside the vocabulary.
 pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
     let by_text = !config.sampling.stop_strings.is_empty();
     if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() && !by_text {

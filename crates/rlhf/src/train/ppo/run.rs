@@ -1,6 +1,6 @@
 //! A PPO run in its output folder: updates, evaluations, samples.
 
-use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset};
+use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
 use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// Metrics of the end of a run, by their names for people.
+/// Metrics of the end of a run, by their labels.
 const OUTCOME: [(&str, &str); 6] = [
     ("score", "objective/scores"),
     ("KL", "objective/kl"),
@@ -66,6 +66,7 @@ impl PpoTrainer {
             batch_size: self.plan.batch_size
                 * if config.groups.filters() { config.groups.max_num_gen_batches } else { 1 },
         };
+        self.warn_of_retries();
         let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
         session.watch(watcher);
         let ended = self.run_updates(&mut session);
@@ -194,11 +195,7 @@ impl PpoTrainer {
     fn facts(&self) -> Vec<(&'static str, String)> {
         let (config, plan) = (&self.config, &self.plan);
         let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
-        let left = match self.progress.done {
-            0 => String::new(),
-            done => format!(", {done} of them done"),
-        };
-        facts.push(("updates", format!("{}{left}", plan.num_total_batches)));
+        facts.push(("updates", updates_fact(plan.num_total_batches, self.progress.done)));
         let (rows, most) = (plan.batch_size, config.response_length);
         facts.push(("an update", format!("{rows} responses of at most {most} tokens")));
         facts.push(("rewards", self.rewards.describe()));
@@ -407,7 +404,7 @@ impl Trainee for PpoTrainer {
     }
 }
 
-/// Returns the few numbers that people look at.
+/// Returns the numbers beside the progress bar.
 fn watched(m: &Metrics) -> Vec<String> {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
     let kl = m.get("objective/kl").map(|kl| format!("kl {kl:.3}"));

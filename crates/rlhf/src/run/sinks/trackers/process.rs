@@ -60,7 +60,7 @@ pub(super) struct Process {
 
 /// State that the threads of a process share.
 pub(super) struct Shared {
-    /// Name of the tracker for people, and for the id of its run.
+    /// Display name of the tracker, also in the id of its run.
     name: String,
     console: Console,
     ids: Arc<Ids>,
@@ -147,7 +147,7 @@ impl Process {
         Self { shared, lines: Some(lines), waiting, exited, pid }
     }
 
-    /// Returns the name of the tracker for people.
+    /// Returns the display name of the tracker.
     pub(super) fn name(&self) -> &str {
         &self.shared.name
     }
@@ -307,7 +307,7 @@ impl Until {
     }
 }
 
-/// Returns a message of a tracker's program for people: one line, without the values of variables that may be secret.
+/// Returns a message of a tracker's program for the console: one line, without the values of variables that may be secret.
 fn safe(text: &str) -> String {
     let mut text = text.to_string();
     for (name, value) in std::env::vars_os() {
