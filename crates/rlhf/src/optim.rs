@@ -355,6 +355,11 @@ impl Optimizer {
         }
     }
 
+    /// Returns the parameters of a model that is not divided over ranks.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
+        self.params.iter().map(|param| &param.tensor)
+    }
+
     /// Frees the gradients, of a model that is not divided over ranks.
     pub(crate) fn release_gradients(&mut self) -> Result<()> {
         self.params.iter().try_for_each(|param| tch_ext::clear_grad(&param.tensor).map_err(Error::Run))

@@ -379,7 +379,7 @@ impl Learner {
         plan: &EpochPlan,
         after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
-        // Those of [`Learner::gradients`] without a step would be in the first one.
+        // Gradients that no step has used would be in the first one.
         self.zero_grad();
         let steps = self.epochs(experience, targets, orders, &rates.into(), plan, after_step);
         if steps.is_err() {
@@ -502,13 +502,11 @@ impl Learner {
         if self.shared_gradients.is_none() {
             policy.release_gradients()?;
             value.release_gradients()?;
-            self.shared_gradients = Some(SharedGradients::of([policy, value]));
+            self.shared_gradients = Some(SharedGradients::of([policy.parameters(), value.parameters()]));
         }
-        let Some(shared) = &self.shared_gradients else { return Ok(()) };
-        match trains.policy() {
-            true => shared.hand_over(value, policy),
-            false => shared.hand_over(policy, value),
-        }
+        let (from, to) = if trains.policy() { (value, policy) } else { (policy, value) };
+        from.release_gradients()?;
+        self.shared_gradients.as_ref().map_or(Ok(()), |shared| shared.lend(to.parameters()))
     }
 
     /// Gives each model gradients of its own.
