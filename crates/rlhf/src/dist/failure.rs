@@ -119,7 +119,7 @@ pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
     }
 }
 
-/// What a roll call at the start lacks.
+/// The reason for which a roll call at the start has failed.
 enum Absent {
     /// The store has ended, with this error.
     Store(String),

@@ -16,7 +16,7 @@ use std::borrow::Cow;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-/// How a model is sampled: the settings, completed by its `generation_config.json`.
+/// The sampling of a model: the settings, completed by its `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Sampled {
     model: PathBuf,

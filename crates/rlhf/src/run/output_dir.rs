@@ -196,7 +196,7 @@ fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
     Ok(())
 }
 
-/// What a training run can do with the run in its folder, other than to replace it, as errors say it.
+/// The ways in which a training run can continue the run in its folder, other than to replace it, as errors say it.
 const RESUME: &str = " --resume_from_checkpoint to resume the run, or";
 
 /// Checks that the folder `dir` is empty or new, or holds a run that may be overwritten. `instead` is [`RESUME`], or empty for a command

@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(start.warnings, [format!("{}: the run has no checkpoint: it starts again", dir.path().display())]);
         let check = |config: Value| start.check("ppo", &config).map_err(|error| error.to_string());
         assert_eq!(check(then.clone()), Ok(Vec::new()));
-        let mut now = then.clone();
+        let mut now = then;
         (now["save_steps"], now["seed"]) = (json!(7), json!(2));
         let error = check(now).unwrap_err();
         assert!(error.starts_with("seed = 2: expected 1, as in "), "{error}");
