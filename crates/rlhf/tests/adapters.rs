@@ -2,11 +2,12 @@
 //! `lora.rs`.
 
 use crate::cli::Scratch;
-use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, stir};
+use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, scores, stir};
 use crate::support::{assert_close, golden, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::weights::Checkpoint;
-use serde_json::json;
+use serde_json::{Value, json};
+use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 fn dora() -> LoraConfig {
@@ -322,4 +323,151 @@ fn a_value_model_may_start_at_a_language_models_adapter_with_saved_modules() {
     assert_eq!(described["modules_to_save"], json!(["embed_tokens", "classifier", "score"]));
     let opened = SequenceClassifier::from_pretrained(again.path(), None, ModelOptions::default()).unwrap();
     assert_close("scores", &opened.scores(&IDS).unwrap(), &value.scores(&IDS).unwrap(), 0.0);
+}
+
+/// The texts that encoders score.
+const TEXTS: [[i64; 4]; 2] = [[2, 7, 8, 3], [2, 11, 9, 3]];
+
+fn read_tensors(file: &Checkpoint, keeps: impl Fn(&str) -> bool) -> Vec<(String, Tensor)> {
+    let names = file.names().filter(|name| keeps(name));
+    names.map(|name| (name.to_string(), file.read(name, Device::Cpu, Kind::Float).unwrap())).collect()
+}
+
+/// Writes the golden model `name` without the tensors that start with one of `lacks` to `dir`, as one that is no classifier.
+fn write_headless(dir: &Path, name: &str, lacks: &[&str]) {
+    let from = golden().join("models").join(name);
+    let keeps = |tensor: &str| !lacks.iter().any(|start| tensor.starts_with(start));
+    rlhf::weights::save(dir, &read_tensors(&Checkpoint::open(&from).unwrap(), keeps), usize::MAX).unwrap();
+    let mut config = read_json(&from.join("config.json"));
+    for field in ["architectures", "id2label", "label2id"] {
+        config.as_object_mut().unwrap().remove(field);
+    }
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+}
+
+/// Changes the adapter in `dir`: its settings, and which of its tensors are there.
+fn change_adapter(dir: &Path, changes: &[(&str, Value)], keeps: impl Fn(&str) -> bool) {
+    let weights = dir.join("adapter_model.safetensors");
+    let kept = read_tensors(&Checkpoint::open_file(&weights).unwrap(), keeps);
+    Tensor::write_safetensors(&kept, &weights).unwrap();
+    let mut described = read_json(&dir.join("adapter_config.json"));
+    changes.iter().for_each(|(key, value)| described[*key] = value.clone());
+    std::fs::write(dir.join("adapter_config.json"), described.to_string()).unwrap();
+}
+
+fn open_classifier(dir: &Path, new_head: Option<u64>) -> rlhf::Result<SequenceClassifier> {
+    SequenceClassifier::from_pretrained(dir, new_head, ModelOptions::default())
+}
+
+/// Moves all that is trained.
+fn train_classifier(model: &mut SequenceClassifier) {
+    stir(model.params());
+    model.set_trainable(true);
+    let optimizer = rlhf::settings::SftConfig::new("m", "d", "o").optimizer;
+    let mut optimizer = rlhf::optim::Optimizer::new(model.trainable_params(), &optimizer);
+    model.scores(&TEXTS).unwrap().square().sum(Kind::Float).backward();
+    optimizer.step(1e-2).unwrap();
+    model.set_trainable(false);
+}
+
+#[test]
+fn a_reward_adapter_on_an_encoder_without_a_head_brings_all_layers_that_were_drawn() {
+    for (name, lacks, modules) in [
+        ("bert_cls1", vec!["classifier."], vec![]),
+        ("bert_cls1", vec!["bert.pooler.", "classifier."], vec!["bert.pooler.dense"]),
+        ("roberta_cls3", vec!["classifier."], vec![]),
+        ("distilbert_cls2", vec!["pre_classifier.", "classifier."], vec![]),
+        ("deberta_cls1", vec!["pooler.", "classifier."], vec!["pooler.dense"]),
+        ("modernbert_cls1", vec!["classifier."], vec![]),
+        ("modernbert_cls1", vec!["head.", "classifier."], vec!["head.dense", "head.norm"]),
+    ] {
+        for targets in [None, Some(vec!["all-linear".to_string()])] {
+            let what = format!("{name}, {lacks:?}, {targets:?}");
+            let (base, out, again) =
+                (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            write_headless(base.path(), name, &lacks);
+            let mut model = open_classifier(base.path(), Some(7)).unwrap();
+            model.add_adapter(&LoraConfig { target_modules: targets, ..config() }, 1).unwrap();
+            let before = model.scores(&TEXTS).unwrap();
+            train_classifier(&mut model);
+            assert!(most(&model.scores(&TEXTS).unwrap(), &before) > 1e-4, "{what}");
+            model.save_pretrained(out.path(), &[3], None, usize::MAX).unwrap();
+            assert!(!out.path().join("base_model").exists(), "{what}: the base is in the folder that it was read from");
+            let saved = modules.iter().chain(&["classifier", "score"]).collect::<Vec<_>>();
+            assert_eq!(read_json(&out.path().join("adapter_config.json"))["modules_to_save"], json!(saved), "{what}");
+            let opened = open_classifier(out.path(), None).unwrap();
+            assert!(!opened.has_new_head(), "{what}");
+            assert_close(&what, &opened.scores(&TEXTS).unwrap(), &model.scores(&TEXTS).unwrap(), 0.0);
+            opened.save_pretrained(again.path(), &[3], None, usize::MAX).unwrap();
+            let opened = open_classifier(again.path(), None).unwrap();
+            assert_close(&what, &opened.scores(&TEXTS).unwrap(), &model.scores(&TEXTS).unwrap(), 0.0);
+        }
+    }
+}
+
+#[test]
+fn an_adapter_without_a_layer_of_a_head_that_its_base_lacks_too_is_refused() {
+    for (name, lacks, inner) in [
+        ("deberta_cls1", vec!["pooler.", "classifier."], "pooler.dense"),
+        ("distilbert_cls2", vec!["pre_classifier.", "classifier."], "pre_classifier"),
+    ] {
+        let (base, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write_headless(base.path(), name, &lacks);
+        let mut model = open_classifier(base.path(), Some(7)).unwrap();
+        model.add_adapter(&config(), 1).unwrap();
+        model.save_pretrained(out.path(), &[3], None, usize::MAX).unwrap();
+        // As PEFT writes it, which saves its own names of heads only.
+        let changes = [("modules_to_save", json!(["classifier", "score"]))];
+        change_adapter(out.path(), &changes, |name| !name.starts_with(&format!("base_model.model.{inner}.")));
+        let error = open_classifier(out.path(), None).unwrap_err().to_string();
+        let says = format!("missing `base_model.model.{inner}.weight`: its base has no such layer of a head either");
+        assert!(error.contains(&says) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn the_layer_before_distilberts_last_one_is_part_of_the_head_as_in_peft() {
+    let base = golden().join("models/distilbert_cls2");
+    for targets in [None, Some(vec!["all-linear".to_string()])] {
+        let out = tempfile::tempdir().unwrap();
+        let mut model = open_classifier(&base, None).unwrap();
+        model.choose_label(Some("0"), &base).unwrap();
+        model.add_adapter(&LoraConfig { target_modules: targets, ..config() }, 1).unwrap();
+        assert!(model.params().iter().all(|param| !param.name.starts_with("pre_classifier.lora_")));
+        model.set_trainable(true);
+        let trained = names(model.trainable_params());
+        assert_eq!(trained, ["pre_classifier.weight", "pre_classifier.bias", "classifier.weight", "classifier.bias"]);
+        train_classifier(&mut model);
+        model.save_pretrained(out.path(), &[3], None, usize::MAX).unwrap();
+        // PEFT's names of heads select both layers by their ends.
+        assert_eq!(
+            read_json(&out.path().join("adapter_config.json"))["modules_to_save"],
+            json!(["classifier", "score"])
+        );
+        let stored = Checkpoint::open_file(&out.path().join("adapter_model.safetensors")).unwrap();
+        for name in &trained {
+            assert!(stored.shape(&format!("base_model.model.{name}")).is_some(), "{name}");
+        }
+        let opened = open_classifier(out.path(), None).unwrap();
+        assert_close("opened", &opened.logits(&TEXTS).unwrap(), &model.logits(&TEXTS).unwrap(), 0.0);
+        // One of an earlier version has the base's.
+        change_adapter(out.path(), &[], |name| !name.contains(".pre_classifier."));
+        let opened = open_classifier(out.path(), None).unwrap();
+        assert!(most(&opened.logits(&TEXTS).unwrap(), &model.logits(&TEXTS).unwrap()) > 0.0);
+    }
+}
+
+#[test]
+fn an_adapter_without_a_task_is_a_classifiers_if_its_base_is_one() {
+    let scratch = Scratch::new();
+    let mut model = open_classifier(&scratch.path("reward"), None).unwrap();
+    model.add_adapter(&config(), 1).unwrap();
+    stir(model.params());
+    model.save_pretrained(&scratch.path("judge"), &[0], None, usize::MAX).unwrap();
+    let changes = [("task_type", json!(null)), ("modules_to_save", json!(null))];
+    change_adapter(&scratch.path("judge"), &changes, |name| name.contains("lora_"));
+    let expected = scores(&scratch, "judge");
+    assert!(gap(&expected, &scores(&scratch, "reward")) > 1e-4);
+    scratch.succeeds("merge --model judge --output_dir merged");
+    assert!(gap(&scores(&scratch, "merged"), &expected) < TOLERANCE);
 }

@@ -384,6 +384,39 @@ fn a_prompt_that_is_the_name_of_a_data_file_is_generated_from_with_a_note() {
 }
 
 #[test]
+fn fields_of_a_generation_config_without_effect_are_named_in_one_note() {
+    let scratch = Scratch::new();
+    let notes = |fields: Value, flags: &str| {
+        scratch.write("policy/generation_config.json", &fields.to_string());
+        let ran = scratch.run(&format!("generate --model policy --max_new_tokens 2 {flags} x"));
+        assert_eq!((ran.code, ran.stdout.lines().count()), (0, 1), "{}", ran.stderr);
+        ran.stderr
+    };
+    // The fields that have an effect, and values by which transformers changes nothing.
+    let neutral = json!({
+        "do_sample": true, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1,
+        "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "penalty_alpha": 0,
+        "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "bad_words_ids": null, "suppress_tokens": [],
+        "sequence_bias": {}, "min_length": 0, "guidance_scale": 1.0, "token_healing": false, "max_length": 20,
+        "early_stopping": true, "length_penalty": 2.0, "use_cache": true, "transformers_version": "5.23.0"
+    });
+    assert_eq!(notes(neutral, ""), "");
+    let set = json!({
+        "bad_words_ids": [[5]], "eta_cutoff": 3e-4, "no_repeat_ngram_size": 3, "num_beams": 4, "typical_p": 0.5,
+        "forced_bos_token_id": 0, "min_length": 9, "stop_strings": "end"
+    });
+    let note = |names: &str| format!("note: policy/generation_config.json: fields without effect here: {names}\n");
+    let others = "no_repeat_ngram_size, bad_words_ids, forced_bos_token_id";
+    assert_eq!(
+        notes(set.clone(), ""),
+        note(&format!("num_beams, typical_p, eta_cutoff, {others}, min_length, stop_strings"))
+    );
+    // Without draws, or with flags in their place, some would have none in transformers either.
+    let flags = "--do_sample false --min_new_tokens 1 --stop_strings nothing";
+    assert_eq!(notes(set, flags), note(&format!("num_beams, {others}")));
+}
+
+#[test]
 fn prompt_and_completion_make_the_text_of_all_their_tokens() {
     for family in ["gpt_neox", "llama_tied"] {
         let scratch = Scratch::of_family(family);

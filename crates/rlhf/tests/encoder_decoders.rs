@@ -6,10 +6,12 @@ use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
 use rlhf::model::{
     Batch, CausalLm, LoraConfig, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier, ValueModel,
 };
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
+use tempfile::TempDir;
 
 const TOLERANCE: f64 = 2e-5;
 const MODELS: [&str; 5] = ["t5", "t5_v11", "t5_v11_untied", "mt5", "bart"];
@@ -426,6 +428,130 @@ fn a_bias_of_logits_that_is_not_zero_and_stacks_of_different_widths_are_one_line
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let error = ModelConfig::from_dir(dir.path()).unwrap_err().to_string();
     assert!(error.contains("`encoder_ffn_dim`: expected 48, that of the decoder, found 64"), "{error}");
+}
+
+/// A folder of the golden model `name` with other fields of its configuration and other tensors.
+fn altered(name: &str, config: &str, fields: &Value, change: impl FnOnce(&mut Vec<(String, Tensor)>)) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = read_json(&folder(name).join(config));
+    config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let mut tensors = stored(&folder(name));
+    change(&mut tensors);
+    rlhf::weights::save(dir.path(), &tensors, usize::MAX).unwrap();
+    dir
+}
+
+/// The tensors of a folder.
+fn stored(dir: &Path) -> Vec<(String, Tensor)> {
+    let checkpoint = rlhf::weights::Checkpoint::open(dir).unwrap();
+    let read = |name: &str| (name.to_string(), checkpoint.read(name, tch::Device::Cpu, Kind::Float).unwrap());
+    checkpoint.names().map(read).collect()
+}
+
+fn tensor<'t>(tensors: &'t [(String, Tensor)], name: &str) -> &'t Tensor {
+    &tensors.iter().find(|(found, _)| found == name).unwrap_or_else(|| panic!("no {name}")).1
+}
+
+/// Names of the tables that transformers has for the stacks of a BART whose embeddings are not tied.
+const COPIES: [&str; 2] = ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"];
+
+#[test]
+fn embeddings_of_the_stacks_that_differ_from_the_shared_one_are_refused_in_one_line() {
+    let t5 = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"];
+    for (name, shared, copies) in [
+        ("bart", "model.shared.weight", COPIES),
+        ("bart_cls1", "model.shared.weight", COPIES),
+        ("t5", "shared.weight", t5),
+    ] {
+        let open = |factors: [f64; 2]| {
+            let dir = altered(name, "config.json", &json!({}), |tensors| {
+                let embedding = tensor(tensors, shared).shallow_clone();
+                let copy = |(copy, factor): (&str, f64)| (copy.to_string(), &embedding * factor);
+                tensors.extend(copies.into_iter().zip(factors).map(copy));
+            });
+            let options = ModelOptions::default();
+            match name {
+                "bart_cls1" => SequenceClassifier::from_pretrained(dir.path(), None, options).map(drop),
+                _ => CausalLm::from_pretrained(dir.path(), options).map(drop),
+            }
+        };
+        open([1.0, 1.0]).unwrap();
+        for (factors, differing) in [([2.0, 1.0], copies[0]), ([1.0, 2.0], copies[1])] {
+            let error = open(factors).unwrap_err().to_string();
+            let expected = format!("tensor `{differing}`: expected the values of `{shared}`, found others");
+            assert!(error.contains(&expected) && error.lines().count() == 1, "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_bart_that_is_not_tied_is_saved_with_an_embedding_for_each_stack() {
+    let (embedding, head) = ("model.shared.weight", "lm_head.weight");
+    let untied = json!({"tie_word_embeddings": false});
+    let with_head = |tensors: &mut Vec<(String, Tensor)>| {
+        let twice = tensor(tensors, embedding) * 2.0;
+        tensors.push((head.into(), twice));
+    };
+    let names = |tensors: &[(String, Tensor)], of: &[&str]| {
+        of.iter().map(|name| tensors.iter().any(|(found, _)| found == name)).collect::<Vec<_>>()
+    };
+    let pairs = Pairs::of(&Tensors::read(&folder("bart").join("golden.safetensors")));
+    let positions = pairs.positions();
+    let logits = |model: &CausalLm| tch::no_grad(|| model.logits_at(pairs.batch(&positions)).unwrap());
+    let plain = logits(&load("bart"));
+    // The file says so, or the values of the head do.
+    for fields in [&untied, &json!({})] {
+        let from = altered("bart", "config.json", fields, with_head);
+        let model = CausalLm::from_pretrained(from.path(), ModelOptions::default()).unwrap();
+        assert_close("twice the head", &logits(&model), &(&plain * 2.0), 1e-4);
+        let out = tempfile::tempdir().unwrap();
+        for shard in [usize::MAX, 20_000] {
+            model.save_pretrained(out.path(), &[1], Some(80), shard).unwrap();
+            let saved = stored(out.path());
+            for copy in COPIES {
+                assert_eq!(tensor(&saved, copy), tensor(&saved, embedding), "{copy}");
+            }
+            assert_eq!(read_json(&out.path().join("config.json"))["tie_word_embeddings"], false);
+            let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+            assert_eq!(logits(&again), logits(&model));
+        }
+    }
+    // The classes of transformers tie the stacks of a classifier by the same field.
+    let from = altered("bart_cls1", "config.json", &untied, |_| ());
+    let model = SequenceClassifier::from_pretrained(from.path(), None, ModelOptions::default()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    model.save_pretrained(out.path(), &[1], Some(80), usize::MAX).unwrap();
+    assert_eq!(names(&stored(out.path()), &COPIES), [true, true]);
+    // Without a stored head the head is the embedding, and the file says so.
+    let from = altered("bart", "config.json", &untied, |_| ());
+    let model = CausalLm::from_pretrained(from.path(), ModelOptions::default()).unwrap();
+    assert_eq!(logits(&model), plain);
+    model.save_pretrained(out.path(), &[1], Some(80), usize::MAX).unwrap();
+    assert_eq!(names(&stored(out.path()), &[COPIES[0], COPIES[1], head]), [false; 3]);
+    assert_eq!(read_json(&out.path().join("config.json"))["tie_word_embeddings"], true);
+}
+
+#[test]
+fn a_t5_with_a_head_of_its_own_is_scaled_as_before_when_it_is_saved() {
+    let pairs = Pairs::of(&Tensors::read(&folder("t5").join("golden.safetensors")));
+    let positions = pairs.positions();
+    let logits = |model: &CausalLm| tch::no_grad(|| model.logits_at(pairs.batch(&positions)).unwrap());
+    let plain = logits(&load("t5"));
+    for config in ["config_v4.json", "config.json"] {
+        let from = altered("t5", config, &json!({}), |tensors| {
+            let twice = tensor(tensors, "shared.weight") * 2.0;
+            tensors.push(("lm_head.weight".into(), twice));
+        });
+        let field = |dir: &Path| read_json(&dir.join("config.json")).get("tie_word_embeddings").cloned();
+        let model = CausalLm::from_pretrained(from.path(), ModelOptions::default()).unwrap();
+        assert_close("twice the head", &logits(&model), &(&plain * 2.0), 1e-4);
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[1], Some(0), usize::MAX).unwrap();
+        let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+        assert_eq!(logits(&again), logits(&model), "{config}");
+        assert_eq!(field(out.path()), field(from.path()), "{config}");
+    }
 }
 
 #[test]

@@ -392,6 +392,34 @@ fn what_is_frozen_is_held_in_what_it_is_computed_with_and_gives_the_same_numbers
 }
 
 #[test]
+fn the_dtype_is_saved_under_each_name_that_the_configuration_has_for_it() {
+    let golden = golden().join("models/gpt2");
+    let config: Value = serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+    let (new, old) = ("dtype", "torch_dtype");
+    for names in [vec![new, old], vec![new], vec![old], vec![]] {
+        let saved = if names.is_empty() { vec![new] } else { names.clone() };
+        let (from, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::fs::copy(golden.join("model.safetensors"), from.path().join("model.safetensors")).unwrap();
+        let mut config = config.clone();
+        for name in [new, old] {
+            config.as_object_mut().unwrap().remove(name);
+        }
+        for name in &names {
+            config[*name] = json!("float32");
+        }
+        std::fs::write(from.path().join("config.json"), config.to_string()).unwrap();
+        let options = ModelOptions { dtype: Dtype::BFloat16, ..AUTO };
+        let model = CausalLm::from_pretrained(from.path(), options).unwrap();
+        model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let found: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
+        for name in [new, old] {
+            let expected = saved.contains(&name).then(|| json!("bfloat16"));
+            assert_eq!(found.get(name), expected.as_ref(), "{names:?}: {name}");
+        }
+    }
+}
+
+#[test]
 fn a_model_whose_numbers_are_not_finite_is_not_saved() {
     for dtype in [Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
         let out = tempfile::tempdir().unwrap();

@@ -433,7 +433,8 @@ fn a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it() {
         model.set_trainable(true);
         let (lora, head): (Vec<_>, Vec<_>) = model.trainable_params().partition(|param| param.name.contains("lora_"));
         assert_eq!(lora.len(), 2 * targets * layers as usize, "{name}");
-        assert!(!head.is_empty() && head.iter().all(|param| param.name.starts_with("classifier.")), "{name}");
+        let of_head = |param: &&Param| ["classifier.", "pre_classifier."].iter().any(|at| param.name.starts_with(at));
+        assert!(!head.is_empty() && head.iter().all(of_head), "{name}");
     }
 }
 
@@ -588,6 +589,42 @@ fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
     ] {
         let error = refusal(key, value);
         assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn layers_to_transform_counts_the_lists_that_peft_counts() {
+    let stored = Checkpoint::open_file(&adapter("t5").join("adapter_model.safetensors")).unwrap();
+    let read = |name: &str| (name.to_string(), stored.read(name, Device::Cpu, Kind::Float).unwrap());
+    // In T5's names the last number is that of the part of a block: 0 is its own attention, 1 that to the encoder in the decoder.
+    let own = |name: &str| name.contains(".layer.0.");
+    let first = |name: &str| name.contains(".block.0.");
+    type Selects<'a> = &'a dyn Fn(&str) -> bool;
+    let cases: [(Value, Value, Selects<'_>); 4] = [
+        (json!([0]), json!(null), &own),
+        (json!(1), json!(null), &|name| name.contains(".layer.1.")),
+        (json!([0]), json!("layer"), &own),
+        (json!([0]), json!(["layers", "block"]), &first),
+    ];
+    for (layers, pattern, selects) in cases {
+        let (dir, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut described = read_json(&adapter("t5").join("adapter_config.json"));
+        described["layers_to_transform"] = layers.clone();
+        described["layers_pattern"] = pattern.clone();
+        std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
+        let open = |keeps: Selects<'_>| {
+            let kept: Vec<(String, Tensor)> = stored.names().filter(|name| keeps(name)).map(read).collect();
+            assert!(!kept.is_empty() && kept.len() < stored.names().count(), "{layers}, {pattern}");
+            Tensor::write_safetensors(&kept, dir.path().join("adapter_model.safetensors")).unwrap();
+            let mut opened = CausalLm::from_pretrained(&base_of("t5"), ModelOptions::default()).unwrap();
+            opened.load_adapter(dir.path()).map(|()| (opened, kept.len()))
+        };
+        let (opened, count) = open(selects).unwrap();
+        opened.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let saved = Checkpoint::open_file(&out.path().join("adapter_model.safetensors")).unwrap();
+        assert_eq!(saved.names().count(), count, "{layers}, {pattern}");
+        let error = open(&|name| !selects(name)).unwrap_err().to_string();
+        assert!(error.contains("missing `base_model.model.") && !error.contains('\n'), "{error}");
     }
 }
 

@@ -648,6 +648,67 @@ fn the_reward_is_the_given_label() {
     assert!(error.contains("decoder"), "{error}");
 }
 
+#[test]
+fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tokenizer_is() {
+    let golden = golden_dir("roberta_cls3");
+    let config = read_json(&golden.join("config.json"));
+    let rows = [vec![0i64, 10, 11, 12, 2], vec![0, 12, 2]];
+    let logits = |dir: &Path| {
+        let model = SequenceClassifier::from_pretrained(dir, None, ModelOptions::default()).unwrap();
+        (tch::no_grad(|| model.logits(&rows).unwrap()), model)
+    };
+    let (expected, _) = logits(&golden);
+    // transformers' default is the id 1, which is also that of the golden model.
+    for own in [Some(json!(1)), Some(json!(null)), None] {
+        let from = tempfile::tempdir().unwrap();
+        std::fs::copy(golden.join("model.safetensors"), from.path().join("model.safetensors")).unwrap();
+        let mut config = config.clone();
+        config.as_object_mut().unwrap().remove("pad_token_id");
+        if let Some(own) = &own {
+            config["pad_token_id"] = own.clone();
+        }
+        std::fs::write(from.path().join("config.json"), config.to_string()).unwrap();
+        let (found, model) = logits(from.path());
+        assert_close(&format!("{own:?}"), &found, &expected, 0.0);
+        assert_eq!((model.config().position_offset, model.config().max_position_embeddings), (2, 64), "{own:?}");
+        for pad in [Some(7), Some(300), None] {
+            let out = tempfile::tempdir().unwrap();
+            model.save_pretrained(out.path(), &[2], pad, usize::MAX).unwrap();
+            let (again, saved) = logits(out.path());
+            assert_close(&format!("{own:?}, saved with {pad:?}"), &again, &expected, 0.0);
+            assert_eq!(saved.config().position_offset, 2);
+            assert_eq!(read_json(&out.path().join("config.json"))["pad_token_id"], 1);
+        }
+    }
+    // Other families have the tokenizer's.
+    let bert = golden_dir("bert_cls2");
+    let bert = SequenceClassifier::from_pretrained(&bert, None, ModelOptions::default()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    bert.save_pretrained(out.path(), &[2], Some(7), usize::MAX).unwrap();
+    assert_eq!(read_json(&out.path().join("config.json"))["pad_token_id"], 7);
+}
+
+#[test]
+fn positions_that_a_deberta_does_not_use_are_ignored_and_those_that_it_uses_are_required() {
+    let copy = |name: &str, change: &dyn Fn(&mut Named)| {
+        let (from, out) = (golden_dir(name), tempfile::tempdir().unwrap());
+        let mut tensors = file(&from);
+        change(&mut tensors);
+        rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
+        std::fs::copy(from.join("config.json"), out.path().join("config.json")).unwrap();
+        out
+    };
+    let open = |dir: &Path| SequenceClassifier::from_pretrained(dir, None, ModelOptions::default());
+    let logits = |dir: &Path| tch::no_grad(|| open(dir).unwrap().logits(&[vec![1i64, 7, 8, 2]]).unwrap());
+    let positions = "deberta.embeddings.position_embeddings.weight";
+    let table = Tensor::ones([64, 32], (tch::Kind::Float, tch::Device::Cpu));
+    let left = copy("deberta_cls1", &|tensors| tensors.push((positions.into(), table.shallow_clone())));
+    assert_close("left", &logits(left.path()), &logits(&golden_dir("deberta_cls1")), 0.0);
+    let without = copy("deberta_cls2", &|tensors| tensors.retain(|(name, _)| name != positions));
+    let error = open(without.path()).unwrap_err().to_string();
+    assert!(error.contains(&format!("missing `{positions}`")) && !error.contains('\n'), "{error}");
+}
+
 /// The names and gradients of the parameters that have one.
 fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
     let expected = Tensors::read(&dir.join("grads.safetensors"));

@@ -118,6 +118,28 @@ fn a_quantized_model_is_saved_as_it_was_read() {
 }
 
 #[test]
+fn the_mlp_of_a_layer_without_experts_is_quantized_and_experts_and_routers_are_not() {
+    for format in [NF4, Quantization::EightBit] {
+        let options = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
+        let model = CausalLm::from_pretrained(&golden().join("models/qwen3_moe"), options).unwrap();
+        let is_quantized = |name: &str| {
+            let param = model.params().iter().find(|param| param.name == format!("model.layers.{name}.weight"));
+            matches!(param.unwrap().tensor.kind(), Kind::Uint8 | Kind::Int8)
+        };
+        for name in ["0.mlp.gate_proj", "0.mlp.up_proj", "0.mlp.down_proj", "1.self_attn.q_proj"] {
+            assert!(is_quantized(name), "{format:?}: {name}");
+        }
+        for name in ["1.mlp.gate", "1.mlp.experts.0.gate_proj", "1.mlp.experts.3.down_proj"] {
+            assert!(!is_quantized(name), "{format:?}: {name}");
+        }
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        let saved = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+        assert_same("qwen3_moe", saved.params(), model.params());
+    }
+}
+
+#[test]
 fn a_merged_adapter_is_quantized_again_as_peft_does() {
     for (name, format) in MODELS {
         let mut model = open(name);

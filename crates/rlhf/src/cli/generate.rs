@@ -26,6 +26,9 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     let world = World::of_process();
     let terminal = world.any(world.is_main() && config.rows.output_file.is_none() && io::stdout().is_terminal())?;
     let mut generator = world.agree(Generator::load(config, options, terminal))?;
+    if let Some(note) = generator.note().filter(|_| world.is_main()) {
+        let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
+    }
     let mut out = Rows::new(&config.rows);
     // In parts, so that responses appear, and are written, as they are generated; each rank generates one part at a time. Parts do
     // not depend on the ranks, so that each response is the same with any number of ranks.
@@ -131,6 +134,13 @@ impl<'c> Generator<'c> {
             return Err(Error::invalid(dir, message));
         }
         Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, ended_at_once: false })
+    }
+
+    /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
+    fn note(&self) -> Option<String> {
+        let names = GenerateConfig::without_effect(self.model.config().generation_settings(), &self.generation);
+        let file = self.config.model_name_or_path.join("generation_config.json");
+        (!names.is_empty()).then(|| format!("{}: fields without effect here: {}", file.display(), names.join(", ")))
     }
 
     /// Returns the prompts of the rows of `part`.

@@ -4,12 +4,14 @@ mod embeddings;
 mod remainder;
 
 use super::BASE_MODEL;
+use super::config::ModelConfig;
+use super::families::FAMILIES;
 use super::linear::Linear;
 use super::lora::{
     Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, heads_of, is_below, is_head, is_in_head,
     is_in_module,
 };
-use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, layer_of};
+use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, lists_of, pefts_index};
 use super::params::Param;
 use super::shape::Family;
 use crate::hub;
@@ -189,15 +191,16 @@ impl AdapterFolder {
         }
     }
 
-    /// Whether it belongs to a sequence classifier: by its task type, else by whether a head was saved with it.
+    /// Whether it belongs to a sequence classifier: by its task type, else by whether a head was saved with it or its base has one.
     ///
     /// # Errors
-    /// If its weights cannot be read.
+    /// If its weights or its base's configuration cannot be read.
     pub(crate) fn is_classifier(&self) -> Result<bool> {
-        match self.described.get("task_type").and_then(Value::as_str) {
-            Some(task) => Ok(task == "SEQ_CLS"),
-            None => Ok(self.weights()?.names().any(|name| name.strip_prefix(PREFIX).is_some_and(is_in_head))),
+        if let Some(task) = self.described.get("task_type").and_then(Value::as_str) {
+            return Ok(task == "SEQ_CLS");
         }
+        let of_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(is_in_head);
+        Ok(self.weights()?.names().any(of_head) || ModelConfig::from_dir(&self.base_dir()?)?.is_sequence_classifier())
     }
 
     /// Checks that the adapter is for this kind of model.
@@ -301,26 +304,41 @@ impl AdapterFolder {
         found.ok_or_else(|| self.wrong(name, &format!("{expected} by the names of layers")))
     }
 
-    /// Checks that the list of layers that `layers_to_transform` counts is the model's.
-    fn check_list(&self, linears: &[&mut Linear]) -> Result<()> {
+    /// The names of the lists of layers that `layers_to_transform` counts, of which the model must have one; empty for any.
+    fn lists(&self, linears: &[&mut Linear]) -> Result<Vec<String>> {
         let lists = match self.described.get("layers_pattern").unwrap_or(&Value::Null) {
             Value::String(list) if list.is_empty() => Vec::new(),
             Value::String(list) => vec![list.clone()],
             _ => self.names("layers_pattern")?,
         };
-        let list = linears.iter().find_map(|linear| Some(layer_of(linear.name())?.0.to_string()));
-        match list.filter(|list| !lists.is_empty() && !lists.contains(list)) {
+        let known: Vec<&str> =
+            linears.iter().flat_map(|linear| lists_of(linear.name())).map(|(list, _)| list).collect();
+        match known.first().filter(|_| !lists.is_empty() && !lists.iter().any(|list| known.contains(&list.as_str()))) {
             Some(list) => Err(self.wrong("layers_pattern", &format!("{list}, the name of the model's list of layers"))),
-            None => Ok(()),
+            None => Ok(lists),
         }
     }
 
     /// Whether the weights hold a head that a new one in the base gives its place to.
     pub(super) fn holds_head(&self) -> Result<bool> {
         let weights = self.weights()?;
-        Ok(["score.weight", "classification_head.out_proj.weight"]
-            .iter()
-            .any(|name| weights.shape(&stored_name(name)).is_some()))
+        Ok(FAMILIES.iter().any(|family| weights.shape(&stored_name(&family.names.head.scores())).is_some()))
+    }
+
+    /// Checks that the weights hold these layers of a head, which the base lacks.
+    pub(super) fn check_holds(&self, layers: &[String]) -> Result<()> {
+        let weights = self.weights()?;
+        let names = layers.iter().map(|layer| stored_name(&format!("{layer}.weight")));
+        match names.into_iter().find(|name| weights.shape(name).is_none()) {
+            Some(name) => Err(Error::invalid(
+                &self.dir,
+                format!(
+                    "missing `{name}`: its base has no such layer of a head either; give it the base, with a head, that the \
+                     adapter was trained on"
+                ),
+            )),
+            None => Ok(()),
+        }
     }
 
     fn weights(&self) -> Result<Checkpoint> {
@@ -343,7 +361,7 @@ impl AdapterFolder {
     /// One error that lists all tensors that are missing, of another shape or unexpected; if a setting does not fit the model.
     pub(super) fn apply(&self, linears: Vec<&mut Linear>, target: AdapterTarget<'_>) -> Result<LoadedAdapter> {
         let config = self.config()?;
-        self.check_list(&linears)?;
+        let lists = self.lists(&linears)?;
         let AdapterTarget { family, classifier, .. } = target;
         // The settings have the names of PEFT's, without the prefix of the flags.
         let here = |error: Error| {
@@ -359,7 +377,7 @@ impl AdapterFolder {
         let lacks_prefix = family.names.encoder.is_some() && !of_own.any(|name| name.starts_with(prefix));
         let dropped = if lacks_prefix { prefix } else { "" };
         let (device, remainder) = (target.device, self.remainder);
-        let mut tensors = AdapterTensors { weights: &weights, device, remainder, dropped, read, problems };
+        let mut tensors = AdapterTensors { weights: &weights, device, remainder, dropped, lists, read, problems };
         let mut adapters = Vec::new();
         for linear in linears {
             if let Some(adapter) = tensors.adapter(linear, &config, &sizes)? {
@@ -442,6 +460,8 @@ struct AdapterTensors<'a> {
     remainder: Option<Remainder>,
     /// Prefix of the model's names that the file's lack.
     dropped: &'static str,
+    /// The names of the lists of layers that `layers_to_transform` counts; empty for any.
+    lists: Vec<String>,
     /// Names of the tensors that were read or looked for.
     read: Vec<String>,
     problems: Vec<String>,
@@ -474,7 +494,7 @@ impl AdapterTensors<'_> {
     fn adapter(&mut self, linear: &Linear, config: &LoraConfig, sizes: &LayerSizes) -> Result<Option<Adapter>> {
         let base = self.stored_name(linear.name());
         let targeted = match config.target_modules.as_deref() {
-            Some(targets) => config.targets(linear.name(), targets),
+            Some(targets) => config.targets(linear.name(), targets, |layer| pefts_index(layer, &self.lists)),
             None => ENDS.iter().any(|end| self.weights.shape(&format!("{base}.{end}")).is_some()),
         };
         if !targeted {

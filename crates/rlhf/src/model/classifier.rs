@@ -6,7 +6,7 @@ use super::body::{Body, Gathered, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape, Norm};
-use super::lora::DropoutRows;
+use super::lora::{DropoutRows, is_in_head};
 use super::lora_config::LoraConfig;
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::shape::{HeadActivation, HeadNames, Pooling};
@@ -80,6 +80,8 @@ pub struct SequenceClassifier {
     labels: Vec<String>,
     chosen: Label,
     new_head: bool,
+    /// The layers of a new head before the last one that the folder lacks.
+    drawn: Vec<String>,
     format: ClassifierFormat,
 }
 
@@ -119,6 +121,9 @@ impl SequenceClassifier {
             }
             let own_head = folder.holds_head()?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
+            if own_head {
+                folder.check_holds(&std::mem::take(&mut model.drawn))?;
+            }
             model.put_adapter(&folder)?;
             model.new_head &= !own_head;
             return Ok(model);
@@ -140,7 +145,7 @@ impl SequenceClassifier {
         let name = builder.first_stored(&SCORE_HEADS);
         let scores = match names.head {
             HeadNames::Score => name.to_string(),
-            HeadNames::Dense { out, .. } => format!("{out}.weight"),
+            HeadNames::Dense { .. } => names.head.scores(),
         };
         // A stored head is kept: `new_head` is for folders without one.
         let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none());
@@ -149,6 +154,8 @@ impl SequenceClassifier {
         // A head is small and is trained in full beside an adapter, so it is always held in f32.
         let others = builder.hold_as(Some(Kind::Float));
         let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
+        let is_drawn = |layer: &&str| new_head.is_some() && builder.lacks(&format!("{layer}.weight"));
+        let drawn = names.head.inner().into_iter().filter(is_drawn).map(str::to_string).collect();
         builder.hold_as(others);
         // Other heads in the file, an LM head or a value head, are not used.
         let ignored = match (new_head, name == SCORE_HEADS[1]) {
@@ -167,7 +174,7 @@ impl SequenceClassifier {
         let new_head = new_head.is_some();
         let origin = (!config.is_part()).then(|| dir.to_path_buf());
         let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
-        Ok(Self { body, head, labels, chosen, new_head, format })
+        Ok(Self { body, head, labels, chosen, new_head, drawn, format })
     }
 
     /// The format of quantized weights of linear layers, if there are any.
@@ -185,13 +192,18 @@ impl SequenceClassifier {
         &self.body.config
     }
 
-    /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full.
+    /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full, with those of its layers
+    /// that a new one has not from the folder.
     ///
     /// # Errors
     /// As [`super::CausalLm::add_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
     pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
         self.check_names()?;
-        self.body.add_adapter(self.head.inner(), config, seed, true)
+        // No folder has these, so they are saved with the adapter.
+        let drawn = self.drawn.iter().filter(|layer| !is_in_head(layer)).cloned();
+        let modules_to_save = config.modules_to_save.iter().cloned().chain(drawn).collect();
+        let config = LoraConfig { modules_to_save, ..config.clone() };
+        self.body.add_adapter(self.head.inner(), &config, seed, true)
     }
 
     /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.

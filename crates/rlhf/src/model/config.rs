@@ -1,6 +1,6 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
-use super::families::{FAMILIES, of_classifiers};
+use super::families::{self, FAMILIES, of_classifiers};
 use super::quantized::{Quantization, is_skipped};
 use super::shape::{Family, Fields, MOST_LAYERS, Shape, brief};
 use crate::weights::{no_such_file, pretty, read_json, write_text};
@@ -285,12 +285,22 @@ impl ModelConfig {
     /// Ties the LM head to the embedding.
     pub(crate) fn tie(&mut self) {
         self.shape.tie_word_embeddings = true;
+        if families::states_ties(self.family) && self.raw.contains_key("tie_word_embeddings") {
+            self.raw.insert("tie_word_embeddings".into(), json!(true));
+        }
     }
 
     /// Unties the LM head from the embedding.
     pub(crate) fn untie(&mut self) {
         self.shape.tie_word_embeddings = false;
-        self.raw.insert("tie_word_embeddings".into(), json!(false));
+        if families::states_ties(self.family) {
+            self.raw.insert("tie_word_embeddings".into(), json!(false));
+        }
+    }
+
+    /// Names of the copies of the embedding that are written beside it.
+    pub(crate) fn embedding_copies(&self) -> &'static [&'static str] {
+        families::embedding_copies(&self.shape)
     }
 
     /// The content of `generation_config.json` for saving; if there was none, a note that all comes from the configuration.
@@ -330,6 +340,7 @@ impl ModelConfig {
 
     fn with_tokens(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.clone();
+        let pad = families::pad_of_positions(&self.shape).or(pad);
         if let (Some(eos), true) = (eos, self.eos_token_ids.is_empty()) {
             config.shape.eos_token_ids = vec![eos];
             config.raw.insert("eos_token_id".into(), json!(eos));
@@ -343,13 +354,18 @@ impl ModelConfig {
     /// Writes `dir/config.json`: the content that was read with the changed fields, and the dtype of the weights.
     pub(crate) fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
         let mut raw = self.raw.clone();
-        let key = if raw.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
         let name = match kind {
             Kind::BFloat16 => "bfloat16",
             Kind::Half => "float16",
             _ => "float32",
         };
-        raw.insert(key.into(), json!(name));
+        // A file may have the name of transformers 5, that of transformers 4, or both.
+        let old = raw.contains_key("torch_dtype");
+        for key in ["dtype", "torch_dtype"] {
+            if raw.contains_key(key) || (key == "dtype" && !old) {
+                raw.insert(key.into(), json!(name));
+            }
+        }
         write_text(&dir.join("config.json"), &pretty(&Value::Object(raw)))
     }
 }

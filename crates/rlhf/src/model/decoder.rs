@@ -115,6 +115,9 @@ impl Decoder {
         let names = &shape.family.names;
         let embed = [shape.vocab_size, shape.embedding_size];
         let embed = b.embedding(format!("{}.weight", names.embed), &embed, Init::Normal(shape.initializer_range))?;
+        if names.encoder.is_some() {
+            b.check_copies(&embed)?;
+        }
         let encoder = match (shape.of_encoder(), names.encoder) {
             (Some(shape), Some(names)) => Some(Self::stack(&shape, names, &embed, b, compute)?),
             _ => None,

@@ -265,6 +265,8 @@ pub(crate) static FAMILIES: &[Family] = &[
             layers: "deberta.encoder.layer",
             qkv: Qkv::Separate(["attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"]),
             lora_targets: &["query_proj", "value_proj"],
+            // Positions left from pretraining, where `position_biased_input` is false.
+            harmless: &[".embeddings.position_ids", ".embeddings.position_embeddings.weight"],
             head: HeadNames::Dense {
                 inner: "pooler.dense",
                 activation: HeadActivation::Gelu,
@@ -336,7 +338,7 @@ const BART_ENCODER: Names = Names {
     mlp_in: MlpIn::Up("fc1"),
     mlp_out: "fc2",
     head: T5_ENCODER.head,
-    // Copies of the embedding, and numbers of versions; of the bias, `CausalLm` checks that it is 0.
+    // Copies of the embedding, which `Decoder` checks, and numbers of versions; of the bias, `CausalLm` checks that it is 0.
     harmless: &[".embed_tokens.weight", ".encoder.version", ".decoder.version", FINAL_LOGITS_BIAS],
     ..LLAMA
 };
@@ -372,6 +374,26 @@ pub(super) fn of_classifiers(family: &'static Family) -> &'static Family {
         "t5" | "mt5" => t5_form(family, matches!(family.names.mlp_in, MlpIn::Gated(_)), true),
         _ => family,
     }
+}
+
+/// Whether `tie_word_embeddings` says if the head is the embedding: of T5 and mT5 stored values do, and the field is about scaling.
+pub(super) fn states_ties(family: &Family) -> bool {
+    !["t5", "mt5"].contains(&family.name)
+}
+
+/// Names of the tables that transformers reads for the two stacks instead of the embedding, where nothing is tied to it.
+pub(super) fn embedding_copies(shape: &Shape) -> &'static [&'static str] {
+    match shape.family.name {
+        "bart" if !shape.tie_word_embeddings => {
+            &["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"]
+        }
+        _ => &[],
+    }
+}
+
+/// The pad id that positions are counted from; a saved file with another one would shift them.
+pub(super) fn pad_of_positions(shape: &Shape) -> Option<i64> {
+    (shape.family.name == "roberta").then(|| shape.position_offset - 1)
 }
 
 const T5_PLAIN_MLP: MlpIn = MlpIn::Up("layer.2.DenseReluDense.wi");
@@ -447,7 +469,7 @@ const T5_ENCODER: Names = Names {
         norm: None,
         out: "classification_head.out_proj",
     },
-    // Copies of the embedding, and a table that no version uses.
+    // Copies of the embedding, which `Decoder` checks, and a table that no version uses.
     harmless: &[".embed_tokens.weight", ".EncDecAttention.relative_attention_bias.weight"],
     ..LLAMA
 };
@@ -930,7 +952,7 @@ fn bert(f: &Fields<'_>) -> Result<Shape> {
 fn roberta(f: &Fields<'_>) -> Result<Shape> {
     let shape = bert(f)?;
     // Positions are counted from the pad token's id + 1, so the table has that many more rows than positions.
-    let offset = f.ids("pad_token_id")?.first().map_or(1, |pad| pad.saturating_add(1));
+    let offset = f.ids("pad_token_id")?.first().map_or(2, |pad| pad.saturating_add(1));
     let positions = shape.max_position_embeddings as i64;
     if !(0..positions).contains(&offset) {
         return Err(f.wrong("pad_token_id", &format!("an id below max_position_embeddings = {positions}")));

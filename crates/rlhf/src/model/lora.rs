@@ -34,7 +34,7 @@ pub(super) fn is_lora(name: &str) -> bool {
 
 /// Whether a parameter of this name is trained beside any frozen base: an adapter's tensor, or a classifier's or value head.
 pub(super) fn is_trained(name: &str) -> bool {
-    is_lora(name) || is_below(name, VALUE_HEAD) || HEADS.iter().any(|head| is_below(name, head))
+    is_lora(name) || is_below(name, VALUE_HEAD) || is_in_head(name)
 }
 
 /// Whether a parameter of this name is a head that is trained in full beside an adapter.
@@ -53,9 +53,11 @@ pub(super) fn is_in_module(name: &str, modules: &[String]) -> bool {
     parents.any(|parent| modules.iter().any(|module| parent.ends_with(module)))
 }
 
-/// Whether the layer is part of a head that is trained in full, which gets no adapter.
-pub(super) fn is_in_head(layer: &str) -> bool {
-    HEADS.iter().any(|head| is_below(layer, head))
+/// Whether the tensor or layer is part of a head that is trained in full, which gets no adapter. The ends of the names of modules count, as
+/// for all modules that PEFT saves: DistilBERT's `pre_classifier` is part of the head too.
+pub(super) fn is_in_head(name: &str) -> bool {
+    let parents = name.match_indices('.').map(|(at, _)| &name[..at]);
+    parents.chain([name]).any(|module| HEADS.iter().any(|head| module.ends_with(head)))
 }
 
 /// Rank and scale of the adapter of one layer.
@@ -229,6 +231,17 @@ mod tests {
         let zeros = dropped.eq(0.0).sum(Kind::Float).double_value(&[]) / 1e4;
         assert!((zeros - 0.25).abs() < 0.02, "{zeros}"); // 4.6 standard deviations of 10000 draws
         assert!((dropped.max().double_value(&[]) - 4.0 / 3.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn heads_are_selected_by_the_ends_of_their_names_as_in_peft() {
+        for name in ["score.weight", "classifier.out_proj", "pre_classifier", "pre_classifier.bias", "v_head.weight"] {
+            assert!(is_head(name), "{name}");
+        }
+        assert!(is_in_head("pre_classifier") && is_in_head("classification_head.dense") && !is_in_head("v_head"));
+        for name in ["bert.pooler.dense.weight", "head.dense.weight", "pre_classifier.lora_A.weight", "scores.weight"] {
+            assert!(!is_head(name), "{name}");
+        }
     }
 
     #[test]

@@ -118,7 +118,8 @@ impl LoraConfig {
             self.check_saved(layer)?;
         }
         let sizes = self.sizes()?;
-        let chosen: Vec<bool> = layers.iter().map(|layer| self.targets(layer, &targets)).collect();
+        let index_of = |layer: &str| layer_of(layer).map(|(_, index)| index);
+        let chosen: Vec<bool> = layers.iter().map(|layer| self.targets(layer, &targets, index_of)).collect();
         let adapted = || layers.iter().zip(&chosen).filter_map(|(layer, chosen)| chosen.then_some(layer.as_str()));
         if adapted().next().is_none() {
             let message = "the settings of LoRA select no layer: lora_target_modules matches only layers that \
@@ -129,12 +130,13 @@ impl LoraConfig {
         Ok(layers.iter().zip(&chosen).map(|(layer, chosen)| chosen.then(|| sizes.of(layer))).collect())
     }
 
-    /// Whether the linear layer gets an adapter, if `targets` are its targets.
-    pub(super) fn targets(&self, layer: &str, targets: &[String]) -> bool {
+    /// Whether the linear layer gets an adapter, if `targets` are its targets and `index_of` returns the index that `layers_to_transform`
+    /// counts.
+    pub(super) fn targets(&self, layer: &str, targets: &[String], index_of: impl Fn(&str) -> Option<usize>) -> bool {
         let is_excluded = || self.exclude_modules.iter().any(|name| is_named(layer, name));
         let is_target = || is_all_linear(targets) || targets.iter().any(|target| is_named(layer, target));
         let is_whole = || targets.iter().any(|target| target == layer);
-        let at = || layer_of(layer).is_some_and(|(_, index)| self.layers_to_transform.contains(&index));
+        let at = || index_of(layer).is_some_and(|index| self.layers_to_transform.contains(&index));
         let in_layers = || self.layers_to_transform.is_empty() || is_whole() || at();
         !self.is_saved(layer) && !is_excluded() && is_target() && in_layers()
     }
@@ -367,11 +369,25 @@ pub(super) fn is_named(layer: &str, target: &str) -> bool {
 
 /// The name of the list of layers that a layer of the stack is in, as `layers` or `h`, and its index: the first number among the
 /// parts of its name.
-pub(super) fn layer_of(name: &str) -> Option<(&str, usize)> {
+fn layer_of(name: &str) -> Option<(&str, usize)> {
+    lists_of(name).first().copied()
+}
+
+/// The names of the lists that a layer is in, the outermost first, and its index in each: the numbers among the parts of its name.
+pub(super) fn lists_of(name: &str) -> Vec<(&str, usize)> {
     let parts: Vec<&str> = name.split('.').collect();
-    let index = |at: &usize| parts[*at].parse().ok();
-    let at = (2..parts.len().saturating_sub(1)).find(|at| index(at).is_some())?;
-    Some((parts[at - 1], index(&at)?))
+    let at = |at: usize| Some((parts[at - 1], parts[at].parse().ok()?));
+    (2..parts.len().saturating_sub(1)).filter_map(at).collect()
+}
+
+/// The index of a layer that `layers_to_transform` counts in a file of PEFT: the last number in its name, or the last behind the first name
+/// of `lists` that has one.
+pub(super) fn pefts_index(name: &str, lists: &[String]) -> Option<usize> {
+    let found = lists_of(name);
+    let last = |list: Option<&String>| {
+        found.iter().rev().find(|(of, _)| list.is_none_or(|list| list == of)).map(|(_, index)| *index)
+    };
+    if lists.is_empty() { last(None) } else { lists.iter().find_map(|list| last(Some(list))) }
 }
 
 #[cfg(test)]
@@ -390,6 +406,19 @@ mod tests {
         assert_eq!(layer_of("transformer.h.0.attn.c_attn"), Some(("h", 0)));
         assert_eq!(layer_of("bert.encoder.layer.3.output.dense"), Some(("layer", 3)));
         assert_eq!(layer_of("lm_head"), None);
+    }
+
+    #[test]
+    fn the_index_in_a_file_of_peft_is_the_last_number_or_that_behind_a_named_list() {
+        let index = |name: &str, lists: &[&str]| {
+            let lists: Vec<String> = lists.iter().map(ToString::to_string).collect();
+            pefts_index(name, &lists)
+        };
+        let of_t5 = "decoder.block.3.layer.1.EncDecAttention.q";
+        assert_eq!((index(of_t5, &[]), layer_of(of_t5)), (Some(1), Some(("block", 3))));
+        assert_eq!((index(of_t5, &["block"]), index(of_t5, &["layers", "layer"])), (Some(3), Some(1)));
+        assert_eq!((index(of_t5, &["h"]), index("lm_head", &[])), (None, None));
+        assert_eq!(index("model.layers.11.self_attn.q_proj", &[]), Some(11));
     }
 
     #[test]

@@ -242,6 +242,27 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// Checks that the checkpoint's copies of the embedding `embed`, those for the stacks of an encoder-decoder, have its values.
+    pub(crate) fn check_copies(&self, embed: &Tensor) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        // A placeholder of one that is missing; `finish` reports it.
+        if embed.numel() == 0 {
+            return Ok(());
+        }
+        for name in checkpoint.names().filter(|name| name.ends_with(".embed_tokens.weight")) {
+            if self.holds_other(name, embed)? {
+                let message = format!(
+                    "tensor `{}`: expected the values of `{}.weight`, found others: encoder and decoder with embeddings of \
+                     their own are not supported",
+                    brief(name),
+                    self.names.embed,
+                );
+                return Err(Error::invalid(checkpoint.dir(), message));
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that all numbers of the tensor `name` of the checkpoint are 0, if it has one.
     pub(crate) fn check_zeros(&self, name: &str) -> Result<()> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
@@ -257,7 +278,8 @@ impl<'a> Builder<'a> {
 
     /// Whether there is a checkpoint, without the tensor `name`.
     pub(crate) fn lacks(&self, name: &str) -> bool {
-        matches!(self.source, Source::Checkpoint(checkpoint) if checkpoint.shape(name).is_none())
+        let Source::Checkpoint(checkpoint) = self.source else { return false };
+        checkpoint.shape(&self.stored_name(checkpoint, name)).is_none()
     }
 
     /// The first of `names` that the checkpoint contains; the first name if there is no checkpoint or it contains none.

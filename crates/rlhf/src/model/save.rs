@@ -89,22 +89,33 @@ impl Body {
         // The base of an adapter is saved as it was before training, without a value head.
         let of_base = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
         let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && of_base(&param.name));
-        let params: Vec<&Param> = params.collect();
+        let embedding = format!("{}.weight", config.family.names.embed);
+        let mut written: Vec<(String, &Param)> = Vec::new();
+        for param in params {
+            written.push((name(param), param));
+            let copies = if param.name == embedding { config.embedding_copies() } else { &[] };
+            written.extend(copies.iter().map(|copy| (copy.to_string(), param)));
+        }
         // A head is always held in f32.
         let kind = |param: &Param| match self.original(&param.name) {
             _ if lora::is_head(&param.name) => self.head_kind(),
             Some(original) => original.kind(),
             None => param.tensor.kind(),
         };
-        let spec = |param: &&Param| TensorSpec { name: name(param), kind: kind(param), shape: param.tensor.size() };
-        let specs: Vec<TensorSpec> = params.iter().map(spec).collect();
+        let spec = |(name, param): &(String, &Param)| TensorSpec {
+            name: name.clone(),
+            kind: kind(param),
+            shape: param.tensor.size(),
+        };
+        let specs: Vec<TensorSpec> = written.iter().map(spec).collect();
         let mut gathered = self.shards().by_name(true);
         weights::save_of(dir, &specs, max_shard_bytes, &mut |i| {
-            let tensor = match self.original(&params[i].name) {
+            let param = written[i].1;
+            let tensor = match self.original(&param.name) {
                 Some(original) => original.shallow_clone(),
                 None => {
-                    gathered.gather(&params[i].name)?;
-                    params[i].tensor.detach()
+                    gathered.gather(&param.name)?;
+                    param.tensor.detach()
                 }
             };
             let tensor = tensor.to_kind(specs[i].kind);

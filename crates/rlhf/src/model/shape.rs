@@ -539,11 +539,29 @@ pub(crate) struct Names {
     pub(crate) harmless: &'static [&'static str],
 }
 
+impl HeadNames {
+    /// The name of the weight with one row per label.
+    pub(super) fn scores(&self) -> String {
+        match self {
+            Self::Score => "score.weight".into(),
+            Self::Dense { out, .. } => format!("{out}.weight"),
+        }
+    }
+
+    /// The names of the layers before the last one.
+    pub(super) fn inner(&self) -> Vec<&'static str> {
+        match *self {
+            Self::Score => Vec::new(),
+            Self::Dense { inner, norm, .. } => [inner].into_iter().chain(norm).collect(),
+        }
+    }
+}
+
 impl Names {
-    /// Whether the linear layer of this name is quantized when weights are: as in transformers, neither experts nor the output of T5's
-    /// MLPs, whose numbers are large.
+    /// Whether the linear layer of this name is quantized when weights are: as in transformers, neither experts with their router nor the
+    /// output of T5's MLPs, whose numbers are large.
     pub(crate) fn quantizes(&self, layer: &str) -> bool {
-        !layer.ends_with(".wo") && !self.experts.as_ref().is_some_and(|experts| experts.has(layer))
+        !layer.ends_with(".wo") && !self.experts.as_ref().is_some_and(|experts| experts.routes(layer))
     }
 }
 
@@ -600,6 +618,13 @@ impl ExpertNames {
     pub(crate) fn has(&self, layer: &str) -> bool {
         let module = self.router.split('.').next();
         layer.split('.').any(|part| Some(part) == module)
+    }
+
+    /// Whether the linear layer of this name is a router or part of an expert.
+    fn routes(&self, layer: &str) -> bool {
+        let module = layer.rsplit_once('.').map_or("", |(module, _)| module);
+        let is_router = layer.strip_suffix(self.router).is_some_and(|rest| rest.ends_with('.'));
+        is_router || module.contains(&format!(".{}.", self.experts))
     }
 }
 

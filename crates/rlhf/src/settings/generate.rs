@@ -22,6 +22,41 @@ use crate::{Error, Result};
 /// Default maximum number of generated tokens.
 const NEW_TOKENS: usize = 53;
 
+/// Fields of `generation_config.json` by which transformers changes responses, and which have no effect here; with the number that means
+/// no change, where there is one.
+const WITHOUT_EFFECT: [(&str, Option<f64>); 27] = [
+    ("num_beams", Some(1.0)),
+    ("num_beam_groups", Some(1.0)),
+    ("diversity_penalty", Some(0.0)),
+    ("constraints", None),
+    ("force_words_ids", None),
+    ("penalty_alpha", Some(0.0)),
+    ("dola_layers", None),
+    ("top_h", None),
+    ("typical_p", Some(1.0)),
+    ("epsilon_cutoff", Some(0.0)),
+    ("eta_cutoff", Some(0.0)),
+    ("no_repeat_ngram_size", Some(0.0)),
+    ("encoder_no_repeat_ngram_size", Some(0.0)),
+    ("encoder_repetition_penalty", Some(1.0)),
+    ("bad_words_ids", None),
+    ("sequence_bias", None),
+    ("suppress_tokens", None),
+    ("begin_suppress_tokens", None),
+    ("forced_bos_token_id", None),
+    ("forced_eos_token_id", None),
+    ("exponential_decay_length_penalty", None),
+    ("guidance_scale", Some(1.0)),
+    ("watermarking_config", None),
+    ("token_healing", None),
+    ("min_length", Some(0.0)),
+    ("stop_strings", None),
+    ("max_time", None),
+];
+
+/// The fields among them that change draws, and not the likeliest token.
+const OF_DRAWS: [&str; 4] = ["top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"];
+
 /// Settings of `rlhf generate`.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -168,6 +203,29 @@ impl GenerateConfig {
     pub(crate) fn max_prompt_len(model: &ModelConfig, max_new_tokens: usize, dir: &Path) -> Result<usize> {
         let whose = format!(" of {}", dir.display());
         max_prompt_len(model, model.max_position_embeddings, ("max_new_tokens", max_new_tokens), &whose)
+    }
+
+    /// Returns the names of the fields of `of_model`, a `generation_config.json`, by which transformers would change the responses of
+    /// `generation`, and which have no effect here.
+    pub fn without_effect(
+        of_model: &serde_json::Map<String, Value>,
+        generation: &GenerationConfig,
+    ) -> Vec<&'static str> {
+        let is_overridden = |name: &str| match name {
+            "min_length" => generation.min_new_tokens > 0,
+            "stop_strings" => generation.stop_strings.is_some(),
+            _ => generation.sampling == Sampling::Greedy && OF_DRAWS.contains(&name),
+        };
+        let changes = |(name, neutral): &&(&str, Option<f64>)| match of_model.get(*name) {
+            None | Some(Value::Null | Value::Bool(false)) => false,
+            Some(Value::Number(number)) => neutral.is_none() || number.as_f64() != *neutral,
+            Some(Value::Array(values)) => !values.is_empty(),
+            Some(Value::Object(values)) => !values.is_empty(),
+            Some(Value::String(text)) => !text.is_empty(),
+            Some(Value::Bool(true)) => true,
+        };
+        let found = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
+        found.filter(|name| !is_overridden(name)).collect()
     }
 
     /// Checks every setting.
