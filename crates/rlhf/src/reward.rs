@@ -36,7 +36,7 @@ use crate::metrics::Metrics;
 use crate::offload::Offload;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use retry::check;
+use retry::{RETRIES, check};
 use scaling::Moments;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};
@@ -225,14 +225,16 @@ impl Called {
     }
 }
 
-/// Averages the additional metrics of several batches over their rows; a batch without a metric is not in its mean.
+/// Averages the additional metrics of several batches over their rows; a batch without a metric is not in its mean. Retries are summed.
 fn mean_of_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>) -> Vec<(String, f64)> {
     let mut sums: Vec<(String, f64, f64)> = Vec::new();
     for (rows, extra) in batches.into_iter().filter(|(rows, _)| *rows > 0) {
         let rows = rows as f64;
         for (name, value) in extra {
             match sums.iter_mut().find(|(known, ..)| *known == name) {
+                Some((name, sum, _)) if name == RETRIES => *sum += value,
                 Some((_, sum, count)) => (*sum, *count) = (*sum + value * rows, *count + rows),
+                None if name == RETRIES => sums.push((name, value, 1.0)),
                 None => sums.push((name, value * rows, rows)),
             }
         }

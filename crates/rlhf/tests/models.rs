@@ -650,7 +650,7 @@ fn the_reward_is_the_given_label() {
 
 #[test]
 fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tokenizer_is() {
-    let golden = golden_dir("roberta_cls3");
+    let golden = of_models("roberta_cls3");
     let config = read_json(&golden.join("config.json"));
     let rows = [vec![0i64, 10, 11, 12, 2], vec![0, 12, 2]];
     let logits = |dir: &Path| {
@@ -681,7 +681,7 @@ fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tok
         }
     }
     // Other families have the tokenizer's.
-    let bert = golden_dir("bert_cls2");
+    let bert = of_models("bert_cls2");
     let bert = SequenceClassifier::from_pretrained(&bert, None, ModelOptions::default()).unwrap();
     let out = tempfile::tempdir().unwrap();
     bert.save_pretrained(out.path(), &[2], Some(7), usize::MAX).unwrap();
@@ -691,7 +691,7 @@ fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tok
 #[test]
 fn positions_that_a_deberta_does_not_use_are_ignored_and_those_that_it_uses_are_required() {
     let copy = |name: &str, change: &dyn Fn(&mut Named)| {
-        let (from, out) = (golden_dir(name), tempfile::tempdir().unwrap());
+        let (from, out) = (of_models(name), tempfile::tempdir().unwrap());
         let mut tensors = file(&from);
         change(&mut tensors);
         rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
@@ -703,7 +703,7 @@ fn positions_that_a_deberta_does_not_use_are_ignored_and_those_that_it_uses_are_
     let positions = "deberta.embeddings.position_embeddings.weight";
     let table = Tensor::ones([64, 32], (tch::Kind::Float, tch::Device::Cpu));
     let left = copy("deberta_cls1", &|tensors| tensors.push((positions.into(), table.shallow_clone())));
-    assert_close("left", &logits(left.path()), &logits(&golden_dir("deberta_cls1")), 0.0);
+    assert_close("left", &logits(left.path()), &logits(&of_models("deberta_cls1")), 0.0);
     let without = copy("deberta_cls2", &|tensors| tensors.retain(|(name, _)| name != positions));
     let error = open(without.path()).unwrap_err().to_string();
     assert!(error.contains(&format!("missing `{positions}`")) && !error.contains('\n'), "{error}");
@@ -890,6 +890,10 @@ fn a_value_head_starts_fresh_or_as_a_reward_models() {
         let error = with(init).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
+}
+
+fn of_models(name: &str) -> PathBuf {
+    golden().join("models").join(name)
 }
 
 fn golden_dir(name: &str) -> PathBuf {

@@ -176,7 +176,7 @@ fn a_program_that_is_started_again_is_a_warning_once_and_a_metric() {
     assert_eq!(retries(&mut rewards), [("retries".to_string(), 1.0)]);
     assert_eq!(retries(&mut rewards), [], "the program runs");
     let words = "reward `judge`: the program exited after 0 of 2 scores (exit status: 3); its standard error ends with: no film; \
-                 tried again now (reported once)";
+                 tried again (reported once)";
     assert_eq!(*found.lock().unwrap(), [words]);
 }
 

@@ -169,7 +169,7 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
 /// # Errors
 /// If there are such files, and others that would not be read with them.
 fn of_format(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec<String>, String> {
-    let below = || files.iter().filter(|file| file.starts_with(folder));
+    let below = || files.iter().filter(|file| file.starts_with(folder) && !is_metadata(file));
     let (found, others): (Vec<&String>, Vec<&String>) = below()
         .filter(|file| format_of(file).is_some())
         .partition(|file| !file[folder.len()..].contains('/') && format_of(file) == Some(format));
@@ -183,12 +183,19 @@ fn of_format(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec
         let others: Vec<&str> = others.into_iter().map(String::as_str).collect();
         return Err(format!(
             "expected the rows of {folder} in files of one format and not in subfolders, found `{}` and also {}: name one file as the \
-             dataset, or keep one format there",
+             dataset, of one on the hub when it is downloaded, or keep one format there",
             found[0],
             list(&others)
         ));
     }
     Ok(found.into_iter().cloned().collect())
+}
+
+/// Whether a file describes a dataset, by its name, and has no rows of it.
+fn is_metadata(file: &str) -> bool {
+    let name = file.rsplit('/').next().unwrap_or(file);
+    let stem = name.split('.').next().unwrap_or(name);
+    ["metadata", "dataset_info", "dataset_infos", "state", "stats", "info"].contains(&stem)
 }
 
 /// Returns an error if the name of a file below `folder` is that of a shard of the split but for its numbers.
@@ -355,6 +362,9 @@ mod tests {
 
     #[test]
     fn files_of_a_folder_that_would_be_left_out_are_an_error_that_names_them() {
+        for described in ["train/metadata.jsonl", "train/dataset_info.json", "train/extra/info.json"] {
+            assert_eq!(chosen(&["train/0.parquet", described], None, "train").unwrap(), ["train/0.parquet"]);
+        }
         for (files, left_out) in [
             (
                 &["train/a.jsonl", "train/b.parquet", "train/notes.md"][..],

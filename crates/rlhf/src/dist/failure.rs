@@ -107,7 +107,8 @@ pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
 pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
     let until = Instant::now() + at.patience;
     loop {
-        let store = Store::open(at).map_err(|e| no_store(at, &e))?;
+        let patience = until.saturating_duration_since(Instant::now());
+        let store = Store::open(&Rendezvous { patience, ..at.clone() }).map_err(|e| no_store(at, &e))?;
         match roll_call(&store, at, until) {
             Ok(()) => return Ok(store),
             Err(Absent::Ranks(message)) => return Err(Error::Run(message)),

@@ -25,6 +25,9 @@ impl Default for RetryPolicy {
     }
 }
 
+/// Name of the additional metric that counts repeated attempts.
+pub(super) const RETRIES: &str = "retries";
+
 /// Maximum wait before a retry.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Maximum wait that a service may ask for: with the default retries less than the default of `dist_timeout`, in which other ranks wait.
@@ -99,15 +102,15 @@ impl Retries {
         let first = !self.told.swap(true, Ordering::Relaxed);
         let first_long = is_long && !self.told_long.swap(true, Ordering::Relaxed);
         if let Some((name, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
-            let when = if is_long { format!("in {} s", wait.as_secs()) } else { "now".into() };
-            warn(&format!("reward `{name}`: {}; tried again {when} (reported once)", failure.message));
+            let when = if is_long { format!(" in {} s", wait.as_secs()) } else { String::new() };
+            warn(&format!("reward `{name}`: {}; tried again{when} (reported once)", failure.message));
         }
     }
 
     /// Returns the metric of the last batch, where an attempt was repeated.
     pub(super) fn metric(&self) -> Option<(String, f64)> {
         let count = self.count.load(Ordering::Relaxed);
-        (count > 0).then(|| ("retries".into(), count as f64))
+        (count > 0).then(|| (RETRIES.into(), count as f64))
     }
 }
 

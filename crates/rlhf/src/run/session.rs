@@ -43,6 +43,7 @@ use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::Start;
 use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
+use crate::terminal::without_programs;
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -280,11 +281,13 @@ impl Opening {
     }
 }
 
-/// The settings that all ranks of a run must share, with the command and the version: not paths, which may differ between machines.
+/// The settings that all ranks of a run must share, with the command and the version: not paths nor arguments of programs, which may
+/// differ between machines.
 fn common_settings(command: &str, config: &impl Serialize) -> Result<Map<String, Value>> {
     let is_place = |name: &str| ["_path", "_dir", "_name", "num_threads"].iter().any(|end| name.ends_with(end));
     let config = serde_json::to_value(config).map_err(|e| Error::Run(format!("settings: {e}")))?;
     let Value::Object(config) = config else { return Ok(Map::new()) };
+    let config = without_programs(&config);
     let identity = [("command", command), ("version", env!("CARGO_PKG_VERSION"))];
     let identity = identity.map(|(name, value)| (name.to_string(), Value::from(value)));
     Ok(identity.into_iter().chain(config.into_iter().filter(|(name, _)| !is_place(name))).collect())

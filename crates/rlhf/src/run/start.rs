@@ -5,6 +5,7 @@ use crate::model::is_model;
 use crate::run::checkpoint::{LENGTH, Saved, State, UNFINISHED, name_of, numbered, settings};
 use crate::run::resolved::resolved_settings;
 use crate::run::settings::{Resume, RunConfig};
+use crate::run::sizes::SIZES;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -91,7 +92,9 @@ impl Start {
             Some(error) => Err(Error::Run(format!("no whole checkpoint to resume from: {error}"))),
             // A run that was killed before its first checkpoint starts again.
             None if !is_model(out) => {
-                let settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
+                let mut settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
+                // The number of ranks that divided the batches is not known.
+                settings.iter_mut().for_each(|settings| settings.retain(|name, _| !SIZES.contains(&name.as_str())));
                 let begun = settings.map(|settings| (out.to_path_buf(), settings));
                 let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
                 let warnings = begun.iter().map(warning).collect();
