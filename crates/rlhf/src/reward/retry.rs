@@ -216,8 +216,8 @@ mod tests {
         for seconds in [1, 2, 30, 60] {
             retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
         }
-        let told = |when: &str| format!("reward `judge`: HTTP status 503; tried again {when} (reported once)");
-        assert_eq!(*found.lock().unwrap(), [told("now"), told("in 30 s")]);
+        let told = |when: &str| format!("reward `judge`: HTTP status 503; tried again{when} (reported once)");
+        assert_eq!(*found.lock().unwrap(), [told(""), told(" in 30 s")]);
         assert_eq!(retries.metric(), Some(("retries".to_string(), 4.0)));
         retries.start();
         assert_eq!(retries.metric(), None);
