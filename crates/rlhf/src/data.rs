@@ -21,7 +21,7 @@ pub use columns::Columns;
 pub use cursor::Cursor;
 pub use dataset::Dataset;
 pub use demonstrations::{Demonstration, DemonstrationOptions};
-pub use files::Files;
+pub use files::{Files, is_data_file};
 pub use pairs::Pair;
 pub use prompts::{Prompt, PromptLimit};
 pub use reader::RowReader;

@@ -24,7 +24,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_ext::{Group, Reduce, Rendezvous};
@@ -60,6 +60,8 @@ struct Ranks {
     /// NCCL, for tensors on a GPU.
     gpu_group: OnceLock<Mutex<Group>>,
     failure: Mutex<Option<Failure>>,
+    /// The wait of the rank that serves the store for those that read its error.
+    readers: Once,
     /// Whether the store does not respond, so that a request to it would not return.
     store_hangs: AtomicBool,
     /// The error that the ranks have agreed on last.
@@ -152,6 +154,7 @@ impl World {
             group: Mutex::new(group),
             gpu_group: OnceLock::new(),
             failure: Mutex::new(None),
+            readers: Once::new(),
             store_hangs: AtomicBool::new(false),
             agreed: Mutex::default(),
             times: Mutex::default(),

@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
-use rlhf::data::{Dataset, Prompt, RowReader};
+use rlhf::data::{Dataset, Prompt, RowReader, is_data_file};
 use rlhf::dist::World;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
@@ -86,8 +86,7 @@ fn of_all_ranks(world: &World, own: Result<Vec<String>>) -> Result<Vec<String>> 
 /// first row of `part`, that is a row of a dataset.
 fn note_on(config: &GenerateConfig, part: &Dataset) -> Option<String> {
     if !config.prompts.is_empty() {
-        let is_data = |name: &&String| DATA.iter().any(|end| name.ends_with(end)) && Path::new(name).is_file();
-        let file = config.prompts.iter().find(is_data)?;
+        let file = config.prompts.iter().find(|name| is_data_file(Path::new(name)))?;
         return Some(format!("`{file}` is a file, and its name is taken for a prompt; --dataset_name {file} reads it"));
     }
     if config.rows.dataset_name.is_some() || config.input_format != Format::Text {
@@ -99,9 +98,6 @@ fn note_on(config: &GenerateConfig, part: &Dataset) -> Option<String> {
         "a line of standard input is taken for a prompt, its JSON included; --input_format jsonl reads rows".into()
     })
 }
-
-/// Ends of the names of data files.
-const DATA: [&str; 7] = [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"];
 
 const MISSING_TEMPLATE: &str = "note: a response is empty: the model has a chat template, and the prompt was given without it; try \
                                 --apply_chat_template";

@@ -369,8 +369,7 @@ impl RlhfEngine {
         let stop = self.config.stop_tokens(&self.tokenizer)?;
         let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.generated) };
         let prompt_ids = unpadded(prompts, mask)?;
-        let gathers = self.config.dist.ds3_gather_for_generation;
-        let gathered = gathers.then(|| self.learner.policy.gathered()).transpose()?;
+        let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompt_ids, &generation)?;
         drop(gathered);
         self.generated += 1;

@@ -156,7 +156,7 @@ impl DataLoader {
     /// collator of the caller.
     ///
     /// # Errors
-    /// If the order of the caller returns a row out of range.
+    /// If the caller's order has a row that is out of range.
     pub fn epoch(&mut self) -> Result<impl Iterator<Item = Vec<Prompt>> + use<>> {
         let (pass, count) = (self.pass, self.prompts.len());
         let order = (self.order)(pass, count);

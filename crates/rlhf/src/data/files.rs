@@ -228,6 +228,11 @@ fn numbers_of<'f>(file: &'f str, folder: &str, split: &str, format: &str) -> Opt
     (digits(number) && digits(count)).then_some((number, count))
 }
 
+/// Whether `path` is a file whose name is that of a file of rows.
+pub fn is_data_file(path: &Path) -> bool {
+    path.is_file() && path.to_str().and_then(format_of).is_some()
+}
+
 fn format_of(file: &str) -> Option<&'static str> {
     FORMATS.into_iter().find(|format| stem_of(file, format).is_some())
 }

@@ -252,7 +252,7 @@ impl Ranks {
     pub(super) fn leave(&self, error: &str) {
         self.report_failure(error);
         if self.rank == 0 && self.rank_0_serves && !self.store_hangs.load(Ordering::SeqCst) {
-            self.wait_for_readers(self.group().store());
+            self.readers.call_once(|| self.wait_for_readers(self.group().store()));
         }
     }
 

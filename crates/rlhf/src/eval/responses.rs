@@ -8,7 +8,6 @@ use crate::model::{AdapterFolder, CausalLm, ModelConfig, ModelOptions};
 use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, GenerateConfig};
 use crate::tokenizer::{Tokenizer, message_text};
-use crate::weights::read_json;
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -32,26 +31,21 @@ pub(super) fn sampled(config: &EvaluateConfig, models: &Models) -> Result<Vec<Sa
     let b = config.compare.as_ref().zip(models.b.as_ref());
     let b = b.map(|(name, dir)| (name, &config.compare_revision, dir));
     let of_model = |(name, revision, dir): (&PathBuf, &String, &PathBuf)| {
-        let (place, context, of_model) = generation_of(dir)?;
-        let generation = config.generate(name, revision).generation(&of_model, context, &place)?;
+        let model = described(dir)?;
+        let context = model.max_position_embeddings;
+        let generation = config.generate(name, revision).generation(model.generation_settings(), context, dir)?;
         Ok(Sampled { model: name.clone(), settings: settings_of(&generation) })
     };
     a.into_iter().chain(b).map(of_model).collect()
 }
 
-/// Returns the `generation_config.json` of the model in the folder `dir`, with its folder and the model's context: an adapter may have one
-/// of its own, in place of its base's.
-fn generation_of(dir: &Path) -> Result<(PathBuf, usize, Map<String, Value>)> {
-    let base = AdapterFolder::find(dir)?.map(|adapter| adapter.base_dir()).transpose()?;
-    let model = ModelConfig::from_dir(base.as_deref().unwrap_or(dir))?;
-    let (own, context) = (dir.join("generation_config.json"), model.max_position_embeddings);
-    match base {
-        Some(_) if own.is_file() => {
-            let settings = read_json(&own)?.as_object().cloned().unwrap_or_default();
-            Ok((dir.to_path_buf(), context, settings))
-        }
-        base => Ok((base.unwrap_or_else(|| dir.to_path_buf()), context, model.generation_settings().clone())),
-    }
+/// Returns the configuration of the model in the folder `dir`, as loading has it: an adapter's own `generation_config.json` replaces its
+/// base's.
+fn described(dir: &Path) -> Result<ModelConfig> {
+    let Some(adapter) = AdapterFolder::find(dir)? else { return ModelConfig::from_dir(dir) };
+    let mut base = ModelConfig::from_dir(&adapter.base_dir()?)?;
+    base.read_generation(dir)?;
+    Ok(base)
 }
 
 /// Returns the settings of a generation by the names of their flags.

@@ -58,7 +58,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// If it is not a JSON object.
-    pub(super) fn read_generation(&mut self, dir: &Path) -> Result<()> {
+    pub(crate) fn read_generation(&mut self, dir: &Path) -> Result<()> {
         let path = dir.join("generation_config.json");
         if path.is_file() {
             let Value::Object(generation) = read_json(&path)? else {

@@ -48,16 +48,15 @@ pub(super) fn is_below(name: &str, module: &str) -> bool {
 }
 
 /// Whether `name` is a tensor or a layer of a module whose name ends with one of `modules`, as PEFT selects `modules_to_save`.
-pub(super) fn is_in_module(name: &str, modules: &[String]) -> bool {
+pub(super) fn is_in_module(name: &str, modules: &[impl AsRef<str>]) -> bool {
     let mut parents = name.match_indices('.').map(|(at, _)| &name[..at]);
-    parents.any(|parent| modules.iter().any(|module| parent.ends_with(module)))
+    parents.any(|parent| modules.iter().any(|module| parent.ends_with(module.as_ref())))
 }
 
 /// Whether the tensor or layer is part of a head that is trained in full, which gets no adapter. The ends of the names of modules count, as
 /// for all modules that PEFT saves: DistilBERT's `pre_classifier` is part of the head too.
 pub(super) fn is_in_head(name: &str) -> bool {
-    let parents = name.match_indices('.').map(|(at, _)| &name[..at]);
-    parents.chain([name]).any(|module| HEADS.iter().any(|head| module.ends_with(head)))
+    is_in_module(name, &HEADS) || HEADS.iter().any(|head| name.ends_with(head))
 }
 
 /// Rank and scale of the adapter of one layer.

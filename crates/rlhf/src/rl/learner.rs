@@ -2,8 +2,8 @@
 
 use crate::dist::{World, ZeroStage};
 use crate::model::{
-    CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs,
-    ValueModel,
+    CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards,
+    TokenLogprobs, ValueModel,
 };
 use crate::offload::Offload;
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
@@ -256,7 +256,6 @@ impl Learner {
     /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
-        self.shared_gradients = None;
         let in_memory = "a state that stays in memory needs no file";
         self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
         let of_value = |model| value_optimizer(model, value, &self.settings, None).expect(in_memory);
@@ -325,6 +324,15 @@ impl Learner {
         self.settings = settings;
     }
 
+    /// The policy's whole parameters for the generation of many tokens, if `gathers` and they are divided over ranks
+    /// (`ds3_gather_for_generation`).
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn gathered_policy(&self, gathers: bool) -> Result<Option<Gathered<'_>>> {
+        gathers.then(|| self.policy.gathered()).transpose()
+    }
+
     /// Policy and critic beside a reference model, if there is one, for the evaluation of responses.
     pub fn rollout_models<'a>(&'a self, reference: impl Into<Option<&'a CausalLm>>) -> RolloutModels<'a> {
         RolloutModels { policy: &self.policy, reference: reference.into(), value: &self.value, world: &self.world }
@@ -349,8 +357,8 @@ impl Learner {
     ///
     /// Each mini-batch takes as many blocks of [`Learner::unsupervised`] as it has rows. A moving average follows each step of
     /// the policy. A mini-batch above `ratio_threshold` is skipped, and an epoch that ends too far from the policy that
-    /// sampled, by `target_kl`, is the last. Gradients that are there are cleared first. `rates` are those of all steps, or of each; where the policy's is `None` only the value
-    /// model is trained.
+    /// sampled, by `target_kl`, is the last. Gradients that are there are cleared first. `rates` are those of all steps, or of
+    /// each; where the policy's is `None` only the value model is trained.
     ///
     /// # Errors
     /// If libtorch refuses a step.
@@ -429,11 +437,10 @@ impl Learner {
     /// The numbers are the same in either order, as two models share nothing. An observer sees both models' losses and gradients of a
     /// mini-batch at once; gradients that are divided over ranks have memory of their own.
     fn trains_apart(&self) -> bool {
-        let divided = |optimizer: &Optimizer| optimizer.is_divided();
         self.settings.steps_apart()
             && self.observer.is_none()
-            && self.value_optimizer.as_ref().is_some_and(|value| !divided(value))
-            && !divided(&self.policy_optimizer)
+            && self.value_optimizer.as_ref().is_some_and(|value| !value.is_divided())
+            && !self.policy_optimizer.is_divided()
     }
 
     /// Trains both models on a mini-batch: the passes of both, then both steps.

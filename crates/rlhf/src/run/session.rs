@@ -247,12 +247,11 @@ impl Opening {
     /// does so for all ranks.
     ///
     /// # Errors
-    /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not push to the hub.
+    /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not
+    /// push to the hub.
     pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
         let world = World::of_process();
-        if world.size() > 1 {
-            world.check_settings(&common_settings(command, config)?)?;
-        }
+        world.check_settings(&common_settings(command, config)?)?;
         let opening = world.is_main().then(|| Self::on_main(run, command, config, inputs)).transpose();
         let opening = world.agree(opening)?;
         let start = world.broadcast_bytes(opening.as_ref().map(|opening| opening.start.to_bytes()))?;
@@ -677,6 +676,11 @@ impl<'w> Session<'w> {
     /// The error of the loop, or that something cannot be saved; [`Error::Stopped`] if the user stopped the run.
     pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let ended = self.close(trainee, ended);
+        if let Err(error) = &ended
+            && self.world.is_broken()
+        {
+            self.world.leave(&error.to_string());
+        }
         set_complete(ended.as_ref().is_ok_and(|done| *done == self.num_updates));
         match &ended {
             Ok(done) if *done == self.num_updates => self.report.end(Outcome::Finished, None),

@@ -13,7 +13,7 @@ use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, StopStrings, generate_on};
 use crate::hub::Commits;
 use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::model::{CausalLm, Gathered};
+use crate::model::CausalLm;
 use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling, Warn};
 use crate::rl::alarms::{Alarms, Sampled};
@@ -279,19 +279,12 @@ impl PpoTrainer {
     /// Samples responses to prompts, and counts their tokens and the time.
     fn timed(&self, prompts: &[Vec<i64>], generation: &GenerationConfig) -> Result<Vec<Response>> {
         let began = Instant::now();
-        let _gathered = self.gathered_policy()?;
+        let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, prompts, generation)?;
         let Timed { seconds, tokens } = self.sampling.get();
         let more: usize = responses.iter().map(|response| response.tokens.len()).sum();
         self.sampling.set(Timed { seconds: seconds + began.elapsed().as_secs_f64(), tokens: tokens + more });
         Ok(responses)
-    }
-
-    /// The policy's whole parameters for the generation of many tokens, if they are divided over ranks and
-    /// `ds3_gather_for_generation` is set.
-    fn gathered_policy(&self) -> Result<Option<Gathered<'_>>> {
-        let gathers = self.config.dist.ds3_gather_for_generation;
-        gathers.then(|| self.learner.policy.gathered()).transpose()
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {

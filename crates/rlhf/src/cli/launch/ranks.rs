@@ -124,14 +124,10 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    /// Starts the ranks. Rank 0 of this machine has the terminal; the lines of the others are marked with their rank.
-    ///
-    /// # Errors
-    /// If a process cannot be started; the others are killed then.
-    pub(super) fn start(start: &Start<'_>, events: &Sender<Event>) -> Result<Self> {
-        let (written, output) = channel();
-        let mut ranks = Self {
-            first_rank: start.first_rank,
+    /// No rank yet, of a machine whose first one has this number.
+    fn of_machine(first_rank: usize, output: Receiver<()>) -> Self {
+        Self {
+            first_rank,
             running: BTreeMap::new(),
             failures: Vec::new(),
             stopped: None,
@@ -141,7 +137,16 @@ impl Ranks {
             kill_at: None,
             written: 0,
             output,
-        };
+        }
+    }
+
+    /// Starts the ranks. Rank 0 of this machine has the terminal; the lines of the others are marked with their rank.
+    ///
+    /// # Errors
+    /// If a process cannot be started; the others are killed then.
+    pub(super) fn start(start: &Start<'_>, events: &Sender<Event>) -> Result<Self> {
+        let (written, output) = channel();
+        let mut ranks = Self::of_machine(start.first_rank, output);
         for local_rank in 0..start.local_ranks {
             let mut child = match start.command(local_rank).spawn() {
                 Ok(child) => child,
@@ -379,18 +384,8 @@ mod tests {
     fn a_rank_0_that_saves_the_run_is_told_from_one_that_hangs() {
         let ranks = |script: &str| {
             let child = Command::new("sh").args(["-c", script]).stdout(Stdio::null()).spawn().unwrap();
-            let mut ranks = Ranks {
-                first_rank: 0,
-                running: BTreeMap::from([(0, Pid::from_child(&child))]),
-                failures: Vec::new(),
-                stopped: None,
-                stops: 0,
-                sent: Vec::new(),
-                term_at: None,
-                kill_at: None,
-                written: 0,
-                output: channel().1,
-            };
+            let mut ranks = Ranks::of_machine(0, channel().1);
+            ranks.running.insert(0, Pid::from_child(&child));
             ranks.main_rank_saves();
             (child, ranks)
         };

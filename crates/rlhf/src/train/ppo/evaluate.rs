@@ -89,7 +89,7 @@ impl PpoTrainer {
         };
         let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
-        let gathered = self.gathered_policy()?;
+        let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         drop(gathered);
         self.learner.set_settings(self.config.learner());
