@@ -102,11 +102,8 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         }
     }
     let mut judge = task.judge(config, &models, pairs, specs)?;
-    if let Judge::Scores(scorer) = &mut judge {
-        let (bar, console) = (progress.bar.clone(), progress.console);
-        let warn: Warn = Arc::new(move |message: &str| bar.suspend(|| console.warn(message)));
-        scorer.rewards.warn_by(&warn);
-    }
+    let (bar, console) = (progress.bar.clone(), progress.console);
+    judge.warn_by(Arc::new(move |message: &str| bar.suspend(|| console.warn(message))));
     let described = judge.describe();
     judge.judge_missing(&task, &mut store, &progress)?;
     progress.finish();
@@ -290,6 +287,14 @@ enum Judge {
 }
 
 impl Judge {
+    /// Sets what receives a warning of the first retry.
+    fn warn_by(&mut self, warn: Warn) {
+        match self {
+            Self::Pairs(pairs) => pairs.warn_by(warn),
+            Self::Scores(scorer) => scorer.rewards.warn_by(&warn),
+        }
+    }
+
     fn describe(&self) -> String {
         match self {
             Self::Pairs(pairs) => pairs.describe(),

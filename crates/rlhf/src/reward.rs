@@ -21,7 +21,7 @@ pub use http::{HttpReward, HttpSettings};
 pub use math::{Solution, Verdict};
 pub use model::RewardModel;
 pub use retry::RetryPolicy;
-pub(crate) use retry::{Failure, excerpt};
+pub(crate) use retry::{Failure, Retries, excerpt};
 pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, Shaping};
 pub(crate) use settings::LONGEST_TIMEOUT;

@@ -26,24 +26,36 @@ const QUEUE: usize = 64;
 /// Polling interval of requests to stop while no request waits.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Loads the model and serves it until [`request_stop`](crate::signals::request_stop) is called. `ready` receives the model's name and
-/// the server's address, `http://127.0.0.1:8000`, once requests are answered.
+/// A server that answers requests.
+#[derive(Debug)]
+pub struct Ready {
+    /// Name of the model in requests.
+    pub name: String,
+    /// Address of the server: `http://127.0.0.1:8000`.
+    pub url: String,
+    /// Fields of the model's `generation_config.json` by which transformers would change responses, and which have no effect here, if there
+    /// are any.
+    pub note: Option<String>,
+}
+
+/// Loads the model and serves it until [`request_stop`](crate::signals::request_stop) is called. `ready` is called once requests are
+/// answered.
 ///
 /// # Errors
 /// If a setting is invalid, the port is taken or the model cannot be loaded.
-pub fn serve(config: &ServeConfig, ready: impl FnOnce(&str, &str) -> Result<()>) -> Result<()> {
+pub fn serve(config: &ServeConfig, ready: impl FnOnce(&Ready) -> Result<()>) -> Result<()> {
     config.check()?;
     // First, as loading takes time.
     let listener = Listener::bind(&config.host, config.port())?;
     let engine = Engine::load(config)?;
     let (queue, jobs) = sync_channel::<Job>(QUEUE);
     let served = Served::new(&config.model);
-    let (name, url) = (served.name.clone(), listener.url());
+    let about = Ready { name: served.name.clone(), url: listener.url(), note: engine.note()? };
     let server = listener.serve(routes::router(Arc::new(Service { served, queue })))?;
-    ready(&name, &url)?;
+    ready(&about)?;
     while !stop_requested() {
         match jobs.recv_timeout(POLL) {
-            Ok(job) => engine.respond(&name, job),
+            Ok(job) => engine.respond(&about.name, job),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(Error::Run("the HTTP server has ended".into())),
         }

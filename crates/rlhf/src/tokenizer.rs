@@ -4,6 +4,7 @@ mod bounds;
 mod chat;
 mod file;
 mod rules;
+mod special;
 
 use crate::files;
 use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
@@ -13,6 +14,7 @@ use chat::ChatTemplate;
 pub(crate) use chat::{message_text, user_message};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
+use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,10 +22,13 @@ use std::sync::Arc;
 /// The file of a tokenizer that is read.
 const JSON: &str = "tokenizer.json";
 
+/// The file of a tokenizer's settings.
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+
 /// The files of a tokenizer; the existing ones are saved with every model.
 pub(crate) const FILES: [&str; 10] = [
     JSON,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -39,10 +44,6 @@ const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// Files of tokenizers without a `tokenizer.json`.
 const SLOW_FILES: [&str; 4] = ["vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"];
-
-/// Names of special tokens, which chat templates use.
-const NAMED_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// A tokenizer, the tokens that end a text, and the chat template.
 ///
@@ -66,8 +67,10 @@ pub struct Tokenizer {
     ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
-    /// The special tokens by name.
-    named: Map<String, Value>,
+    /// The tokens that the files beside tokenizer.json name.
+    described: Described,
+    /// Whether tokenizer.json has them all.
+    is_plain: bool,
     eos: Vec<i64>,
     pad: Option<i64>,
     template: Option<ChatTemplate>,
@@ -80,14 +83,15 @@ impl Tokenizer {
     ///
     /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the `eos_token_id` of
     /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
-    /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos.
+    /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos. As in
+    /// transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks are added.
     ///
     /// If the folder of an adapter has no tokenizer, loads that of its base.
     ///
     /// In the folder of an encoder-decoder, [`Tokenizer::set_encoder_decoder`] is set.
     ///
     /// # Errors
-    /// If there is no valid `tokenizer.json`, a named special token is not in the vocabulary, or an id in these files is invalid.
+    /// If there is no valid `tokenizer.json`, or a token or an id in these files is invalid.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         Self::from_folder(dir, None)
     }
@@ -139,21 +143,27 @@ impl Tokenizer {
                 files.push((name, files::read(&dir.join(name))?));
             }
         }
-        let (mut inner, mut growth, mut ids) = (None, None, 0);
+        let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
+        let described = Described::read(dir, &tokenizer_config)?;
+        let (mut inner, mut growth, mut ids, mut is_plain) = (None, None, 0, true);
         if let [(JSON, json), ..] = &files[..] {
-            if let Some(other) = beside.filter(|other| other.reads_as(json)) {
+            if let Some(other) = beside.filter(|other| other.reads_as(json, &described)) {
                 (inner, growth, ids) = (other.inner.clone(), other.growth, other.ids);
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
                 growth = Some(Growth::read(&path, json)?);
-                let (found, count) = load(&path, json)?;
-                (inner, ids) = (Some(Arc::new(found)), count);
+                let (mut found, count) = load(&path, json)?;
+                ids = count;
+                is_plain = described.is_in(&found);
+                if !is_plain {
+                    let added = guarded(|| described.add_to(&mut found));
+                    ids = ids.max(added.map_err(|e| Error::invalid(dir.join(TOKENIZER_CONFIG), e))?);
+                }
+                inner = Some(Arc::new(found));
             }
         }
-        let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
-        let special = SpecialTokens::read(dir, inner.as_deref(), &tokenizer_config)?;
-        let SpecialTokens { named, eos, pad, mut apart } = special;
+        let SpecialTokens { eos, pad, mut apart } = SpecialTokens::read(dir, inner.as_deref(), &described)?;
         // An adapter has the configuration of its base, which need not be there for its tokenizer.
         if !dir.join("config.json").is_file()
             && let Ok(Some(adapter)) = AdapterFolder::find(dir)
@@ -162,20 +172,23 @@ impl Tokenizer {
             apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
         }
         let mut tokenizer =
-            Self { inner, growth, ids, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
+            Self { inner, growth, described, is_plain, ids, dir: dir.to_path_buf(), files, eos, pad, template: None, apart };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {
             tokenizer.template = template_of(&tokenizer_config)
-                .map(|source| ChatTemplate::new(dir.join("tokenizer_config.json"), source));
+                .map(|source| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source));
         }
         Ok(tokenizer)
     }
 
-    /// Whether this tokenizer was read from the `tokenizer.json` `json`, and still reads texts as it did then.
-    fn reads_as(&self, json: &[u8]) -> bool {
-        let is_whole = self.inner.as_ref().is_some_and(|inner| inner.get_truncation().is_none());
-        is_whole && self.files.iter().any(|(name, bytes)| *name == JSON && bytes == json)
+    /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described`: neither
+    /// has tokens that are not in it, and texts are not truncated.
+    fn reads_as(&self, json: &[u8], described: &Described) -> bool {
+        let is_whole = |inner: &Arc<tokenizers::Tokenizer>| inner.get_truncation().is_none() && described.is_in(inner);
+        self.is_plain
+            && self.inner.as_ref().is_some_and(is_whole)
+            && self.files.iter().any(|(name, bytes)| *name == JSON && bytes == json)
     }
 
     /// The folder of the tokenizer of the model in `dir`: `dir`, or, for an adapter without one, its base's folder.
@@ -262,7 +275,7 @@ impl Tokenizer {
             return Err(Error::Run(message.into()));
         }
         let template = self.require_chat_template()?;
-        let variables = self.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
+        let variables = self.described.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
         let variables = variables.map(|(name, value)| (name.clone(), value.clone()));
         let text = template.render(messages, add_generation_prompt, variables)?;
         match self.encode_verbatim(&text)? {
@@ -290,7 +303,7 @@ impl Tokenizer {
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
         let template = self.require_chat_template()?;
         let all = || {
-            let named = self.named.iter().filter(|(name, _)| !variables.contains_key(*name));
+            let named = self.described.named.iter().filter(|(name, _)| !variables.contains_key(*name));
             named.chain(variables).map(|(name, value)| (name.clone(), value.clone()))
         };
         let (text, spans) = if template.has_marks() {
@@ -572,6 +585,16 @@ impl Tokenizer {
         if self.ids <= model.vocab_size {
             return Ok(());
         }
+        let added = self.inner.as_ref().filter(|_| !self.is_plain);
+        if let Some((token, id)) = added.and_then(|inner| self.described.first_from(inner, model.vocab_size)) {
+            let message = format!(
+                "{token:?} is named by a file beside tokenizer.json, which lacks it, and gets the id {id}: expected ids below vocab_size {} \
+                 of {}",
+                model.vocab_size,
+                dir.display()
+            );
+            return Err(Error::invalid(&self.dir, message));
+        }
         Err(Error::invalid(
             dir,
             format!(
@@ -760,73 +783,6 @@ fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64)> {
 fn read_if_present(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
     if path.is_file() { read_json(&path) } else { Ok(Value::Null) }
-}
-
-/// The special tokens that a model folder names.
-struct SpecialTokens {
-    named: Map<String, Value>,
-    eos: Vec<i64>,
-    pad: Option<i64>,
-    apart: bool,
-}
-
-impl SpecialTokens {
-    fn read(dir: &Path, inner: Option<&tokenizers::Tokenizer>, tokenizer_config: &Value) -> Result<Self> {
-        let mut special = Self { named: Map::new(), eos: Vec::new(), pad: None, apart: false };
-        let map = read_if_present(dir, "special_tokens_map.json")?;
-        if let Some(inner) = inner {
-            for (file, source) in [("tokenizer_config.json", tokenizer_config), ("special_tokens_map.json", &map)] {
-                special.add_named(inner, source).map_err(|message| Error::invalid(dir.join(file), message))?;
-            }
-        }
-        for file in ["config.json", "generation_config.json"] {
-            let config = read_if_present(dir, file)?;
-            special.apart |= generates_from_an_encoder(&config);
-            special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
-        }
-        Ok(special)
-    }
-
-    /// Adds the tokens that `source` names and that are not yet known.
-    fn add_named(&mut self, inner: &tokenizers::Tokenizer, source: &Value) -> Result<(), String> {
-        for key in NAMED_TOKENS {
-            // A token is a string, or an object with its `content`.
-            let value = &source[key];
-            let token = value.as_str().or_else(|| value["content"].as_str());
-            let Some(token) = token.filter(|_| !self.named.contains_key(key)) else { continue };
-            self.named.insert(key.into(), token.into());
-            let id = || {
-                let id = inner.token_to_id(token).map(i64::from);
-                id.ok_or_else(|| format!("`{key}`: the token {token:?} is not in tokenizer.json"))
-            };
-            match key {
-                "eos_token" => self.eos = vec![id()?],
-                "pad_token" => self.pad = Some(id()?),
-                // The others are used by templates only.
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds the ids that `config` names: its eos ids end a text in any case, its pad id counts if none is known.
-    fn add_ids(&mut self, config: &Value) -> Result<(), String> {
-        let ids = |key: &str| -> Result<Vec<i64>, String> {
-            let ids = match &config[key] {
-                Value::Null => Some(Vec::new()),
-                Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
-                id => id.as_i64().map(|id| vec![id]),
-            };
-            ids.ok_or_else(|| format!("`{key}`: expected a token id or a list of them, found {}", config[key]))
-        };
-        for id in ids("eos_token_id")? {
-            if !self.eos.contains(&id) {
-                self.eos.push(id);
-            }
-        }
-        self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
-        Ok(())
-    }
 }
 
 /// Whether a model with this `config.json` has an encoder that reads the prompt and a decoder that writes the response. A classifier reads one

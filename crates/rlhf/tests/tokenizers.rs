@@ -2,6 +2,7 @@
 
 use crate::support::{golden, read_json, required_golden, say};
 use rlhf::data::{Dataset, Demonstration, DemonstrationOptions};
+use rlhf::model::ModelConfig;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -191,9 +192,46 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         assert_eq!((tokenizer.eos_ids(), tokenizer.pad()), (eos, pad), "{files:?}");
         assert_eq!(tokenizer.eos(), eos.first().copied());
     }
-    let dir = folder(&[(CONFIG, r#"{"eos_token": "<|stop|>"}"#)]);
-    let error = Tokenizer::from_pretrained(dir.path()).unwrap_err().to_string();
-    assert!(error.contains(r#"`eos_token`: the token "<|stop|>" is not in tokenizer.json"#), "{error}");
+}
+
+#[test]
+fn tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers() {
+    let goldens = read_json(&golden().join("tokenizers/added.json"));
+    let goldens = goldens.as_object().unwrap();
+    assert_eq!(goldens.len(), 14);
+    let plain = open(&[]);
+    for (name, case) in goldens {
+        let files: Vec<(&str, String)> =
+            case["files"].as_object().unwrap().iter().map(|(file, content)| (file.as_str(), content.to_string())).collect();
+        let dir = folder(&files.iter().map(|(file, content)| (*file, content.as_str())).collect::<Vec<_>>());
+        let tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
+        let found = tokenizer.encode(case["text"].as_str().unwrap()).unwrap();
+        assert_eq!(found, ids(&case["ids"]), "{name}");
+        assert_eq!(tokenizer.decode_verbatim(&found).unwrap(), case["decoded"], "{name}");
+        assert_eq!(tokenizer.decode(&found).unwrap(), case["decoded_skip_special"], "{name}");
+        assert_eq!((json!(tokenizer.eos()), json!(tokenizer.pad())), (case["eos"].clone(), case["pad"].clone()), "{name}");
+        // A tokenizer with other tokens reads the same ids as other texts.
+        let adds = found.contains(&320);
+        assert_eq!(plain.check_same(dir.path()).is_err(), adds, "{name}");
+        assert_eq!(tokenizer.check_same(&golden().join("models/gpt2")).is_err(), adds, "{name}");
+    }
+}
+
+#[test]
+fn an_added_token_without_a_row_in_the_embedding_is_named() {
+    let dir = folder(&[("tokenizer_config.json", r#"{"eos_token": "<|endoftext|>", "pad_token": "[PAD]"}"#)]);
+    let mut model = ModelConfig::from_dir(&golden().join("models/gpt2")).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
+    let error = tokenizer.check_fits(&model, "policy".as_ref()).unwrap_err().to_string();
+    let expected = "\"[PAD]\" is named by a file beside tokenizer.json, which lacks it, and gets the id 320: expected ids below vocab_size 320 of policy";
+    assert!(error.ends_with(expected), "{error}");
+    model.vocab_size = 321;
+    tokenizer.check_fits(&model, "policy".as_ref()).unwrap();
+    let error = Tokenizer::from_pretrained(
+        folder(&[("tokenizer_config.json", r#"{"added_tokens_decoder": {"7": "<end>x", "8": 3}}"#)]).path(),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(error.ends_with("`added_tokens_decoder`: expected objects with a `content`, found something else"), "{error}");
 }
 
 #[test]

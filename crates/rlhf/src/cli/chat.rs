@@ -10,7 +10,7 @@ use rlhf::generate::{FinishReason, GenerationConfig, Token, generate_with};
 use rlhf::hub;
 use rlhf::model::CausalLm;
 use rlhf::safe_text::{lines, one_line};
-use rlhf::settings::ChatConfig;
+use rlhf::settings::{ChatConfig, GenerateConfig};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -37,7 +37,7 @@ pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
     config.check()?;
     let mut chat = Chat::load(config)?;
     let mut input = Input::open()?;
-    chat.greet();
+    chat.greet()?;
     while let Some(line) = input.next()? {
         match chat.take(&line) {
             Ok(ControlFlow::Continue(())) => {}
@@ -137,7 +137,7 @@ impl Chat {
             let tokenizer = Tokenizer::from_pretrained(&dir)?;
             let model = CausalLm::from_pretrained(&dir, options)?;
             tokenizer.check_fits(model.config(), &dir)?;
-            speakers.push(Speaker { label, dir, model, tokenizer, turns: Vec::new() });
+            speakers.push(Speaker { path: path.clone(), label, dir, model, tokenizer, turns: Vec::new() });
         }
         if config.system.is_some() {
             check_system(&speakers, "system")?;
@@ -151,8 +151,13 @@ impl Chat {
         Ok(Self { config: config.clone(), speakers, turn: 0, interactive, stop })
     }
 
-    /// Prints what the user has to know.
-    fn greet(&self) {
+    /// Prints notes about the models, and the help of the terminal.
+    fn greet(&self) -> Result<()> {
+        for speaker in &self.speakers {
+            if let Some(note) = speaker.note(&self.config)? {
+                let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
+            }
+        }
         for speaker in self.speakers.iter().filter(|speaker| !speaker.tokenizer.has_chat_template()) {
             let note = match speaker.tokenizer.is_of_encoder_decoder() {
                 true => "reads the conversation as one text, without a chat template",
@@ -164,6 +169,7 @@ impl Chat {
             let names: Vec<&str> = self.speakers.iter().map(|speaker| speaker.label.as_str()).collect();
             self.hint(&format!("{}: /help lists the commands, Ctrl-D quits", one_line(&names.join(" and "))));
         }
+        Ok(())
     }
 
     /// Prints a line about the conversation, on a terminal.
@@ -279,6 +285,8 @@ fn show_plain(text: &str) -> Result<()> {
 
 /// A model with its part of the conversation.
 struct Speaker {
+    /// The folder or hub name that the user gave.
+    path: PathBuf,
     label: String,
     dir: PathBuf,
     model: CausalLm,
@@ -301,6 +309,15 @@ impl Speaker {
         }
         messages.push(said("user", message));
         Ok(self.tokenizer.encode_chat(&messages, true, &Map::new())?.1)
+    }
+
+    /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
+    fn note(&self, config: &ChatConfig) -> Result<Option<String>> {
+        let (model, settings) = (self.model.config(), config.generate());
+        let generation =
+            settings.generation(model.generation_settings(), model.max_position_embeddings, &self.dir)?;
+        let of_model = GenerateConfig { model_name_or_path: self.path.clone(), ..settings };
+        Ok(of_model.note_without_effect(model.generation_settings(), &generation))
     }
 
     /// Returns the settings of the response to a prompt of `len` tokens.

@@ -134,9 +134,7 @@ impl<'c> Generator<'c> {
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
     fn note(&self) -> Option<String> {
-        let names = GenerateConfig::without_effect(self.model.config().generation_settings(), &self.generation);
-        let file = self.config.model_name_or_path.join("generation_config.json");
-        (!names.is_empty()).then(|| format!("{}: fields without effect here: {}", file.display(), names.join(", ")))
+        self.config.note_without_effect(self.model.config().generation_settings(), &self.generation)
     }
 
     /// Returns the prompts of the rows of `part`.

@@ -1,6 +1,6 @@
 //! Judges that compare two responses: a program, or a model behind an OpenAI-compatible HTTP endpoint.
 
-use crate::reward::{Client, Failure, Program, RetryPolicy, excerpt};
+use crate::reward::{Client, Failure, Program, Retries, RetryPolicy, Warn, excerpt};
 use crate::settings::JudgeConfig;
 use crate::{Error, Result, files};
 use serde_json::{Value, json};
@@ -104,7 +104,8 @@ impl PairJudge {
         };
         Ok(match (&config.judge_command, &config.judge_url) {
             (Some(command), _) => {
-                Some(Self::Program(ProgramJudge { command: command.clone(), retry, running: None, asked: 0 }))
+                let (command, retries) = (command.clone(), Retries::default());
+                Some(Self::Program(ProgramJudge { command, retry, retries, running: None, asked: 0 }))
             }
             (None, Some(url)) => Some(Self::Chat(Box::new(ChatJudge::new(config, url, retry)?))),
             (None, None) => None,
@@ -117,6 +118,15 @@ impl PairJudge {
             Self::Program(_) => "a program".into(),
             Self::Chat(chat) => format!("{} at {}", chat.model, chat.client.address()),
         }
+    }
+
+    /// Sets what receives a warning of the first retry.
+    pub(super) fn warn_by(&mut self, warn: Warn) {
+        let retries = match self {
+            Self::Program(program) => &mut program.retries,
+            Self::Chat(chat) => &mut chat.retries,
+        };
+        retries.warn_by("the judge".into(), warn);
     }
 
     /// Returns the number of pairs to judge at once.
@@ -141,6 +151,7 @@ impl PairJudge {
 pub(super) struct ProgramJudge {
     command: String,
     retry: RetryPolicy,
+    retries: Retries,
     running: Option<Program>,
     /// Number of pairs so far; the `id` of the last one.
     asked: u64,
@@ -152,8 +163,12 @@ impl ProgramJudge {
         self.asked += 1;
         let id = self.asked;
         let line = json!({"id": id, "prompt": prompt, "response_a": first, "response_b": second, "row": row});
-        let (line, retry) = (line.to_string(), self.retry);
-        let reply = retry.run(|| self.ask(&line))?;
+        let line = line.to_string();
+        // Taken out, as an attempt needs the whole judge.
+        let (retry, retries) = (self.retry, std::mem::take(&mut self.retries));
+        let reply = retry.run(&retries, || self.ask(&line));
+        self.retries = retries;
+        let reply = reply?;
         read_line(&String::from_utf8_lossy(&reply), id).inspect_err(|no_verdict| {
             if no_verdict.failed {
                 // It may be an extra line, after which all verdicts would be those of other pairs.
@@ -209,6 +224,7 @@ pub(super) struct ChatJudge {
     max_tokens: Option<usize>,
     concurrency: usize,
     retry: RetryPolicy,
+    retries: Retries,
 }
 
 impl ChatJudge {
@@ -238,6 +254,7 @@ impl ChatJudge {
             max_tokens: config.judge_max_tokens,
             concurrency: config.judge_concurrency,
             retry,
+            retries: Retries::default(),
         })
     }
 
@@ -273,7 +290,7 @@ impl ChatJudge {
             body["max_tokens"] = tokens.into();
         }
         let body = body.to_string();
-        let text = self.retry.run(|| self.client.post(&body))?;
+        let text = self.retry.run(&self.retries, || self.client.post(&body))?;
         let reply: Value = serde_json::from_str(&text).unwrap_or_default();
         // The key is removed before the text is shortened: one that is cut in two would not be found.
         match reply["choices"][0]["message"]["content"].as_str() {

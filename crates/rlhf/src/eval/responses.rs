@@ -147,7 +147,10 @@ pub(super) fn generate_missing(
     }
     let short = name.file_name().unwrap_or(name.as_os_str()).to_string_lossy();
     progress.start(&format!("responses of {}", beginning(&short, 30)), missing.len());
-    let responder = Responder::load(&config.generate(name, revision), dir, &task.dataset, config.compute.options()?)?;
+    let settings = config.generate(name, revision);
+    let responder = Responder::load(&settings, dir, &task.dataset, config.compute.options()?)?;
+    let of_model = responder.model.config().generation_settings();
+    settings.note_without_effect(of_model, &responder.generation).iter().for_each(|note| progress.warn(note));
     let at_once = (config.batch_size / config.sampling.num_return_sequences).max(1);
     for indices in missing.chunks(at_once) {
         let responses = responder.respond(indices)?;

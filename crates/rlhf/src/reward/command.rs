@@ -98,7 +98,7 @@ impl Reward for CommandReward {
         // Taken out, as an attempt needs the whole reward.
         let (retry, retries) = (self.retry, std::mem::take(&mut self.retries));
         retries.start();
-        let scores = retry.run_noting(&retries, || self.attempt(batch));
+        let scores = retry.run(&retries, || self.attempt(batch));
         self.retries = retries;
         scores.map_err(|failure| failure.error(batch))
     }
@@ -108,7 +108,7 @@ impl Reward for CommandReward {
     }
 
     fn warn_by(&mut self, name: &str, warn: Warn) {
-        self.retries.warn_by(name, warn);
+        self.retries.warn_by(format!("reward `{name}`"), warn);
     }
 }
 

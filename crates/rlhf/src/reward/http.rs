@@ -150,7 +150,7 @@ impl Reward for HttpReward {
             for _ in 0..this.settings.concurrency.max(1).min(parts.len()) {
                 scope.spawn(|| {
                     while let Some((at, part)) = take(&next, &parts) {
-                        let reply = this.settings.retry.run_noting(&this.retries, || this.send(part));
+                        let reply = this.settings.retry.run(&this.retries, || this.send(part));
                         if reply.is_err() {
                             // The batch has failed, so the remaining requests are not sent.
                             next.store(parts.len(), Ordering::Relaxed);
@@ -184,7 +184,7 @@ impl Reward for HttpReward {
     }
 
     fn warn_by(&mut self, name: &str, warn: Warn) {
-        self.retries.warn_by(name, warn);
+        self.retries.warn_by(format!("reward `{name}`"), warn);
     }
 }
 

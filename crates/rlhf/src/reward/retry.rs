@@ -36,13 +36,9 @@ const MAX_ASKED: Duration = Duration::from_secs(300);
 const LONG_WAIT: Duration = Duration::from_secs(5);
 
 impl RetryPolicy {
-    /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
-    pub(crate) fn run<T>(&self, attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
-        self.run_noting(&Retries::default(), attempt)
-    }
-
-    /// As [`RetryPolicy::run`]; each retry is noted in `retries`.
-    pub(super) fn run_noting<T>(
+    /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop. Each retry is
+    /// noted in `retries`.
+    pub(crate) fn run<T>(
         &self,
         retries: &Retries,
         mut attempt: impl FnMut() -> Result<T, Failure>,
@@ -73,10 +69,10 @@ impl RetryPolicy {
     }
 }
 
-/// The retries of a reward: the first one is a warning, as is the first with a long wait.
+/// The retries of a reward or a judge: the first one is a warning, as is the first with a long wait.
 #[derive(Default)]
-pub(super) struct Retries {
-    /// Name of the reward, and what receives its warnings.
+pub(crate) struct Retries {
+    /// The reward or the judge, and what receives its warnings.
     warn: Option<(String, Warn)>,
     told: AtomicBool,
     told_long: AtomicBool,
@@ -85,9 +81,9 @@ pub(super) struct Retries {
 }
 
 impl Retries {
-    /// Sets what receives the warnings of the reward `name`.
-    pub(super) fn warn_by(&mut self, name: &str, warn: Warn) {
-        self.warn = Some((name.to_string(), warn));
+    /// Sets what receives the warnings of `whose` retries: a reward's or a judge's.
+    pub(crate) fn warn_by(&mut self, whose: String, warn: Warn) {
+        self.warn = Some((whose, warn));
     }
 
     /// Starts the count of a batch.
@@ -101,9 +97,9 @@ impl Retries {
         let is_long = wait > LONG_WAIT;
         let first = !self.told.swap(true, Ordering::Relaxed);
         let first_long = is_long && !self.told_long.swap(true, Ordering::Relaxed);
-        if let Some((name, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
+        if let Some((whose, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
             let when = if is_long { format!(" in {} s", wait.as_secs()) } else { String::new() };
-            warn(&format!("reward `{name}`: {}; tried again{when} (reported once)", failure.message));
+            warn(&format!("{whose}: {}; tried again{when} (reported once)", failure.message));
         }
     }
 
@@ -212,7 +208,7 @@ mod tests {
     fn the_first_retry_of_a_reward_is_a_warning_as_is_the_first_with_a_long_wait() {
         let found: Arc<Mutex<Vec<String>>> = Arc::default();
         let (mut retries, seen) = (Retries::default(), found.clone());
-        retries.warn_by("judge", Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
+        retries.warn_by("reward `judge`".into(), Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
         for seconds in [1, 2, 30, 60] {
             retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
         }

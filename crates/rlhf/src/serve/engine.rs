@@ -71,6 +71,13 @@ impl Engine {
         Ok(Self { model, tokenizer, dir, defaults, max_new_tokens: config.max_new_tokens })
     }
 
+    /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
+    pub(super) fn note(&self) -> Result<Option<String>> {
+        let (model, file) = (self.model.config(), self.model.config().generation_settings());
+        let generation = self.defaults.generation(file, model.max_position_embeddings, &self.dir)?;
+        Ok(self.defaults.note_without_effect(file, &generation))
+    }
+
     /// Responds to a request for the model `name`, unless its client is gone.
     pub(super) fn respond(&self, name: &str, job: Job) {
         let Job { request, reply } = job;

@@ -205,12 +205,13 @@ impl GenerateConfig {
         max_prompt_len(model, model.max_position_embeddings, ("max_new_tokens", max_new_tokens), &whose)
     }
 
-    /// Returns the names of the fields of `of_model`, a `generation_config.json`, by which transformers would change the responses of
-    /// `generation`, and which have no effect here.
-    pub fn without_effect(
+    /// Returns a note that names the fields of `of_model`, the `generation_config.json` of the model, by which transformers would change the
+    /// responses of `generation`, and which have no effect here; none if there is no such field.
+    pub fn note_without_effect(
+        &self,
         of_model: &serde_json::Map<String, Value>,
         generation: &GenerationConfig,
-    ) -> Vec<&'static str> {
+    ) -> Option<String> {
         let is_overridden = |name: &str| match name {
             "min_length" => generation.min_new_tokens > 0,
             "stop_strings" => generation.stop_strings.is_some(),
@@ -225,7 +226,9 @@ impl GenerateConfig {
             Some(Value::Bool(true)) => true,
         };
         let found = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
-        found.filter(|name| !is_overridden(name)).collect()
+        let names: Vec<&str> = found.filter(|name| !is_overridden(name)).collect();
+        let file = self.model_name_or_path.join("generation_config.json");
+        (!names.is_empty()).then(|| format!("{}: fields without effect here: {}", file.display(), names.join(", ")))
     }
 
     /// Checks every setting.

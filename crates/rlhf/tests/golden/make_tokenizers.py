@@ -1,7 +1,7 @@
-"""Makes the tokenizers `split` and `t5` of `tokenizers/`, and the values of all five kinds with transformers.
+"""Makes the tokenizers `split` and `t5` of `tokenizers/`, and the values of all five kinds and of added tokens with transformers.
 
-    python make_tokenizers.py            # make both and golden.json again
-    python make_tokenizers.py --check    # compare golden.json with what transformers gives now
+    python make_tokenizers.py            # make both, golden.json and added.json again
+    python make_tokenizers.py --check    # compare both files with what transformers gives now
 
 Made with transformers 5.23.0 and tokenizers 0.23.3. `bert` is that of a tiny DistilBERT; `bytelevel` and `llama2` lie in
 `models/`.
@@ -9,7 +9,9 @@ Made with transformers 5.23.0 and tokenizers 0.23.3. `bert` is that of a tiny Di
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -99,6 +101,70 @@ if "--check" not in sys.argv:
         tokenizer.save(str(HERE / name / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         (HERE / name / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def token(content: str, **flags) -> dict:
+    """An entry of added_tokens_decoder."""
+    usual = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {"content": content, **usual, **flags}
+
+
+END = token("<|endoftext|>")
+# Files beside the tokenizer.json of models/gpt2, which has 320 tokens and neither <end> nor <more> among them.
+BESIDE = {
+    "none": {"tokenizer_config.json": {}},
+    "listed": {"tokenizer_config.json": {"added_tokens_decoder": {"0": END, "400": token("<end>"), "330": token("<more>", special=False)}}},
+    "listed with flags": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"0": token("<|endoftext|>", lstrip=True), "400": token("<end>", rstrip=True)}}
+    },
+    "named": {"tokenizer_config.json": {"eos_token": "<end>", "pad_token": "<more>"}},
+    "named, of the vocabulary": {"tokenizer_config.json": {"eos_token": "the", "pad_token": "he", "bos_token": "b"}},
+    "named by objects": {
+        "tokenizer_config.json": {"eos_token": {"__type": "AddedToken", **token("<end>")}, "pad_token": {"__type": "AddedToken", **token("<more>", special=False, rstrip=True)}}
+    },
+    "named by nothing": {"tokenizer_config.json": {"eos_token": "<|endoftext|>", "pad_token": ""}},
+    "a list": {"tokenizer_config.json": {"additional_special_tokens": ["<end>", {"__type": "AddedToken", **token("<more>")}]}},
+    "a list by names": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<end>"}}},
+    "a name of its own": {"tokenizer_config.json": {"image_token": "<end>", "add_bos_token": True}},
+    "the older file": {
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>"},
+        "special_tokens_map.json": {"eos_token": "<end>", "pad_token": token("<more>", special=False)},
+    },
+    "a list of the older file": {"tokenizer_config.json": {}, "special_tokens_map.json": {"additional_special_tokens": ["<end>"]}},
+    "the older file beside a list": {
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "added_tokens_decoder": {"0": END}},
+        "special_tokens_map.json": {"eos_token": "<end>", "pad_token": "<more>"},
+    },
+    "the oldest file": {
+        "tokenizer_config.json": {"pad_token": "<more>"},
+        "added_tokens.json": {"<more>": 330, "<end>": 321, "<|endoftext|>": 0},
+    },
+}
+
+
+def beside(files: dict) -> dict:
+    """The values of one text with the tokenizer of models/gpt2 beside these files."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(HERE.parent / "models" / "gpt2" / "tokenizer.json", folder)
+        for name, content in files.items():
+            if name == "tokenizer_config.json":
+                content = {"tokenizer_class": "PreTrainedTokenizerFast", **content}
+            (Path(folder) / name).write_text(json.dumps(content))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "a <end> b<more> c the <|endoftext|> end"
+    ids = tokenizer(text).input_ids
+    return {
+        "files": files, "text": text, "ids": ids, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id,
+        "decoded": tokenizer.decode(ids), "decoded_skip_special": tokenizer.decode(ids, skip_special_tokens=True),
+    }
+
+
+ADDED = HERE / "added.json"
+added = json.dumps({name: beside(files) for name, files in BESIDE.items()}, indent=None).replace('{"files"', '\n{"files"') + "\n"
+if "--check" in sys.argv:
+    assert ADDED.read_text(encoding="utf-8") == added, "added.json differs from what transformers gives"
+else:
+    ADDED.write_text(added, encoding="utf-8")
 golden = {name: {"dir": folder, "cases": list(values(name))} for name, folder in DIRS.items()}
 text = json.dumps(golden, ensure_ascii=False, indent=None).replace('{"text"', '\n{"text"') + "\n"
 if "--check" in sys.argv:

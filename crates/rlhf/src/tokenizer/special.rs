@@ -1,0 +1,183 @@
+//! Special tokens: those that a tokenizer's files name, and the tokens that these files add to its `tokenizer.json`.
+
+use super::{TOKENIZER_CONFIG, generates_from_an_encoder, read_if_present};
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+use tokenizers::{AddedToken, Tokenizer};
+
+/// The file of special tokens of a folder that older versions of transformers wrote.
+const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+
+/// The file of added tokens of such a folder.
+const ADDED_TOKENS: &str = "added_tokens.json";
+
+/// Names of special tokens, which chat templates use.
+const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// Names of the lists of further special tokens.
+const LISTS: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
+
+/// The tokens that the files beside a `tokenizer.json` name.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct Described {
+    /// The special tokens by name.
+    pub(super) named: Map<String, Value>,
+    /// Tokens of `added_tokens_decoder`: in place of those of tokenizer.json, by their ids.
+    listed: Vec<AddedToken>,
+    /// Further tokens, which are added where tokenizer.json has no such added token.
+    further: Vec<AddedToken>,
+}
+
+impl Described {
+    /// Reads the files in `dir`, whose `tokenizer_config.json` is `config`, as transformers does: the older files count where
+    /// `tokenizer_config.json` has no `added_tokens_decoder`.
+    ///
+    /// # Errors
+    /// If a file is not JSON, or a token in it is malformed.
+    pub(super) fn read(dir: &Path, config: &Value) -> Result<Self> {
+        let mut found = Self::default();
+        if let Some(tokens) = config["added_tokens_decoder"].as_object() {
+            let mut tokens: Vec<(i64, &Value)> =
+                tokens.iter().map(|(id, token)| (id.parse().unwrap_or(i64::MAX), token)).collect();
+            tokens.sort_by_key(|(id, _)| *id);
+            let tokens = tokens.iter().map(|(_, token)| token_of(token, false));
+            found.listed = tokens.collect::<Option<_>>().ok_or_else(|| {
+                let message = "`added_tokens_decoder`: expected objects with a `content`, found something else";
+                Error::invalid(dir.join(TOKENIZER_CONFIG), message)
+            })?;
+            found.add_names(config, false);
+            return Ok(found);
+        }
+        let map = read_if_present(dir, SPECIAL_TOKENS_MAP)?;
+        let mut named = Self::default();
+        named.add_names(&map, true);
+        named.add_names(config, false);
+        found.add_older(&read_if_present(dir, ADDED_TOKENS)?, &named.further);
+        found.further.append(&mut named.further);
+        Ok(Self { named: named.named, ..found })
+    }
+
+    /// Adds the special tokens that `source` names and that are not yet known; those of objects are `special` in any case, or as they say.
+    fn add_names(&mut self, source: &Value, special: bool) {
+        for key in NAMES {
+            let token = token_of(&source[key], special);
+            let Some(token) = token.filter(|_| !self.named.contains_key(key)) else { continue };
+            self.named.insert(key.into(), token.content.clone().into());
+            self.further.push(token);
+        }
+        // Tokens of a model, such as image_token.
+        let own = source.as_object().into_iter().flatten();
+        let own = own.filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
+        let lists = LISTS.iter().flat_map(|key| match &source[key] {
+            Value::Array(tokens) => tokens.iter().collect::<Vec<_>>(),
+            Value::Object(tokens) => tokens.values().collect(),
+            _ => Vec::new(),
+        });
+        self.further.extend(own.map(|(_, token)| token).chain(lists).filter_map(|token| token_of(token, special)));
+    }
+
+    /// Adds the tokens of `added_tokens.json`, which are special if they are among `special`.
+    fn add_older(&mut self, tokens: &Value, special: &[AddedToken]) {
+        let mut tokens: Vec<(&String, i64)> =
+            tokens.as_object().into_iter().flatten().filter_map(|(token, id)| Some((token, id.as_i64()?))).collect();
+        tokens.sort_by_key(|(_, id)| *id);
+        let is_special = |token: &String| special.iter().any(|special| special.content == *token);
+        self.further.extend(tokens.into_iter().map(|(token, _)| AddedToken::from(token.clone(), is_special(token))));
+    }
+
+    /// Whether `inner` has all tokens, so that adding them changes nothing.
+    pub(super) fn is_in(&self, inner: &Tokenizer) -> bool {
+        let added = inner.get_added_vocabulary();
+        let is_same = |token: &AddedToken| {
+            let id = added.get_vocab().get(&token.content);
+            id.is_some_and(|id| added.get_added_tokens_decoder().get(id) == Some(token))
+        };
+        self.listed.iter().all(is_same)
+            && self.further.iter().all(|token| token.content.is_empty() || added.get_vocab().contains_key(&token.content))
+    }
+
+    /// Returns the first token whose id in `inner` is not below `count`, with its id.
+    pub(super) fn first_from(&self, inner: &Tokenizer, count: i64) -> Option<(&str, i64)> {
+        let mut tokens = self.listed.iter().chain(&self.further).map(|token| token.content.as_str());
+        tokens.find_map(|token| Some((token, i64::from(inner.token_to_id(token)?))).filter(|(_, id)| *id >= count))
+    }
+
+    /// Adds the tokens to `inner`. Returns one more than the largest id among them.
+    pub(super) fn add_to(&self, inner: &mut Tokenizer) -> tokenizers::Result<i64> {
+        inner.add_tokens(self.listed.iter().cloned())?;
+        for token in &self.further {
+            let is_known = inner.get_added_vocabulary().get_vocab().contains_key(&token.content);
+            if !is_known {
+                inner.add_tokens([token.clone()])?;
+            }
+        }
+        let ids = self.listed.iter().chain(&self.further).filter_map(|token| inner.token_to_id(&token.content));
+        Ok(ids.max().map_or(0, |id| i64::from(id) + 1))
+    }
+
+    /// The id of the token with this name.
+    fn id(&self, inner: &Tokenizer, name: &str) -> Option<i64> {
+        inner.token_to_id(self.named.get(name)?.as_str()?).map(i64::from)
+    }
+}
+
+/// The token of a text, which is special, or of an object with its `content`; `special` is whether the latter is special in any case.
+fn token_of(value: &Value, special: bool) -> Option<AddedToken> {
+    let token = match value {
+        Value::String(text) => AddedToken::from(text.clone(), true),
+        _ => {
+            let flag = |name: &str| value[name].as_bool();
+            let (content, special) = (value["content"].as_str()?, special || flag("special").unwrap_or(false));
+            AddedToken::from(content.to_string(), special)
+                .single_word(flag("single_word").unwrap_or(false))
+                .lstrip(flag("lstrip").unwrap_or(false))
+                .rstrip(flag("rstrip").unwrap_or(false))
+                .normalized(flag("normalized").unwrap_or(!special))
+        }
+    };
+    (!token.content.is_empty()).then_some(token)
+}
+
+/// The special tokens of a model folder by their ids.
+pub(super) struct SpecialTokens {
+    pub(super) eos: Vec<i64>,
+    pub(super) pad: Option<i64>,
+    pub(super) apart: bool,
+}
+
+impl SpecialTokens {
+    /// Reads the configurations in `dir`, after the names of `described`.
+    ///
+    /// # Errors
+    /// If an id in a file is invalid.
+    pub(super) fn read(dir: &Path, inner: Option<&Tokenizer>, described: &Described) -> Result<Self> {
+        let id = |name| inner.and_then(|inner| described.id(inner, name));
+        let mut special = Self { eos: id("eos_token").into_iter().collect(), pad: id("pad_token"), apart: false };
+        for file in ["config.json", "generation_config.json"] {
+            let config = read_if_present(dir, file)?;
+            special.apart |= generates_from_an_encoder(&config);
+            special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
+        }
+        Ok(special)
+    }
+
+    /// Adds the ids that `config` names: its eos ids end a text in any case, its pad id counts if none is known.
+    fn add_ids(&mut self, config: &Value) -> Result<(), String> {
+        let ids = |key: &str| -> Result<Vec<i64>, String> {
+            let ids = match &config[key] {
+                Value::Null => Some(Vec::new()),
+                Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
+                id => id.as_i64().map(|id| vec![id]),
+            };
+            ids.ok_or_else(|| format!("`{key}`: expected a token id or a list of them, found {}", config[key]))
+        };
+        for id in ids("eos_token_id")? {
+            if !self.eos.contains(&id) {
+                self.eos.push(id);
+            }
+        }
+        self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
+        Ok(())
+    }
+}
