@@ -59,7 +59,7 @@ fn start() -> u8 {
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
-                    let error = with_own_names(std::env::args_os().nth(1).as_ref(), error);
+                    let error = with_own_names(std::env::args_os(), error);
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
                     report(&error, World::of_process().is_main())
@@ -74,7 +74,7 @@ fn start() -> u8 {
             let _ = io::stdout().write_all(text.as_bytes());
             0
         }
-        Err(Stop::Error(error)) => report(&with_own_names(std::env::args_os().nth(1).as_ref(), error), is_main()),
+        Err(Stop::Error(error)) => report(&with_own_names(std::env::args_os(), error), is_main()),
     }
 }
 

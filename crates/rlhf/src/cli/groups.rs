@@ -11,6 +11,8 @@ use rlhf::settings::{PpoConfig, Preset};
 use rlhf::{Error, flag};
 
 use super::args::on_line;
+use super::launch::{COMMANDS, LAUNCH};
+use super::plan::PLAN;
 use super::setting::Setting;
 
 /// The presets that are commands.
@@ -55,9 +57,14 @@ pub(super) fn command(preset: Preset) -> Command {
     })
 }
 
-/// Returns an error of `command` by the names of its flags: `sft_model_path` is none of the commands of [`PRESETS`].
-pub(crate) fn with_own_names(command: Option<&OsString>, error: Error) -> Error {
-    if !command.and_then(|name| name.to_str()).is_some_and(has) {
+/// Returns an error of the command line `words` by the names of its command's flags: `sft_model_path` is none of the commands of
+/// [`PRESETS`].
+pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
+    let mut words = words.into_iter().skip(1).filter_map(|word| word.into_string().ok()).peekable();
+    // These have the command that they start or plan after their own flags.
+    let is_outer = words.next_if(|word| [LAUNCH, PLAN].contains(&word.as_str())).is_some();
+    let command = if is_outer { words.find(|word| COMMANDS.contains(&word.as_str())) } else { words.next() };
+    if !command.is_some_and(|name| has(&name)) {
         return error;
     }
     let renamed = |text: String| text.replace(POLICY, MODEL);
@@ -154,12 +161,16 @@ mod tests {
 
     #[test]
     fn errors_call_the_model_by_the_flag_of_the_command() {
-        let told = |command: &str, error: Error| with_own_names(Some(&command.into()), error).to_string();
+        let told = |line: &str, error: Error| with_own_names(line.split(' ').map(OsString::from), error).to_string();
         let error = || Error::Usage("sft_model_path = m: the reward model is this same folder".into());
-        assert_eq!(told("grpo", error()), "model_name_or_path = m: the reward model is this same folder");
-        assert_eq!(told("ppo", error()), error().to_string());
+        for line in ["rlhf grpo", "rlhf launch --nproc_per_node 2 grpo", "rlhf plan --memory 1GB rloo --lr 1"] {
+            assert_eq!(told(line, error()), "model_name_or_path = m: the reward model is this same folder", "{line}");
+        }
+        for line in ["rlhf ppo", "rlhf launch ppo --preset grpo", "rlhf plan"] {
+            assert_eq!(told(line, error()), error().to_string(), "{line}");
+        }
         let changed = Error::invalid("out/checkpoint-1", "inputs have changed since: sft_model_path = m: x");
-        assert_eq!(told("rloo", changed), "out/checkpoint-1: inputs have changed since: model_name_or_path = m: x");
+        assert_eq!(told("rlhf rloo", changed), "out/checkpoint-1: inputs have changed since: model_name_or_path = m: x");
         let help = parse_words(&["grpo", "--help"]).unwrap_err();
         assert!(!help.contains(POLICY) && help.contains("commit of `model_name_or_path`"), "{help}");
     }

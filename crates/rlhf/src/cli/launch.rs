@@ -28,7 +28,7 @@ use super::{Parsed, Stop, Task};
 pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
-const COMMANDS: [&str; 10] =
+pub(super) const COMMANDS: [&str; 10] =
     ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
 
 /// The commands among them with settings of sharding and precision.
