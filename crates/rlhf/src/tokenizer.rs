@@ -131,6 +131,11 @@ impl Tokenizer {
         Self::read(&Self::folder(dir)?, None)
     }
 
+    /// The folder that it was read from.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// Whether text can be encoded and ids decoded.
     pub fn knows_text(&self) -> bool {
         self.inner.is_some()
@@ -171,13 +176,24 @@ impl Tokenizer {
         {
             apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
         }
-        let mut tokenizer =
-            Self { inner, growth, described, is_plain, ids, dir: dir.to_path_buf(), files, eos, pad, template: None, apart };
+        let mut tokenizer = Self {
+            inner,
+            growth,
+            described,
+            is_plain,
+            ids,
+            dir: dir.to_path_buf(),
+            files,
+            eos,
+            pad,
+            template: None,
+            apart,
+        };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {
-            tokenizer.template = template_of(&tokenizer_config)
-                .map(|source| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source));
+            tokenizer.template =
+                template_of(&tokenizer_config).map(|source| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source));
         }
         Ok(tokenizer)
     }

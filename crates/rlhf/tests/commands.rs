@@ -224,6 +224,35 @@ fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
 }
 
 #[test]
+fn token_ids_of_another_tokenizer_are_told_from_the_models_own() {
+    let scratch = Scratch::new();
+    scratch.copy("other", "llama_tied");
+    let generated = |model: &str| {
+        scratch.succeeds(&format!(
+            "generate --model {model} --dataset_name prompts.jsonl --max_new_tokens 6 --do_sample false"
+        ))
+    };
+    for (model, is_foreign) in [("policy", false), ("other", true)] {
+        let rows = json_lines(&generated(model));
+        for line in [
+            "score --model reward",
+            "score --reward_model_path reward --tokenizer_name policy",
+            "logprobs --model policy",
+        ] {
+            let ran = pipe(&scratch, line, &lines(&rows.iter().map(|row| json!(row)).collect::<Vec<_>>()));
+            assert_eq!((ran.code, ran.stdout.lines().count()), (0, rows.len()), "{line}: {}", ran.stderr);
+            let notes = ran.stderr.lines().filter(|line| line.contains("another tokenizer made them")).count();
+            assert_eq!(notes, usize::from(is_foreign), "{line}: {}", ran.stderr);
+        }
+        // As texts they are read with the model's own tokenizer.
+        let texts: Vec<Value> =
+            rows.iter().map(|row| json!({"prompt": row["prompt"], "completion": row["completion"]})).collect();
+        let ran = pipe(&scratch, "score --model reward", &lines(&texts));
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    }
+}
+
+#[test]
 fn messages_are_measured_as_the_text_that_the_chat_template_makes_of_them() {
     let scratch = Scratch::new();
     let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\

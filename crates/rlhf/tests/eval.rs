@@ -252,6 +252,38 @@ fn a_judge_that_replies_nonsense_loses_only_its_rows_and_one_that_only_does_so_i
 }
 
 #[test]
+fn the_first_retry_of_a_judge_is_a_warning() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    let program = scratch.read("judge.py");
+    let fails_twice = "n = len(open('starts').read()) if __import__('os').path.exists('starts') else 0\nopen('starts', 'a').write('.')\n\
+                       if n < 2: sys.exit('no licence yet')\nfor line in";
+    scratch.write("judge.py", &program.replace("for line in", fails_twice));
+    let ran = scratch.run_with(PAIRS, &JUDGE);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let warnings: Vec<&str> = ran.stderr.lines().filter(|line| line.starts_with("warning: the judge: ")).collect();
+    assert_eq!(warnings.len(), 1, "{}", ran.stderr);
+    assert!(
+        warnings[0].contains("no licence yet") && warnings[0].ends_with("; tried again (reported once)"),
+        "{}",
+        warnings[0]
+    );
+    assert_eq!(scratch.read("starts"), "...");
+}
+
+#[test]
+fn fields_of_a_generation_config_without_effect_are_a_warning_of_each_model() {
+    let scratch = scratch();
+    for model in ["policy", "other"] {
+        scratch.write(&format!("{model}/generation_config.json"), r#"{"num_beams": 4, "top_k": 5}"#);
+    }
+    let ran = scratch.run_with(&format!("{PAIRS} --reward_model_path reward"), &[]);
+    let warning =
+        |model: &str| format!("warning: {model}/generation_config.json: fields without effect here: num_beams\n");
+    assert_eq!((ran.code, ran.stderr), (0, warning("policy") + &warning("other")));
+}
+
+#[test]
 fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     let scratch = scratch();
     write_judge(&scratch, LONGER);

@@ -158,6 +158,15 @@ fn numbers(value: &Value) -> Vec<f64> {
 }
 
 #[test]
+fn fields_of_a_generation_config_without_effect_are_named_at_the_start() {
+    let scratch = Scratch::new();
+    scratch.write("policy/generation_config.json", r#"{"num_beams": 4, "min_length": 9, "top_k": 5}"#);
+    let ran = Server::start(&scratch).interrupt();
+    let note = "note: policy/generation_config.json: fields without effect here: num_beams, min_length\n";
+    assert!(ran.stderr.starts_with(note), "{}", ran.stderr);
+}
+
+#[test]
 fn completions_are_the_responses_of_generate_and_streams_have_the_same() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch);

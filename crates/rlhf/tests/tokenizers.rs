@@ -201,15 +201,23 @@ fn tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers() {
     assert_eq!(goldens.len(), 14);
     let plain = open(&[]);
     for (name, case) in goldens {
-        let files: Vec<(&str, String)> =
-            case["files"].as_object().unwrap().iter().map(|(file, content)| (file.as_str(), content.to_string())).collect();
+        let files: Vec<(&str, String)> = case["files"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .map(|(file, content)| (file.as_str(), content.to_string()))
+            .collect();
         let dir = folder(&files.iter().map(|(file, content)| (*file, content.as_str())).collect::<Vec<_>>());
         let tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
         let found = tokenizer.encode(case["text"].as_str().unwrap()).unwrap();
         assert_eq!(found, ids(&case["ids"]), "{name}");
         assert_eq!(tokenizer.decode_verbatim(&found).unwrap(), case["decoded"], "{name}");
         assert_eq!(tokenizer.decode(&found).unwrap(), case["decoded_skip_special"], "{name}");
-        assert_eq!((json!(tokenizer.eos()), json!(tokenizer.pad())), (case["eos"].clone(), case["pad"].clone()), "{name}");
+        assert_eq!(
+            (json!(tokenizer.eos()), json!(tokenizer.pad())),
+            (case["eos"].clone(), case["pad"].clone()),
+            "{name}"
+        );
         // A tokenizer with other tokens reads the same ids as other texts.
         let adds = found.contains(&320);
         assert_eq!(plain.check_same(dir.path()).is_err(), adds, "{name}");
@@ -231,7 +239,10 @@ fn an_added_token_without_a_row_in_the_embedding_is_named() {
         folder(&[("tokenizer_config.json", r#"{"added_tokens_decoder": {"7": "<end>x", "8": 3}}"#)]).path(),
     );
     let error = error.unwrap_err().to_string();
-    assert!(error.ends_with("`added_tokens_decoder`: expected objects with a `content`, found something else"), "{error}");
+    assert!(
+        error.ends_with("`added_tokens_decoder`: expected objects with a `content`, found something else"),
+        "{error}"
+    );
 }
 
 #[test]

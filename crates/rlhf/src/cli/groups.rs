@@ -170,7 +170,10 @@ mod tests {
             assert_eq!(told(line, error()), error().to_string(), "{line}");
         }
         let changed = Error::invalid("out/checkpoint-1", "inputs have changed since: sft_model_path = m: x");
-        assert_eq!(told("rlhf rloo", changed), "out/checkpoint-1: inputs have changed since: model_name_or_path = m: x");
+        assert_eq!(
+            told("rlhf rloo", changed),
+            "out/checkpoint-1: inputs have changed since: model_name_or_path = m: x"
+        );
         let help = parse_words(&["grpo", "--help"]).unwrap_err();
         assert!(!help.contains(POLICY) && help.contains("commit of `model_name_or_path`"), "{help}");
     }

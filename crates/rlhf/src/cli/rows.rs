@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 
 use rlhf::data::{Columns, Dataset, RowReader};
 use rlhf::dist::World;
+use rlhf::run::announce;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::settings::RowsConfig;
 use rlhf::terminal::{Colour, Stream};
+use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value};
 use tch::Tensor;
@@ -241,16 +243,23 @@ impl Drop for Output {
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
 /// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it: on every rank those of all
-/// rows. Rank 0 writes.
+/// rows. Rank 0 writes. A note is printed if the token ids of the first row are not those of `tokenizer`.
 pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,
+    tokenizer: &Tokenizer,
     mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
 ) -> Result<()> {
     let at_once =
         if config.batch_size == 1 || is_typed(config)? { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
     let mut out = Rows::new(config);
     while let Some(part) = rows.next(at_once)? {
+        if out.is_empty
+            && out.world.is_main()
+            && let Some(note) = part.note_on_ids(tokenizer)
+        {
+            announce(&format!("note: {}", one_line(&note)));
+        }
         let measured = measure(&part)?;
         let annotated = part.rows().zip(measured).map(|(row, fields)| {
             let mut row: Map<String, Value> = row.as_object().cloned().unwrap_or_default();

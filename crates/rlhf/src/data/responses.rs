@@ -6,6 +6,7 @@ use super::pairs::is_pair;
 use super::prompts::{Prompt, prompt_of};
 use super::row::{check_length, check_lengths, expected, field, text_field, token_ids};
 use crate::generate::FinishReason;
+use crate::safe_text::beginning;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -65,6 +66,25 @@ impl Dataset {
     /// If a row has no prompt with a completion.
     pub fn responses(&self, tokenizer: &Tokenizer) -> Result<Vec<PromptResponse>> {
         self.map(|row| response_of(row, tokenizer))
+    }
+
+    /// Returns a note if the first row has its completion as token ids and as a text that is not theirs: another tokenizer made them.
+    pub fn note_on_ids(&self, tokenizer: &Tokenizer) -> Option<String> {
+        let row = self.rows().next()?;
+        let (text, ids) = (field(row, "completion")?.as_str()?, token_ids(row, "completion_ids", i64::MAX).ok()??);
+        let prompt = token_ids(row, "prompt_ids", i64::MAX).ok()?.unwrap_or_default();
+        let found = tokenizer.decode_after(&prompt, &ids).ok()?;
+        let is_theirs = |found: &str| found.trim() == text.trim();
+        if !tokenizer.knows_text() || is_theirs(&found) || is_theirs(&tokenizer.decode_verbatim(&ids).ok()?) {
+            return None;
+        }
+        Some(format!(
+            "the `completion_ids` of the first row are {:?} with the tokenizer of {}, and its `completion` is {:?}: another tokenizer made \
+             them, and they are taken as they are; rows without `prompt_ids` and `completion_ids` are read as texts",
+            beginning(&found, 40),
+            tokenizer.dir().display(),
+            beginning(text, 40)
+        ))
     }
 
     /// Returns the responses of every row that rewards score: one as in [`Dataset::responses`], or `chosen` and `rejected` of a

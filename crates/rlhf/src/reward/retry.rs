@@ -208,7 +208,8 @@ mod tests {
     fn the_first_retry_of_a_reward_is_a_warning_as_is_the_first_with_a_long_wait() {
         let found: Arc<Mutex<Vec<String>>> = Arc::default();
         let (mut retries, seen) = (Retries::default(), found.clone());
-        retries.warn_by("reward `judge`".into(), Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
+        retries
+            .warn_by("reward `judge`".into(), Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
         for seconds in [1, 2, 30, 60] {
             retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
         }

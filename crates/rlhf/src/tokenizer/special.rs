@@ -94,7 +94,10 @@ impl Described {
             id.is_some_and(|id| added.get_added_tokens_decoder().get(id) == Some(token))
         };
         self.listed.iter().all(is_same)
-            && self.further.iter().all(|token| token.content.is_empty() || added.get_vocab().contains_key(&token.content))
+            && self
+                .further
+                .iter()
+                .all(|token| token.content.is_empty() || added.get_vocab().contains_key(&token.content))
     }
 
     /// Returns the first token whose id in `inner` is not below `count`, with its id.
