@@ -18,7 +18,7 @@ use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use parts::Parts;
-pub(crate) use shared_gradients::SharedGradients;
+pub(crate) use shared_gradients::{GradientSize, SharedGradients};
 pub(crate) use state::state_bytes;
 use state::{State, Step, Together};
 use std::path::Path;
@@ -124,11 +124,6 @@ impl Optimizer {
     /// Whether the state is not where the parameters are, but for steps.
     pub(crate) fn is_offloaded(&self) -> bool {
         self.offloaded.is_some() || self.parts.as_ref().is_some_and(Parts::is_on_host)
-    }
-
-    /// Whether the model's division over ranks has its gradients.
-    pub(crate) fn is_divided(&self) -> bool {
-        self.shards().is_some()
     }
 
     /// Brings an offloaded state into memory.
@@ -355,13 +350,37 @@ impl Optimizer {
         }
     }
 
-    /// Returns the parameters of a model that is not divided over ranks.
-    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        self.params.iter().map(|param| &param.tensor)
+    /// Returns the sizes of the gradients that this rank keeps between passes: one per parameter, or per vector of a model that ranks
+    /// train together; none where gradients are sharded.
+    pub(crate) fn gradient_sizes(&self) -> Vec<GradientSize> {
+        match self.shards() {
+            Some(shards) => shards.gradient_sizes(),
+            None => self.params.iter().map(|param| (param.tensor.numel(), param.tensor.kind())).collect(),
+        }
     }
 
-    /// Frees the gradients, of a model that is not divided over ranks.
+    /// Makes the vectors `grads`, which are zero and of [these sizes](Optimizer::gradient_sizes), the memory of the gradients.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub(crate) fn use_gradients(&mut self, grads: Vec<Tensor>) -> Result<()> {
+        if let Some(shards) = self.shards() {
+            return shards.use_gradients(grads);
+        }
+        let mut pairs = self.params.iter().zip(grads);
+        pairs.try_for_each(|(param, grad)| {
+            tch_ext::set_grad(&param.tensor, &grad.view_as(&param.tensor)).map_err(Error::Run)
+        })
+    }
+
+    /// Frees the gradients. A backward pass allocates new ones.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
     pub(crate) fn release_gradients(&mut self) -> Result<()> {
+        if let Some(shards) = self.shards() {
+            return shards.release_gradients();
+        }
         self.params.iter().try_for_each(|param| tch_ext::clear_grad(&param.tensor).map_err(Error::Run))
     }
 }

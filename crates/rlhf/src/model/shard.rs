@@ -436,6 +436,35 @@ impl Shards {
         });
     }
 
+    /// Returns the sizes of the gradients that this rank keeps between passes, a vector per unit; none where they are sharded.
+    pub(crate) fn gradient_sizes(&self) -> Vec<(usize, Kind)> {
+        let sizes = |division: &mut Division| {
+            let keeps = |unit: &&Unit| unit.trained && !division.stage.shards_gradients();
+            division.units.iter().filter(keeps).map(|unit| (unit.len as usize, unit.kind)).collect()
+        };
+        self.with(sizes).unwrap_or_default()
+    }
+
+    /// Makes the vectors `grads`, which are zero and of [these sizes](Shards::gradient_sizes), the memory of the gradients.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub(crate) fn use_gradients(&self, grads: Vec<Tensor>) -> Result<()> {
+        self.with(|division| {
+            let mut units = division.units.iter_mut().filter(|unit| unit.trained).zip(grads);
+            units.try_for_each(|(unit, grads)| unit.use_gradients(grads))
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    /// Frees the gradients that this rank keeps between passes; the next backward pass allocates new ones.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub(crate) fn release_gradients(&self) -> Result<()> {
+        self.with(|division| division.units.iter_mut().try_for_each(Unit::release_gradients)).unwrap_or(Ok(()))
+    }
+
     /// Makes the parameters of all ranks those that each rank's optimizer has put into its part.
     ///
     /// # Errors
@@ -512,9 +541,10 @@ impl Division {
         }
     }
 
+    /// Provides memory for the gradients of `place`, or of all units at once where they are whole on every rank.
     fn lend_gradients(&mut self, place: Option<usize>) -> Result<()> {
         if !self.stage.shards_gradients() {
-            return Ok(());
+            return self.units.iter_mut().filter(|unit| unit.trained).try_for_each(Unit::keep_gradients);
         }
         if place.is_none() {
             self.allocate_grad_parts();

@@ -1,10 +1,12 @@
 //! One memory for the gradients of two models that are trained one after the other.
 
-use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-/// Bytes to which the gradients of parameters are aligned: those of a cache line, and of the widest vector instructions.
+/// Bytes to which gradients are aligned: those of a cache line, and of the widest vector instructions.
 const ALIGNMENT: usize = 64;
+
+/// Number of elements and dtype of a gradient, or of the gradients of parameters that are in one vector.
+pub(crate) type GradientSize = (usize, Kind);
 
 /// Memory for the gradients of one of several models at a time, as large as the largest one's: 4 bytes per parameter in f32.
 ///
@@ -16,39 +18,27 @@ pub(crate) struct SharedGradients {
 }
 
 impl SharedGradients {
-    /// Allocates memory that is large enough for the gradients of each model's `parameters`.
-    pub(crate) fn of<'a, P: Iterator<Item = &'a Tensor>>(parameters: impl IntoIterator<Item = P>) -> Self {
-        let (mut most, mut device) = (0, Device::Cpu);
-        for parameters in parameters {
-            let mut bytes = 0;
-            for param in parameters {
-                bytes += aligned_bytes(param);
-                device = param.device();
-            }
-            most = most.max(bytes);
-        }
-        Self { memory: Tensor::zeros([most as i64], (Kind::Uint8, device)) }
+    /// Allocates memory on `device` that is large enough for the gradients of each model.
+    pub(crate) fn new(device: Device, models: &[Vec<GradientSize>]) -> Self {
+        let bytes = models.iter().map(|sizes| sizes.iter().copied().map(aligned_bytes).sum::<usize>()).max();
+        Self { memory: Tensor::zeros([bytes.unwrap_or(0) as i64], (Kind::Uint8, device)) }
     }
 
-    /// Makes this the memory of the gradients of `parameters`, which are then zero. No other model may have it.
-    ///
-    /// # Errors
-    /// If libtorch refuses.
-    pub(crate) fn lend<'a>(&self, parameters: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+    /// Returns the memory of each gradient of one model, a vector, which is zero. No other model may use it at the same time.
+    pub(crate) fn lend(&self, sizes: &[GradientSize]) -> Vec<Tensor> {
         let mut start = 0;
-        for param in parameters {
-            let bytes = self.memory.narrow(0, start, (param.numel() * param.kind().elt_size_in_bytes()) as i64);
-            let grad = bytes.view_dtype(param.kind()).view_as(param);
-            tch_ext::set_grad(param, &grad).map_err(Error::Run)?;
-            start += aligned_bytes(param) as i64;
-        }
-        Ok(())
+        let vector = |&(len, kind): &GradientSize| {
+            let bytes = self.memory.narrow(0, start, (len * kind.elt_size_in_bytes()) as i64);
+            start += aligned_bytes((len, kind)) as i64;
+            bytes.view_dtype(kind)
+        };
+        sizes.iter().map(vector).collect()
     }
 }
 
-/// Bytes of the gradient of a parameter, rounded up.
-fn aligned_bytes(param: &Tensor) -> usize {
-    (param.numel() * param.kind().elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
+/// Bytes of a gradient, rounded up.
+fn aligned_bytes((len, kind): GradientSize) -> usize {
+    (len * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
 }
 
 #[cfg(test)]
@@ -57,24 +47,24 @@ mod tests {
 
     #[test]
     fn gradients_of_either_model_are_parts_of_one_memory_in_their_own_dtypes() {
-        let zeros = |shape: &[i64], kind| Tensor::zeros(shape, (kind, Device::Cpu)).set_requires_grad(true);
-        let a = [zeros(&[3, 5], Kind::Float), zeros(&[7], Kind::BFloat16)];
-        let b = [zeros(&[2], Kind::BFloat16), zeros(&[0, 4], Kind::Float), zeros(&[4, 4], Kind::Float)];
-        let shared = SharedGradients::of([a.iter(), b.iter()]);
+        let models = [
+            vec![(15, Kind::Float), (7, Kind::BFloat16)],
+            vec![(2, Kind::BFloat16), (0, Kind::Float), (16, Kind::Float)],
+        ];
+        let shared = SharedGradients::new(Device::Cpu, &models);
         assert_eq!(shared.memory.size(), [128], "60 and 14 bytes, or 4 and 64, each at a multiple of 64");
-        for model in [&a[..], &b[..], &a[..]] {
-            shared.lend(model.iter()).unwrap();
-            for param in model {
-                let mut grad = param.grad();
-                assert_eq!((grad.size(), grad.kind()), (param.size(), param.kind()));
-                assert!(param.numel() == 0 || tch_ext::storage_id(&grad) == tch_ext::storage_id(&shared.memory));
+        for sizes in [&models[0], &models[1], &models[0]] {
+            let mut grads = shared.lend(sizes);
+            for (grad, &(len, kind)) in grads.iter_mut().zip(sizes) {
+                assert_eq!((grad.size(), grad.kind()), (vec![len as i64], kind));
+                assert!(len == 0 || tch_ext::storage_id(grad) == tch_ext::storage_id(&shared.memory));
                 assert_eq!(grad.abs().sum(Kind::Float).double_value(&[]), 0.0);
                 let _ = grad.fill_(1.0);
             }
             // Each has its own part.
-            for param in model {
-                assert_eq!(param.grad().sum(Kind::Float).double_value(&[]), param.numel() as f64);
-                let _ = param.grad().zero_();
+            for grad in &mut grads {
+                assert_eq!(grad.sum(Kind::Float).double_value(&[]), grad.numel() as f64);
+                let _ = grad.zero_();
             }
         }
     }

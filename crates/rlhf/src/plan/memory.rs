@@ -157,10 +157,7 @@ impl<'a> Job<'a> {
 
     /// Whether policy and value model have their gradients in one memory, as they are trained one after the other.
     fn shares_gradients(&self) -> bool {
-        let whole = |member: &Member<'_>| member.stage == ZeroStage::Stage0;
-        self.machine.ranks == 1
-            && self.ppo().is_some_and(|config| config.learner().steps_apart())
-            && self.members.iter().filter(|member| member.is_trained).all(whole)
+        self.ppo().is_some_and(|config| config.learner().steps_apart())
     }
 
     /// Whether weights are gathered for each layer and released after it.

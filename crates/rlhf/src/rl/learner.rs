@@ -435,12 +435,9 @@ impl Learner {
     /// Whether the value model's step comes before the policy's passes, so that gradients of one model are in memory at a time.
     ///
     /// The numbers are the same in either order, as two models share nothing. An observer sees both models' losses and gradients of a
-    /// mini-batch at once; gradients that are divided over ranks have memory of their own.
+    /// mini-batch at once.
     fn trains_apart(&self) -> bool {
-        self.settings.steps_apart()
-            && self.observer.is_none()
-            && self.value_optimizer.as_ref().is_some_and(|value| !value.is_divided())
-            && !self.policy_optimizer.is_divided()
+        self.settings.steps_apart() && self.observer.is_none() && self.value_optimizer.is_some()
     }
 
     /// Trains both models on a mini-batch: the passes of both, then both steps.
@@ -509,11 +506,13 @@ impl Learner {
         if self.shared_gradients.is_none() {
             policy.release_gradients()?;
             value.release_gradients()?;
-            self.shared_gradients = Some(SharedGradients::of([policy.parameters(), value.parameters()]));
+            let models = [policy.gradient_sizes(), value.gradient_sizes()];
+            self.shared_gradients = Some(SharedGradients::new(self.policy.device(), &models));
         }
         let (from, to) = if trains.policy() { (value, policy) } else { (policy, value) };
         from.release_gradients()?;
-        self.shared_gradients.as_ref().map_or(Ok(()), |shared| shared.lend(to.parameters()))
+        let lent = self.shared_gradients.as_ref().map(|shared| shared.lend(&to.gradient_sizes()));
+        lent.map_or(Ok(()), |grads| to.use_gradients(grads))
     }
 
     /// Gives each model gradients of its own.

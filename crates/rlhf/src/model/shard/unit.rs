@@ -48,12 +48,13 @@ pub(super) struct Unit {
     pub(super) decaying: i64,
     /// Length of the whole vector.
     pub(super) len: i64,
+    pub(super) kind: Kind,
     pub(super) device: Device,
     /// The parameters, and unused elements after them, from stage 1 on; without memory in stage 3 while `holders` is 0.
     pub(super) whole: Option<FlatMemory>,
     /// This rank's part of the parameters: a view of `whole`, memory of its own in stage 3.
     pub(super) part: Option<Tensor>,
-    /// Gradients of the whole vector: in stages 0 and 1 all the time, in later stages in the backward pass.
+    /// Gradients of the whole vector: in stages 0 and 1 from the first backward pass on, in later stages in the backward pass.
     pub(super) grads: Option<Tensor>,
     /// This rank's part of the summed gradients, from the first reduction to the optimizer step.
     pub(super) grad_part: Option<Tensor>,
@@ -89,8 +90,6 @@ impl Unit {
         }
         let len = (start as u64).next_multiple_of(ALIGNMENT * size) as i64;
         let own = len / size as i64;
-        // Weights in bf16 have gradients in bf16; they are never divided.
-        let zeros = |len| Tensor::zeros([len], (kind, device));
         let mut unit = Self {
             layer,
             trained,
@@ -98,10 +97,11 @@ impl Unit {
             params: tensors,
             decaying,
             len,
+            kind,
             device,
             whole: None,
             part: None,
-            grads: (trained && !stage.shards_gradients()).then(|| zeros(len)),
+            grads: None,
             grad_part: None,
             holders: 0,
             state: UnitState::default(),
@@ -123,17 +123,31 @@ impl Unit {
             }
             unit.whole = Some(whole);
         }
-        if let Some(grads) = &unit.grads {
-            let shared = unit.share_gradients(grads);
-            debug_assert!(shared.is_ok(), "views of the same shapes are accepted");
-        }
         unit
     }
 
-    /// Makes views of `grads` the tensors in which the parameters' gradients accumulate.
-    pub(super) fn share_gradients(&self, grads: &Tensor) -> Result<()> {
+    /// Makes views of `grads`, which are zero, the tensors in which the parameters' gradients accumulate.
+    pub(super) fn use_gradients(&mut self, grads: Tensor) -> Result<()> {
         let mut pairs = self.slots.iter().zip(&self.params);
-        pairs.try_for_each(|(slot, param)| set_grad(param, &slot.of(grads))).map_err(Error::Run)
+        pairs.try_for_each(|(slot, param)| set_grad(param, &slot.of(&grads))).map_err(Error::Run)?;
+        self.grads = Some(grads);
+        Ok(())
+    }
+
+    /// Provides gradients of the whole vector, unless there are some. Weights in bf16 have gradients in bf16; they are never sharded.
+    pub(super) fn keep_gradients(&mut self) -> Result<()> {
+        match self.grads {
+            Some(_) => Ok(()),
+            None => self.use_gradients(Tensor::zeros([self.len], (self.kind, self.device))),
+        }
+    }
+
+    /// Frees the gradients of the whole vector.
+    pub(super) fn release_gradients(&mut self) -> Result<()> {
+        match self.grads.take() {
+            Some(_) => self.params.iter().try_for_each(clear_grad).map_err(Error::Run),
+            None => Ok(()),
+        }
     }
 
     /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not.
@@ -164,10 +178,7 @@ impl Unit {
 
     pub(super) fn lend_gradients(&mut self) -> Result<()> {
         let most = mapped_len(self.len, Kind::Float, self.device);
-        let grads = Tensor::empty([most], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_();
-        self.share_gradients(&grads)?;
-        self.grads = Some(grads);
-        Ok(())
+        self.use_gradients(Tensor::empty([most], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_())
     }
 
     /// Adds the sum of the lent gradients to this rank's part, and takes them back.
@@ -183,8 +194,9 @@ impl Unit {
         Ok(())
     }
 
-    /// Sums the gradients of a unit that keeps them whole, in f32.
+    /// Sums the gradients of a unit that keeps them whole, in f32. A rank without a pass has zeros.
     pub(super) fn sum_whole(&mut self, world: &World) -> Result<()> {
+        self.keep_gradients()?;
         let Some(grads) = &mut self.grads else { return Ok(()) };
         if grads.kind() == Kind::Float {
             return world.sum(grads);
@@ -197,6 +209,7 @@ impl Unit {
 
     /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
     pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
+        self.keep_gradients()?;
         let Some(grads) = &self.grads else { return Ok(()) };
         let part = self.own_vector(world);
         reduce_scatter(world, &part, grads)?;
@@ -222,9 +235,9 @@ impl Unit {
     }
 
     pub(super) fn zero_gradients(&mut self, lent: bool) {
-        if lent && self.grads.take().is_some() {
+        if lent {
             // A pass that failed has not taken them back.
-            self.params.iter().for_each(|param| drop(clear_grad(param)));
+            let _ = self.release_gradients();
         }
         self.grad_part = None;
         if let Some(grads) = &mut self.grads {
