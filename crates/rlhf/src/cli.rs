@@ -46,8 +46,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig,
-    PpoConfig, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig,
+    PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -81,7 +81,7 @@ pub(crate) enum Task {
     Report(ReportConfig),
     Chat(ChatConfig),
     Serve(ServeConfig),
-    Watch(LiveConfig),
+    Watch(WatchConfig),
     Doctor(DoctorConfig),
     Replay(ReplayTask),
     Launch(LaunchTask),
@@ -211,7 +211,7 @@ impl Task {
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
             "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
-            "watch" => Task::Watch(LiveConfig::from_arg_matches(flags)?),
+            "watch" => Task::Watch(WatchConfig::from_arg_matches(flags)?),
             "doctor" => Task::Doctor(DoctorConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })

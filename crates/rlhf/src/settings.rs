@@ -43,7 +43,9 @@ pub use merge::MergeConfig;
 pub use pipeline::PipelineFlags;
 pub use plan::{PpoPlan, TrainPlan};
 pub use planning::PlanFlags;
-pub use ppo::{GenerationBatchesConfig, LegacyConfig, PpoConfig, TrialConfig, ValueConfig, ValuePeftConfig};
+pub use ppo::{
+    GenerationBatchesConfig, LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig, ValuePeftConfig,
+};
 pub use presets::{Preset, refused};
 pub use push::PushConfig;
 pub use replay::ReplayConfig;
@@ -54,7 +56,7 @@ pub use rows::RowsConfig;
 pub use score::ScoreConfig;
 pub use serve::ServeConfig;
 pub use sft::SftConfig;
-pub use watch::LiveConfig;
+pub use watch::WatchConfig;
 
 pub(crate) use check::max_prompt_len;
 pub(crate) use plan::LEGACY_BATCH;
@@ -71,6 +73,7 @@ pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
 pub use crate::optim::settings::{LrSchedulerType, Optim, OptimizerConfig};
 pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
 pub use crate::rl::advantage::{AdvantageConfig, AdvantageEstimator, Aggregation, ScaleRewards};
+pub use crate::rl::alarms::settings::AlarmConfig;
 pub use crate::rl::ema::EmaConfig;
 pub use crate::rl::groups::GroupFilterConfig;
 pub use crate::rl::kl::KlConfig;
@@ -81,7 +84,7 @@ pub use crate::rl::unsupervised::UnsupervisedConfig;
 pub use crate::run::push::settings::{HubConfig, HubStrategy, HubToken};
 pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
-pub use crate::run::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, WatchConfig};
+pub use crate::run::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig};
 pub use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 #[cfg(test)]

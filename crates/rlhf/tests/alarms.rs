@@ -145,10 +145,10 @@ pub(crate) fn rolling_back(dir: &Path) -> PpoConfig {
     config.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
     config.optimizer.warmup_steps = 10;
     config.run.checkpoints.save_steps = Some(2);
-    config.watch.on_alarm = vec!["runaway_kl=rollback".into()];
-    config.watch.max_rollbacks = 9;
+    config.alarms.on_alarm = vec!["runaway_kl=rollback".into()];
+    config.alarms.max_rollbacks = 9;
     config.run.tracking.report_to = vec![ReportTo::Tensorboard];
-    config.trial.log_rollouts = true;
+    config.rollout_log.log_rollouts = true;
     config.num_sample_generations = 6;
     config
 }
@@ -228,7 +228,7 @@ fn a_run_stops_after_its_last_rollback_and_without_a_checkpoint_to_return_to() {
             other => panic!("{other}"),
         }
     };
-    let message = stopped(&|config| (config.learning_rate, config.watch.max_rollbacks) = (1.0, 1));
+    let message = stopped(&|config| (config.learning_rate, config.alarms.max_rollbacks) = (1.0, 1));
     assert!(
         message.contains("runaway_kl (on_alarm = runaway_kl=rollback, but max_rollbacks = 1 of them are done)"),
         "{message}"
@@ -241,7 +241,7 @@ fn a_run_stops_after_its_last_rollback_and_without_a_checkpoint_to_return_to() {
     // The action of an alarm comes before that of all.
     let message = stopped(&|config| {
         config.learning_rate = 1.0;
-        config.watch.on_alarm = vec!["runaway_kl=stop".into(), "all=rollback".into()];
+        config.alarms.on_alarm = vec!["runaway_kl=stop".into(), "all=rollback".into()];
     });
     assert!(message.contains("by the alarm runaway_kl (on_alarm = runaway_kl=stop)"), "{message}");
 }

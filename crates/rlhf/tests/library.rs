@@ -384,7 +384,7 @@ fn updates_in_a_loop_of_the_callers_warn_of_skipped_steps_and_end_at_too_many_as
     // A run sends its watcher the same, and ends in the same error.
     let mut named = by_hand;
     named.run.output_dir = dir.path().join("named");
-    named.watch.no_checks = true;
+    named.alarms.no_checks = true;
     let mut told = Vec::new();
     let ended = broken(&named).train_with(|event| {
         if let Event::Warning { step, warning } = event {

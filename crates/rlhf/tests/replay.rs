@@ -18,7 +18,7 @@ type Set = fn(&mut PpoConfig);
 /// Five updates that leave their rollouts and a checkpoint each.
 fn recorded(dir: &Path) -> PpoConfig {
     let mut config = ppo_config(dir);
-    config.trial.log_rollouts = true;
+    config.rollout_log.log_rollouts = true;
     config.run.checkpoints.save_steps = Some(1);
     config
 }

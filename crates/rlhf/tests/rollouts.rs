@@ -44,7 +44,7 @@ fn metrics(dir: &Path) -> Vec<Map<String, Value>> {
 
 fn logging(dir: &Path) -> PpoConfig {
     let mut config = ppo_config(dir);
-    config.trial.log_rollouts = true;
+    config.rollout_log.log_rollouts = true;
     config
 }
 
@@ -93,9 +93,9 @@ fn the_columns_are_what_an_update_trains_on() {
 
 /// GRPO on groups of two responses, with the folder and the data of `base`.
 pub(crate) fn with_groups(base: PpoConfig) -> PpoConfig {
-    let (run, data, trial) = (base.run, base.data, base.trial);
+    let (run, data, rollout_log) = (base.run, base.data, base.rollout_log);
     let mut config =
-        PpoConfig { run, data, trial, ..PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", "", "") };
+        PpoConfig { run, data, rollout_log, ..PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", "", "") };
     config.reward_model_path = None;
     config.model_name_or_path = Some(golden().join("models/gpt_neox"));
     (config.response_length, config.stop_token, config.stop_token_id) = (6, None, Some(192));
@@ -149,7 +149,7 @@ fn a_resumed_run_leaves_the_rollouts_of_an_uninterrupted_one_up_to_its_limit() {
     // A branch of the run, from its second update on, with the newest two files.
     config.run.output_dir = dir.path().join("branch");
     config.run.checkpoints.resume_from_checkpoint = Some(Resume::From(whole.join("checkpoint-2")));
-    config.trial.rollouts_limit = Some(2);
+    config.rollout_log.rollouts_limit = Some(2);
     ppo(&config, Console::Silent).unwrap();
     assert_eq!(names(&config.run.output_dir), of(4..=5));
     for step in 4..=5 {
@@ -163,7 +163,7 @@ fn a_resumed_run_leaves_the_rollouts_of_an_uninterrupted_one_up_to_its_limit() {
     std::fs::write(whole.join("rollouts/update-000004.parquet"), "damaged").unwrap();
     config.run.output_dir.clone_from(&whole);
     config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
-    config.trial.rollouts_limit = None;
+    config.rollout_log.rollouts_limit = None;
     ppo(&config, Console::Silent).unwrap();
     assert_eq!((1..=5).map(|step| rows(&whole, step)).collect::<Vec<_>>(), expected);
 }

@@ -4,9 +4,9 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig,
-    MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig,
-    ServeConfig, SftConfig,
+    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
+    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig,
+    SftConfig, WatchConfig,
 };
 
 use super::launch::LAUNCH;
@@ -255,7 +255,7 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
             .after_help(REPORT_HELP),
-        flag::command::<LiveConfig>("watch")
+        flag::command::<WatchConfig>("watch")
             .about("Show a run live, as a page or in the terminal")
             .after_help(WATCH_HELP),
         replay::command().about("Compute an update of a run again").after_help(REPLAY_HELP),
@@ -513,7 +513,7 @@ mod tests {
         assert_eq!(chat, Task::Chat(ChatConfig::new("m")));
         let serve = parse_words(&["serve", "m"]).unwrap();
         assert_eq!(serve, Task::Serve(ServeConfig::new("m")));
-        assert_eq!(parse_words(&["watch", "a"]).unwrap(), Task::Watch(LiveConfig::new("a")));
+        assert_eq!(parse_words(&["watch", "a"]).unwrap(), Task::Watch(WatchConfig::new("a")));
         assert_eq!(parse_words(&["doctor"]).unwrap(), Task::Doctor(DoctorConfig::default()));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));

@@ -874,7 +874,7 @@ mod tests {
             (&["json".to_string(), "length:9".into()][..], &["1.0".to_string(), "0.5".into()][..])
         );
         assert_eq!(config.advantage.scale_rewards, rlhf::settings::ScaleRewards::None);
-        assert_eq!((config.trial.print_answers, config.trial.print_answers_interval), (true, 5));
+        assert_eq!((config.rollout_log.print_answers, config.rollout_log.print_answers_interval), (true, 5));
         assert_eq!((config.eval.eval_steps, config.plan(100).unwrap().batch_size), (Some(5), 32));
         assert_eq!(config.generation.max_steps, Some(20));
         let funcs =
@@ -926,7 +926,7 @@ mod tests {
     fn a_share_of_logging_steps_prints_answers_all_the_same() {
         let text = "log_completions: true\nlogging_steps: 0.1\n";
         let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
-        assert_eq!((config.trial.print_answers, config.trial.print_answers_interval), (true, 10));
+        assert_eq!((config.rollout_log.print_answers, config.rollout_log.print_answers_interval), (true, 10));
     }
 
     #[test]

@@ -3,11 +3,11 @@
 use std::io::{self, IsTerminal, Write};
 
 use rlhf::safe_text::one_line;
-use rlhf::settings::LiveConfig;
+use rlhf::settings::WatchConfig;
 use rlhf::{Error, Result};
 
 /// Serves the page until a signal ends it, and prints its address; or shows the run in the terminal.
-pub(crate) fn watch(config: &LiveConfig) -> Result<()> {
+pub(crate) fn watch(config: &WatchConfig) -> Result<()> {
     if config.terminal {
         return rlhf::report::watch_in_terminal(&config.run);
     }

@@ -9,7 +9,7 @@ use super::page::{Part, live_page, parts, progress_line};
 use super::progress::Progress;
 use crate::Result;
 use crate::http_server::Listener;
-use crate::settings::LiveConfig;
+use crate::settings::WatchConfig;
 use crate::signals::pause;
 use axum::Router;
 use axum::extract::State;
@@ -28,7 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// # Errors
 /// If there is no run in the folder, or `metrics.jsonl` cannot be read; if the port is taken, or `host` is no address of this machine; the
 /// error of `announce`.
-pub fn watch(config: &LiveConfig, announce: impl FnOnce(&str) -> Result<()>) -> Result<()> {
+pub fn watch(config: &WatchConfig, announce: impl FnOnce(&str) -> Result<()>) -> Result<()> {
     config.check()?;
     let page = LivePage::open(&config.run)?;
     let listener = Listener::bind(&config.host, config.port())?;

@@ -2,6 +2,7 @@
 //! something else.
 
 mod likeness;
+pub(crate) mod settings;
 
 use crate::generate::{FinishReason, Response};
 use crate::metrics::{Metrics, Warning, WarningKind};

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
-use super::ppo::{LegacyConfig, PpoConfig, TrialConfig, ValueConfig};
+use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
 use crate::Result;
@@ -144,11 +144,12 @@ impl PpoConfig {
             self.mask.check(self.response_length, self.score_position),
             self.unsupervised.check(),
             self.ema.check(),
-            self.trial.check(),
+            self.rollout_log.check(),
+            self.test_mode.check(),
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.check_optimizer(),
             self.check_offload(),
-            self.watch.check(self.run.checkpoints.save_steps),
+            self.alarms.check(self.run.checkpoints.save_steps),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
@@ -600,7 +601,7 @@ impl ValueConfig {
     }
 }
 
-impl TrialConfig {
+impl RolloutLogConfig {
     fn check(&self) -> Result<()> {
         let interval = self.print_answers_interval;
         all([
@@ -610,15 +611,20 @@ impl TrialConfig {
             } else {
                 Ok(())
             },
-            match (self.enable_test_mode, self.test_stop_step) {
-                (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
-                _ => Ok(()),
-            },
             match self.rollouts_limit {
                 Some(limit) if !self.log_rollouts => no_effect("rollouts_limit", limit, "without log_rollouts = true"),
                 limit => limit.map_or(Ok(()), |limit| at_least_one("rollouts_limit", limit)),
             },
         ])
+    }
+}
+
+impl TestModeConfig {
+    fn check(&self) -> Result<()> {
+        match (self.enable_test_mode, self.test_stop_step) {
+            (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -731,9 +737,12 @@ mod tests {
             ),
             (|c| c.ema.ema_beta = 0.9, "ema_beta = 0.9 has no effect without enable_ema = true"),
             (|c| (c.ema.enable_ema, c.ema.ema_beta) = (true, 1.0), "ema_beta = 1: expected a number from 0 to below 1"),
-            (|c| c.trial.rollouts_limit = Some(2), "rollouts_limit = 2 has no effect without log_rollouts"),
-            (|c| c.trial.print_answers_interval = 2, "print_answers_interval = 2 has no effect without print_answers"),
-            (|c| c.trial.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
+            (|c| c.rollout_log.rollouts_limit = Some(2), "rollouts_limit = 2 has no effect without log_rollouts"),
+            (
+                |c| c.rollout_log.print_answers_interval = 2,
+                "print_answers_interval = 2 has no effect without print_answers",
+            ),
+            (|c| c.test_mode.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
             (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),
             (|c| c.kl.horizon = 3.0, "horizon = 3 has no effect without adap_kl_ctrl = true"),
             (|c| (c.kl.adap_kl_ctrl, c.kl.target) = (true, 0.0), "target = 0: expected a number above 0"),

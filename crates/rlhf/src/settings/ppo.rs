@@ -19,6 +19,7 @@ use crate::optim::loss_scale::Fp16Config;
 use crate::optim::settings::{LrSchedulerType, OptimizerConfig};
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, ScoreScalingConfig, Spec};
 use crate::rl::advantage::AdvantageConfig;
+use crate::rl::alarms::settings::AlarmConfig;
 use crate::rl::ema::EmaConfig;
 use crate::rl::groups::GroupFilterConfig;
 use crate::rl::kl::KlConfig;
@@ -26,7 +27,7 @@ use crate::rl::math::ScorePosition;
 use crate::rl::reference::SyncConfig;
 use crate::rl::settings::{LossConfig, MaskConfig, WhitenAdvantages};
 use crate::rl::unsupervised::UnsupervisedConfig;
-use crate::run::settings::{EvalConfig, RunConfig, WatchConfig};
+use crate::run::settings::{EvalConfig, RunConfig};
 use crate::tokenizer::Tokenizer;
 
 /// Default number of prompts of an evaluation.
@@ -251,18 +252,22 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub value: ValueConfig,
-    /// Checks that the run makes of its own numbers.
+    /// Sanity checks and alarms.
     #[command(flatten)]
     #[serde(flatten)]
-    pub watch: WatchConfig,
+    pub alarms: AlarmConfig,
     /// float16 with two models.
     #[command(flatten)]
     #[serde(flatten)]
     pub half: Fp16Config,
-    /// Display of responses, and the end of a test.
+    /// Display and files of the responses that the run trains on.
     #[command(flatten)]
     #[serde(flatten)]
-    pub trial: TrialConfig,
+    pub rollout_log: RolloutLogConfig,
+    /// A run that ends early, as a test.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub test_mode: TestModeConfig,
     /// Maximum prompts in an evaluation: the first of the split.
     #[arg(long, help_heading = EVALUATION, default_value_t = NUM_EVAL_PROMPTS)]
     pub num_eval_prompts: usize,
@@ -447,22 +452,16 @@ impl ValueConfig {
     }
 }
 
-/// Display and files of the responses that a run trains on, and its end as a test.
+/// Display and files of the responses that a run trains on.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
-pub struct TrialConfig {
+pub struct RolloutLogConfig {
     /// Print and save some of the responses that the run trains on.
     #[arg(long, help_heading = BATCHES)]
     pub print_answers: bool,
     /// Updates between two prints of `print_answers`.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub print_answers_interval: usize,
-    /// Stop after the update `test_stop_step`; learning rates are those of the whole run.
-    #[arg(long, help_heading = BATCHES)]
-    pub enable_test_mode: bool,
-    /// Last update of `enable_test_mode`, counted from 0.
-    #[arg(long, help_heading = BATCHES, default_value_t = 0)]
-    pub test_stop_step: usize,
     /// Write all responses of every update to `output_dir/rollouts`, one Parquet file per update: tokens, scores, log-probabilities,
     /// values and advantages.
     #[arg(long, help_heading = RUN)]
@@ -470,4 +469,16 @@ pub struct TrialConfig {
     /// Number of newest updates whose rollouts are kept, with `log_rollouts` [default: all].
     #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub rollouts_limit: std::option::Option<usize>,
+}
+
+/// A run that ends early, as a test: DeepSpeed-Chat's flags.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct TestModeConfig {
+    /// Stop after the update `test_stop_step`; learning rates are those of the whole run.
+    #[arg(long, help_heading = BATCHES)]
+    pub enable_test_mode: bool,
+    /// Last update of `enable_test_mode`, counted from 0.
+    #[arg(long, help_heading = BATCHES, default_value_t = 0)]
+    pub test_stop_step: usize,
 }

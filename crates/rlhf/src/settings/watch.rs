@@ -14,7 +14,7 @@ const LOOPBACK: &str = "127.0.0.1";
 /// Settings of `rlhf watch`.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
-pub struct LiveConfig {
+pub struct WatchConfig {
     /// Folder of the run, in progress or ended.
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
@@ -29,7 +29,7 @@ pub struct LiveConfig {
     pub host: String,
 }
 
-impl LiveConfig {
+impl WatchConfig {
     /// Creates a configuration with every default, for this run.
     pub fn new(run: impl Into<PathBuf>) -> Self {
         Self { run: run.into(), ..defaults() }
@@ -49,7 +49,7 @@ impl LiveConfig {
         ])
     }
 
-    /// Returns the port; 0 if [`LiveConfig::check`] refuses it.
+    /// Returns the port; 0 if [`WatchConfig::check`] refuses it.
     pub fn port(&self) -> u16 {
         u16::try_from(self.port).unwrap_or(0)
     }

@@ -862,8 +862,8 @@ fn an_engine_refuses_what_its_calls_do_not_do() {
 fn a_test_stops_where_it_should_and_responses_are_shown_on_the_way() {
     in_scratch(
         |config, _| {
-            (config.trial.enable_test_mode, config.trial.test_stop_step) = (true, 1);
-            (config.trial.print_answers, config.trial.print_answers_interval) = (true, 2);
+            (config.test_mode.enable_test_mode, config.test_mode.test_stop_step) = (true, 1);
+            (config.rollout_log.print_answers, config.rollout_log.print_answers_interval) = (true, 2);
         },
         |config| {
             ppo(config, Console::Silent).unwrap();

@@ -112,8 +112,8 @@ impl PpoTrainer {
         let summed = scored.responses.clone();
         let raw = self.raw_scores(&scored, &batch.responses);
         let (penalised, ends) = self.trained_scores(&mut scored, &batch.responses, true);
-        let trial = &self.config.trial;
-        let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
+        let log = &self.config.rollout_log;
+        let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
             let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
             let samples = self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?;
             self.with_tokens(samples, &batch.responses)?

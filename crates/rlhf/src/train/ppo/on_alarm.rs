@@ -3,9 +3,9 @@
 use super::PpoTrainer;
 use crate::error::STOPPED_BY_ALARM;
 use crate::metrics::{Warning, WarningKind};
+use crate::rl::alarms::settings::AlarmAction;
 use crate::run::event::Event;
 use crate::run::session::{Due, Session};
-use crate::run::settings::AlarmAction;
 use crate::{Error, Result};
 
 impl PpoTrainer {
@@ -35,23 +35,23 @@ impl PpoTrainer {
 
     /// Returns the alarm of the last update with the strongest action, which rank 0 decides for all.
     fn alarm_action(&self) -> Result<Option<(WarningKind, AlarmAction)>> {
-        let watch = &self.config.watch;
-        if !watch.acts() {
+        let alarms = &self.config.alarms;
+        if !alarms.acts() {
             return Ok(None);
         }
         let kinds: Vec<WarningKind> = self.warnings.iter().map(|warning: &Warning| warning.kind).collect();
-        let strongest = kinds.iter().copied().rev().max_by_key(|kind| watch.action(*kind));
+        let strongest = kinds.iter().copied().rev().max_by_key(|kind| alarms.action(*kind));
         let place = |kind| WarningKind::ALL.iter().position(|of| *of == kind).map_or(-1.0, |place| place as f64);
         let mut chosen = [strongest.map_or(-1.0, place)];
         self.learner.world.broadcast_numbers(&mut chosen)?;
         let kind = WarningKind::ALL.iter().enumerate().find(|(place, _)| *place as f64 == chosen[0]);
-        Ok(kind.map(|(_, kind)| (*kind, watch.action(*kind))))
+        Ok(kind.map(|(_, kind)| (*kind, alarms.action(*kind))))
     }
 
     /// Continues from the last checkpoint before the last update, with half the learning rate and other samples. Returns why it cannot,
     /// if it cannot.
     fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
-        let (step, rollbacks, most) = (self.progress.done, self.progress.rollbacks, self.config.watch.max_rollbacks);
+        let (step, rollbacks, most) = (self.progress.done, self.progress.rollbacks, self.config.alarms.max_rollbacks);
         if rollbacks >= most {
             return Ok(Some(format!("max_rollbacks = {most} of them are done")));
         }

@@ -243,7 +243,7 @@ impl RecordedUpdate {
     fn trainer(&self, config: &PpoConfig, changes: &[Change]) -> Result<PpoTrainer> {
         let mut config = config.clone();
         config.run.output_dir.clone_from(&self.run);
-        (config.trial.log_rollouts, config.trial.rollouts_limit) = (false, None);
+        (config.rollout_log.log_rollouts, config.rollout_log.rollouts_limit) = (false, None);
         if config.run.device.resolve()? == Device::Cpu {
             // The folder of the run need not be writable. From a GPU nothing goes to a file, and the steps of a sharded state that is
             // offloaded are computed by the processor.

@@ -25,7 +25,7 @@ impl PpoTrainer {
         targets: &Targets,
     ) -> Result<Rollout> {
         let scored = &reported.scored;
-        if !self.config.trial.log_rollouts || !self.learner.world.is_main() {
+        if !self.config.rollout_log.log_rollouts || !self.learner.world.is_main() {
             return Ok(Rollout::default());
         }
         let lengths = e.lengths();

@@ -83,7 +83,7 @@ impl PpoTrainer {
     /// Runs the updates that are left, with the checks, evaluations and samples that are due.
     fn run_updates(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.report_title(session.console());
-        if !self.config.watch.no_checks {
+        if !self.config.alarms.no_checks {
             session.console().phase("checking");
             self.run_checks(session.console())?;
         }
@@ -130,8 +130,8 @@ impl PpoTrainer {
             session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &samples })?;
         }
         let rollout = std::mem::take(&mut self.rollout);
-        if self.config.trial.log_rollouts {
-            let limit = self.config.trial.rollouts_limit;
+        if self.config.rollout_log.log_rollouts {
+            let limit = self.config.rollout_log.rollouts_limit;
             session.emit(&Event::Rollout { step, limit, rollout: &rollout })?;
         }
         session.console().advance(watched(&metrics));
@@ -258,15 +258,15 @@ impl PpoTrainer {
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.skips.warning(self.progress.done, self.config.watch.max_skipped_updates)?;
+        let message = self.skips.warning(self.progress.done, self.config.alarms.max_skipped_updates)?;
         self.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }
 
     /// Returns the updates after which the run ends: all, or those of a test.
     pub(super) fn last_update(&self) -> usize {
-        let (trial, total) = (&self.config.trial, self.plan.num_total_batches);
-        if trial.enable_test_mode { (trial.test_stop_step + 1).max(self.progress.done).min(total) } else { total }
+        let (test, total) = (&self.config.test_mode, self.plan.num_total_batches);
+        if test.enable_test_mode { (test.test_stop_step + 1).max(self.progress.done).min(total) } else { total }
     }
 
     /// Runs [`PpoTrainer::check`], and reports the result.

@@ -1,0 +1,125 @@
+//! Settings of alarms and of the checks at the start of a PPO run.
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::Result;
+use crate::flag::{OPTIMIZER, RUN, at_least_one, no_effect, usage};
+use crate::metrics::WarningKind;
+
+/// Checks of a PPO run: those at its start, steps that are skipped, and alarms.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct AlarmConfig {
+    /// Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not
+    /// finite.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
+    pub max_skipped_updates: usize,
+    /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
+    #[arg(long, help_heading = RUN)]
+    pub no_checks: bool,
+    /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
+    /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
+    /// checkpoint with half the learning rate and other samples [default: all=warn].
+    #[arg(long, help_heading = RUN, value_delimiter = ',')]
+    pub on_alarm: Vec<String>,
+    /// Rollbacks of a run, at most; the next alarm with that action stops it.
+    #[arg(long, help_heading = RUN, default_value_t = MAX_ROLLBACKS)]
+    pub max_rollbacks: usize,
+}
+
+/// Default number of rollbacks.
+const MAX_ROLLBACKS: usize = 3;
+
+/// Action when an alarm is raised, the weakest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum AlarmAction {
+    Warn,
+    Rollback,
+    Stop,
+}
+
+/// The name of `on_alarm` for all alarms that are not named.
+const ALL_ALARMS: &str = "all";
+
+impl AlarmConfig {
+    /// Checks every setting of a run with checkpoints every `save_steps` updates.
+    pub(crate) fn check(&self, save_steps: Option<usize>) -> Result<()> {
+        at_least_one("max_skipped_updates", self.max_skipped_updates)?;
+        let actions = self.on_alarm.iter().map(|written| alarm_action(written)).collect::<Result<Vec<_>>>()?;
+        let rollback = actions.iter().position(|(_, action)| *action == AlarmAction::Rollback);
+        match rollback {
+            Some(at) if save_steps.is_none() => usage(format!(
+                "on_alarm = {} needs save_steps: a rollback continues from the last checkpoint; save_steps = 10 saves one every 10 \
+                 updates",
+                self.on_alarm[at]
+            )),
+            None if self.max_rollbacks != MAX_ROLLBACKS => {
+                no_effect("max_rollbacks", self.max_rollbacks, "without on_alarm = NAME=rollback")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the action for an alarm: its own, else that for all. Of two for the same name the last one counts.
+    pub(crate) fn action(&self, kind: WarningKind) -> AlarmAction {
+        let actions: Vec<_> = self.on_alarm.iter().rev().filter_map(|written| alarm_action(written).ok()).collect();
+        let of = |name: &str| actions.iter().find(|(of, _)| *of == name).map(|(_, action)| *action);
+        of(kind.name()).or_else(|| of(ALL_ALARMS)).unwrap_or(AlarmAction::Warn)
+    }
+
+    /// Returns whether an alarm may do more than warn.
+    pub(crate) fn acts(&self) -> bool {
+        WarningKind::ALL.iter().any(|kind| self.action(*kind) != AlarmAction::Warn)
+    }
+}
+
+/// Parses an entry of `on_alarm`.
+fn alarm_action(written: &str) -> Result<(&str, AlarmAction)> {
+    let (name, action) = written.split_once('=').unwrap_or((written, ""));
+    let known = || WarningKind::ALL.iter().map(|kind| kind.name()).chain([ALL_ALARMS]);
+    if !known().any(|known| known == name) {
+        let names = known().collect::<Vec<_>>().join(", ");
+        return usage(format!("on_alarm = {written}: expected NAME=warn, stop or rollback, with a NAME of {names}"));
+    }
+    match action {
+        "warn" => Ok((name, AlarmAction::Warn)),
+        "stop" => Ok((name, AlarmAction::Stop)),
+        "rollback" => Ok((name, AlarmAction::Rollback)),
+        _ => usage(format!("on_alarm = {written}: expected {name}=warn, {name}=stop or {name}=rollback")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_alarm_has_its_own_action_or_that_of_all() {
+        let alarms = |written: &[&str]| AlarmConfig {
+            on_alarm: written.iter().map(ToString::to_string).collect(),
+            ..crate::flag::defaults()
+        };
+        let actions = |written: &[&str]| {
+            let alarms = alarms(written);
+            alarms.check(Some(1)).unwrap();
+            [WarningKind::RunawayKl, WarningKind::LowEntropy].map(|kind| alarms.action(kind))
+        };
+        assert_eq!(actions(&[]), [AlarmAction::Warn; 2]);
+        assert!(!alarms(&["all=warn"]).acts() && alarms(&["skipped_steps=stop"]).acts());
+        let own = ["runaway_kl=rollback", "all=stop", "low_entropy=stop", "low_entropy=warn"];
+        assert_eq!(actions(&own), [AlarmAction::Rollback, AlarmAction::Warn]);
+        assert_eq!(actions(&["runaway_kl=warn", "all=stop"]), [AlarmAction::Warn, AlarmAction::Stop]);
+        let refused = |written: &[&str], save_steps| alarms(written).check(save_steps).unwrap_err().to_string();
+        assert_eq!(
+            refused(&["kl=stop"], None),
+            "on_alarm = kl=stop: expected NAME=warn, stop or rollback, with a NAME of runaway_kl, low_entropy, length_limit, no_stop, \
+             fewer_stops, alike_responses, ignored_eos, reused_responses, equal_scores, unscored, negative_explained_variance, \
+             high_clip_share, gradient_leap, skipped_steps, all"
+        );
+        assert_eq!(refused(&["all=halt"], None), "on_alarm = all=halt: expected all=warn, all=stop or all=rollback");
+        assert!(refused(&["all=rollback"], None).starts_with("on_alarm = all=rollback needs save_steps: "));
+        let most = AlarmConfig { max_rollbacks: 1, ..alarms(&["all=stop"]) };
+        assert!(most.check(Some(1)).unwrap_err().to_string().starts_with("max_rollbacks = 1 has no effect without"));
+    }
+}
