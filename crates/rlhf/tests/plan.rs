@@ -313,7 +313,7 @@ fn parts_that_leave_memory_count_in_the_phases_that_use_them() {
 #[test]
 fn texts_beside_ppo_stored_distributions_and_merged_adapters_count() {
     let scratch = with_model();
-    scratch.edit_config("big", "max_position_embeddings", 2048);
+    scratch.edit_config("big", "max_position_embeddings", 1024);
     let row = json!({"text": "The movie was long, and then some more of it. ".repeat(20)});
     scratch.write("texts.jsonl", &format!("{row}\n").repeat(20));
     let ppo = |out: &str, policy: &str, flags: &str| {
@@ -330,12 +330,12 @@ fn texts_beside_ppo_stored_distributions_and_merged_adapters_count() {
     // Blocks of the context's length, where prompts have some tokens and responses 40.
     let texts = ppo("texts", "big", "--unsupervised_dataset_name texts.jsonl");
     let plan = planned(&scratch, "", &texts);
-    assert!(plan["notes"].to_string().contains("blocks of 2048 tokens"), "{plan}");
+    assert!(plan["notes"].to_string().contains("blocks of 1024 tokens"), "{plan}");
     let [long, short] = ["policy texts", "policy step"].map(|name| phase(&plan, name, "activations"));
-    assert!(long > 5.0 * short, "{long}, {short}");
+    assert!(long > 3.0 * short, "{long}, {short}");
     assert_near_peak(&scratch, &texts);
     let work = |line: &str| number(&planned(&scratch, "", line)["work"]["flops_per_update"]);
-    assert!(work(&texts) > 5.0 * work(&ppo("none", "big", "")));
+    assert!(work(&texts) > 3.0 * work(&ppo("none", "big", "")));
     // One hidden state of 384 numbers for each of the tokens of four responses.
     let of_kl = |flags: &str| planned(&scratch, "", &ppo("kl", "big", &format!("--kl_estimator full {flags}")));
     let [stored, not] = [of_kl("--kl_in_loss"), of_kl("")].map(|plan| phase(&plan, "policy step", "activations"));
