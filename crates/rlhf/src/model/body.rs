@@ -176,8 +176,10 @@ impl Body {
         lm_head: Option<&mut Linear>,
     ) -> Result<()> {
         if self.quantization().is_some() && !matches!(trains, Trains::Adapter) {
-            let message = "the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them";
-            return Err(Error::Usage(message.into()));
+            let model = self.origin.as_ref().map_or("the model".into(), |dir| dir.display().to_string());
+            return Err(Error::Usage(format!(
+                "{model}: the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them"
+            )));
         }
         self.merge_adapter(adapted_head);
         match trains {

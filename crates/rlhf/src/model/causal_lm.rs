@@ -108,7 +108,11 @@ impl CausalLm {
             decoder.embedding()
         } else {
             let shape = [config.vocab_size, config.embedding_size];
-            builder.tensor(names.lm_head.into(), &shape, Init::Normal(config.initializer_range), true)?
+            // A list of spared layers without the head quantizes it too.
+            builder.unpack(true);
+            let head = builder.tensor(names.lm_head.into(), &shape, Init::Normal(config.initializer_range), true)?;
+            builder.unpack(false);
+            head
         };
         let extra = extra(&mut builder, &config)?;
         // Some tied checkpoints hold the head too; it equals the embedding.

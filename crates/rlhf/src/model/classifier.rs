@@ -158,10 +158,11 @@ impl SequenceClassifier {
         let drawn = names.head.inner().into_iter().filter(is_drawn).map(str::to_string).collect();
         builder.hold_as(others);
         // Other heads in the file, an LM head or a value head, are not used.
+        let lm_head = names.lm_head.trim_end_matches("weight");
         let ignored = match (new_head, name == SCORE_HEADS[1]) {
             (Some(_), _) if !config.causal => MASKED_LM_HEADS.to_vec(),
-            (Some(_), _) => vec![names.lm_head, "v_head."],
-            (None, true) => vec![names.lm_head],
+            (Some(_), _) => vec![lm_head, "v_head."],
+            (None, true) => vec![lm_head],
             (None, false) => vec![],
         };
         let format = match name == SCORE_HEADS[1] {

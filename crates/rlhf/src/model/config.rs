@@ -282,6 +282,11 @@ impl ModelConfig {
         }
     }
 
+    /// Removes the description of quantized weights, of a model that has none.
+    pub(crate) fn forget_quantization(&mut self) {
+        self.raw.remove("quantization_config");
+    }
+
     /// Ties the LM head to the embedding.
     pub(crate) fn tie(&mut self) {
         self.shape.tie_word_embeddings = true;

@@ -62,8 +62,7 @@ impl Matrix {
     fn held(&self) -> Tensor {
         match self {
             Self::Plain(weight) => weight.held.to_kind(Kind::Float),
-            // As PEFT merges: rounded to the dtype that the weight had.
-            Self::Quantized(weight) => weight.values(weight.dtype()).to_kind(Kind::Float),
+            Self::Quantized(weight) => weight.merged_values(),
         }
     }
 

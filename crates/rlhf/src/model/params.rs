@@ -128,9 +128,15 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are.
+    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are. So do those of a model
+    /// that is quantized already, whose plain layers were spared on purpose.
     pub(crate) fn quantize_to(&mut self, quantization: Option<Quantization>) {
-        self.quantization = quantization;
+        let is_quantized = || match self.source {
+            Source::Checkpoint(checkpoint) => checkpoint.names().any(|name| checkpoint.holds_codes(name)),
+            Source::Shared(params) => params.iter().any(Param::is_quantized),
+            Source::Fresh(_) | Source::Shapes(_) => false,
+        };
+        self.quantization = quantization.filter(|_| !is_quantized());
     }
 
     /// The weight of the linear layer `base` if it is quantized: in the checkpoint, in the model whose memory is shared, or because
@@ -236,7 +242,7 @@ impl<'a> Builder<'a> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(false) };
         match checkpoint.shape(name) {
             None => Ok(false),
-            Some(shape) if shape != tensor.size() => Ok(true),
+            Some(shape) if shape != tensor.size() || checkpoint.holds_codes(name) => Ok(true),
             // If each tensor has its own dtype, the exact numbers are compared.
             Some(_) => Ok(checkpoint.read(name, self.device, self.kind())? != tensor.to_kind(self.kind())),
         }

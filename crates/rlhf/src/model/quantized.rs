@@ -159,7 +159,7 @@ impl Quantization {
         is("load_in_4bit").then(four).or(is("load_in_8bit").then_some(Self::EightBit))
     }
 
-    /// Checks `quantization_config` of a `config.json`: the expected and the found value if weights are not in a format of bitsandbytes.
+    /// Checks `quantization_config` of a `config.json`: the expected value if weights are not in a format of bitsandbytes.
     pub(super) fn check_config(described: &Value) -> std::result::Result<(), String> {
         let is = |name: &str| described.get(name).and_then(Value::as_bool).unwrap_or(false);
         let method = described.get("quant_method").and_then(Value::as_str);
@@ -170,7 +170,7 @@ impl Quantization {
             _ => return Err("none, or that of bitsandbytes".into()),
         }
         if is("load_in_4bit") && storage != "uint8" {
-            return Err(format!("bnb_4bit_quant_storage = uint8, found {}", brief(storage)));
+            return Err(format!("bnb_4bit_quant_storage = uint8 in place of {}", brief(storage)));
         }
         Ok(())
     }
@@ -292,18 +292,20 @@ impl Quantized {
         let on_cpu = weight.to_device(tch::Device::Cpu).contiguous();
         let made = tch::no_grad(|| match format {
             Quantization::EightBit => Self::eight_bits(&on_cpu),
-            Quantization::FourBit { quant_type, nested } => Self::four_bits(&on_cpu, quant_type, BLOCK, nested),
+            Quantization::FourBit { quant_type, nested } => {
+                Self::four_bits(&on_cpu, on_cpu.kind(), (quant_type, BLOCK, nested))
+            }
         });
         made.on_device(device)
     }
 
-    /// Quantizes another weight in this one's format.
+    /// Quantizes another weight, f32, in this one's format.
     pub(super) fn like(&self, weight: &Tensor) -> Self {
         let on_cpu = weight.to_device(tch::Device::Cpu).contiguous();
         let made = tch::no_grad(|| match &self.scales {
             Scales::Rows { .. } => Self::eight_bits(&on_cpu),
             Scales::Blocks { quant_type, block, nested, dtype, .. } => {
-                Self::four_bits(&on_cpu.to_kind(*dtype), *quant_type, *block, nested.is_some())
+                Self::four_bits(&on_cpu, *dtype, (*quant_type, *block, nested.is_some()))
             }
         });
         made.on_device(weight.device())
@@ -321,7 +323,8 @@ impl Quantized {
         Self { widths: self.widths, codes: to(self.codes), scales }
     }
 
-    fn four_bits(weight: &Tensor, quant_type: QuantType, block: i64, nests: bool) -> Self {
+    /// `dtype` is that of the weight whose values the model computed with.
+    fn four_bits(weight: &Tensor, dtype: Kind, (quant_type, block, nests): (QuantType, i64, bool)) -> Self {
         let widths = <[i64; 2]>::try_from(weight.size()).expect("a weight has two dimensions");
         let flat = weight.view([-1]);
         let numel = flat.size()[0];
@@ -342,7 +345,6 @@ impl Quantized {
                 (codes, Some(Nested { absmax: tops, map, block: NESTED_BLOCK, offset }))
             }
         };
-        let dtype = weight.kind();
         let state = describe(quant_type, block, dtype, widths, nested.as_ref());
         let map = Tensor::from_slice(&quant_type.map());
         Self { widths, codes, scales: Scales::Blocks { quant_type, block, absmax, map, nested, dtype, state } }
@@ -489,12 +491,14 @@ impl Quantized {
         }
     }
 
-    /// The dtype of the weight before it was quantized; of eight bits f16, which bitsandbytes rounds to.
-    pub(super) fn dtype(&self) -> Kind {
-        match &self.scales {
-            Scales::Rows { .. } => Kind::Half,
+    /// The values to which an adapter is added, in f32: as in PEFT, four bits are rounded to the dtype that the weight had, and eight are not
+    /// rounded.
+    pub(super) fn merged_values(&self) -> Tensor {
+        let kind = match &self.scales {
+            Scales::Rows { .. } => Kind::Float,
             Scales::Blocks { dtype, .. } => *dtype,
-        }
+        };
+        self.values(kind).to_kind(Kind::Float)
     }
 
     /// The version of the codes.
@@ -831,9 +835,11 @@ mod tests {
         config["quantization_config"]["bnb_4bit_compute_dtype"] = json!("bfloat16");
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         assert_eq!(save(ModelOptions::default()), config["quantization_config"]);
-        // They are quantized too.
-        let all = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
-        assert_eq!(save(all), format.describe(&[]));
+        // As in transformers, a model that is quantized already stays as it is.
+        for other in [format, Quantization::EightBit] {
+            let options = ModelOptions { quantization: Some(other), ..ModelOptions::default() };
+            assert_eq!(save(options), config["quantization_config"]);
+        }
     }
 
     #[test]

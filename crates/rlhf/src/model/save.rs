@@ -11,10 +11,16 @@ use crate::weights::{self, Checkpoint, TensorSpec, replace_files};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// The key of the base model in `adapter_config.json`.
 const BASE_NAME: &str = "base_model_name_or_path";
+
+/// The dtype of 16 bits that all of `kinds` are, or else f32, which holds the numbers of each; none if there are no dtypes.
+fn widest(mut kinds: impl Iterator<Item = Kind>) -> Option<Kind> {
+    let first = kinds.next()?;
+    Some(if kinds.all(|kind| kind == first) { first } else { Kind::Float })
+}
 
 impl Body {
     /// Writes the adapter, and its base into a subfolder if no other folder holds it; `config` is the base's.
@@ -102,9 +108,13 @@ impl Body {
             Some(original) => original.kind(),
             None => param.tensor.kind(),
         };
+        // transformers leaves the tensors of a quantized model in the dtypes of the file, and its passes need one for all that are plain.
+        let format = self.quantization();
+        let is_plain = |param: &Param| !param.is_quantized();
+        let plain = format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_plain(p)).map(kind)));
         let spec = |(name, param): &(String, &Param)| TensorSpec {
             name: name.clone(),
-            kind: kind(param),
+            kind: plain.filter(|_| is_plain(param)).unwrap_or_else(|| kind(param)),
             shape: param.tensor.size(),
         };
         let specs: Vec<TensorSpec> = written.iter().map(spec).collect();
@@ -123,12 +133,15 @@ impl Body {
             Ok(tensor)
         })?;
         let mut config = config.clone();
-        if let Some(format) = self.quantization() {
-            let (kept, head) = self.plain_linears(&config);
-            let quantized = self.decoder.linears().filter(|linear| linear.quantization().is_some());
-            config.describe_quantization(format, &kept, head, &quantized.map(Linear::name).collect::<Vec<_>>());
+        match format {
+            Some(format) => {
+                let (kept, head) = self.plain_linears(&config);
+                let quantized = self.decoder.linears().filter(|linear| linear.quantization().is_some());
+                config.describe_quantization(format, &kept, head, &quantized.map(Linear::name).collect::<Vec<_>>());
+            }
+            None => config.forget_quantization(),
         }
-        config.save(dir, self.kind)
+        config.save(dir, plain.unwrap_or(self.kind))
     }
 
     /// The linear layers of a quantized model that are not quantized, but would be without their names in `config`, its saved configuration;
