@@ -4,10 +4,11 @@ use crate::attack::folders::{Dice, mutate_text};
 use crate::cli::{PPO, REWARD, SFT, Scratch};
 use crate::lora::{TOLERANCE, bits, config, stir};
 use crate::support::{Tensors, assert_close, golden, near, read_json};
-use rlhf::model::{CausalLm, ModelOptions, Param, Precision, QuantType, Quantization};
+use rlhf::model::{CausalLm, Dtype, ModelOptions, Param, Precision, QuantType, Quantization, SequenceClassifier};
 use rlhf::optim::{Optimizer, OptimizerConfig};
 use rlhf::settings::SftConfig;
 use rlhf::weights::{Checkpoint, save};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
@@ -157,6 +158,104 @@ fn a_merged_adapter_is_quantized_again_as_peft_does() {
             assert!(gap > 0.0 && gap < adapted.abs().mean(Kind::Float).double_value(&[]), "{name}: {gap}");
         }
     }
+}
+
+#[test]
+fn codes_of_a_merged_adapter_are_pefts() {
+    for (name, format) in MODELS {
+        let golden = Tensors::read(&folder(name).join("golden.safetensors"));
+        for (dtype, prefix) in [(Dtype::Float32, "merged.float32."), (Dtype::BFloat16, "merged.bfloat16.")] {
+            let options = ModelOptions { quantization: Some(format), dtype, ..ModelOptions::default() };
+            let mut model = CausalLm::from_pretrained(&named(name, "base"), options).unwrap();
+            model.load_adapter(&named(name, "lora")).unwrap();
+            model.merge_adapter();
+            let mut compared = 0;
+            for (param, found) in bits(model.params()) {
+                if let Some(expected) = golden.find(&format!("{prefix}{param}")) {
+                    let found = found.view_dtype(Kind::Uint8).view([-1]);
+                    assert!(found.equal(&expected.view_dtype(Kind::Uint8).view([-1])), "{name}: {prefix}{param}");
+                    compared += 1;
+                }
+            }
+            assert!(compared >= 4, "{name}: {prefix}: {compared} weights");
+        }
+    }
+}
+
+#[test]
+fn plain_tensors_beside_quantized_weights_are_saved_in_one_dtype() {
+    for (name, _) in MODELS {
+        let mut model = CausalLm::from_pretrained(
+            &folder(name),
+            ModelOptions { precision: Precision::Bf16, ..ModelOptions::default() },
+        )
+        .unwrap();
+        model.hold_as_computed();
+        let of = |dir: &Path| -> BTreeSet<String> {
+            let saved = Checkpoint::open(dir).unwrap();
+            let is_plain = |name: &&str| !name.contains("quant") && !name.contains("absmax") && !name.ends_with("SCB");
+            let kinds = saved.names().filter(is_plain).map(|name| saved.kind_of(name).unwrap());
+            kinds.filter(|kind| kind.is_floating_point()).map(|kind| format!("{kind:?}")).collect()
+        };
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        assert_eq!(of(out.path()).len(), 1, "{name}: {:?}", of(out.path()));
+        let saved = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+        let [found, expected] = [&saved, &model].map(|model| model.logits(&rows(name)).unwrap());
+        // Computed in f32 from the saved numbers, and in bf16.
+        for (found, expected) in found.iter().zip(&expected) {
+            let gap = (found - expected).abs().mean(Kind::Float).double_value(&[]);
+            assert!(gap < 0.05 * expected.abs().mean(Kind::Float).double_value(&[]), "{name}: {gap}");
+        }
+    }
+}
+
+#[test]
+fn a_head_that_a_list_of_spared_layers_leaves_out_is_read() {
+    for name in ["llama_nf4", "llama_int8"] {
+        let (dir, plain) = (tempfile::tempdir().unwrap(), open(name));
+        let source = Checkpoint::open(&folder(name)).unwrap();
+        let mut tensors: Vec<(String, Tensor)> = source
+            .names()
+            .map(|tensor| (tensor.to_string(), source.read_stored(tensor, Device::Cpu).unwrap()))
+            .collect();
+        let head = tensors.iter().position(|(tensor, _)| tensor == "lm_head.weight").unwrap();
+        let (_, weight) = tensors.remove(head);
+        // Codes of 8 bits by hand: rows of whole numbers, whose greatest is 127 times the scale.
+        let tops = weight.abs().amax([1i64].as_slice(), true);
+        let codes = (&weight / &tops * 127.0).round();
+        let read = &codes * &tops / 127.0;
+        tensors.push(("lm_head.weight".into(), codes.to_kind(Kind::Int8)));
+        tensors.push(("lm_head.SCB".into(), tops.squeeze_dim(1)));
+        tensors.push(("lm_head.weight_format".into(), Tensor::from(0u8)));
+        save(dir.path(), &tensors, usize::MAX).unwrap();
+        std::fs::copy(folder(name).join("config.json"), dir.path().join("config.json")).unwrap();
+        let found = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
+        let held = found.params().iter().find(|param| param.name == "lm_head.weight").unwrap();
+        assert_close(name, &held.tensor.detach(), &read, 1e-6);
+        for (found, plain) in found.logits(&rows(name)).unwrap().iter().zip(plain.logits(&rows(name)).unwrap()) {
+            let gap = (found - &plain).abs().max().double_value(&[]);
+            assert!(gap > 0.0 && gap < 0.05 * plain.abs().max().double_value(&[]), "{name}: {gap}");
+        }
+        // A classifier of this body ignores it.
+        SequenceClassifier::from_pretrained(dir.path(), Some(3), ModelOptions::default()).unwrap();
+    }
+}
+
+#[test]
+fn a_model_without_quantized_weights_is_not_described_as_quantized() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["model.safetensors", "config.json"] {
+        std::fs::copy(named("llama_nf4", "base").join(file), dir.path().join(file)).unwrap();
+    }
+    let mut config = read_json(&dir.path().join("config.json"));
+    config["quantization_config"] = read_json(&folder("llama_nf4").join("config.json"))["quantization_config"].clone();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let (model, out) =
+        (CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap(), tempfile::tempdir().unwrap());
+    assert_eq!(model.quantization(), None);
+    model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+    assert!(read_json(&out.path().join("config.json")).get("quantization_config").is_none());
 }
 
 #[test]

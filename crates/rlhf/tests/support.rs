@@ -55,6 +55,7 @@ impl Tensors {
                 safetensors::Dtype::I32 => Kind::Int,
                 safetensors::Dtype::I64 => Kind::Int64,
                 safetensors::Dtype::U8 => Kind::Uint8,
+                safetensors::Dtype::I8 => Kind::Int8,
                 safetensors::Dtype::F64 => Kind::Double,
                 safetensors::Dtype::BOOL => Kind::Bool,
                 other => panic!("{}: unexpected dtype {other:?}", path.display()),
@@ -62,6 +63,10 @@ impl Tensors {
             Tensor::from_data_size(view.data(), &shape, kind)
         };
         Self(file.iter().map(|(name, view)| (name.to_string(), tensor(view))).collect())
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Option<&Tensor> {
+        self.0.get(name)
     }
 
     pub(crate) fn get(&self, name: &str) -> &Tensor {

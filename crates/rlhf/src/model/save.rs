@@ -111,7 +111,8 @@ impl Body {
         // transformers leaves the tensors of a quantized model in the dtypes of the file, and its passes need one for all that are plain.
         let format = self.quantization();
         let is_plain = |param: &Param| !param.is_quantized();
-        let plain = format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_plain(p)).map(kind)));
+        let plain =
+            format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_plain(p)).map(kind)));
         let spec = |(name, param): &(String, &Param)| TensorSpec {
             name: name.clone(),
             kind: plain.filter(|_| is_plain(param)).unwrap_or_else(|| kind(param)),

@@ -118,7 +118,19 @@ def values_of(name):
         optimizer.step()
     values |= {f"after.{key.replace('.default', '')}": weight.detach().clone() for key, weight in trained.items()}
     values["losses"] = torch.tensor(losses)
+    for dtype in ("float32", "bfloat16"):
+        values |= {f"merged.{dtype}.{key}": codes for key, codes in merged(name, DTYPES[dtype]).items()}
     return thin.columns(thin.columns(values, "logits"), "adapted.logits")
+
+
+def merged(name, dtype):
+    """The codes of the first layer's weights after PEFT has merged the adapter into the model, which is quantized from `dtype`."""
+    base, settings = SPECS[name]
+    settings = BitsAndBytesConfig(**settings)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / base, device_map="cpu", dtype=dtype, quantization_config=settings)
+    model = PeftModel.from_pretrained(exact(model), LORA / base).merge_and_unload()
+    codes = {key: weight.detach() for key, weight in model.state_dict().items() if ".0." in key and key.endswith(".weight")}
+    return {key: weight for key, weight in codes.items() if weight.dtype in (torch.uint8, torch.int8)}
 
 
 def make(name):
