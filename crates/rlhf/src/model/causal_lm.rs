@@ -600,8 +600,8 @@ impl CausalLm {
         self.body.gathered(Some(&self.lm_head.linear))
     }
 
-    /// Moves the weights of a frozen model out of memory between its passes, but for those that it shares with another model. Results stay
-    /// the same. `name` is the model's in errors. Does nothing if they are out already, or divided over ranks.
+    /// Offloads the weights of a frozen model between its passes, but for those that it shares with another model. Results stay
+    /// the same. `name` is the model's in errors. Does nothing if they are offloaded already, or divided over ranks.
     ///
     /// # Errors
     /// If there is no room for them.
