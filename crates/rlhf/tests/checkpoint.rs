@@ -368,7 +368,11 @@ fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
     tensors.iter_mut().for_each(|(_, tensor)| drop(tensor.g_add_scalar_(0.25)));
     tch::Tensor::write_safetensors(&tensors, scratch.path(name)).unwrap();
     let line = format!("{} --resume_with_changed_inputs", resumed(&at_two));
-    scratch.refuses(&line, 1, &["base_model: the base of this run's adapters, made of sft_model_path as it was"]);
+    scratch.refuses(
+        &line,
+        1,
+        &["base_model: the saved base of this run's adapters was made from sft_model_path, which has changed since"],
+    );
 }
 
 // Kills.

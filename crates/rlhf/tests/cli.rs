@@ -902,7 +902,7 @@ fn a_template_that_closes_no_response_is_warned_of() {
     scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}");
     scratch.write("demos.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"The movie\"}]}\n");
     let ran = scratch.run(SFT);
-    assert!(ran.code == 0 && ran.stderr.contains("no row teaches the model to stop"), "{}", ran.stderr);
+    assert!(ran.code == 0 && ran.stderr.contains("no row has an eos token in the loss"), "{}", ran.stderr);
 }
 
 /// The fields of responses that do not depend on the source of the prompts.

@@ -339,7 +339,8 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         let out = format!("stopped-{updates}");
         assert_eq!(new(&out, true).train_with(stop_after(updates)).unwrap(), updates);
         let error = new(&out, false).train().unwrap_err().to_string();
-        let expected = "of the caller's own: expected an order and a schedule, as the run began, found nothing";
+        let expected = "callbacks: the run was started with an order and a schedule of the caller's, and this trainer has none; \
+                        call `with_order` and `with_schedule` before resuming";
         assert!(error.ends_with(expected), "{error}");
         assert_eq!(new(&out, true).train().unwrap(), 5);
         assert_same(&dir.path().join(out), &whole, 5);

@@ -252,7 +252,7 @@ impl RlhfEngine {
     /// Creates an engine of loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting has no effect here; if what is to leave memory has no room.
+    /// If a setting has no effect here; if there is no room for the offloaded parts.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,
@@ -408,7 +408,7 @@ impl RlhfEngine {
         if !kept.reused {
             self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
         }
-        let Some((prompts, mask)) = &self.last else { unreachable!("answers come again from prompts that were") };
+        let Some((prompts, mask)) = &self.last else { unreachable!("reused responses have stored prompts") };
         let rows = Tensor::from_slice(&kept.rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);

@@ -252,7 +252,7 @@ impl StepTrainer {
         let reference = match (reference, config.num_shared_layers) {
             (Some(_), Some(layers)) => {
                 return Err(Error::Usage(format!(
-                    "num_shared_layers = {layers} has no effect with a reference of one's own, which shares no layer"
+                    "num_shared_layers = {layers} has no effect with an explicit reference model, which shares no layer"
                 )));
             }
             (Some(reference), None) => reference,

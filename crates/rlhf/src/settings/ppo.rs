@@ -251,7 +251,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub value: ValueConfig,
-    /// Checks that the run makes of its own numbers.
+    /// Sanity checks and alarms.
     #[command(flatten)]
     #[serde(flatten)]
     pub watch: WatchConfig,

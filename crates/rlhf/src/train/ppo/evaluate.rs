@@ -196,7 +196,7 @@ impl PpoTrainer {
             .collect()
     }
 
-    /// [`PpoTrainer::raw_scores`] of responses, and what each reward said; nothing learns from them.
+    /// [`PpoTrainer::raw_scores`] of responses, and the scores of each reward; running moments are not updated.
     pub(super) fn whole_scores(
         &mut self,
         prompts: &[&Prompt],
