@@ -345,9 +345,9 @@ fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
     scratch.succeeds(&format!("{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step"));
     for dir in ["out/checkpoint-1", "out/checkpoint-2", "out/best", "out"] {
         assert!(dir == "out" || !scratch.path(dir).join("base_model").exists(), "{dir}");
-        let answers =
+        let responses =
             scratch.succeeds(&format!("generate --model {dir} --dataset_name prompts.jsonl --max_new_tokens 4"));
-        assert_eq!(json_lines(&answers).len(), crate::cli::PROMPTS.len());
+        assert_eq!(json_lines(&responses).len(), crate::cli::PROMPTS.len());
     }
     let whole = scratch.path("out");
     let at_one = stopped(&whole, 1);

@@ -510,9 +510,9 @@ fn a_gpu_that_is_not_there_is_refused_with_what_is_missing_and_auto_does_without
             &["'tpu'", "--device <DEVICE>", "auto, cpu, cuda or cuda:N"],
         );
     }
-    let answers =
+    let scores =
         |device: &str| scratch.succeeds(&format!("score --model reward --dataset_name demos.jsonl --device {device}"));
     if !Path::new("/dev/nvidiactl").exists() {
-        assert_eq!(answers("auto"), answers("cpu"));
+        assert_eq!(scores("auto"), scores("cpu"));
     }
 }

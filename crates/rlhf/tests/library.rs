@@ -493,7 +493,7 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
         let targets = Targets { kl, kl_coef: config.kl.kl_coef, rewards, advantages, returns };
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);
-        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
+        let steps = learner.optimize(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
         let mut found = rlhf::metrics::Metrics::default();
         learner.metrics(&mut found, &experience, &targets, &steps, &plan.epoch);
         let expected = trainer.update().unwrap();

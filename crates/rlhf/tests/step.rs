@@ -371,7 +371,7 @@ fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are
     let kl = trainer.step(&queries, &responses, &scores, None).unwrap().get("objective/kl").unwrap();
     assert!(kl.abs() > 1e-3, "the policy left its base: {kl}");
     let later = trainer.generate(&queries, &how).unwrap();
-    assert_eq!(later.ref_responses, first.ref_responses, "the reference answers with the adapter off");
+    assert_eq!(later.ref_responses, first.ref_responses, "the reference responds with the adapter off");
     assert_ne!(later.responses, first.responses);
 
     let scratch = tempfile::tempdir().unwrap();
@@ -453,7 +453,7 @@ fn an_optimizer_step_of_several_averages_is_skipped_and_counted_as_one() {
     let plan = EpochPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1 };
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders = [vec![0, 1, 2, 3]];
-    let parts = trainer.learner.optimise(&e, &targets, &orders, rates, &plan).unwrap();
+    let parts = trainer.learner.optimize(&e, &targets, &orders, rates, &plan).unwrap();
     assert_eq!(parts.iter().map(|part| part.skipped).collect::<Vec<_>>(), [true, true, false, false]);
     let stats = trainer.record_step_stats(&e, &targets, &orders, &parts, &plan);
     assert_eq!(stats.get("ppo/skipped_steps"), Some(1.0));
@@ -529,8 +529,8 @@ fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
     assert_eq!(found.ref_responses.as_ref(), Some(&found.responses), "the reference is still a copy");
     for (query, response) in queries.iter().zip(&found.responses) {
         assert!(response.starts_with(query));
-        let answer = &response[query.len()..];
-        assert_eq!(answer.iter().position(|&id| id == 0).map_or(6, |at| at + 1), answer.len());
+        let tokens = &response[query.len()..];
+        assert_eq!(tokens.iter().position(|&id| id == 0).map_or(6, |at| at + 1), tokens.len());
     }
 }
 

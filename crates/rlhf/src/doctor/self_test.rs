@@ -178,7 +178,7 @@ impl Trial {
         let orders = self.config.mini_batch_orders(0, ROWS);
         let plan = EpochPlan { mini_batch_size: ROWS / 2, part_size: ROWS / 2, micro_batch_size: ROWS / 4 };
         let rates = self.config.learning_rates(0, 1);
-        let steps = self.learner.optimise(&experience, &targets, &orders, rates, &plan)?;
+        let steps = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
         if let Some(problem) = steps.iter().find_map(|step| step.not_finite()) {
             return Ok(Finding::failure(name, format!("one update of PPO: {problem}"), WRONG));
         }
