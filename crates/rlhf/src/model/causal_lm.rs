@@ -6,7 +6,7 @@ use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
-use super::layout::KvCache;
+use super::kv_cache::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
 use super::lora_config::LoraConfig;
