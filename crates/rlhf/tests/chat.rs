@@ -120,7 +120,7 @@ fn lines_that_are_typed_at_once_are_all_carried_out() {
 }
 
 #[test]
-fn what_cannot_be_done_is_one_error() {
+fn a_turn_that_cannot_be_done_is_one_error() {
     let scratch = Scratch::new();
     let line = format!("chat policy {FLAGS}");
     let long = "long ".repeat(100);

@@ -862,7 +862,7 @@ fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_s
 }
 
 #[test]
-fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
+fn a_resume_that_would_change_the_result_is_refused_and_changes_nothing() {
     let scratch = Scratch::new();
     let line = steps("out");
     scratch.succeeds(&line);

@@ -803,7 +803,7 @@ fn a_run_never_replaces_what_it_reads() {
 // generate.
 
 #[test]
-fn what_the_pad_token_is_changes_no_run_even_where_prompts_hold_end_tokens() {
+fn the_pad_token_changes_no_run_even_where_prompts_hold_end_tokens() {
     let scratch = Scratch::new();
     let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
     let texts: fn(&str) -> Value = |p| {

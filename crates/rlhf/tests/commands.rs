@@ -542,7 +542,7 @@ fn an_id_that_no_tokenizer_has_is_refused_with_its_place() {
 }
 
 #[test]
-fn what_is_not_ours_reaches_standard_error_escaped_and_shortened() {
+fn texts_of_users_and_files_reach_standard_error_escaped_and_shortened() {
     let scratch = Scratch::new();
     let long = "\u{1b}[2J\u{9b}1m".repeat(20_000);
     scratch.write("rows.jsonl", &lines(&[json!({"prompt": [long], (long.clone()): 1})]));

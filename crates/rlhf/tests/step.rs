@@ -169,7 +169,7 @@ fn a_call_whose_later_steps_are_not_finite_counts_with_those_that_were_taken() {
 }
 
 #[test]
-fn what_is_no_model_is_looked_for_as_elsewhere() {
+fn a_model_that_is_not_found_is_the_same_error_as_elsewhere() {
     let config = StepConfig { model_name: "no/such/model".into(), ..StepConfig::default() };
     let error = StepTrainer::from_pretrained(config, ModelOptions::default()).unwrap_err().to_string();
     let expected = rlhf::hub::model_dir("no/such/model".as_ref(), None).unwrap_err().to_string();
@@ -561,7 +561,7 @@ fn a_data_loader_gives_every_query_once_in_each_pass_the_last_batch_smaller() {
 }
 
 #[test]
-fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_back() {
+fn logged_metrics_and_the_best_model_are_in_the_folder_and_saved_models_read_back() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let (queries, responses, _) = rows();

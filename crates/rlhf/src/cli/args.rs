@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_one_error_without_those_of_its_placeholder() {
+    fn a_missing_argument_is_one_error_without_those_of_its_placeholder() {
         assert_eq!(
             parse_words(&["push", "llama"]).unwrap_err(),
             "the following required arguments were not provided: <NAME>"
