@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);
-        learner.optimise(&experience, &targets, &orders, rates, &plan.epoch)?;
+        learner.optimize(&experience, &targets, &orders, rates, &plan.epoch)?;
     }
     learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;
     tokenizer.save_pretrained(Path::new(out))?;

@@ -25,10 +25,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut experience, mut unsupervised) = (MiniDataset::new(batches, rows), MiniDataset::new(batches, rows));
     for step in 0..20 {
         let Some((prompts, mask)) = engine.next_prompts() else { break };
-        let answered = engine.generate_experience(&prompts, &mask)?;
-        println!("step {step}: reward {:.3}", answered.rewards.mean(tch::Kind::Double).double_value(&[]));
-        let texts = engine.next_texts(answered.rows()).and_then(|texts| unsupervised.add(texts));
-        let Some(batches) = experience.add(answered) else { continue };
+        let rollout = engine.generate_experience(&prompts, &mask)?;
+        println!("step {step}: reward {:.3}", rollout.rewards.mean(tch::Kind::Double).double_value(&[]));
+        let texts = engine.next_texts(rollout.rows()).and_then(|texts| unsupervised.add(texts));
+        let Some(batches) = experience.add(rollout) else { continue };
         for _ in 0..config.num_ppo_epochs {
             for (at, batch) in batches.iter().enumerate() {
                 let (actor_loss, critic_loss) = engine.train_rlhf(batch)?;

@@ -51,7 +51,7 @@ use rlhf::settings::{
 };
 use rlhf::train::pipeline::PipelineConfig;
 
-use self::args::{matches_of, normalise, not_required, on_line, parse_flags};
+use self::args::{matches_of, normalize, not_required, on_line, parse_flags};
 use self::commands::{PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
@@ -115,7 +115,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     if args.get(1).is_some_and(|name| name == REPLAY) {
         return replay::parse(args, &rlhf);
     }
-    let mut args = normalise(args, &rlhf);
+    let mut args = normalize(args, &rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(&rlhf, &mut args, &mut messages.refusals)?;
     let (name, flags) = matches.subcommand().expect("a command is required");

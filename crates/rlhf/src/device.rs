@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_for_a_gpu_is_named_with_the_way_out() {
+    fn a_library_missing_for_a_gpu_is_named_with_the_way_to_get_it() {
         let missing = |what: &str| format!("{what}: cannot open shared object file: No such file or directory");
         let lib = "/opt/torch/lib/libtorch_cuda.so";
         assert_eq!(

@@ -82,7 +82,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn what_is_no_regular_file_is_refused_at_once() {
+    fn a_path_that_is_no_regular_file_is_refused_at_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());

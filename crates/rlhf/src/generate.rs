@@ -542,7 +542,7 @@ impl Decoding<'_> {
             let logits = &self.logits;
             // Half precision would round each change of the logits.
             let wide = || logits.to_kind(Kind::Float);
-            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalise(&wide(), config.repetition_penalty));
+            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalize(&wide(), config.repetition_penalty));
             if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
                 adjusted = Some(without(&adjusted.unwrap_or_else(wide), &self.stop_ids));
             }
@@ -684,9 +684,9 @@ impl Seen {
     }
 
     /// Makes seen tokens less likely: the formula of the CTRL paper, with negative logits multiplied, as in transformers.
-    fn penalise(&self, logits: &Tensor, penalty: f64) -> Tensor {
-        let penalised = (logits * penalty).where_self(&logits.lt(0.0), &(logits / penalty));
-        penalised.where_self(&self.0, logits)
+    fn penalize(&self, logits: &Tensor, penalty: f64) -> Tensor {
+        let penalized = (logits * penalty).where_self(&logits.lt(0.0), &(logits / penalty));
+        penalized.where_self(&self.0, logits)
     }
 }
 
@@ -844,7 +844,7 @@ mod tests {
             let mut seen = Seen::new(&[&tokens[..2]], &logits);
             tokens[2..].iter().for_each(|token| seen.add(&Tensor::from_slice(std::slice::from_ref(token))));
             if settings.get("repetition_penalty").is_some() {
-                logits = seen.penalise(&logits, set("repetition_penalty", 1.0));
+                logits = seen.penalize(&logits, set("repetition_penalty", 1.0));
             }
             if settings.get("min_new_tokens").is_some() {
                 let stops = [ids(&settings["eos"]), vec![12]].concat(); // 12 is outside the vocabulary

@@ -1,4 +1,4 @@
-//! Optimizer state and frozen models that leave memory between the phases that use them.
+//! Optimizer state and frozen models that are offloaded between the phases that use them.
 //!
 //! The memory of a tensor on the CPU moves into a file, of which pages are in memory only while they are used. That of a tensor on a GPU
 //! moves to the host, and back for its use. Tensors stay as they are, so no code that computes with them knows about it.
@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Tensor};
 use tch_ext::{FlatMemory, MappedFile};
 
-/// The place to which memory leaves.
+/// The place to which tensors are offloaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offload {
     dir: PathBuf,
 }
 
-/// Tensors that leave memory together. Clones refer to the same tensors.
+/// Tensors that are offloaded together. Clones refer to the same tensors.
 #[derive(Debug, Clone)]
 pub struct Offloaded(Arc<Mutex<Held>>);
 
@@ -31,7 +31,7 @@ struct Held {
     known: HashSet<usize>,
     /// Number of guards that need the tensors in memory.
     users: usize,
-    /// Why they could not leave after a use: then what is out is not what that use left.
+    /// Why they could not be offloaded after a use: the offloaded numbers are then older than that use.
     failed: Option<String>,
 }
 
@@ -50,11 +50,11 @@ struct OnHost {
 
 /// Holds offloaded tensors in memory until it is dropped.
 #[derive(Debug)]
-#[must_use = "the tensors leave memory when the guard is dropped"]
+#[must_use = "the tensors are offloaded when the guard is dropped"]
 pub struct InUse(Offloaded);
 
 impl Offload {
-    /// Memory leaves to files in the folder `dir`, and from a GPU to the host.
+    /// Offloads to files in the folder `dir`, and from a GPU to the host.
     pub fn to(dir: impl Into<PathBuf>) -> Self {
         Self { dir: dir.into() }
     }
@@ -77,7 +77,7 @@ impl Offload {
         Ok(Offloaded::new(name, place))
     }
 
-    /// Moves `tensors` out of memory; several of them may share some.
+    /// Offloads `tensors`; several of them may share some.
     ///
     /// # Errors
     /// As [`Offload::room`].
@@ -139,7 +139,7 @@ impl Offloaded {
         Ok(())
     }
 
-    /// Moves the tensors out of memory, unless they are in use.
+    /// Offloads the tensors, unless they are in use.
     ///
     /// # Errors
     /// If they cannot be written; they then stay in memory.
@@ -151,7 +151,7 @@ impl Offloaded {
     /// Brings the tensors into memory until the guard is dropped.
     ///
     /// # Errors
-    /// If the device has no memory for them; if they could not leave after their last use.
+    /// If the device has no memory for them; if they could not be offloaded after their last use.
     pub fn in_use(&self) -> Result<InUse> {
         let mut held = self.lock();
         if let Some(failed) = &held.failed {

@@ -62,7 +62,7 @@ impl Optimizer {
         Self::build(params, config, None).expect("a state that stays in memory needs no file")
     }
 
-    /// [`Optimizer::new`], with a state that leaves memory if there is a place for it.
+    /// [`Optimizer::new`], with a state that is offloaded if there is a place for it.
     fn build<'a>(
         params: impl IntoIterator<Item = &'a Param>,
         config: &OptimizerConfig,
@@ -87,7 +87,7 @@ impl Optimizer {
             Ok(Trained { name: param.name.clone(), tensor, decay: param.decay, state })
         };
         let params = own.iter().map(trained).collect::<Result<_>>()?;
-        // The state that was put last leaves too.
+        // The state that was put last is offloaded too.
         offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
         Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0 })
     }

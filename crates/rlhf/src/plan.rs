@@ -221,7 +221,7 @@ pub struct Remedy {
 /// Bytes that a program needs on a GPU beside its tensors: the context of CUDA and the workspaces of its libraries.
 const CUDA_PROGRAM: usize = 700 << 20;
 
-/// Bytes of code and of the libraries' buffers that a run has and a plan has not; measured.
+/// Memory of code and library buffers that a run allocates and a plan does not, in bytes; measured.
 const PROGRAM_LATER: usize = 80 << 20;
 
 impl PlannedRun {

@@ -461,7 +461,7 @@ impl Rewards {
         self.models().for_each(|model| model.classifier().shard(world, stage));
     }
 
-    /// Moves the reward models out of memory between the scorings; see [`SequenceClassifier::offload`](crate::model::SequenceClassifier::offload).
+    /// Offloads the reward models between the scorings; see [`SequenceClassifier::offload`](crate::model::SequenceClassifier::offload).
     ///
     /// # Errors
     /// If there is no room for one.

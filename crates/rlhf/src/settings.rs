@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn models_are_loaded_in_any_dtype_with_an_adapter_and_without() {
+    fn any_dtype_is_accepted_with_and_without_an_adapter() {
         let (mut sft, mut reward) = (SftConfig::new("m", "d", "o"), RewardConfig::new("m", "d", "o"));
         for dtype in [Dtype::Auto, Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
             for use_peft in [false, true] {

@@ -658,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_reads_back_equal_single_and_sharded() {
+    fn saved_tensors_read_back_equal_single_and_sharded() {
         for (max_shard_bytes, files) in [(1 << 30, 1), (8, 2)] {
             let dir = tempfile::tempdir().unwrap();
             save(dir.path(), &two_tensors(), max_shard_bytes).unwrap();

@@ -38,8 +38,8 @@ fn responses_are_those_of_generate_with_the_history_as_messages() {
     let system = json!({"role": "system", "content": "Be kind."});
     let user = |text: &str| json!({"role": "user", "content": text});
     let first = generated(&scratch, "policy", FLAGS, &[json!([user("Hi")])]).remove(0);
-    let answer = json!({"role": "assistant", "content": first});
-    let second = generated(&scratch, "policy", FLAGS, &[json!([user("Hi"), answer, user("ok")])]).remove(0);
+    let response = json!({"role": "assistant", "content": first});
+    let second = generated(&scratch, "policy", FLAGS, &[json!([user("Hi"), response, user("ok")])]).remove(0);
     let with_system = generated(&scratch, "policy", FLAGS, &[json!([system, user("Hi")])]).remove(0);
     assert!(first != with_system && !first.contains('\n') && !second.contains('\n'), "{first:?} {with_system:?}");
     let input = "Hi\nok\n\n/reset\nHi\n/reset\n/system Be kind.\nHi\n/reset\n/system\nHi\n";
@@ -120,7 +120,7 @@ fn lines_that_are_typed_at_once_are_all_carried_out() {
 }
 
 #[test]
-fn what_cannot_be_done_is_one_error() {
+fn a_turn_that_cannot_be_done_is_one_error() {
     let scratch = Scratch::new();
     let line = format!("chat policy {FLAGS}");
     let long = "long ".repeat(100);

@@ -345,9 +345,9 @@ fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
     scratch.succeeds(&format!("{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step"));
     for dir in ["out/checkpoint-1", "out/checkpoint-2", "out/best", "out"] {
         assert!(dir == "out" || !scratch.path(dir).join("base_model").exists(), "{dir}");
-        let answers =
+        let responses =
             scratch.succeeds(&format!("generate --model {dir} --dataset_name prompts.jsonl --max_new_tokens 4"));
-        assert_eq!(json_lines(&answers).len(), crate::cli::PROMPTS.len());
+        assert_eq!(json_lines(&responses).len(), crate::cli::PROMPTS.len());
     }
     let whole = scratch.path("out");
     let at_one = stopped(&whole, 1);
@@ -368,7 +368,11 @@ fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
     tensors.iter_mut().for_each(|(_, tensor)| drop(tensor.g_add_scalar_(0.25)));
     tch::Tensor::write_safetensors(&tensors, scratch.path(name)).unwrap();
     let line = format!("{} --resume_with_changed_inputs", resumed(&at_two));
-    scratch.refuses(&line, 1, &["base_model: the base of this run's adapters, made of sft_model_path as it was"]);
+    scratch.refuses(
+        &line,
+        1,
+        &["base_model: the saved base of this run's adapters was made from sft_model_path, which has changed since"],
+    );
 }
 
 // Kills.
@@ -858,7 +862,7 @@ fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_s
 }
 
 #[test]
-fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
+fn a_resume_that_would_change_the_result_is_refused_and_changes_nothing() {
     let scratch = Scratch::new();
     let line = steps("out");
     scratch.succeeds(&line);

@@ -108,33 +108,35 @@ fn logprobs_of_what_was_generated_are_those_that_generate_gave() {
     scratch.succeeds(&format!(
         "generate --model policy --dataset_name prompts.jsonl {flags} --num_return_sequences 3 --output_file a.jsonl"
     ));
-    let answers = json_lines(&scratch.read("a.jsonl"));
-    assert_eq!(answers.len(), 24);
-    for (i, row) in answers.iter().enumerate() {
+    let responses = json_lines(&scratch.read("a.jsonl"));
+    assert_eq!(responses.len(), 24);
+    for (i, row) in responses.iter().enumerate() {
         assert_eq!(row["completion_index"], json!(i % 3));
-        assert_eq!(row["prompt_ids"], answers[i / 3 * 3]["prompt_ids"]);
+        assert_eq!(row["prompt_ids"], responses[i / 3 * 3]["prompt_ids"]);
     }
     let line = "logprobs --model policy --temperature 0.7 --batch_size 5 --dataset_name a.jsonl";
     let measured = json_lines(&scratch.succeeds(line));
-    for (answer, measured) in answers.iter().zip(&measured) {
-        assert_near(&numbers(&measured["logprobs"]), &numbers(&answer["logprobs"]));
+    for (response, measured) in responses.iter().zip(&measured) {
+        assert_near(&numbers(&measured["logprobs"]), &numbers(&response["logprobs"]));
         for name in
             ["prompt", "prompt_ids", "completion", "completion_ids", "completion_index", "finish_reason", "num_tokens"]
         {
-            assert_eq!(measured[name], answer[name]);
+            assert_eq!(measured[name], response[name]);
         }
     }
     let hotter = json_lines(&scratch.succeeds(&line.replace("0.7", "1")));
     assert_ne!(hotter[0]["logprobs"], measured[0]["logprobs"]);
     // The ids, eos and all, are what is scored, and not the text.
     let whole = |row: &Map<String, Value>| [ids(&row["prompt_ids"]), ids(&row["completion_ids"])].concat();
-    let rows: Vec<Value> = answers.iter().map(|row| json!({"input_ids": whole(row)})).collect();
+    let rows: Vec<Value> = responses.iter().map(|row| json!({"input_ids": whole(row)})).collect();
     let scores =
         |rows: &[Map<String, Value>]| rows.iter().map(|row| row["score"].as_f64().unwrap()).collect::<Vec<_>>();
     let by_ids = piped(&scratch, "score --model reward", &rows);
-    let by_answer = json_lines(&scratch.succeeds("score --model reward --dataset_name a.jsonl"));
-    assert_near(&scores(&by_answer), &scores(&by_ids));
-    assert!(by_answer.iter().zip(&answers).all(|(scored, row)| scored["completion_index"] == row["completion_index"]));
+    let by_response = json_lines(&scratch.succeeds("score --model reward --dataset_name a.jsonl"));
+    assert_near(&scores(&by_response), &scores(&by_ids));
+    assert!(
+        by_response.iter().zip(&responses).all(|(scored, row)| scored["completion_index"] == row["completion_index"])
+    );
 }
 
 #[test]
@@ -458,32 +460,32 @@ fn prompt_and_completion_make_the_text_of_all_their_tokens() {
             assert_eq!(format!("{}{}", text("prompt"), text("completion")), whole);
             begin_with_space += usize::from(text("completion").starts_with(' '));
         }
-        assert!(begin_with_space > 0, "{family}: no answer tests what it should");
+        assert!(begin_with_space > 0, "{family}: no response tests what it should");
     }
 }
 
 #[test]
 fn a_response_ends_at_the_given_stops_and_at_every_eos_unless_ignored() {
     let scratch = Scratch::new();
-    let answer = |flags: &str, words: &[&str]| {
+    let response = |flags: &str, words: &[&str]| {
         let line = format!("generate --model policy --do_sample false --max_new_tokens 12 {flags}");
         let ran = scratch.run_with(&line, &[words, &["--", "The movie was a film"]].concat());
         assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
         let row = json_lines(&ran.stdout).remove(0);
         (ids(&row["completion_ids"]), row["finish_reason"].as_str().unwrap().to_string())
     };
-    let (plain, finish) = answer("", &[]);
+    let (plain, finish) = response("", &[]);
     assert_eq!((plain.len(), finish.as_str()), (12, "length"));
     let ends_at = |(ids, finish): (Vec<i64>, String), at: usize| {
         assert_eq!((&ids[..], finish.as_str()), (&plain[..=at], "stop"));
     };
-    ends_at(answer(&format!("--stop_token_ids {},{}", plain[7], plain[4]), &[]), 4);
+    ends_at(response(&format!("--stop_token_ids {},{}", plain[7], plain[4]), &[]), 4);
     scratch.write("policy/generation_config.json", &json!({"eos_token_id": [350, plain[2]]}).to_string());
-    ends_at(answer("", &[]), 2);
-    ends_at(answer(&format!("--stop_token_ids {}", plain[4]), &[]), 2);
-    ends_at(answer(&format!("--ignore_eos --stop_token_ids {}", plain[4]), &[]), 4);
-    assert_eq!(answer("--ignore_eos", &[]).0, plain);
-    let (patient, _) = answer("--min_new_tokens 6", &[]);
+    ends_at(response("", &[]), 2);
+    ends_at(response(&format!("--stop_token_ids {}", plain[4]), &[]), 2);
+    ends_at(response(&format!("--ignore_eos --stop_token_ids {}", plain[4]), &[]), 4);
+    assert_eq!(response("--ignore_eos", &[]).0, plain);
+    let (patient, _) = response("--min_new_tokens 6", &[]);
     assert!(patient.len() >= 6 && patient[..2] == plain[..2] && !patient[..6].contains(&plain[2]), "{patient:?}");
     scratch.write("policy/generation_config.json", "{\"eos_token_id\": \"x\"}");
     let words = ["generation_config.json", "`eos_token_id`", "found \"x\""];
@@ -496,7 +498,7 @@ fn a_response_ends_at_the_given_stops_and_at_every_eos_unless_ignored() {
     let ascii = (1..12).find(|&at| text(&plain[at..=at]).is_ascii()).unwrap();
     let stop = text(&plain[ascii..=ascii]);
     let first = (0..12).find(|&at| text(&plain[..=at]).contains(&stop)).unwrap();
-    ends_at(answer("--stop_strings nothing", &["--stop_strings", &stop]), first);
+    ends_at(response("--stop_strings nothing", &["--stop_strings", &stop]), first);
     scratch.refuses_with("generate --model policy", &["--stop_strings", "", "x"], 2, &["stop_strings", "some text"]);
 }
 
@@ -513,12 +515,12 @@ fn token_ids_need_no_tokenizer_and_every_family_generates_from_them() {
         let rows: Vec<Value> = prompts.iter().map(|ids| json!({"prompt_ids": ids})).collect();
         let line =
             format!("generate --model {dir} --do_sample false --ignore_eos --max_new_tokens 16 --input_format jsonl");
-        let answers = piped(&scratch, &line, &rows);
-        for (answer, expected) in answers.iter().zip(golden.rows("greedy.tokens")) {
-            assert_eq!(ids(&answer["completion_ids"]), expected, "{model}");
-            assert!(answer["completion"].is_null());
+        let responses = piped(&scratch, &line, &rows);
+        for (response, expected) in responses.iter().zip(golden.rows("greedy.tokens")) {
+            assert_eq!(ids(&response["completion_ids"]), expected, "{model}");
+            assert!(response["completion"].is_null());
         }
-        let rows: Vec<Value> = answers.into_iter().map(Value::Object).collect();
+        let rows: Vec<Value> = responses.into_iter().map(Value::Object).collect();
         for row in piped(&scratch, &format!("logprobs --model {dir}"), &rows) {
             let sampled: Vec<Value> = rows.iter().filter(|r| r["prompt_ids"] == row["prompt_ids"]).cloned().collect();
             assert_near(&numbers(&row["logprobs"]), &numbers(&sampled[0]["logprobs"]));
@@ -540,7 +542,7 @@ fn an_id_that_no_tokenizer_has_is_refused_with_its_place() {
 }
 
 #[test]
-fn what_is_not_ours_reaches_standard_error_escaped_and_shortened() {
+fn texts_of_users_and_files_reach_standard_error_escaped_and_shortened() {
     let scratch = Scratch::new();
     let long = "\u{1b}[2J\u{9b}1m".repeat(20_000);
     scratch.write("rows.jsonl", &lines(&[json!({"prompt": [long], (long.clone()): 1})]));

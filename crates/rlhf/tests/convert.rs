@@ -196,7 +196,7 @@ fn the_end_of_a_turn_is_a_second_end_token() {
 }
 
 #[test]
-fn what_is_not_supported_is_refused_by_name_before_anything_is_written() {
+fn an_unsupported_part_is_refused_by_name_before_anything_is_written() {
     let whole = std::fs::read(file("llama")).unwrap();
     let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 16));
     let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL or \

@@ -69,7 +69,7 @@ fn a_pickled_reward_model_is_refused_with_the_way_to_convert_it() {
 }
 
 #[test]
-fn what_a_loss_of_tokens_or_a_format_cannot_have_is_refused() {
+fn models_without_scores_of_tokens_and_unknown_formats_are_refused() {
     let scratch = Scratch::of_family("gpt2");
     scratch.copy("encoder", "bert_cls1");
     for (flags, words) in [

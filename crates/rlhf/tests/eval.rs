@@ -592,7 +592,7 @@ fn an_api_that_refuses_or_replies_nonsense_is_one_error_without_its_key() {
 }
 
 #[test]
-fn what_cannot_be_evaluated_is_refused_before_any_model_is_loaded() {
+fn an_evaluation_that_cannot_be_done_is_refused_and_changes_nothing() {
     let scratch = scratch();
     scratch.refuses(EVAL, 2, &["no judge: set reward_model_path, reward"]);
     let json = format!("{EVAL} --reward json");

@@ -54,7 +54,7 @@ fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn what_is_saved_loaded_and_saved_again_is_equal_byte_for_byte_in_one_file_or_several() {
+fn a_model_saved_loaded_and_saved_again_is_equal_byte_for_byte_in_one_file_or_several() {
     for dir in models() {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);
@@ -200,7 +200,7 @@ fn child_loads_a_model() {
 }
 
 #[test]
-fn what_is_frozen_gives_back_the_memory_that_it_is_not_computed_with() {
+fn a_frozen_model_frees_the_memory_that_it_is_not_computed_with() {
     let dir = tempfile::tempdir().unwrap();
     large_model(dir.path(), 80 << 20, Kind::Float);
     let vars = [("DIR", dir.path().to_string_lossy().into_owned())];
@@ -213,7 +213,7 @@ fn what_is_frozen_gives_back_the_memory_that_it_is_not_computed_with() {
 }
 
 #[test]
-#[ignore = "a process of its own, started by what_is_frozen_gives_back_the_memory_that_it_is_not_computed_with"]
+#[ignore = "a process of its own, started by a_frozen_model_frees_the_memory_that_it_is_not_computed_with"]
 fn child_holds_a_model_as_computed() {
     let dir = Child::var("DIR");
     tch::set_num_threads(1);
@@ -347,7 +347,7 @@ fn a_run_at_rate_0_has_no_kl_and_logs_what_was_rounded() {
 }
 
 #[test]
-fn what_is_frozen_is_held_in_what_it_is_computed_with_and_gives_the_same_numbers() {
+fn a_frozen_model_is_held_in_the_dtype_of_its_products_and_gives_the_same_numbers() {
     let dir = golden().join("models");
     let ids = [vec![5i64, 6, 7, 8, 9, 10]];
     let bf16 = ModelOptions { dtype: Dtype::Float32, precision: Precision::Bf16, ..AUTO };
@@ -510,9 +510,9 @@ fn a_gpu_that_is_not_there_is_refused_with_what_is_missing_and_auto_does_without
             &["'tpu'", "--device <DEVICE>", "auto, cpu, cuda or cuda:N"],
         );
     }
-    let answers =
+    let scores =
         |device: &str| scratch.succeeds(&format!("score --model reward --dataset_name demos.jsonl --device {device}"));
     if !Path::new("/dev/nvidiactl").exists() {
-        assert_eq!(answers("auto"), answers("cpu"));
+        assert_eq!(scores("auto"), scores("cpu"));
     }
 }

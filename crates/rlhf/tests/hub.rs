@@ -311,7 +311,7 @@ fn the_cache_has_the_standard_layout() {
 }
 
 #[test]
-fn what_is_in_the_cache_is_not_fetched_again() {
+fn a_file_in_the_cache_is_not_fetched_again() {
     let server = Server::of("gpt2");
     let dir = find(&server.hub());
     server.asked();
@@ -386,7 +386,7 @@ fn the_token_goes_to_the_hub_and_to_no_other_host() {
 }
 
 #[test]
-fn what_may_pass_is_tried_again() {
+fn a_request_that_failed_for_a_passing_reason_is_tried_again() {
     let server = Server::of("gpt2");
     server.fault("GET main", Fault::Status(429, ""));
     server.fault("GET main", Fault::Status(503, ""));

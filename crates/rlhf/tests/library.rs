@@ -339,7 +339,8 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         let out = format!("stopped-{updates}");
         assert_eq!(new(&out, true).train_with(stop_after(updates)).unwrap(), updates);
         let error = new(&out, false).train().unwrap_err().to_string();
-        let expected = "of the caller's own: expected an order and a schedule, as the run began, found nothing";
+        let expected = "callbacks: the run was started with an order and a schedule of the caller's, and this trainer has none; \
+                        call `with_order` and `with_schedule` before resuming";
         assert!(error.ends_with(expected), "{error}");
         assert_eq!(new(&out, true).train().unwrap(), 5);
         assert_same(&dir.path().join(out), &whole, 5);
@@ -492,7 +493,7 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
         let targets = Targets { kl, kl_coef: config.kl.kl_coef, rewards, advantages, returns };
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);
-        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
+        let steps = learner.optimize(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
         let mut found = rlhf::metrics::Metrics::default();
         learner.metrics(&mut found, &experience, &targets, &steps, &plan.epoch);
         let expected = trainer.update().unwrap();

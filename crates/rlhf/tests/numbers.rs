@@ -199,7 +199,7 @@ fn a_number_that_is_not_finite_moves_neither_the_policy_nor_the_model_at_fault()
             let before = update.weights();
             let mut t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
             let _ = tensor(&mut t).get(2).get(0).fill_(number);
-            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
+            let steps = update.learner.optimize(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
             assert!(reason.starts_with(what), "{reason}");
             let (now, of_policy) = (update.weights(), update.learner.policy.params().len());
@@ -226,7 +226,7 @@ fn a_number_that_is_not_finite_moves_neither_the_policy_nor_the_model_at_fault()
             assert!(told.get("objective/kl").unwrap().is_finite());
         }
         let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
-        let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
+        let steps = update.learner.optimize(&e, &t, &orders, RATES, &plan.epoch).unwrap();
         assert_eq!(steps[0].not_finite(), None);
         update.weights()
     };
@@ -270,7 +270,7 @@ fn models_trained_one_after_the_other_in_one_memory_of_gradients_take_the_same_s
             // Two steps in each epoch, of two parts each, of two micro-batches each.
             let plan = EpochPlan { mini_batch_size: 4, part_size: 2, micro_batch_size: 1 };
             let orders = [rows.clone(), rows.into_iter().rev().collect()];
-            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan).unwrap();
+            let steps = update.learner.optimize(&e, &t, &orders, RATES, &plan).unwrap();
             (update, steps)
         };
         let ((apart, steps), (together, expected)) = (run(false), run(true));
@@ -291,7 +291,7 @@ fn models_trained_one_after_the_other_in_one_memory_of_gradients_take_the_same_s
             let gradients = update.gradients(&e, &t, 3);
             let orders = [(0..8).collect::<Vec<usize>>()];
             let plan = EpochPlan { mini_batch_size: 8, part_size: 8, micro_batch_size: 8 };
-            update.learner.optimise(&e, &t, &orders, RATES, &plan).unwrap();
+            update.learner.optimize(&e, &t, &orders, RATES, &plan).unwrap();
             (gradients, update.weights())
         };
         let (found, expected) = (step((apart, steps)), step((together, expected)));

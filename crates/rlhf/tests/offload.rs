@@ -1,4 +1,4 @@
-//! Runs whose optimizer state and frozen models leave memory are the same runs.
+//! Runs whose optimizer state and frozen models are offloaded are the same runs.
 
 use crate::checkpoint::{assert_same, ppo_config, run_on_full_disk, stopped, with_states_of_8_bits};
 use crate::cli::{PPO, REWARD, SFT, Scratch};
@@ -147,7 +147,7 @@ fn supervised_runs_are_the_same_to_the_bit_where_their_optimizer_state_leaves_me
 #[test]
 fn nothing_is_made_before_the_checks_of_what_is_read_have_passed() {
     let scratch = Scratch::new();
-    // Found after models and optimizer have left memory.
+    // Found after models and optimizer are offloaded.
     let line =
         format!("{PPO} --offload all --metric_for_best_model eval/scores/nothing --eval_steps 1 --eval_split_size 2");
     let found = format!("{PPO} --offload all --max_prompt_length 1 --long_prompts error");

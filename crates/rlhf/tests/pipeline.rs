@@ -281,7 +281,7 @@ fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
 }
 
 #[test]
-fn what_a_reward_model_to_come_will_read_decides_what_prompts_may_be() {
+fn prompts_are_limited_by_the_reward_model_that_an_earlier_stage_will_write() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml").replace("reward:\n", "reward:\n  model_name_or_path: reward\n");
     let run = |setting: &str, code: i32, words: &str| {

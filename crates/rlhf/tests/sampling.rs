@@ -128,11 +128,11 @@ fn the_sets_stay_while_the_policy_learns_so_that_the_first_ratio_is_1_and_later_
     let (targets, plan) = (targets(&e, 0.05, &config.shaping()), config.plan(8).unwrap());
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders: Vec<Vec<usize>> = vec![(0..8).collect(); 2];
-    let steps = learner.optimise(&e, &targets, &orders, rates, &plan.epoch).unwrap();
+    let steps = learner.optimize(&e, &targets, &orders, rates, &plan.epoch).unwrap();
     assert!(steps[0].ratios.iter().all(|ratio| (ratio - 1.0).abs() < 1e-5), "{:?}", steps[0].ratios);
     // The second step's are those of the policy after the first, over the sets that the first one sampled from.
     let mut once = self::learner(&config);
-    once.optimise(&e, &targets, &orders[..1], rates, &plan.epoch).unwrap();
+    once.optimize(&e, &targets, &orders[..1], rates, &plan.epoch).unwrap();
     let now = among_sets(&once.policy, &responses, 0.7);
     let expected: Vec<f32> = now.iter().zip(&old).map(|(now, old)| (now - old).exp() as f32).collect();
     assert!(expected.iter().any(|ratio| (ratio - 1.0).abs() > 1e-3), "the step moved the policy");

@@ -169,7 +169,7 @@ fn a_call_whose_later_steps_are_not_finite_counts_with_those_that_were_taken() {
 }
 
 #[test]
-fn what_is_no_model_is_looked_for_as_elsewhere() {
+fn a_model_that_is_not_found_is_the_same_error_as_elsewhere() {
     let config = StepConfig { model_name: "no/such/model".into(), ..StepConfig::default() };
     let error = StepTrainer::from_pretrained(config, ModelOptions::default()).unwrap_err().to_string();
     let expected = rlhf::hub::model_dir("no/such/model".as_ref(), None).unwrap_err().to_string();
@@ -371,7 +371,7 @@ fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are
     let kl = trainer.step(&queries, &responses, &scores, None).unwrap().get("objective/kl").unwrap();
     assert!(kl.abs() > 1e-3, "the policy left its base: {kl}");
     let later = trainer.generate(&queries, &how).unwrap();
-    assert_eq!(later.ref_responses, first.ref_responses, "the reference answers with the adapter off");
+    assert_eq!(later.ref_responses, first.ref_responses, "the reference responds with the adapter off");
     assert_ne!(later.responses, first.responses);
 
     let scratch = tempfile::tempdir().unwrap();
@@ -453,7 +453,7 @@ fn an_optimizer_step_of_several_averages_is_skipped_and_counted_as_one() {
     let plan = EpochPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1 };
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders = [vec![0, 1, 2, 3]];
-    let parts = trainer.learner.optimise(&e, &targets, &orders, rates, &plan).unwrap();
+    let parts = trainer.learner.optimize(&e, &targets, &orders, rates, &plan).unwrap();
     assert_eq!(parts.iter().map(|part| part.skipped).collect::<Vec<_>>(), [true, true, false, false]);
     let stats = trainer.record_step_stats(&e, &targets, &orders, &parts, &plan);
     assert_eq!(stats.get("ppo/skipped_steps"), Some(1.0));
@@ -529,8 +529,8 @@ fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
     assert_eq!(found.ref_responses.as_ref(), Some(&found.responses), "the reference is still a copy");
     for (query, response) in queries.iter().zip(&found.responses) {
         assert!(response.starts_with(query));
-        let answer = &response[query.len()..];
-        assert_eq!(answer.iter().position(|&id| id == 0).map_or(6, |at| at + 1), answer.len());
+        let tokens = &response[query.len()..];
+        assert_eq!(tokens.iter().position(|&id| id == 0).map_or(6, |at| at + 1), tokens.len());
     }
 }
 
@@ -561,7 +561,7 @@ fn a_data_loader_gives_every_query_once_in_each_pass_the_last_batch_smaller() {
 }
 
 #[test]
-fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_back() {
+fn logged_metrics_and_the_best_model_are_in_the_folder_and_saved_models_read_back() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let (queries, responses, _) = rows();

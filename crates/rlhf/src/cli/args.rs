@@ -16,7 +16,7 @@ use super::{openrlhf, trl};
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
 /// Values, and all words after `--`, are not changed.
-pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
+pub(super) fn normalize(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
     let flags = || rlhf.get_subcommands().flat_map(Command::get_arguments);
     let flag =
         |name: &str| flags().find(|a| a.get_long() == Some(name)).or_else(|| flags().find(|a| is_named(a, name)));
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_one_error_without_those_of_its_placeholder() {
+    fn a_missing_argument_is_one_error_without_those_of_its_placeholder() {
         assert_eq!(
             parse_words(&["push", "llama"]).unwrap_err(),
             "the following required arguments were not provided: <NAME>"

@@ -19,7 +19,7 @@ use rlhf::{Error, Result};
 
 pub(crate) use self::ranks::end_with_launcher;
 use self::ranks::{End, Ranks, Start, events};
-use super::args::{normalise, on_line, parse_flags, split_at_command};
+use super::args::{normalize, on_line, parse_flags, split_at_command};
 use super::errors::Messages;
 use super::foreign::{self, LaunchFile};
 use super::{Parsed, Stop, Task};
@@ -53,7 +53,7 @@ pub(crate) struct LaunchTask {
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
     let (flags, mut command) = split_at_command(args, &["--help"], &COMMANDS);
-    let mut flags = normalise(flags, rlhf);
+    let mut flags = normalize(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
     let (_, matches) = matches.subcommand().expect("it is launch");

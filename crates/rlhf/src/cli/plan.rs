@@ -12,7 +12,7 @@ use rlhf::settings::PlanFlags;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
-use super::args::{normalise, parse_flags, split_at_command};
+use super::args::{normalize, parse_flags, split_at_command};
 use super::errors::Messages;
 use super::{Parsed, Stop, Task};
 
@@ -39,7 +39,7 @@ pub(crate) struct PlanTask {
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
     let (flags, command) = split_at_command(args, &ALONE, &COMMANDS);
-    let mut flags = normalise(flags, rlhf);
+    let mut flags = normalize(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
     let (_, matches) = matches.subcommand().expect("it is plan");

@@ -15,7 +15,7 @@ use rlhf::train::ppo::{Differing, RecordedUpdate, Replayed};
 use rlhf::{Error, Result};
 use serde_json::Value;
 
-use super::args::{normalise, on_line, parse_flags};
+use super::args::{normalize, on_line, parse_flags};
 use super::errors::{Messages, with_refusals};
 use super::keys::Keys;
 use super::setting::Setting;
@@ -54,7 +54,7 @@ pub(super) fn command() -> Command {
 /// # Errors
 /// As [`super::parse`]; if the run has no such update.
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let mut args = normalise(args, rlhf);
+    let mut args = normalize(args, rlhf);
     let mut messages = Messages::default();
     parse_flags(rlhf, &mut args, &mut messages.refusals)?;
     let matches = rlhf.clone().try_get_matches_from(&args);

@@ -25,7 +25,7 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     let options = config.rows.compute.options()?;
     let rows = open_rows(&config.rows, true)?;
     match &config.model_name_or_path {
-        Some(name) if !config.scores_answers() => score_by_model(config, name, rows, options),
+        Some(name) if !config.scores_responses() => score_by_model(config, name, rows, options),
         _ => score_by_rewards(config, rows, options),
     }
 }

@@ -45,9 +45,9 @@ pub fn compute_rewards(
     let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl.kl_estimator);
     let most = config.clip_reward_value.unwrap_or(f64::INFINITY);
     let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
-    let (before, answer) = (kl.narrow(1, 0, start), response_columns(&kl, start));
+    let (before, response) = (kl.narrow(1, 0, start), response_columns(&kl, start));
     let counted = counted(action_mask, start);
-    let rewards = math::rewards(&answer, &scores, &counted, config.kl.kl_coef, ScorePosition::AfterStop);
+    let rewards = math::rewards(&response, &scores, &counted, config.kl.kl_coef, ScorePosition::AfterStop);
     Tensor::cat(&[-config.kl.kl_coef * before, rewards], 1)
 }
 
@@ -252,7 +252,7 @@ impl RlhfEngine {
     /// Creates an engine of loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting has no effect here; if what is to leave memory has no room.
+    /// If a setting has no effect here; if there is no room for the offloaded parts.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,
@@ -408,7 +408,7 @@ impl RlhfEngine {
         if !kept.reused {
             self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
         }
-        let Some((prompts, mask)) = &self.last else { unreachable!("answers come again from prompts that were") };
+        let Some((prompts, mask)) = &self.last else { unreachable!("reused responses have stored prompts") };
         let rows = Tensor::from_slice(&kept.rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
@@ -424,18 +424,18 @@ impl RlhfEngine {
 
         let (width, longest) = (prompts.size()[1], e.lengths().into_iter().max().unwrap_or(0).max(1));
         let columns = |x: &Tensor| {
-            let answer = x.narrow(1, 0, longest);
-            answer.constant_pad_nd([width - 1, 0])
+            let response = x.narrow(1, 0, longest);
+            response.constant_pad_nd([width - 1, 0])
         };
         let pad = self.pad();
-        let answers = responses.iter().flat_map(|response| {
+        let padded = responses.iter().flat_map(|response| {
             let padding = std::iter::repeat_n(pad, longest as usize - response.tokens.len());
             response.tokens.iter().copied().chain(padding)
         });
-        let answers = Tensor::from_slice(&answers.collect::<Vec<_>>()).view([-1, longest]);
+        let padded = Tensor::from_slice(&padded.collect::<Vec<_>>()).view([-1, longest]);
         let counts = e.masks.loss.narrow(1, 0, longest).to_device(mask.device()).to_kind(Kind::Int64);
         Ok(RlhfExperience {
-            input_ids: Tensor::cat(&[&prompts, &answers], 1),
+            input_ids: Tensor::cat(&[&prompts, &padded], 1),
             attention_mask: Tensor::cat(&[mask.to_kind(Kind::Int64), counts], 1),
             logprobs: columns(&e.logprobs),
             ref_logprobs: columns(e.ref_logprobs.as_ref().unwrap_or(&e.logprobs)),
@@ -598,7 +598,7 @@ impl RlhfEngine {
     ///
     /// # Errors
     /// If a token cannot be decoded.
-    pub fn answers(&self, experience: &RlhfExperience) -> Result<Vec<(String, String)>> {
+    pub fn responses(&self, experience: &RlhfExperience) -> Result<Vec<(String, String)>> {
         let (ids, width) = (&experience.input_ids, experience.prompts.size()[1]);
         let all = unpadded(ids, &experience.attention_mask)?;
         let of_prompt = experience.attention_mask.narrow(1, 0, width);

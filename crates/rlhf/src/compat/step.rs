@@ -252,7 +252,7 @@ impl StepTrainer {
         let reference = match (reference, config.num_shared_layers) {
             (Some(_), Some(layers)) => {
                 return Err(Error::Usage(format!(
-                    "num_shared_layers = {layers} has no effect with a reference of one's own, which shares no layer"
+                    "num_shared_layers = {layers} has no effect with an explicit reference model, which shares no layer"
                 )));
             }
             (Some(reference), None) => reference,
@@ -369,9 +369,9 @@ impl StepTrainer {
         self.generations += 1;
         // As in TRL, whose encoder-decoders return what the decoder wrote in any case.
         let return_prompt = how.return_prompt && !self.learner.policy.config().is_encoder_decoder();
-        let answer = |model: &CausalLm| {
+        let respond = |model: &CausalLm| {
             let mut lengths = Stream::new(self.config.seed, Purpose::Lengths, call, 0);
-            let mut answers = Vec::with_capacity(queries.len());
+            let mut responses = Vec::with_capacity(queries.len());
             for (part, queries) in queries.chunks(how.batch_size.max(1)).enumerate() {
                 let sampled = how.length_sampler.map(|sampler| sampler.sample(&mut lengths));
                 let generation = GenerationConfig {
@@ -386,16 +386,16 @@ impl StepTrainer {
                 for (query, response) in
                     queries.iter().zip(generate_on(&self.learner.world, model, queries, &generation)?)
                 {
-                    answers.push(match return_prompt {
+                    responses.push(match return_prompt {
                         true => [query.as_slice(), &response.tokens].concat(),
                         false => response.tokens,
                     });
                 }
             }
-            Ok::<_, Error>(answers)
+            Ok::<_, Error>(responses)
         };
-        let responses = answer(&self.learner.policy)?;
-        let ref_responses = how.generate_ref_response.then(|| answer(&self.reference)).transpose()?;
+        let responses = respond(&self.learner.policy)?;
+        let ref_responses = how.generate_ref_response.then(|| respond(&self.reference)).transpose()?;
         Ok(Generated { responses, ref_responses })
     }
 
@@ -447,7 +447,7 @@ impl StepTrainer {
         self.passes += orders.len() as u64;
         let rates = self.rates();
         let plan = self.config.epoch();
-        let parts = self.learner.optimise(&experience, &targets, &orders, rates, &plan)?;
+        let parts = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
         let learnt = began.elapsed().as_secs_f64();
 
         let mut stats = self.record_step_stats(&experience, &targets, &orders, &parts, &plan);
@@ -558,7 +558,7 @@ impl StepTrainer {
     /// Takes one optimizer step on some rows of an experience.
     ///
     /// # Errors
-    /// If there are no rows, or one is out of range; the errors of [`Learner::optimise`].
+    /// If there are no rows, or one is out of range; the errors of [`Learner::optimize`].
     pub fn train_minibatch(
         &mut self,
         experience: &Experience,
@@ -573,7 +573,7 @@ impl StepTrainer {
         }
         let plan = EpochPlan { mini_batch_size: rows.len(), part_size: rows.len(), ..self.config.epoch() };
         let rates = self.rates();
-        self.learner.optimise(experience, targets, &[rows.to_vec()], rates, &plan)
+        self.learner.optimize(experience, targets, &[rows.to_vec()], rates, &plan)
     }
 
     /// Means of the statistics over all processes; with one process the statistics themselves.

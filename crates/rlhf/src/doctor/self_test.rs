@@ -178,7 +178,7 @@ impl Trial {
         let orders = self.config.mini_batch_orders(0, ROWS);
         let plan = EpochPlan { mini_batch_size: ROWS / 2, part_size: ROWS / 2, micro_batch_size: ROWS / 4 };
         let rates = self.config.learning_rates(0, 1);
-        let steps = self.learner.optimise(&experience, &targets, &orders, rates, &plan)?;
+        let steps = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
         if let Some(problem) = steps.iter().find_map(|step| step.not_finite()) {
             return Ok(Finding::failure(name, format!("one update of PPO: {problem}"), WRONG));
         }
@@ -347,9 +347,17 @@ mod tests {
     }
 
     #[test]
-    fn products_take_time() {
+    fn the_speed_is_about_that_of_libtorchs_own_products() {
         let finding = speed(Device::Cpu).unwrap();
-        let rate = finding.facts["f32_gflops"].as_f64().unwrap();
-        assert!(rate > 0.01 && rate < 1e6, "{}", finding.text);
+        let found = finding.facts["f32_gflops"].as_f64().unwrap();
+        let matrix = Tensor::rand([512, 512], (Kind::Float, Device::Cpu));
+        let seconds = (0..10).map(|_| {
+            let start = Instant::now();
+            let _product = matrix.matmul(&matrix);
+            start.elapsed().as_secs_f64()
+        });
+        let expected = 2.0 * 512f64.powi(3) / seconds.fold(f64::INFINITY, f64::min) / 1e9;
+        // Far apart, as other tests use the processor at the same time.
+        assert!(found > expected / 20.0 && found < expected * 20.0, "{}, not {expected:.1} GFLOP/s", finding.text);
     }
 }

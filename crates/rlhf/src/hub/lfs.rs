@@ -1,9 +1,10 @@
 //! The hub's storage of large files: the batch interface of git's LFS extension with its transfers `basic`, one request a file,
 //! and `multipart`, one request a part, as `huggingface_hub` uses it without Xet.
 
+use super::Failure;
+use super::download::Bar;
 use super::local::LocalFile;
 use super::requests::{Client, Content, Reply, Request, SLOW};
-use super::{Bar, Failure};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 

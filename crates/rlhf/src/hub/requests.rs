@@ -1,7 +1,8 @@
 //! Requests of an upload. The token is sent to the hub alone, and a request that may succeed later is repeated.
 
+use super::download::Bar;
 use super::local::LocalFile;
-use super::{ATTEMPTS, Bar, Failure, Hub, origin};
+use super::{ATTEMPTS, Failure, Hub, origin};
 use crate::safe_text::one_line;
 use crate::signals::stop_requested;
 use crate::{Error, Result};

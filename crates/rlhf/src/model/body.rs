@@ -124,9 +124,9 @@ impl Drop for Gathered<'_> {
     }
 }
 
-/// The parameters of a model that leaves memory between its uses, in memory until this guard is dropped.
+/// The parameters of a model that is offloaded between its uses, in memory until this guard is dropped.
 #[derive(Debug)]
-#[must_use = "the parameters leave memory when the guard is dropped"]
+#[must_use = "the parameters are offloaded when the guard is dropped"]
 pub struct Loaded<'a> {
     in_use: Option<InUse>,
     body: &'a Body,
@@ -196,7 +196,7 @@ impl Body {
     }
 
     /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
-    /// model is divided over ranks or has left memory, as its memory is then fixed.
+    /// model is divided over ranks or offloaded, as its memory is then fixed.
     pub(super) fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
         if self.shards().stage().is_some() || self.offloaded.get().is_some() {
             return;
@@ -524,7 +524,7 @@ impl Body {
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
     }
 
-    /// Moves the parameters out of memory between their uses, unless they are out: of a frozen model that is not divided over ranks, but
+    /// Offloads the parameters between their uses, unless they are offloaded already: of a frozen model that is not divided over ranks, but
     /// for those that it shares with another model. `name` is the model's in errors.
     ///
     /// # Errors

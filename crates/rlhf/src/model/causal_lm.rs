@@ -6,7 +6,7 @@ use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
-use super::layout::KvCache;
+use super::kv_cache::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
 use super::lora_config::LoraConfig;
@@ -604,8 +604,8 @@ impl CausalLm {
         self.body.gathered(Some(&self.lm_head.linear))
     }
 
-    /// Moves the weights of a frozen model out of memory between its passes, but for those that it shares with another model. Results stay
-    /// the same. `name` is the model's in errors. Does nothing if they are out already, or divided over ranks.
+    /// Offloads the weights of a frozen model between its passes, but for those that it shares with another model. Results stay
+    /// the same. `name` is the model's in errors. Does nothing if they are offloaded already, or divided over ranks.
     ///
     /// # Errors
     /// If there is no room for them.

@@ -1,6 +1,7 @@
 //! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
-use super::layout::{KvCache, Layout, Scores};
+use super::kv_cache::KvCache;
+use super::layout::{Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::mlp::Mlp;

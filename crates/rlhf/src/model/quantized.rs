@@ -705,12 +705,12 @@ fn dynamic_code(x: f32) -> u8 {
     let codes = CODES.get_or_init(|| {
         let map = dynamic_map(true);
         let nearest = |cell: u32| {
-            let centre = f64::from(cell) / 32767.5 - 1.0;
+            let center = f64::from(cell) / 32767.5 - 1.0;
             let bound = |code: usize| (f64::from(map[code]) + f64::from(map[code + 1])) / 2.0;
             let (mut low, mut high) = (0, 255);
             while low < high {
                 let middle = (low + high) / 2;
-                if bound(middle) < centre { low = middle + 1 } else { high = middle }
+                if bound(middle) < center { low = middle + 1 } else { high = middle }
             }
             low as u8
         };

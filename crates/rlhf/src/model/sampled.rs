@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_excluded_has_no_probability_no_entropy_and_no_gradient() {
+    fn an_excluded_token_has_no_probability_no_entropy_and_no_gradient() {
         let sets = [TokenSet::new(&[true, false, true]), TokenSet::new(&[false, true, false])];
         let sampled = Sampled { temperature: 1.0, sets: Some(&sets) };
         let excluded = sampled.excluded(0, 2, 3, Device::Cpu);

@@ -1,4 +1,4 @@
-//! Settings of what leaves memory between the phases that use it.
+//! Settings of the parts that are offloaded between the phases that use them.
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use super::Offload;
 use crate::Result;
 use crate::flag::{NONE, RUN, Setting, all, no_effect, optional, required, usage};
 
-/// Parts of a run that leave memory between the phases that use them.
+/// Parts of a run that are offloaded between the phases that use them.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 #[command(rename_all = "snake_case")]
 pub struct OffloadConfig {
-    /// Parts that leave memory between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
+    /// Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
     /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more
     /// time. Without a value: optimizer [default: none].
     #[arg(
@@ -47,7 +47,7 @@ impl Serialize for OffloadConfig {
     }
 }
 
-/// A part of a run that can leave memory.
+/// A part of a run that can be offloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OffloadPart {
     /// Nothing.
@@ -109,22 +109,22 @@ impl OffloadConfig {
         self.parts().iter().any(|own| [part, OffloadPart::All].contains(own))
     }
 
-    /// Returns whether the state of optimizers leaves memory.
+    /// Returns whether the state of optimizers is offloaded.
     pub fn offloads_optimizer(&self) -> bool {
         self.has(OffloadPart::Optimizer)
     }
 
-    /// Returns whether frozen models leave memory.
+    /// Returns whether frozen models are offloaded.
     pub fn offloads_models(&self) -> bool {
         self.has(OffloadPart::Models)
     }
 
-    /// Returns the place to which optimizer state leaves; none if it stays.
+    /// Returns the place to which optimizer state is offloaded; none if it is not.
     pub(crate) fn of_optimizer(&self, output_dir: &Path) -> Option<Offload> {
         self.offloads_optimizer().then(|| self.place(output_dir))
     }
 
-    /// Returns the place to which frozen models leave; none if they stay.
+    /// Returns the place to which frozen models are offloaded; none if they are not.
     pub(crate) fn of_models(&self, output_dir: &Path) -> Option<Offload> {
         self.offloads_models().then(|| self.place(output_dir))
     }

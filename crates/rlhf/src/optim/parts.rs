@@ -24,7 +24,7 @@ struct Part {
 }
 
 impl Parts {
-    /// Fresh state for the trained parts of a model. With a place to offload to, the state leaves memory between its uses; that of a model
+    /// Fresh state for the trained parts of a model. With a place to offload to, the state is offloaded between its uses; that of a model
     /// on a GPU stays in the memory of the host, where the step is then computed.
     pub(super) fn new(shards: &Shards, offload: Option<&Offload>) -> Result<(Self, Option<Offloaded>)> {
         let trained = shards.trained_parts();

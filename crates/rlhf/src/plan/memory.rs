@@ -364,7 +364,7 @@ impl<'a> Job<'a> {
     }
 
     /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
-    /// the copy of its LM head where that leaves memory, or changes.
+    /// the copy of its LM head where that is offloaded, or changes.
     fn distributions(&self) -> usize {
         let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
         let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
@@ -390,7 +390,7 @@ impl<'a> Job<'a> {
         (moments > 0).then_some(phase)
     }
 
-    /// The bytes on the disk of what is out of memory, in words; none if nothing is.
+    /// The bytes on the disk of the offloaded parts, in words; none if there are none.
     pub(super) fn offloaded(&self) -> Option<String> {
         let weights: usize = self.members.iter().map(|member| self.brought(member).weights).sum();
         let moments: usize = match self.run.run().offload.offloads_optimizer() {

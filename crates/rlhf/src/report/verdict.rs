@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_of_the_metrics_is_in_the_verdict() {
+    fn unreadable_lines_of_the_metrics_are_in_the_verdict() {
         let mut run = run(&[("loss", &[1.0])]);
         run.damage.push("metrics.jsonl: 3 lines could not be read and are left out".into());
         let text = "metrics.jsonl: 3 lines could not be read and are left out.";

@@ -152,7 +152,7 @@ impl Checks {
             let distance = distance.unwrap_or(f64::NAN);
             format!(
                 "checks: {claim}: expected log-probs within {tolerance:.0e}, found {who} {distance:.1e} apart, {so}; \
-                 --no_checks trains all the same"
+                 --no_checks skips this check"
             )
         })
     }

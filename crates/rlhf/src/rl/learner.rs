@@ -362,7 +362,7 @@ impl Learner {
     ///
     /// # Errors
     /// If libtorch refuses a step.
-    pub fn optimise(
+    pub fn optimize(
         &mut self,
         experience: &Experience,
         targets: &Targets,
@@ -370,15 +370,15 @@ impl Learner {
         rates: impl Into<StepRates>,
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
-        self.optimise_with(experience, targets, orders, rates, plan, |_, _| Ok(()))
+        self.optimize_with(experience, targets, orders, rates, plan, |_, _| Ok(()))
     }
 
-    /// [`Learner::optimise`], with a call of `after_step` after each optimizer step of the policy: with the policy, and the number of
+    /// [`Learner::optimize`], with a call of `after_step` after each optimizer step of the policy: with the policy, and the number of
     /// its steps in the run.
     ///
     /// # Errors
-    /// As [`Learner::optimise`]; the error of `after_step`. The gradients of the step that failed are cleared.
-    pub fn optimise_with(
+    /// As [`Learner::optimize`]; the error of `after_step`. The gradients of the step that failed are cleared.
+    pub fn optimize_with(
         &mut self,
         experience: &Experience,
         targets: &Targets,
@@ -918,7 +918,7 @@ fn value_optimizer(
     Ok(optimizer.with_seed(settings.seed))
 }
 
-/// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.
+/// The order of an update's rows in each of its epochs, as [`Learner::optimize`] takes them.
 pub fn mini_batch_orders(seed: u64, epochs: usize, update: usize, rows: usize) -> Vec<Vec<usize>> {
     let stream = |epoch| Stream::new(seed, Purpose::MiniBatches, update as u64, epoch);
     (0..epochs as u64).map(|epoch| stream(epoch).permutation(rows)).collect()

@@ -71,9 +71,9 @@ pub fn masked_mean(x: &Tensor, mask: &Tensor) -> Tensor {
 pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
     let count = mask.sum(Kind::Float);
     let mean = masked_sum(x, mask) / count.clamp_min(1.0);
-    let centred = keep(&(x - &mean), mask);
-    let variance = centred.square().sum(Kind::Float) / (count - 1.0).clamp_min(1.0);
-    let whitened = centred * (variance + 1e-8).rsqrt();
+    let centered = keep(&(x - &mean), mask);
+    let variance = centered.square().sum(Kind::Float) / (count - 1.0).clamp_min(1.0);
+    let whitened = centered * (variance + 1e-8).rsqrt();
     if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
 }
 

@@ -94,7 +94,7 @@ pub fn advantages(e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tenso
 }
 
 /// `scores` minus `penalty` for each row without a stop token; `[B]`.
-pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
+pub fn penalize_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
     let missing = on_device(stopped, scores.device()).logical_not();
     scores - missing.to_kind(Kind::Float) * penalty
 }
@@ -113,7 +113,7 @@ mod tests {
         let scores = Tensor::from_slice(&[3.0f32, 5.0, f32::NAN]);
         let replaced = replace_missing_stop(&scores, &[true, false, false], -1.0);
         assert_eq!(Vec::<f32>::try_from(replaced).unwrap(), [3.0, -1.0, -1.0]);
-        let lowered = penalise_missing_stop(&scores.narrow(0, 0, 2), &[true, false], 1.5);
+        let lowered = penalize_missing_stop(&scores.narrow(0, 0, 2), &[true, false], 1.5);
         assert_eq!(Vec::<f32>::try_from(lowered).unwrap(), [3.0, 3.5]);
     }
 }

@@ -82,7 +82,7 @@ impl Unsupervised {
     /// `texts`, one behind another, cut into blocks of `block` tokens; the rest that fills none is left out, unless it is all.
     ///
     /// # Errors
-    /// If there is nothing to learn in them; `name` is theirs.
+    /// If no text has two tokens. `name` is that of the dataset, for the error.
     pub fn new(texts: &[Vec<i64>], block: usize, coef: f64, seed: u64, name: &Path) -> Result<Self> {
         let all = texts.concat();
         let mut blocks: Vec<Vec<i64>> = all.chunks(block.max(2)).map(<[i64]>::to_vec).collect();
@@ -146,7 +146,7 @@ pub(crate) struct TextLimits<'a> {
 }
 
 /// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each text's first aside, to those
-/// of `policy`'s parameters; gives that mean.
+/// of `policy`'s parameters; returns that mean.
 ///
 /// The texts are those of all ranks, each of which learns a part; the mean is over all of them.
 ///

@@ -829,7 +829,7 @@ fn check_bases(saved: &Saved, inputs: &Inputs, out: &Path) -> Result<()> {
             && base.is_dir()
         {
             let message = format!(
-                "the base of this run's adapters, made of {name} as it was, which has changed; train in another output_dir"
+                "the saved base of this run's adapters was made from {name}, which has changed since; train in another output_dir"
             );
             return Err(Error::invalid(base, message));
         }

@@ -64,7 +64,7 @@ pub struct RunConfig {
     /// [default: by the available memory].
     #[arg(long, help_heading = RUN, default_value = NONE, value_name = MicroBatchLimit::NAME, value_parser = optional::<MicroBatchLimit>)]
     pub max_tokens_per_micro_batch: std::option::Option<MicroBatchLimit>,
-    /// Parts that leave memory.
+    /// Offloaded parts.
     #[command(flatten)]
     #[serde(flatten)]
     pub offload: OffloadConfig,
@@ -116,7 +116,7 @@ impl RunConfig {
         self.offload = crate::flag::defaults();
     }
 
-    /// Refuses frozen models that leave memory in a run that shards them.
+    /// Refuses frozen models that are offloaded in a run that shards them.
     fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
         let mut all = stages.iter().chain([&self.dist.zero_stage]);
         match self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {

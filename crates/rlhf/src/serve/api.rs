@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_change_the_result_is_refused_and_what_would_not_is_accepted() {
+    fn an_unsupported_parameter_is_refused_unless_its_value_changes_no_result() {
         let messages = json!([{"role": "user", "content": "a"}]);
         for (name, neutral, other) in [
             ("presence_penalty", json!(0), json!(0.5)),

@@ -49,7 +49,7 @@ impl ScoreConfig {
     }
 
     /// Returns whether responses are scored as in a run, and not whole texts by a model alone.
-    pub fn scores_answers(&self) -> bool {
+    pub fn scores_responses(&self) -> bool {
         self.tokenizer_name.is_some() || self.rewards != defaults()
     }
 

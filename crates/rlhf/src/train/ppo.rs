@@ -72,7 +72,7 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
-        let mut experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
+        let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
         self.add_groups(&mut experience, &batch, &scores.reported.scored)?;
         if let Some(reference) = experience.reference.as_mut().filter(|_| self.config.sync.sync_ref_model) {
             // It may follow the policy in the middle of this update.
@@ -98,7 +98,7 @@ impl PpoTrainer {
             None => Ok(()),
         };
         let epoch = &self.plan.epoch;
-        let steps = self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
+        let steps = self.learner.optimize_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
         clock.lap("optimise", device);
 
         // 5. Metrics.

@@ -69,7 +69,7 @@ fn load_run<'a>(
     opening: Opening,
     hub: &AskedHub,
 ) -> Result<(Ranking<'a>, Loaded<'a, RewardConfig>)> {
-    // Before gigabytes are downloaded for nothing.
+    // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let model_dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;

@@ -55,7 +55,7 @@ fn load_run<'a>(
     opening: Opening,
     hub: &AskedHub,
 ) -> Result<(FineTuning<'a>, Loaded<'a, SftConfig>)> {
-    // Before gigabytes are downloaded for nothing.
+    // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let Parts { mut model, tokenizer, model_dir, files, warning } = load(config)?;
@@ -269,7 +269,10 @@ fn read_rows(
     let ends = |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
     let endless = (!rows.iter().any(ends)).then(|| {
         let path = dataset.path().display();
-        format!("{path}: no row teaches the model to stop: the chat template closes no answer with an eos token")
+        format!(
+            "{path}: no row has an eos token in the loss, so the model does not learn to stop: the chat template ends no \
+             response with an eos token"
+        )
     });
     let (rows, mut warnings) = shorten(rows, max_length, tokenizer, dataset.path())?;
     warnings.extend(endless);

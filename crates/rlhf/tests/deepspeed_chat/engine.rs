@@ -78,11 +78,11 @@ fn compare_functions(dir: &Path) -> usize {
         let (advantages, returns) = get_advantages_and_returns(&values, &rewards, start, &config);
         check("advantages", &advantages);
         check("returns", &returns);
-        let answer = |x: &Tensor| x.narrow(1, start, x.size()[1] - start);
+        let response = |x: &Tensor| x.narrow(1, start, x.size()[1] - start);
         let leaf = |name: &str| get(name).copy().set_requires_grad(true);
         let (new, new_values) = (leaf("new_log_probs"), leaf("new_values"));
-        let actor = actor_loss_fn(&answer(&new), &answer(old), &advantages, &answer(mask), &config);
-        let critic = critic_loss_fn(&answer(&new_values), &answer(&values), &returns, &answer(mask), &config);
+        let actor = actor_loss_fn(&response(&new), &response(old), &advantages, &response(mask), &config);
+        let critic = critic_loss_fn(&response(&new_values), &response(&values), &returns, &response(mask), &config);
         check("actor_loss", &actor);
         check("critic_loss", &critic);
         (actor + critic).backward();
@@ -114,8 +114,8 @@ fn an_eos_that_is_padding_gets_the_score_and_no_loss() {
     let rewards = compute_rewards(&prompts, &old, &reference, &Tensor::from_slice(&[7.0f32, -0.5]), &mask, &chat());
     assert_eq!(Vec::<i64>::try_from(ends(&prompts, &mask)).unwrap(), [4, 6]);
     let rewards = rewards.masked_fill(&rows(&[&[0., 0., 0., 0., 1.], &[0.; 5]]).to_kind(Kind::Bool), 0.0);
-    let answer = |x: &Tensor| x.narrow(1, 1, 4);
-    assert_close("rewards", &answer(&rewards), &rows(&[&[-0.02, 0.05, 4.99, 0.0], &[-0.05, 0.05, 0.0, -0.6]]), 1e-6);
+    let response = |x: &Tensor| x.narrow(1, 1, 4);
+    assert_close("rewards", &response(&rewards), &rows(&[&[-0.02, 0.05, 4.99, 0.0], &[-0.05, 0.05, 0.0, -0.6]]), 1e-6);
     let (advantages, returns) = get_advantages_and_returns(&values, &rewards, 1, &chat());
     let expected = rows(&[&[4.455_225, 4.6055, 4.69, 0.0], &[-0.97365, -0.867, -0.86, -0.8]]);
     assert_close("advantages", &advantages, &expected, 2e-6);
@@ -204,19 +204,19 @@ fn compare_steps(dir: &Path, config_file: &Path) {
         };
         let width = exp.prompts.size()[1];
         let prompt_mask = exp.attention_mask.narrow(1, 0, width);
-        let found = engine.experience_of(&exp.prompts, &prompt_mask, answers(&exp, eos)).unwrap();
+        let found = engine.experience_of(&exp.prompts, &prompt_mask, responses(&exp, eos)).unwrap();
         let counts = exp.attention_mask.narrow(1, 1, exp.attention_mask.size()[1] - 1);
         let columns = exp.attention_mask.size()[1] - width;
         // Ours are as wide as the longest response.
         let wide = |x: &Tensor| x.constant_pad_nd([0, counts.size()[1] - x.size()[1]]);
-        let answer = |x: &Tensor| (wide(x) * &counts).narrow(1, width - 1, columns);
+        let response = |x: &Tensor| (wide(x) * &counts).narrow(1, width - 1, columns);
         for (name, found, expected) in [
             ("logprobs", &found.logprobs, &exp.logprobs),
             ("ref_logprobs", &found.ref_logprobs, &exp.ref_logprobs),
             ("value", &found.value, &exp.value),
         ] {
             let full = full(&format!("exp.{name}"));
-            assert_close(&full, &answer(found), &answer(expected), tolerance("tensors", &full));
+            assert_close(&full, &response(found), &response(expected), tolerance("tensors", &full));
         }
         assert_close("scores", &found.rewards, &exp.rewards, tolerance("tensors", &full("exp.rewards")));
         let behind = exp.attention_mask.size()[1] - found.attention_mask.size()[1];
@@ -264,7 +264,7 @@ fn same_tensor(stored: &str, ours: &str) -> bool {
 }
 
 /// The responses that a batch holds: what its mask counts, and an `eos` that is padding behind that.
-fn answers(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
+fn responses(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
     let width = exp.prompts.size()[1] as usize;
     let rows = Vec::<Vec<i64>>::try_from(&exp.input_ids).unwrap();
     let masks = Vec::<Vec<i64>>::try_from(&exp.attention_mask).unwrap();
@@ -436,14 +436,14 @@ fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
             |config| {
                 let mut engine = RlhfEngine::from_config(config).unwrap();
                 let eos = engine.tokenizer.eos().unwrap();
-                let answer = Response {
+                let response = Response {
                     tokens: vec![5, 6, 7, eos],
                     logprobs: Vec::new(),
                     finish: FinishReason::Stop,
                     sets: None,
                 };
                 let prompt = Tensor::from_slice(&[3i64, 4]).view([1, 2]);
-                let found = engine.experience_of(&prompt, &prompt.ones_like(), vec![answer]).unwrap();
+                let found = engine.experience_of(&prompt, &prompt.ones_like(), vec![response]).unwrap();
                 number(&found.attention_mask.sum(Kind::Int64)) == 5.0
             },
         )
@@ -530,11 +530,11 @@ fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
 fn short_responses(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperience, String> {
     let rows = long.len() as i64;
     let prompts = Tensor::from_slice(&[3i64, 4]).view([1, 2]).repeat([rows, 1]);
-    let answers = long.iter().zip(10..).map(|(&long, id)| {
+    let responses = long.iter().zip(10..).map(|(&long, id)| {
         let tokens = if long { vec![id, 5, 6] } else { vec![id] };
         Response { tokens, logprobs: Vec::new(), finish: FinishReason::Length, sets: None }
     });
-    engine.experience_of(&prompts, &prompts.ones_like(), answers.collect()).map_err(|e| e.to_string())
+    engine.experience_of(&prompts, &prompts.ones_like(), responses.collect()).map_err(|e| e.to_string())
 }
 
 #[test]
@@ -756,17 +756,17 @@ fn an_engine_generates_responses_in_deepspeed_chats_shapes() {
             // The reference is a copy: no KL yet, and a first ratio of 1 makes the loss the mean advantage, negated.
             let gap = (&exp.logprobs - &exp.ref_logprobs).abs().max();
             assert!(number(&gap) < 1e-4, "{gap}");
-            assert_eq!(engine.answers(&exp).unwrap().len(), rows as usize);
+            assert_eq!(engine.responses(&exp).unwrap().len(), rows as usize);
             // One response too few or too many is neither dropped nor made up, nor is a mask.
-            let answer =
+            let response =
                 || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length, sets: None };
             for count in [3, 5] {
-                let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| answer()).collect());
+                let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| response()).collect());
                 let expected =
                     format!("experience: expected a response for each of 4 prompts, found {count} responses");
                 assert_eq!(found.unwrap_err().to_string(), expected);
             }
-            let found = engine.experience_of(&prompts, &mask.narrow(0, 0, 2), (0..4).map(|_| answer()).collect());
+            let found = engine.experience_of(&prompts, &mask.narrow(0, 0, 2), (0..4).map(|_| response()).collect());
             assert!(found.unwrap_err().to_string().starts_with("experience: mask: expected shape [4,"));
             let wrong = RlhfExperience { value: exp.value.narrow(1, 0, 2), ..exp };
             let error = engine.train_rlhf(&wrong).unwrap_err().to_string();
@@ -800,13 +800,13 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
         |config| {
             let mut engine = RlhfEngine::from_config(config).unwrap();
             let (prompts, mask) = engine.next_prompts().unwrap();
-            let answers = |id| Response {
+            let responses = |id| Response {
                 tokens: vec![id, 6, 7],
                 logprobs: Vec::new(),
                 finish: FinishReason::Length,
                 sets: None,
             };
-            let exp = engine.experience_of(&prompts, &mask, (5..9).map(answers).collect()).unwrap();
+            let exp = engine.experience_of(&prompts, &mask, (5..9).map(responses).collect()).unwrap();
             let before = weights(engine.actor().params());
             engine.num_total_iters = None;
             let error = engine.train_rlhf(&exp).unwrap_err().to_string();
@@ -872,8 +872,8 @@ fn a_test_stops_where_it_should_and_responses_are_shown_on_the_way() {
             assert_eq!(lines.len(), 2);
             assert!((lines[1]["lr"].as_f64().unwrap() - 0.75e-3).abs() < 1e-9, "{}", lines[1]["lr"]);
             assert!(out.join("model.safetensors").is_file());
-            let answers = json_lines(&std::fs::read_to_string(out.join("samples/answers-000001.jsonl")).unwrap());
-            assert!(!answers.is_empty() && answers[0]["score"].is_number());
+            let responses = json_lines(&std::fs::read_to_string(out.join("samples/answers-000001.jsonl")).unwrap());
+            assert!(!responses.is_empty() && responses[0]["score"].is_number());
             assert!(!out.join("samples/answers-000002.jsonl").exists());
         },
     );

@@ -90,7 +90,7 @@ fn a_rank_that_does_not_start_is_named() {
 }
 
 #[test]
-fn what_one_rank_cannot_read_is_an_error_of_all() {
+fn a_file_that_one_rank_cannot_read_is_an_error_of_all() {
     let scratch = Scratch::new();
     let other = Scratch::new();
     other.write("policy/model.safetensors", "broken");

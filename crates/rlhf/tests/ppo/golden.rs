@@ -8,7 +8,7 @@ use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::rollout::{RolloutSettings, experience, score};
-use rlhf::rl::shaping::{penalise_missing_stop, targets};
+use rlhf::rl::shaping::{penalize_missing_stop, targets};
 use rlhf::settings::{LrSchedulerType, PpoConfig, StopToken};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -166,7 +166,7 @@ fn compare(variant: &Variant) {
             variant.tensor(it, "scores").shallow_clone()
         } else {
             let stopped: Vec<bool> = responses.iter().map(|r| r.finish == FinishReason::Stop).collect();
-            let scores = penalise_missing_stop(&raw, &stopped, config.missing_eos_penalty.unwrap_or(0.0));
+            let scores = penalize_missing_stop(&raw, &stopped, config.missing_eos_penalty.unwrap_or(0.0));
             variant.check(it, "scores", &scores, &all);
             scores
         };
@@ -200,7 +200,7 @@ fn compare(variant: &Variant) {
             .map(|row| row.iter().map(|&i| i as usize).collect())
             .collect();
         let rates = config.learning_rates(it, plan.num_total_batches);
-        let steps = learner.optimise(&e, &t, &orders, rates, &plan.epoch).unwrap();
+        let steps = learner.optimize(&e, &t, &orders, rates, &plan.epoch).unwrap();
         compare_steps(variant, it, &steps);
         let mut found = Metrics::default();
         learner.metrics(&mut found, &e, &t, &steps, &plan.epoch);

@@ -481,7 +481,7 @@ fn compare(run: &Run) {
                 micro_batches.iter().flat_map(|micro| micro.rows.iter().map(|row| first(micro) + row)).collect();
             let part_size = micro_batches[0].rows.len();
             let plan = EpochPlan { mini_batch_size: rows.len(), part_size, micro_batch_size: part_size };
-            let found = learner.optimise(&rollout.e, &rollout.targets, &[rows], rates, &plan).unwrap();
+            let found = learner.optimize(&rollout.e, &rollout.targets, &[rows], rates, &plan).unwrap();
             run.compare_step(step, &found, micro_batches, &rollout);
             run.compare_metrics(&update, at, &learner, &found, &rollout);
             if let Some(reference) = reference.as_ref().filter(|_| config.sync.is_due(step + 1)) {
@@ -519,7 +519,7 @@ fn compare_updates(run: &Run) {
             };
         let rates = config.step_rates(number, &plan);
         let found =
-            learner.optimise_with(&rollout.e, &rollout.targets, &orders, rates, &plan.epoch, after_step).unwrap();
+            learner.optimize_with(&rollout.e, &rollout.targets, &orders, rates, &plan.epoch, after_step).unwrap();
         assert_eq!(found.len(), update.steps.len(), "{}", run.name());
         for (at, (found, micro_batches)) in found.iter().zip(&update.steps).enumerate() {
             let step = update.first + at;

@@ -179,7 +179,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
         let plan = config.plan(prompts.len()).unwrap();
         let orders = vec![vec![0, 1, 2, 3, 4, 5, 6, 7], vec![7, 6, 5, 4, 3, 2, 1, 0]];
         let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
-        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
+        let steps = learner.optimize(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
         let rows: Vec<f64> = orders.concat().iter().map(|&row| experience.lengths()[row] as f64).collect();
         let tokens: Vec<f64> = rows.chunks(8 / num_mini_batches).map(|rows| rows.iter().sum()).collect();
         assert_eq!(steps.iter().map(|step| step.tokens).collect::<Vec<_>>(), tokens);

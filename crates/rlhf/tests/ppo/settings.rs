@@ -74,7 +74,7 @@ impl Update {
     /// Learns from rows in these orders, at the rates of the run's first update.
     fn learn_orders(&mut self, targets: &Targets, orders: &[Vec<usize>]) -> Vec<StepStats> {
         let rates = self.config.learning_rates(0, self.plan.num_total_batches);
-        self.learner.optimise(&self.experience, targets, orders, rates, &self.plan.epoch).unwrap()
+        self.learner.optimize(&self.experience, targets, orders, rates, &self.plan.epoch).unwrap()
     }
 
     fn learn(&mut self, epochs: usize) -> Vec<StepStats> {

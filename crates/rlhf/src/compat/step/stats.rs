@@ -136,7 +136,7 @@ impl StepTrainer {
     }
 
     /// All statistics of a step, except times and the learning rate. `orders` are the orders of the epochs, `parts` the result of
-    /// [`Learner::optimise`](crate::rl::learner::Learner::optimise).
+    /// [`Learner::optimize`](crate::rl::learner::Learner::optimize).
     pub fn record_step_stats(
         &self,
         experience: &Experience,

@@ -7,7 +7,7 @@ use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, Scored, Scores};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
-use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
+use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
 use crate::run::event::{Conversation, Evaluation, Sample};
 use crate::settings::EVAL_SCORES;
@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 /// The scores of an update's responses.
 pub(super) struct BatchScores {
     /// The scores that are trained on: scaled, and after penalties.
-    pub(super) penalised: Scores,
+    pub(super) penalized: Scores,
     pub(super) reported: ReportedScores,
     /// The responses to show, if this update shows any.
     pub(super) shown: Vec<Sample>,
@@ -111,7 +111,7 @@ impl PpoTrainer {
         }
         let summed = scored.responses.clone();
         let raw = self.raw_scores(&scored, &batch.responses);
-        let (penalised, ends) = self.trained_scores(&mut scored, &batch.responses, true);
+        let (penalized, ends) = self.trained_scores(&mut scored, &batch.responses, true);
         let log = &self.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
             let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
@@ -120,11 +120,11 @@ impl PpoTrainer {
         } else {
             Vec::new()
         };
-        Ok(BatchScores { penalised, reported: ReportedScores { raw, summed, scored, ends }, shown })
+        Ok(BatchScores { penalized, reported: ReportedScores { raw, summed, scored, ends }, shown })
     }
 
     /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them. Scores of `training` are added to
-    /// the running moments of the scaling first. Returns them with the numbers of [`PpoTrainer::penalised`].
+    /// the running moments of the scaling first. Returns them with the numbers of [`PpoTrainer::penalized`].
     pub(super) fn trained_scores(
         &mut self,
         scored: &mut Scored,
@@ -132,12 +132,12 @@ impl PpoTrainer {
         training: bool,
     ) -> (Scores, Vec<usize>) {
         self.scaling.apply(scored, training);
-        let (mut penalised, ends) = self.penalised(scored, responses);
+        let (mut penalized, ends) = self.penalized(scored, responses);
         if let Some(penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
-            penalised.responses -= Tensor::from_slice(&penalties).to(penalised.responses.device());
-            penalised.responses = penalised.responses.to_kind(Kind::Float);
+            penalized.responses -= Tensor::from_slice(&penalties).to(penalized.responses.device());
+            penalized.responses = penalized.responses.to_kind(Kind::Float);
         }
-        (penalised, ends)
+        (penalized, ends)
     }
 
     /// Scores responses to the prompts `rows`, to train on them.
@@ -196,7 +196,7 @@ impl PpoTrainer {
             .collect()
     }
 
-    /// [`PpoTrainer::raw_scores`] of responses, and what each reward said; nothing learns from them.
+    /// [`PpoTrainer::raw_scores`] of responses, and the scores of each reward; running moments are not updated.
     pub(super) fn whole_scores(
         &mut self,
         prompts: &[&Prompt],
@@ -210,12 +210,12 @@ impl PpoTrainer {
     pub(super) fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
         let raw = scored.raw.clone();
         let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new(), warning: None };
-        self.penalised(&whole, responses).0.responses
+        self.penalized(&whole, responses).0.responses
     }
 
     /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
     /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too.
-    pub(super) fn penalised(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
+    pub(super) fn penalized(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
@@ -223,7 +223,7 @@ impl PpoTrainer {
         let stopped: Vec<bool> = stopped.collect();
         let mut scores = scored.to_scores(self.learner.policy.device());
         match self.config.missing_eos_penalty {
-            Some(penalty) => scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty),
+            Some(penalty) => scores.responses = penalize_missing_stop(&scores.responses, &stopped, penalty),
             None if self.config.non_eos_penalty => {
                 let value = self.config.penalty_reward_value;
                 scores.responses = replace_missing_stop(&scores.responses, &stopped, value);

@@ -269,7 +269,7 @@ impl Loaded {
         // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
         // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
-        // Before gigabytes are downloaded in vain.
+        // Cheap checks first: weights may be gigabytes.
         let sources = Sources::find(&config.data, None)?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let mut inputs = Inputs::default();
@@ -390,7 +390,7 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
         }
         (None, Some(layers)) => {
             let mut reference = policy.share_lower_layers(layers)?;
-            // Before it leaves memory, as a dtype cannot change later.
+            // Before it is offloaded, as a dtype cannot change later.
             reference.hold_as_computed();
             Some(reference)
         }
@@ -436,7 +436,7 @@ fn place_reference(config: &PpoConfig, mut reference: CausalLm, world: &World) -
     Ok(reference)
 }
 
-/// Moves frozen models out of memory, if the settings say so and they are not out already.
+/// Offloads frozen models, if the settings say so and they are not offloaded already.
 fn offload_frozen(config: &PpoConfig, reference: Option<&CausalLm>, rewards: Option<&Rewards>) -> Result<()> {
     let Some(place) = config.run.models_place() else { return Ok(()) };
     reference.map_or(Ok(()), |reference| reference.offload(&place, "reference model"))?;

@@ -224,8 +224,7 @@ impl PpoTrainer {
     pub(super) fn load_state(&mut self, saved: &Saved) -> Result<()> {
         let began = saved.part("own").ok().and_then(Value::as_str);
         if began != self.own() {
-            let [began, found] = [began, self.own()].map(|own| own.unwrap_or("nothing"));
-            return Err(Error::Run(format!("of the caller's own: expected {began}, as the run began, found {found}")));
+            return Err(other_callbacks(began, self.own()));
         }
         load_cursor(&mut self.cursor, saved, &self.config.run)?;
         self.rewards.load_state(saved.part("rewards")?)?;
@@ -402,6 +401,20 @@ impl Trainee for PpoTrainer {
     fn may_lack_best_metric(&self) -> bool {
         self.progress.done <= self.config.value.value_warmup_updates
     }
+}
+
+/// The error of a resumed run whose callbacks are others than those of its start, `began`; both as [`PpoTrainer::own`] names them.
+fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
+    let calls = match began {
+        None => "call neither `with_order` nor `with_schedule`",
+        Some("an order") => "call `with_order`",
+        Some("a schedule") => "call `with_schedule`",
+        Some(_) => "call `with_order` and `with_schedule`",
+    };
+    let (began, found) = (began.unwrap_or("no order or schedule"), found.unwrap_or("none"));
+    Error::Run(format!(
+        "callbacks: the run was started with {began} of the caller's, and this trainer has {found}; {calls} before resuming"
+    ))
 }
 
 /// Returns the numbers beside the progress bar.

@@ -1,0 +1,309 @@
+//! The key-value cache of decoding.
+
+use super::layout::{Layout, Scores, mask_of};
+use crate::Result;
+use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
+
+/// The keys and values of the rows that are decoded, preallocated.
+///
+/// Each layer's keys and values are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
+pub(crate) struct KvCache {
+    layers: Vec<(Tensor, Tensor)>,
+    /// Number of filled positions of each row.
+    lens: Vec<i64>,
+    /// The same on the device, `[rows]` i64, from the first step on; each step increments it there, so that nothing is copied.
+    filled: Option<Tensor>,
+    capacity: i64,
+    kv_heads: i64,
+    head_dim: i64,
+    device: Device,
+    /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
+    places: Option<Tensor>,
+    step: Option<Step>,
+    /// The tokens of the rows, for models that read a row again at some length.
+    history: Option<History>,
+    /// The encoder's keys and values, if there is an encoder.
+    source: Option<SourceCache>,
+}
+
+/// The tokens of the rows of a cache.
+struct History {
+    /// `[rows, capacity]` i64.
+    tokens: Tensor,
+    /// A row that exceeds this length is read again.
+    switch: i64,
+}
+
+/// The keys and values of the encoder's tokens, for each row of a cache.
+struct SourceCache {
+    /// Keys and values of each layer, `[rows, heads, width, head_dim]`.
+    layers: Vec<(Tensor, Tensor)>,
+    /// The additive mask of slots without a token, `[rows, 1, 1, width]`, if there are any.
+    mask: Option<Tensor>,
+}
+
+impl SourceCache {
+    fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self { layers: layers.collect(), mask: self.mask.as_ref().map(Tensor::shallow_clone) }
+    }
+
+    fn keep_rows(&mut self, index: &Tensor) {
+        for (keys, values) in &mut self.layers {
+            (*keys, *values) = (keys.index_select(0, index), values.index_select(0, index));
+        }
+        self.mask = self.mask.as_ref().map(|mask| mask.index_select(0, index));
+    }
+}
+
+/// One decoding step: one more token in every row of a cache, for libtorch's operations.
+struct Step {
+    /// Cache rows of the tokens, `[rows]` i64.
+    places: Tensor,
+    /// Number of filled positions of each row, [rows, 1, 1, 1] i64.
+    lens: Tensor,
+    /// Maximum number of filled positions.
+    width: i64,
+    /// The masks of the layers' windows, [rows, 1, 1, width] of the cache's kind; computed on first use.
+    masks: Vec<(Option<i64>, Tensor)>,
+}
+
+impl Step {
+    fn mask(&mut self, window: Option<i64>, kind: Kind) -> Tensor {
+        if let Some((_, mask)) = self.masks.iter().find(|(of, _)| *of == window) {
+            return mask.shallow_clone();
+        }
+        let keys = Tensor::arange(self.width, (Kind::Int64, self.lens.device()));
+        let mut visible = keys.lt_tensor(&self.lens);
+        if let Some(window) = window {
+            visible = visible.logical_and(&keys.ge_tensor(&(&self.lens - window)));
+        }
+        let mask = mask_of(&visible, kind);
+        self.masks.push((window, mask.shallow_clone()));
+        mask
+    }
+}
+
+impl KvCache {
+    pub(crate) fn new(
+        num_layers: i64,
+        rows: i64,
+        capacity: i64,
+        kv_heads: i64,
+        head_dim: i64,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
+        let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
+        let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
+        let (lens, device) = (vec![0; rows as usize], options.1);
+        let (filled, places, step, history) = (None, None, None, None);
+        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history, source: None })
+    }
+
+    /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
+    pub(crate) fn keep_tokens(&mut self, switch: i64) -> Result<()> {
+        if switch < self.capacity {
+            let size = [self.lens.len() as i64, self.capacity];
+            self.history = Some(History { tokens: Tensor::f_zeros(size, (Kind::Int64, self.device))?, switch });
+        }
+        Ok(())
+    }
+
+    /// Prepares the cache for the whole sequences of `layout` at the start of the rows; the decoder calls it once per forward pass.
+    pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
+        self.lens.clone_from(&layout.lens);
+        (self.filled, self.places, self.step) = (None, None, None);
+        self.source = None;
+        if let Some(history) = &self.history {
+            let rows: Vec<Tensor> =
+                layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
+            for (row, tokens) in rows.iter().enumerate() {
+                history.tokens.get(row as i64).narrow(0, 0, tokens.size()[0]).copy_(tokens);
+            }
+        }
+    }
+
+    /// The rows that are to be read again at this step, and their tokens: those that have just exceeded the length at which their
+    /// rotary angles change.
+    pub(crate) fn outgrown(&self) -> (Vec<i64>, Vec<Vec<i64>>) {
+        let Some(History { tokens, switch }) = &self.history else { return Default::default() };
+        let rows = self.lens.iter().zip(0i64..).filter(|(len, _)| **len == switch + 1).map(|(_, row)| row);
+        rows.map(|row| {
+            let tokens = tokens.get(row).narrow(0, 0, switch + 1).to_device(Device::Cpu);
+            (row, Vec::try_from(tokens).expect("ids are i64"))
+        })
+        .unzip()
+    }
+
+    /// Replaces the keys and values of the rows `rows` by those of all rows of `other`, which has the same capacity.
+    pub(crate) fn replace_rows(&mut self, rows: &[i64], other: &Self) {
+        let index = on_device(rows, self.device);
+        let count = self.lens.len() as i64;
+        for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
+            for (to, from) in [(keys, new_keys), (values, new_values)] {
+                let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+            }
+        }
+    }
+
+    /// Stores the keys and values of the encoder's tokens for the next layer, `[rows, heads, width, head_dim]` each, with the mask of slots
+    /// without a token.
+    pub(crate) fn store_source(&mut self, keys: &Tensor, values: &Tensor, mask: Option<Tensor>) {
+        let source = self.source.get_or_insert_with(|| SourceCache { layers: Vec::new(), mask });
+        source.layers.push((keys.shallow_clone(), values.shallow_clone()));
+    }
+
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to the encoder's tokens; returns [rows, heads * head_dim].
+    pub(crate) fn attend_to_source(&self, layer: usize, scores: &Scores, queries: &Tensor) -> Tensor {
+        let source = self.source.as_ref().expect("the prompts were read by the encoder");
+        let (keys, values) = &source.layers[layer];
+        let out = scores.attend([&queries.unsqueeze(2), keys, values], source.mask.as_ref(), false);
+        out.reshape([queries.size()[0], -1])
+    }
+
+    /// Distances of each row's cached tokens to its new one, 0 and less where there is a token, `[rows, 1, width]` i64; `[1, 1, width]`
+    /// if all rows have equally many.
+    pub(crate) fn distances(&self) -> Tensor {
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let width = self.lens.iter().copied().max().unwrap_or(0);
+        let filled =
+            if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
+        let keys = Tensor::arange(width, (Kind::Int64, self.device)).view([1, 1, -1]);
+        keys - (filled - 1).view([-1, 1, 1])
+    }
+
+    /// Stores whole sequences, [N, kv_heads, head_dim] each.
+    pub(crate) fn store_sequences(&mut self, layer: usize, keys: &Tensor, values: &Tensor) {
+        let places = self.places.take().unwrap_or_else(|| {
+            let rows = self.lens.iter().zip(0i64..).map(|(&len, row)| (len, row * self.capacity));
+            let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
+            on_device(&places, self.device)
+        });
+        self.write(layer, &places, keys, values);
+        self.places = Some(places);
+    }
+
+    /// Number of tokens that each row can hold.
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity as usize
+    }
+
+    /// A layer's part of the cache, for a kernel that fills it.
+    pub(crate) fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
+        let (keys, values) = &mut self.layers[layer];
+        tch_ext::Cache { keys, values, capacity: self.capacity }
+    }
+
+    /// [`KvCache::attend_step`] by a kernel, from the outputs of the linear layers.
+    pub(crate) fn attend_step_by_kernel(
+        &mut self,
+        layer: usize,
+        attention: &tch_ext::Attention,
+        projections: &[Tensor],
+        rotation: Option<&(Tensor, Tensor)>,
+    ) -> Tensor {
+        let before: Vec<i64> = self.lens.iter().map(|len| len - 1).collect();
+        tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
+    }
+
+    /// Prepares the cache for one more token in every row, `tokens` `[rows]` i64, and returns the position of each in its sequence,
+    /// `[rows]` i64; the decoder calls it once per forward pass.
+    pub(crate) fn begin_step(&mut self, tokens: &Tensor) -> Tensor {
+        let positions = self.filled.take().unwrap_or_else(|| on_device(&self.lens, self.device));
+        if let Some(history) = &self.history {
+            let _ = history.tokens.shallow_clone().scatter_(1, &positions.unsqueeze(1), &tokens.unsqueeze(1));
+        }
+        self.filled = Some(&positions + 1);
+        for len in &mut self.lens {
+            *len += 1;
+        }
+        self.step = None;
+        positions
+    }
+
+    fn new_step(&self) -> Step {
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let rows = Tensor::arange(self.lens.len() as i64, (Kind::Int64, self.device));
+        Step {
+            places: rows * self.capacity + filled - 1,
+            lens: filled.view([-1, 1, 1, 1]),
+            width: self.lens.iter().copied().max().unwrap_or(0),
+            masks: Vec::new(),
+        }
+    }
+
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim].
+    ///
+    /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
+    pub(crate) fn attend_step(
+        &mut self,
+        layer: usize,
+        scores: &Scores,
+        queries: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
+        bias: Option<&Tensor>,
+    ) -> Tensor {
+        let mut step = self.step.take().unwrap_or_else(|| self.new_step());
+        self.write(layer, &step.places, keys, values);
+        let rows = self.lens.len() as i64;
+        let view = |cache: &Tensor| {
+            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, step.width).transpose(1, 2)
+        };
+        let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
+        // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
+        let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
+        let window = scores.window.filter(|&window| window < step.width);
+        let mask = match bias {
+            Some(bias) => bias.to_kind(keys.kind()),
+            None => step.mask(window, keys.kind()),
+        };
+        let out = scores.attend([&grouped, &keys, &values], Some(&mask), false);
+        self.step = Some(step);
+        out.reshape([rows, -1])
+    }
+
+    /// A cache of the same tensors: a write to either changes both, until [`KvCache::keep_rows`] replaces those of one.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self {
+            layers: layers.collect(),
+            lens: self.lens.clone(),
+            filled: self.filled.as_ref().map(Tensor::shallow_clone),
+            places: None,
+            step: None,
+            history: self
+                .history
+                .as_ref()
+                .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
+            source: self.source.as_ref().map(SourceCache::shallow_clone),
+            ..*self
+        }
+    }
+
+    /// Selects the rows at `kept`, in that order; a row can be selected several times. Copies the rows one layer at a time.
+    pub(crate) fn keep_rows(&mut self, kept: &[i64]) {
+        let index = on_device(kept, self.device);
+        let rows = self.lens.len() as i64;
+        for (keys, values) in &mut self.layers {
+            for cache in [keys, values] {
+                let wide = cache.view([rows, -1]).index_select(0, &index);
+                *cache = wide.view([kept.len() as i64 * self.capacity, -1]);
+            }
+        }
+        self.source.iter_mut().for_each(|source| source.keep_rows(&index));
+        self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
+        self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
+        if let Some(history) = &mut self.history {
+            history.tokens = history.tokens.index_select(0, &index);
+        }
+        (self.places, self.step) = (None, None);
+    }
+
+    fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {
+        let (all_keys, all_values) = &mut self.layers[layer];
+        let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
+        let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
+    }
+}
