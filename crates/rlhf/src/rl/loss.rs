@@ -363,30 +363,17 @@ impl Rows {
     }
 }
 
-/// Fields of the sums of [`Sums::policy`], in their order.
-const POLICY_SUMS: [fn(&mut StepStats) -> &mut f64; 8] = [
-    |stats| &mut stats.policy_loss,
-    |stats| &mut stats.policy_clipped,
-    |stats| &mut stats.dual_clipped,
-    |stats| &mut stats.approx_kl,
-    |stats| &mut stats.policy_kl,
-    |stats| &mut stats.ratio,
-    |stats| &mut stats.ratio_squared,
-    |stats| &mut stats.ref_kl,
-];
+/// Names of the sums of [`Sums::policy`], in their order.
+const POLICY_SUMS: [&str; 8] =
+    ["policy_loss", "policy_clipped", "dual_clipped", "approx_kl", "policy_kl", "ratio", "ratio_squared", "ref_kl"];
 
-/// Fields of the sums of [`Sums::value`], in their order.
-const VALUE_SUMS: [fn(&mut StepStats) -> &mut f64; 4] = [
-    |stats| &mut stats.value_loss,
-    |stats| &mut stats.value_clipped,
-    |stats| &mut stats.value,
-    |stats| &mut stats.value_error,
-];
+/// Names of the sums of [`Sums::value`], in their order.
+const VALUE_SUMS: [&str; 4] = ["value_loss", "value_clipped", "value", "value_error"];
 
-/// Writes `numbers` to `fields`; none where nothing was added.
-fn write(stats: &mut StepStats, fields: &[fn(&mut StepStats) -> &mut f64], numbers: &[f64]) {
-    debug_assert!(numbers.is_empty() || numbers.len() == fields.len(), "{numbers:?} for {} fields", fields.len());
-    fields.iter().zip(numbers).for_each(|(field, &number)| *field(stats) = number);
+/// Writes `numbers` to the sums `names`; none where nothing was added.
+fn write(stats: &mut StepStats, names: &[&str], numbers: &[f64]) {
+    debug_assert!(numbers.is_empty() || numbers.len() == names.len(), "{numbers:?} for {} sums", names.len());
+    names.iter().zip(numbers).for_each(|(name, &number)| *stats.sum_mut(name) = number);
 }
 
 /// Sums over the slices of a mini-batch; they stay on the device, and are read once.
