@@ -347,7 +347,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
             command: run.command().into(),
             ranks: machine.ranks,
             device: if device == Device::Cpu { "cpu" } else { "cuda" },
-            precision: precision(run.run()),
+            precision: run.run().precision().name(),
             models: job.models(),
             micro_batch: Some(job.micro_batch(&memory)),
             time: rates.map(|rates| work::time(&rates, &work)),
@@ -425,15 +425,6 @@ fn resident() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     Some(line?.trim().parse::<usize>().ok()? << 10)
-}
-
-/// The name of the dtype of products.
-fn precision(run: &RunConfig) -> &'static str {
-    match (run.bf16, run.fp16) {
-        (true, _) => "bfloat16",
-        (_, true) => "float16",
-        _ => "float32",
-    }
 }
 
 impl Plan {

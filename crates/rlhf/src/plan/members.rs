@@ -64,11 +64,8 @@ impl NamedModel {
 
 /// The dtype of products.
 pub(super) fn compute(run: &RunConfig) -> Kind {
-    match (run.bf16, run.fp16) {
-        (true, _) => Kind::BFloat16,
-        (_, true) => Kind::Half,
-        _ => Kind::Float,
-    }
+    // No run computes in the dtype in which its weights are held.
+    run.precision().kind(Kind::Float)
 }
 
 impl Models {
