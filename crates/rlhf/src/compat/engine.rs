@@ -11,7 +11,6 @@ use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::Rewards;
 use crate::rl::ema::EMA;
-use crate::rl::eos::deepspeed_chat_pad;
 use crate::rl::experience::{Experience, Masks};
 use crate::rl::kept::KeptResponses;
 use crate::rl::learner::Learner;
@@ -636,7 +635,7 @@ impl RlhfEngine {
     }
 
     fn pad(&self) -> i64 {
-        deepspeed_chat_pad(&self.tokenizer, self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
+        self.tokenizer.deepspeed_chat_pad(self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
     }
 }
 

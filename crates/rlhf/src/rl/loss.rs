@@ -7,6 +7,7 @@ use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use std::ops::{Deref, Range};
 use tch::{Kind, Tensor};
+use tch_ext::to_host;
 
 /// The terms of both losses and their weights.
 #[derive(Debug, Clone, PartialEq)]
@@ -514,7 +515,7 @@ fn add(sums: &mut Option<Tensor>, terms: &[&Tensor]) {
 fn read<const N: usize>(tensors: [Option<Tensor>; N]) -> [Vec<f64>; N] {
     let lens = tensors.each_ref().map(|x| x.as_ref().map_or(0, Tensor::numel));
     let found: Vec<Tensor> = tensors.into_iter().flatten().map(|x| x.to_kind(Kind::Double)).collect();
-    let all = if found.is_empty() { Vec::new() } else { math::numbers(&Tensor::cat(&found, 0)) };
+    let all = if found.is_empty() { Vec::new() } else { to_host(&Tensor::cat(&found, 0)) };
     let mut rest = all.into_iter();
     lens.map(|len| rest.by_ref().take(len).collect())
 }
@@ -681,7 +682,7 @@ mod tests {
     #[track_caller]
     fn assert_same_gradients(name: &str, settings: &LossSettings) {
         let x = tokens();
-        let mut counted = math::numbers(&x.entropy.narrow(0, 0, 8));
+        let mut counted = to_host(&x.entropy.narrow(0, 0, 8));
         let quantile = settings.top_entropy_quantile;
         let least = (quantile < 1.0).then(|| math::quantile(&mut counted, 1.0 - quantile));
         let gradients = |loss: fn(&Tokens, &Tensor, &Tensor, &LossSettings, Option<f64>) -> Tensor| {

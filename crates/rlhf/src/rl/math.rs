@@ -245,11 +245,6 @@ pub fn to_all_tokens(numbers: &[f64], mask: &Tensor) -> Tensor {
     keep(&numbers.expand(mask.size(), false), mask)
 }
 
-/// Reads a tensor of any float dtype from its device.
-pub fn numbers(x: &Tensor) -> Vec<f64> {
-    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
-}
-
 /// `x` within `bounds`, if there are any.
 pub fn within(x: &Tensor, bounds: Option<[f64; 2]>) -> Tensor {
     bounds.map_or_else(|| x.shallow_clone(), |[low, high]| x.clamp(low, high))
