@@ -119,7 +119,10 @@ impl StepStats {
         }
     }
 
-    /// The sum with this name in the table above.
+    /// The sum with this name in [`SUMS`].
+    ///
+    /// # Panics
+    /// If there is none.
     pub(crate) fn sum_mut(&mut self, name: &str) -> &mut f64 {
         let found = SUMS.iter().find(|(own, _)| *own == name);
         found.unwrap_or_else(|| panic!("{name} is not a sum of an optimizer step")).1(self)
