@@ -9,7 +9,7 @@ use crate::generate::{GenerationConfig, Response, generate_on};
 use crate::hub::Commits;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
-use crate::reward::Rewards;
+use crate::reward::{Rewards, ScoreUse};
 use crate::rl::ema::EMA;
 use crate::rl::experience::{Experience, Masks};
 use crate::rl::kept::KeptResponses;
@@ -462,7 +462,7 @@ impl RlhfEngine {
         });
         let asked: Vec<Prompt> = asked.collect::<Result<_>>()?;
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let scored = self.reward.score_responses(&self.tokenizer, &asked, &read, true)?;
+        let scored = self.reward.score_responses(&self.tokenizer, &asked, &read, ScoreUse::Training)?;
         let totals: Vec<f32> = scored.totals().into_iter().map(|score| score as f32).collect();
         Ok(Tensor::from_slice(&totals).to_device(self.learner.policy.device()))
     }

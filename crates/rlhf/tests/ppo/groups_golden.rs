@@ -8,7 +8,7 @@ use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, ValueModel};
 use rlhf::optim::LearningRates;
-use rlhf::reward::{FnReward, RewardInput, Rewards, Scored, Shaping};
+use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreUse, Scored, Shaping};
 use rlhf::rl::advantage::{Aggregation, ScaleRewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::groups::{push_completion_metrics, truncated};
@@ -184,7 +184,7 @@ impl Run {
                 row: &row,
             })
             .collect();
-        all.score(&batch, true).unwrap()
+        all.score(&batch, ScoreUse::Training).unwrap()
     }
 
     fn rollout(&self, update: &Update, learner: &Learner, reference: Option<&CausalLm>) -> Rollout {
