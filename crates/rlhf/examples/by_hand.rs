@@ -5,7 +5,7 @@
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
-use rlhf::reward::{FnReward, Rewards};
+use rlhf::reward::{FnReward, Rewards, ScoreUse};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::experience;
 use rlhf::settings::PpoConfig;
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&learner.policy, &tokens, &config.generation(&stop, update))?;
 
-        let scored = rewards.score_responses(&tokenizer, &asked, &responses, true)?;
+        let scored = rewards.score_responses(&tokenizer, &asked, &responses, ScoreUse::Training)?;
         println!("update {update}: mean reward {:.3}", scored.responses.iter().sum::<f64>() / asked.len() as f64);
 
         let models = learner.rollout_models(&reference);

@@ -87,6 +87,28 @@ pub enum Precision {
     F16,
 }
 
+impl Precision {
+    /// The dtype of the products of a model whose weights are held as `held`.
+    pub(crate) fn kind(self, held: Kind) -> Kind {
+        match self {
+            Precision::Held => held,
+            Precision::F32 => Kind::Float,
+            Precision::Bf16 => Kind::BFloat16,
+            Precision::F16 => Kind::Half,
+        }
+    }
+
+    /// The name of the dtype of products.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Precision::Held => "held",
+            Precision::F32 => "float32",
+            Precision::Bf16 => "bfloat16",
+            Precision::F16 => "float16",
+        }
+    }
+}
+
 /// The dtype in which a model's weights are read and held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -160,13 +182,7 @@ impl ModelOptions {
             Source::Shared(params) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
         };
         let held = self.dtype.kind().unwrap_or_else(of_most);
-        let compute = match self.precision {
-            Precision::Held => held,
-            Precision::F32 => Kind::Float,
-            Precision::Bf16 => Kind::BFloat16,
-            Precision::F16 => Kind::Half,
-        };
-        (held, compute)
+        (held, self.precision.kind(held))
     }
 }
 

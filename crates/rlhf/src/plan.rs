@@ -24,7 +24,7 @@ use members::Models;
 use memory::Job;
 use rates::{Passes, Rates};
 use rows::{MANY_PROMPTS, Rows};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use stages::Made;
 use tch::Device;
 
@@ -95,11 +95,45 @@ pub struct PipelinePlan {
     pub seconds: Option<f64>,
 }
 
+/// The part of a model in a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The model of SFT, of reward training or of generation.
+    Model,
+    /// The policy of PPO.
+    Policy,
+    /// A value model of its own.
+    ValueModel,
+    /// The model that the policy is compared with.
+    ReferenceModel,
+    /// A model that scores responses.
+    RewardModel,
+}
+
+impl Role {
+    /// The name in tables and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Policy => "policy",
+            Self::ValueModel => "value model",
+            Self::ReferenceModel => "reference model",
+            Self::RewardModel => "reward model",
+        }
+    }
+}
+
+impl Serialize for Role {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 /// A model of a planned run.
 #[derive(Debug, Clone, Serialize)]
 pub struct PlannedModel {
-    /// Its part in the run: policy, reference model, value model, reward model, model.
-    pub role: &'static str,
+    /// Its part in the run.
+    pub role: Role,
     /// Folder or name.
     pub name: String,
     /// Number of parameters, those of an adapter included.
@@ -129,11 +163,56 @@ pub struct PlannedMemory {
     pub phases: Vec<Phase>,
 }
 
+/// A phase of an update.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PhaseKind {
+    /// Sampling of the responses.
+    Rollout,
+    /// Evaluation of the responses by the models.
+    Scoring,
+    /// Forward and backward passes of a model, and its optimizer step.
+    Step(Role),
+    /// Passes over the texts that the policy learns beside PPO.
+    Texts,
+    /// The optimizer step of a model whose optimizer state is in memory for it alone.
+    Moments(Role),
+    /// Writing a checkpoint.
+    Saving,
+    /// A batch of `rlhf generate`.
+    Generation,
+}
+
+impl PhaseKind {
+    /// The name in tables and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rollout => "rollout",
+            Self::Scoring => "scoring",
+            Self::Step(Role::Policy) => "policy step",
+            Self::Step(Role::ValueModel) => "value model step",
+            Self::Step(_) => "optimizer step",
+            Self::Texts => "policy texts",
+            Self::Moments(Role::Policy) => "policy moments",
+            Self::Moments(Role::ValueModel) => "value model moments",
+            Self::Moments(_) => "optimizer moments",
+            Self::Saving => "saving",
+            Self::Generation => "generation",
+        }
+    }
+}
+
+impl Serialize for PhaseKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 /// Memory of one phase of an update.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Phase {
-    /// Name.
-    pub name: &'static str,
+    /// The phase; its name in JSON.
+    #[serde(rename = "name")]
+    pub kind: PhaseKind,
     /// The program: libtorch, tokenizer, data.
     pub program: usize,
     /// Weights, with copies in the dtype of products, and with what sharding gathers.
@@ -347,7 +426,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
             command: run.command().into(),
             ranks: machine.ranks,
             device: if device == Device::Cpu { "cpu" } else { "cuda" },
-            precision: precision(run.run()),
+            precision: run.run().precision().name(),
             models: job.models(),
             micro_batch: Some(job.micro_batch(&memory)),
             time: rates.map(|rates| work::time(&rates, &work)),
@@ -425,15 +504,6 @@ fn resident() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     Some(line?.trim().parse::<usize>().ok()? << 10)
-}
-
-/// The name of the dtype of products.
-fn precision(run: &RunConfig) -> &'static str {
-    match (run.bf16, run.fp16) {
-        (true, _) => "bfloat16",
-        (_, true) => "float16",
-        _ => "float32",
-    }
 }
 
 impl Plan {

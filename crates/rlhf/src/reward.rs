@@ -279,22 +279,18 @@ fn from_numbers(mut numbers: &[f64]) -> Vec<Score> {
 
 /// The use of scores, which decides whether running moments normalize them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ScoresFor {
+pub enum ScoreUse {
     /// Training: added to the running moments, and normalized by them.
     Training,
     /// Baselines of scores that are trained on: normalized by the moments as they are.
-    Baselines,
+    Baseline,
     /// Samples and evaluations: not normalized, so that they are comparable over a run.
-    Reports,
+    Report,
 }
 
-impl ScoresFor {
-    fn new(training: bool) -> Self {
-        if training { Self::Training } else { Self::Reports }
-    }
-
+impl ScoreUse {
     fn is_normalized(self) -> bool {
-        self != Self::Reports
+        self != Self::Report
     }
 }
 
@@ -311,7 +307,7 @@ struct Component {
 impl Component {
     /// Calls the reward, checks its scores, and adds those that are trained on to the running moments. Also returns the seconds
     /// that the call took.
-    fn score(&mut self, batch: &[RewardInput<'_>], usage: ScoresFor, world: &World) -> Result<Called> {
+    fn score(&mut self, batch: &[RewardInput<'_>], usage: ScoreUse, world: &World) -> Result<Called> {
         let start = Instant::now();
         let own = &batch[world.share(batch.len())];
         // All ranks call a model, whose passes they may share; a program or a service gets no empty batch.
@@ -333,7 +329,7 @@ impl Component {
         let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
         let called = called.gathered(world, own.len())?;
         let scores = &called.scores;
-        if usage == ScoresFor::Training && self.shaping.normalize != Normalize::None {
+        if usage == ScoreUse::Training && self.shaping.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
             self.moments.update(&numbers);
         }
@@ -341,7 +337,7 @@ impl Component {
     }
 
     /// Applies the shaping to one number.
-    fn shape(&self, number: f64, usage: ScoresFor) -> f64 {
+    fn shape(&self, number: f64, usage: ScoreUse) -> f64 {
         self.shaping.apply(number, &self.moments, usage.is_normalized())
     }
 }
@@ -499,18 +495,7 @@ impl Rewards {
         tokenizer: &Tokenizer,
         prompts: &[&Prompt],
         responses: &[Response],
-        training: bool,
-    ) -> Result<Scored> {
-        self.score_responses_for(tokenizer, prompts, responses, ScoresFor::new(training))
-    }
-
-    /// [`Rewards::score_responses`] for any use of the scores.
-    pub(crate) fn score_responses_for(
-        &mut self,
-        tokenizer: &Tokenizer,
-        prompts: &[&Prompt],
-        responses: &[Response],
-        usage: ScoresFor,
+        usage: ScoreUse,
     ) -> Result<Scored> {
         if prompts.len() != responses.len() {
             let (expected, found) = (prompts.len(), responses.len());
@@ -527,27 +512,22 @@ impl Rewards {
             finish: response.finish,
             row: &prompt.row,
         });
-        self.score_for(&inputs.collect::<Vec<_>>(), usage)
+        self.score(&inputs.collect::<Vec<_>>(), usage)
     }
 
-    /// Scores a batch. With `training` the scores are added to the running moments and normalized by them. Scores of samples
-    /// and evaluations are not normalized, so that they are comparable over a run.
+    /// Scores a batch, for a use that decides whether running moments normalize the scores.
     ///
     /// # Errors
     /// If a reward fails, returns the wrong number of scores for the batch or for a response's tokens, or a score is not finite.
     /// The error names the reward and, if known, the row. An absent score is no error.
-    pub fn score(&mut self, batch: &[RewardInput<'_>], training: bool) -> Result<Scored> {
-        self.score_for(batch, ScoresFor::new(training))
-    }
-
-    fn score_for(&mut self, batch: &[RewardInput<'_>], usage: ScoresFor) -> Result<Scored> {
+    pub fn score(&mut self, batch: &[RewardInput<'_>], usage: ScoreUse) -> Result<Scored> {
         let zeros = vec![0.0; batch.len()];
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
             let Called { scores: found, seconds, extra } = component.score(batch, usage, &self.world)?;
             for (row, score) in found.iter().enumerate() {
-                let raw = |number: &f64| component.shape(*number, ScoresFor::Reports);
+                let raw = |number: &f64| component.shape(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
                 match score {
                     Score::Response(number) => scored.responses[row] += component.shape(*number, usage),
@@ -566,7 +546,7 @@ impl Rewards {
         }
         self.world.agree(scored.check_finite(batch))?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
-            && usage == ScoresFor::Training
+            && usage == ScoreUse::Training
         {
             let failure = Failure::at(row, "no reward gave it a score; its score is 0");
             scored.warning = Some(failure.describe(batch));
@@ -792,11 +772,11 @@ mod tests {
     fn scores_beyond_the_range_of_f32_are_refused_even_if_they_cancel_out() {
         let cancels = || FnReward::new(|batch| Ok(batch.iter().map(|_| vec![1e39, -1e39]).collect()));
         let mut rewards = Rewards::new().with("tokens", cancels());
-        let error = with_batch(&[2, 2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+        let error = with_batch(&[2, 2], |batch| rewards.score(batch, ScoreUse::Training)).unwrap_err().to_string();
         assert!(error.contains("row 1 of 2") && error.contains("found 1e39 for its token 1"), "{error}");
         let last = FnReward::new(|_| Ok(vec![vec![1.0, -1e39]]));
         let mut rewards = Rewards::new().with("whole", constant(&[1e39])).with("tokens", last);
-        let error = with_batch(&[2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+        let error = with_batch(&[2], |batch| rewards.score(batch, ScoreUse::Training)).unwrap_err().to_string();
         assert!(error.contains("expected a finite score, found 1e39"), "{error}");
     }
 
@@ -810,7 +790,8 @@ mod tests {
                 };
                 Ok(batch.iter().map(of).collect())
             });
-            let mut scored = with_batch(lengths, |batch| Rewards::new().with("r", reward).score(batch, true)).unwrap();
+            let mut scored =
+                with_batch(lengths, |batch| Rewards::new().with("r", reward).score(batch, ScoreUse::Training)).unwrap();
             scored.components[0].extra = vec![("share".into(), extra)];
             scored
         };
@@ -833,13 +814,13 @@ mod tests {
     fn baselines_are_normalized_by_the_moments_of_the_scores_that_are_trained_on() {
         let mut rewards =
             Rewards::new().with_shaping("r", constant(&[10.0, 14.0]), shaping(|s| s.normalize = Normalize::MeanStd));
-        let of = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score_for(batch, usage)).unwrap();
+        let of = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score(batch, usage)).unwrap();
         // Before any training there are no moments.
-        assert_eq!(of(&mut rewards, ScoresFor::Baselines).responses, [10.0, 14.0]);
-        let trained = of(&mut rewards, ScoresFor::Training).responses;
+        assert_eq!(of(&mut rewards, ScoreUse::Baseline).responses, [10.0, 14.0]);
+        let trained = of(&mut rewards, ScoreUse::Training).responses;
         let state = rewards.state();
-        assert_eq!(of(&mut rewards, ScoresFor::Baselines).responses, trained);
-        assert_eq!(of(&mut rewards, ScoresFor::Reports).responses, [10.0, 14.0]);
+        assert_eq!(of(&mut rewards, ScoreUse::Baseline).responses, trained);
+        assert_eq!(of(&mut rewards, ScoreUse::Report).responses, [10.0, 14.0]);
         assert_eq!(rewards.state(), state);
     }
 
@@ -850,7 +831,7 @@ mod tests {
             .with("a", constant(&[1.0, 3.0]))
             .with_shaping("b", constant(&[10.0, -10.0]), shaping(|s| s.weight = 0.5))
             .with_shaping("tokens", tokens, shaping(|s| s.weight = -1.0));
-        let scored = with_batch(&[2, 3], |batch| rewards.score(batch, true)).unwrap();
+        let scored = with_batch(&[2, 3], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         assert_eq!(scored.responses, [6.0, -2.0]);
         assert_eq!(scored.tokens, Some(vec![vec![-1.0; 2], vec![-1.0; 3]]));
         assert_eq!(scored.totals(), [4.0, -5.0]);
@@ -875,7 +856,7 @@ mod tests {
         let mut rewards = Rewards::new()
             .with_shaping("some", some, shaping(|s| s.weight = 0.5))
             .with_shaping("other", other, normalized);
-        let scored = with_batch(&[1; 4], |batch| rewards.score(batch, true)).unwrap();
+        let scored = with_batch(&[1; 4], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         // `other`: mean 15, deviation sqrt(50), so 10 and 20 become -1 / sqrt 2 and 1 / sqrt 2, times the weight 2.
         let two = 2f64.sqrt();
         let expected = [0.5 - two, two, 0.0, 2.0];
@@ -917,7 +898,7 @@ mod tests {
         let mut rewards = Rewards::new()
             .with("none", FnReward::new(|_| Ok(vec![None::<f64>; 2])))
             .with("one", FnReward::new(|_| Ok(vec![None, Some(3.0)])));
-        let scored = with_batch(&[1; 2], |batch| rewards.score(batch, false)).unwrap();
+        let scored = with_batch(&[1; 2], |batch| rewards.score(batch, ScoreUse::Report)).unwrap();
         assert_eq!(scored.warning, None, "only for scores that are trained on");
         let mut m = Metrics::default();
         scored.push_trl_metrics(&mut m);
@@ -950,7 +931,7 @@ mod tests {
         let shaping = Shaping { normalize: Normalize::MeanStd, scale: 2.0, clip: Some(1.5), weight: 10.0 };
         let mut rewards = Rewards::new().with_shaping("a", constant(&[0.0, 2.0, 4.0]), shaping);
         // Mean 2, deviation 2: -1, 0, 1; times 2: -2, 0, 2; within 1.5: -1.5, 0, 1.5; times 10.
-        let scored = with_batch(&[1; 3], |batch| rewards.score(batch, true)).unwrap();
+        let scored = with_batch(&[1; 3], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         assert_eq!(scored.responses, [-15.0, 0.0, 15.0]);
         assert_eq!(scored.components[0].scores, [0.0, 2.0, 4.0], "logged before shaping");
     }
@@ -963,7 +944,8 @@ mod tests {
             let mut found = Vec::new();
             for numbers in &batches[from..] {
                 rewards.components[0].reward = Box::new(constant(numbers));
-                let scored = with_batch(&vec![1; numbers.len()], |batch| rewards.score(batch, true)).unwrap();
+                let scored =
+                    with_batch(&vec![1; numbers.len()], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
                 found.extend(scored.responses);
             }
             found
@@ -986,11 +968,11 @@ mod tests {
         let mut rewards =
             Rewards::new().with_shaping("a", constant(&[4.0]), shaping(|s| s.normalize = Normalize::MeanStd));
         with_batch(&[1], |batch| {
-            assert_eq!(rewards.score(batch, false).unwrap().responses, [4.0]);
+            assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
             assert_eq!(rewards.state()["a"]["count"], 0.0);
-            assert_eq!(rewards.score(batch, true).unwrap().responses, [0.0]);
+            assert_eq!(rewards.score(batch, ScoreUse::Training).unwrap().responses, [0.0]);
             assert_eq!(rewards.state()["a"]["count"], 1.0);
-            assert_eq!(rewards.score(batch, false).unwrap().responses, [4.0]);
+            assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
         });
     }
 
@@ -1016,7 +998,7 @@ mod tests {
             ),
         ] {
             let mut rewards = Rewards::new().with("a", reward);
-            let error = with_batch(&[1, 2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+            let error = with_batch(&[1, 2], |batch| rewards.score(batch, ScoreUse::Training)).unwrap_err().to_string();
             assert_eq!(error, message);
         }
     }

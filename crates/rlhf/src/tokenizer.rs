@@ -580,6 +580,13 @@ impl Tokenizer {
         self.pad
     }
 
+    /// The id of the token that DeepSpeed-Chat pads texts of `model` with: eos, except for Llama, whose tokenizer keeps its own padding
+    /// token; `None` where DeepSpeed-Chat would add one that no text has.
+    pub(crate) fn deepspeed_chat_pad(&self, model: &ModelConfig) -> Option<i64> {
+        let is_llama = model.family.name == "llama";
+        if is_llama { self.pad() } else { self.eos().or(self.pad()) }
+    }
+
     /// The id of the token that ends a text.
     ///
     /// # Errors

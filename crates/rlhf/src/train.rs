@@ -13,7 +13,7 @@ use crate::data::{Cursor, Dataset, Sources};
 use crate::device::use_threads;
 use crate::dist::World;
 use crate::hub::Commits;
-use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
+use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param};
 use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::report;
@@ -71,10 +71,10 @@ fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'s
         Optim::AdamwBf16 => "bfloat16, those of vectors, heads and small matrices float32",
         Optim::AdamwTorch | Optim::Adamw8bit | Optim::Adafactor => "float32",
     };
-    let dtype = match (run.bf16, run.fp16) {
-        (true, _) => format!("bfloat16; the optimizer's weights are {weights}"),
-        (false, true) => format!("float16; the optimizer's weights are {weights}"),
-        (false, false) => "float32".into(),
+    let products = run.precision().name();
+    let dtype = match run.is_low_precision() {
+        true => format!("{products}; the optimizer's weights are {weights}"),
+        false => products.into(),
     };
     [("device", device), ("dtype", dtype)]
 }
@@ -136,13 +136,12 @@ fn trained_share(params: &[Param]) -> String {
 /// If this machine does not have the device.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     use_threads(run.num_threads);
-    let precision = match (run.bf16, run.fp16) {
-        (true, _) => Precision::Bf16,
-        (false, true) => Precision::F16,
-        (false, false) => Precision::F32,
-    };
-    let quantization = run.quantization.quantization();
-    Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision, quantization })
+    Ok(ModelOptions {
+        device: run.device.resolve()?,
+        dtype: run.dtype,
+        precision: run.precision(),
+        quantization: run.quantization.quantization(),
+    })
 }
 
 /// Returns the parts of a checkpoint's state that no update changes: the size of micro-batches, the commits of the hub, and

@@ -7,7 +7,7 @@ use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::reward::{FnReward, Rewards};
+use rlhf::reward::{FnReward, Rewards, ScoreUse};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, advantages, shape_rewards};
@@ -477,7 +477,7 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
         let asked: Vec<&Prompt> = cursor.take(plan.batch_size).into_iter().map(|row| &prompts[row]).collect();
         let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&learner.policy, &tokens, &config.generation(&stop, update)).unwrap();
-        let scored = rewards.score_responses(&tokenizer, &asked, &responses, true).unwrap();
+        let scored = rewards.score_responses(&tokenizer, &asked, &responses, ScoreUse::Training).unwrap();
         let judges = learner.rollout_models(&reference);
         let scores = scored.to_scores(learner.policy.device());
         let experience = experience(

@@ -8,7 +8,7 @@ use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
     CommandReward, FnReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, RewardModel, Rewards, Score,
-    Warn,
+    ScoreUse, Warn,
 };
 use rlhf::rl::math::ScorePosition;
 use rlhf::settings::PpoConfig;
@@ -68,7 +68,8 @@ impl Batch {
     /// The error of a reward named `judge`, which is one line with all of `words`.
     #[track_caller]
     fn refused(&self, reward: impl Reward + 'static, words: &[&str]) -> String {
-        let error = Rewards::new().with("judge", reward).score(&self.inputs(), true).unwrap_err().to_string();
+        let error =
+            Rewards::new().with("judge", reward).score(&self.inputs(), ScoreUse::Training).unwrap_err().to_string();
         assert!(error.starts_with("reward `judge`: ") && error.lines().count() == 1, "{error}");
         for word in words {
             assert!(error.contains(word), "no `{word}` in {error}");
@@ -172,7 +173,8 @@ fn a_program_that_is_started_again_is_a_warning_once_and_a_metric() {
     );
     let mut rewards = Rewards::new().with("judge", command(&line));
     rewards.warn_by(&warn);
-    let retries = |rewards: &mut Rewards| rewards.score(&batch.inputs(), true).unwrap().components[0].extra.clone();
+    let retries =
+        |rewards: &mut Rewards| rewards.score(&batch.inputs(), ScoreUse::Training).unwrap().components[0].extra.clone();
     assert_eq!(retries(&mut rewards), [("retries".to_string(), 1.0)]);
     assert_eq!(retries(&mut rewards), [], "the program runs");
     let words = "reward `judge`: the program exited after 0 of 2 scores (exit status: 3); its standard error ends with: no film; \

@@ -7,7 +7,7 @@ mod ops;
 mod optim;
 
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
-pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id};
+pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id, to_host};
 pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,

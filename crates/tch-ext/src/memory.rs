@@ -32,6 +32,14 @@ pub fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
     }
 }
 
+/// The elements of `x`, of any float dtype and on any device, one after another.
+///
+/// # Panics
+/// If they are no floats.
+pub fn to_host(x: &Tensor) -> Vec<f64> {
+    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
+}
+
 /// Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.
 ///
 /// # Errors

@@ -8,7 +8,7 @@ use rlhf::data::{PromptResponse, RowReader};
 use rlhf::dist::World;
 use rlhf::hub;
 use rlhf::model::{ModelOptions, SequenceClassifier};
-use rlhf::reward::{RewardInput, Warn};
+use rlhf::reward::{RewardInput, ScoreUse, Warn};
 use rlhf::run::announce;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{RewardConfig, ScoreConfig};
@@ -163,7 +163,7 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             finish: response.finish,
             row: &response.prompt.row,
         });
-        let scored = rewards.score(&inputs.collect::<Vec<_>>(), true)?;
+        let scored = rewards.score(&inputs.collect::<Vec<_>>(), ScoreUse::Training)?;
         let (totals, unscored) = (scored.totals(), scored.unscored());
         let components = |at: usize| {
             let components = scored.components.iter().map(|reward| (reward.name.clone(), json!(reward.scores[at])));

@@ -9,9 +9,8 @@ use crate::generate::{GenerationConfig, Response, generate_on};
 use crate::hub::Commits;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
-use crate::reward::Rewards;
+use crate::reward::{Rewards, ScoreUse};
 use crate::rl::ema::EMA;
-use crate::rl::eos::deepspeed_chat_pad;
 use crate::rl::experience::{Experience, Masks};
 use crate::rl::kept::KeptResponses;
 use crate::rl::learner::Learner;
@@ -463,7 +462,7 @@ impl RlhfEngine {
         });
         let asked: Vec<Prompt> = asked.collect::<Result<_>>()?;
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let scored = self.reward.score_responses(&self.tokenizer, &asked, &read, true)?;
+        let scored = self.reward.score_responses(&self.tokenizer, &asked, &read, ScoreUse::Training)?;
         let totals: Vec<f32> = scored.totals().into_iter().map(|score| score as f32).collect();
         Ok(Tensor::from_slice(&totals).to_device(self.learner.policy.device()))
     }
@@ -636,7 +635,7 @@ impl RlhfEngine {
     }
 
     fn pad(&self) -> i64 {
-        deepspeed_chat_pad(&self.tokenizer, self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
+        self.tokenizer.deepspeed_chat_pad(self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
     }
 }
 

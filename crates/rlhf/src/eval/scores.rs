@@ -6,7 +6,7 @@ use super::results::{Given, ResultRow, Store, Verdict};
 use super::{MOST_FAILURES, Side, Task};
 use crate::data::Prompt;
 use crate::generate::FinishReason;
-use crate::reward::{RewardInput, Rewards};
+use crate::reward::{RewardInput, Rewards, ScoreUse};
 use crate::{Error, Result};
 use serde_json::Value;
 use std::cmp::Ordering;
@@ -103,7 +103,7 @@ impl Scorer {
     fn scores(&mut self, responses: &[Scored<'_>]) -> Result<Vec<Result<f64, NoVerdict>>> {
         let inputs: Vec<RewardInput<'_>> = responses.iter().map(Scored::input).collect();
         let mut score = |inputs: &[RewardInput<'_>]| -> Result<Vec<Result<f64, NoVerdict>>> {
-            let scored = self.rewards.score(inputs, false)?;
+            let scored = self.rewards.score(inputs, ScoreUse::Report)?;
             let scores = scored.totals().into_iter().zip(scored.unscored());
             let absent = || NoVerdict { reason: "no reward gave a score".into(), failed: false };
             Ok(scores.map(|(score, unscored)| if unscored { Err(absent()) } else { Ok(score) }).collect())

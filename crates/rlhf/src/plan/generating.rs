@@ -5,7 +5,8 @@ use super::memory::Sampled;
 use super::operations::{Operations, Read, forward};
 use super::rates::{Passes, Rates};
 use super::{
-    Machine, PROGRAM_LATER, Phase, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork, Remedy,
+    Machine, PROGRAM_LATER, Phase, PhaseKind, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork,
+    Remedy, Role,
 };
 use crate::data::{Columns, Dataset, RowReader};
 use crate::generate::{GenerationConfig, Sampling};
@@ -58,7 +59,7 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
     let held = run.held(own)?;
     let (weights, parameters) = (held.share_of(1) + held.copies, held.parameters);
     let name = config.model_name_or_path.display().to_string();
-    let model = PlannedModel { role: "model", name, parameters, trained: 0, weights, gradients: 0, moments: 0 };
+    let model = PlannedModel { role: Role::Model, name, parameters, trained: 0, weights, gradients: 0, moments: 0 };
     Ok(Plan {
         command: "generate".into(),
         ranks: run.machine.ranks,
@@ -121,7 +122,7 @@ impl<'c> Generation<'c> {
             _ => self.machine.program,
         };
         let of_part = |part: &[usize]| {
-            let mut phase = Phase { name: "generation", program, ..Phase::default() };
+            let mut phase = Phase::new(PhaseKind::Generation, program);
             phase.weights = held.share_of(1) + held.copies + held.temporary(uses_kernels(compute, self.machine.device));
             let sampled = Sampled {
                 rows: (part.len() * size).min(most).max(1),

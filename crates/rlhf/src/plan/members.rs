@@ -1,7 +1,7 @@
 //! The models of a run, and how each of them is held.
 
-use super::PlannedRun;
 use super::stages::Made;
+use super::{PlannedRun, Role};
 use crate::Result;
 use crate::dist::ZeroStage;
 use crate::hub;
@@ -40,7 +40,7 @@ pub(super) struct NamedModel {
 /// One model of a run as it is held.
 #[derive(Debug, Clone)]
 pub(super) struct Member<'m> {
-    pub(super) role: &'static str,
+    pub(super) role: Role,
     pub(super) name: &'m str,
     pub(super) sizes: &'m ModelSizes,
     pub(super) held: Held,
@@ -56,7 +56,7 @@ pub(super) struct Member<'m> {
 
 impl NamedModel {
     /// The model as a frozen member of a run.
-    fn member(&self, role: &'static str, held: Held, stage: ZeroStage) -> Member<'_> {
+    fn member(&self, role: Role, held: Held, stage: ZeroStage) -> Member<'_> {
         let Self { name, sizes } = self;
         Member { role, name, sizes, held, stage, is_trained: false, states: 0, adapter: None, is_view: false }
     }
@@ -64,11 +64,8 @@ impl NamedModel {
 
 /// The dtype of products.
 pub(super) fn compute(run: &RunConfig) -> Kind {
-    match (run.bf16, run.fp16) {
-        (true, _) => Kind::BFloat16,
-        (_, true) => Kind::Half,
-        _ => Kind::Float,
-    }
+    // No run computes in the dtype in which its weights are held.
+    run.precision().kind(Kind::Float)
 }
 
 impl Models {
@@ -194,7 +191,7 @@ impl Models {
         let held = hold(&self.main.sizes, holding, run)?;
         let drops = lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         Ok(Member {
-            role: "model",
+            role: Role::Model,
             name: &self.main.name,
             sizes: &self.main.sizes,
             held,
@@ -211,7 +208,7 @@ impl Models {
         let shared = config.legacy.num_shared_layers.filter(|_| lora.is_none()).unwrap_or(0);
         let (optim, sizes) = (config.optimizer.optim, &self.main.sizes);
         let holding = trained(lora.as_ref(), shared, optim);
-        let mut policy = self.main.member("policy", hold(sizes, holding, run)?, config.policy_stage());
+        let mut policy = self.main.member(Role::Policy, hold(sizes, holding, run)?, config.policy_stage());
         (policy.is_trained, policy.states) = (true, states(sizes, holding, optim)?);
         policy.adapter = lora.clone().map(|lora| (lora, false));
         if config.needs_critic() && config.legacy.value_head {
@@ -238,11 +235,11 @@ impl Models {
                 }
                 false => hold(&self.main.sizes, Holding::Frozen(shared), run)?,
             };
-            members.push(Member { is_view, ..self.main.member("reference model", held, config.policy_stage()) });
+            members.push(Member { is_view, ..self.main.member(Role::ReferenceModel, held, config.policy_stage()) });
         }
         for reward in &self.rewards {
             let held = hold(&reward.sizes, Holding::Frozen(0), run)?;
-            members.push(reward.member("reward model", held, config.frozen_stage()));
+            members.push(reward.member(Role::RewardModel, held, config.frozen_stage()));
         }
         Ok(members)
     }
@@ -262,7 +259,7 @@ impl Models {
         let holding = trained(lora.as_ref(), 0, config.optimizer.optim);
         let held = hold(sizes, holding, &config.run)?;
         Ok(Member {
-            role: "value model",
+            role: Role::ValueModel,
             name,
             sizes,
             held,

@@ -3,7 +3,7 @@
 use super::members::{Member, Models, compute};
 use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
 use super::table::size;
-use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
+use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::Result;
 use crate::dist::ZeroStage;
 use crate::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, uses_kernels};
@@ -59,6 +59,12 @@ impl Sampled {
 }
 
 impl Phase {
+    /// A phase that takes the memory of the program alone.
+    pub(super) fn new(kind: PhaseKind, program: usize) -> Self {
+        let [weights, gradients, moments, activations, cache, logits, total] = [0; 7];
+        Self { kind, program, weights, gradients, moments, activations, cache, logits, total }
+    }
+
     /// Sets the sum of the parts.
     pub(super) fn sum_up(&mut self) {
         let parts =
@@ -186,9 +192,9 @@ impl<'a> Job<'a> {
     }
 
     /// The parts of memory that all phases have.
-    fn base(&self, name: &'static str) -> Phase {
+    fn base(&self, kind: PhaseKind) -> Phase {
         let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
-        let mut phase = Phase { name, program: self.machine.program + collectives, ..Phase::default() };
+        let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
         for member in &self.members {
             let own = self.resident(member);
@@ -235,7 +241,7 @@ impl<'a> Job<'a> {
     /// The rows as a member reads them: a reward model beside an encoder-decoder, or that is one, reads prompt and response as one text.
     pub(super) fn read_by<'r>(&self, member: &Member<'_>, rows: &'r [Row]) -> Cow<'r, [Row]> {
         let pairs = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
-        match member.role == "reward model" && (pairs(member) || self.members.first().is_some_and(pairs)) {
+        match member.role == Role::RewardModel && (pairs(member) || self.members.first().is_some_and(pairs)) {
             true => rows.iter().map(|row| row.as_text(pairs(member))).collect(),
             false => rows.into(),
         }
@@ -243,7 +249,7 @@ impl<'a> Job<'a> {
 
     /// Sampling: the cache of a batch of responses, and the logits of their next tokens.
     fn rollout(&self, config: &PpoConfig) -> Phase {
-        let mut phase = self.base("rollout");
+        let mut phase = self.base(PhaseKind::Rollout);
         let policy = &self.members[0];
         let size = config.advantage.num_generations;
         let most = config.local_rollout_forward_batch_size;
@@ -278,7 +284,7 @@ impl<'a> Job<'a> {
     /// Evaluation of the responses by each model that evaluates them; the largest.
     fn scoring(&self, config: &PpoConfig) -> Option<Phase> {
         let of = |member: &Member<'_>| {
-            let mut phase = self.base("scoring");
+            let mut phase = self.base(PhaseKind::Scoring);
             let tokens = |update: &Vec<Row>| {
                 let own = self.read_by(member, self.own(update));
                 let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
@@ -289,13 +295,13 @@ impl<'a> Job<'a> {
             let tokens =
                 self.rows.updates.iter().filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
             phase.activations = member.sizes.forward_bytes(tokens, self.compute);
-            if member.role == "reference model" || member.role == "policy" {
+            if matches!(member.role, Role::ReferenceModel | Role::Policy) {
                 phase.logits = self.logits(member, tokens.outputs, false);
             }
             phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
             phase
         };
-        let members = self.members.iter().filter(|member| member.role != "policy");
+        let members = self.members.iter().filter(|member| member.role != Role::Policy);
         let size = |phase: &Phase| phase.activations + phase.logits + phase.weights;
         members.map(of).max_by_key(size)
     }
@@ -334,15 +340,10 @@ impl<'a> Job<'a> {
 
     /// Forward and backward passes and optimizer step of a model; `tokens` replaces its largest pass.
     pub(super) fn step(&self, member: &Member<'_>, tokens: Option<PassTokens>) -> Phase {
-        let name = match member.role {
-            "policy" => "policy step",
-            "value model" => "value model step",
-            _ => "optimizer step",
-        };
-        let mut phase = self.base(name);
+        let mut phase = self.base(PhaseKind::Step(member.role));
         let tokens = tokens.unwrap_or_else(|| self.largest_pass(self.limit));
         let Activations { stored, working } = self.activations(member, tokens);
-        let is_lm = !matches!(self.run, PlannedRun::Reward(_)) && member.role != "value model";
+        let is_lm = !matches!(self.run, PlannedRun::Reward(_)) && member.role != Role::ValueModel;
         phase.logits = if is_lm { self.logits(member, tokens.outputs, true) } else { 0 };
         // Logits are gone before the first layer's backward pass begins.
         phase.activations = stored + working.saturating_sub(phase.logits) + self.distributions();
@@ -355,12 +356,12 @@ impl<'a> Job<'a> {
 
     /// The passes over texts that the policy learns beside PPO.
     fn texts_phase(&self, member: &Member<'_>) -> Option<Phase> {
-        let (Some(config), "policy") = (self.ppo(), member.role) else { return None };
+        let (Some(config), Role::Policy) = (self.ppo(), member.role) else { return None };
         let EpochPlan { mini_batch_size, micro_batch_size, .. } = config.plan_for(MANY_PROMPTS).ok()?.epoch;
         let texts = self.rows.texts(mini_batch_size);
         let limits = Limits { rows: micro_batch_size, tokens: self.limit, shares: false };
         let tokens = passes(self.own(&texts), limits).into_iter().max_by_key(|tokens| tokens.computed)?;
-        Some(Phase { name: "policy texts", ..self.step(member, Some(tokens)) })
+        Some(Phase { kind: PhaseKind::Texts, ..self.step(member, Some(tokens)) })
     }
 
     /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
@@ -369,7 +370,7 @@ impl<'a> Job<'a> {
         let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
         let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
         let tokens = self.rows.updates.iter().map(outputs).max().unwrap_or(0);
-        let Some(reference) = self.members.iter().find(|member| member.role == "reference model") else { return 0 };
+        let Some(reference) = self.members.iter().find(|member| member.role == Role::ReferenceModel) else { return 0 };
         let own = reference.sizes.config();
         let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
         let copies =
@@ -380,12 +381,7 @@ impl<'a> Job<'a> {
     /// The optimizer step of a model whose state is in memory for it alone: activations and logits are gone.
     fn moments_phase(&self, member: &Member<'_>) -> Option<Phase> {
         let moments = self.brought(member).moments;
-        let name = match member.role {
-            "policy" => "policy moments",
-            "value model" => "value model moments",
-            _ => "optimizer moments",
-        };
-        let mut phase = self.base(name);
+        let mut phase = self.base(PhaseKind::Moments(member.role));
         phase.moments += moments;
         (moments > 0).then_some(phase)
     }
@@ -418,7 +414,7 @@ impl<'a> Job<'a> {
 
     /// Writing a checkpoint: one tensor at a time is copied.
     fn saving(&self) -> Phase {
-        let mut phase = self.base("saving");
+        let mut phase = self.base(PhaseKind::Saving);
         phase.weights += self.members.iter().map(|member| member.sizes.largest_tensor() * 4).max().unwrap_or(0);
         phase.moments += self.members.iter().map(|member| self.brought(member).moments).max().unwrap_or(0);
         if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
@@ -485,13 +481,13 @@ impl PlannedMemory {
     /// The memory of `phases`, where `available` bytes are there.
     pub(super) fn of(mut phases: Vec<Phase>, available: Option<usize>) -> Self {
         phases.iter_mut().for_each(Phase::sum_up);
-        let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.name)).max().unwrap_or((0, ""));
+        let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.kind.name())).max().unwrap_or((0, ""));
         Self { available, peak, peak_phase, fits: available.is_none_or(|most| peak <= most), phases }
     }
 
     /// Bytes of the training phases without activations and logits.
     fn peak_without_activations(&self) -> usize {
-        let steps = self.phases.iter().filter(|phase| phase.name.ends_with("step"));
+        let steps = self.phases.iter().filter(|phase| matches!(phase.kind, PhaseKind::Step(_)));
         steps.map(|phase| phase.total - phase.activations - phase.logits).max().unwrap_or(0)
     }
 }

@@ -71,7 +71,7 @@ fn models(models: &[PlannedModel]) -> String {
     let mut rows = vec![words(&["model", "parameters", "trained", "weights", "gradients", "moments"])];
     rows.extend(models.iter().map(|model| {
         vec![
-            model.role.to_string(),
+            model.role.name().to_string(),
             count(model.parameters as f64),
             count(model.trained as f64),
             or_dash(model.weights),
@@ -88,7 +88,7 @@ fn phases(phases: &[Phase]) -> String {
     rows.extend(phases.iter().map(|phase| {
         let parts = [phase.program, phase.weights, phase.gradients, phase.moments, phase.activations];
         let sizes = parts.into_iter().chain([phase.cache, phase.logits, phase.total]).map(or_dash);
-        std::iter::once(phase.name.to_string()).chain(sizes).collect()
+        std::iter::once(phase.kind.name().to_string()).chain(sizes).collect()
     }));
     columns(&rows)
 }

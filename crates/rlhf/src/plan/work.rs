@@ -4,7 +4,7 @@ use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use super::rates::Rates;
 use super::rows::{MANY_PROMPTS, Row};
-use super::{PlannedRun, PlannedTime, PlannedWork};
+use super::{PlannedRun, PlannedTime, PlannedWork, Role};
 use crate::settings::PpoConfig;
 
 /// The work of a mean update, of all ranks.
@@ -90,7 +90,7 @@ fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: 
     let batches = update.len().div_ceil(config.local_rollout_forward_batch_size.max(1));
     work.decode_steps += (batches * config.response_length) as f64 / count;
     let read = Read::of(job, update, 1.0);
-    for member in job.members.iter().filter(|member| member.role != "policy") {
+    for member in job.members.iter().filter(|member| member.role != Role::Policy) {
         let read = Read::of(job, &job.read_by(member, update), 1.0);
         work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }

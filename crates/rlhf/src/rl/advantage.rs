@@ -9,7 +9,7 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use tch::Tensor;
-use tch_ext::on_device;
+use tch_ext::{on_device, to_host};
 
 /// Added to a standard deviation before a division by it; as in TRL's GRPOTrainer and RLOOTrainer.
 const STD_EPSILON: f64 = 1e-4;
@@ -288,7 +288,7 @@ impl Advantage {
                         Some(math::group_means(&e.clipped_totals(reward_clip), &e.groups, LeaveOut::Nothing))
                     }
                     ScoreBaseline::Greedy => {
-                        let clipped = |baselines: &Tensor| math::numbers(&math::within(baselines, reward_clip));
+                        let clipped = |baselines: &Tensor| to_host(&math::within(baselines, reward_clip));
                         e.baselines.as_ref().map(clipped)
                     }
                 };
@@ -370,7 +370,7 @@ mod tests {
         let e = experience(&vec![1; scores.len()], 3, scores);
         let (advantages, returns) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         assert_eq!(returns.abs().sum(Kind::Double).double_value(&[]), 0.0, "there is no critic");
-        math::numbers(&advantages)
+        to_host(&advantages)
     }
 
     #[track_caller]
@@ -426,7 +426,7 @@ mod tests {
         let (found, _) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         // Sums -1.3727894, 0.2817714, 1.091018, -0.7070068, 0.7070068 and 0, of the row alone in its group.
         let expected = [-1.505_944_3, 0.309_102, 1.196_842_2, -0.775_583_5, 0.775_583_5, 0.0, 0.0, 0.0, 0.0];
-        assert_near(&math::numbers(&found), &expected);
+        assert_near(&to_host(&found), &expected);
     }
 
     /// Advantages by returns with gamma 0.9 of two rows, of three and two tokens, whose rewards include scores of 1.5 and -0.5.
@@ -434,7 +434,7 @@ mod tests {
         let mut e = experience(&[3, 2], 2, &[1.5, -0.5]);
         e.baselines = baselines.map(Tensor::from_slice);
         let rewards = Tensor::from_slice(&[-0.1f32, 0.2, 1.0, 0.3, -1.0, 0.0]).view([2, 3]);
-        math::numbers(&Advantage::Returns { gamma: 0.9, baseline }.estimate(&e, &rewards, None).0)
+        to_host(&Advantage::Returns { gamma: 0.9, baseline }.estimate(&e, &rewards, None).0)
     }
 
     /// Settings of a run whose advantages are returns.
@@ -455,12 +455,12 @@ mod tests {
         let e = experience(&[1; 3], 3, &[1.0, 0.1, NONE]);
         let shaping = shaping(ScoreBaseline::Zero, Some([0.25, 0.6]), WhitenAdvantages::None);
         let (_, rewards) = crate::rl::shaping::shape_rewards(&e, 0.0, &shaping);
-        assert_near(&math::numbers(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
+        assert_near(&to_host(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
         // With scores of tokens too, of which that row has none.
         let tokens = Some(Tensor::from_slice(&[0.5f32, 0.0, 0.0]).view([3, 1]));
         let e = Experience { token_scores: tokens, ..e };
         let (_, rewards) = crate::rl::shaping::shape_rewards(&e, 0.0, &shaping);
-        assert_near(&math::numbers(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
+        assert_near(&to_host(&rewards), &[f64::from(0.6f32), 0.25, 0.0]);
     }
 
     #[test]
@@ -469,7 +469,7 @@ mod tests {
         let of = |scores: &[f64], size, baseline, how| {
             let mut e = experience(&vec![1; scores.len()], size, scores);
             e.baselines = Some(Tensor::full([scores.len() as i64], 0.5, (Kind::Float, tch::Device::Cpu)));
-            math::numbers(&targets(&e, 0.0, &shaping(baseline, None, how)).advantages)
+            to_host(&targets(&e, 0.0, &shaping(baseline, None, how)).advantages)
         };
         let none = WhitenAdvantages::None;
         assert_near(&of(&scores, 3, ScoreBaseline::GroupMean, none), &[0.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
@@ -481,13 +481,13 @@ mod tests {
             let mut e = experience(&[1; 5], 3, &[1.0, 1.0, 4.0, 2.0, 3.0]);
             e.groups = vec![0, 0, 1, 1, 1];
             let whole = targets(&e, 0.0, &shaping(baseline, None, WhitenAdvantages::Batch)).advantages;
-            assert_near(&[&all[..2], &all[3..]].concat(), &math::numbers(&whole));
+            assert_near(&[&all[..2], &all[3..]].concat(), &to_host(&whole));
         }
         // Over a mini-batch of all rows it is the same.
         let e = experience(&[1; 6], 3, &scores);
         let own = targets(&e, 0.0, &shaping(ScoreBaseline::Zero, None, WhitenAdvantages::MiniBatch)).advantages;
         let own = whiten_rows(&own, &[0, 1, 2, 3, 4, 5], &e.whitened_mask(false));
-        assert_near(&math::numbers(&own), &of(&scores, 3, ScoreBaseline::Zero, WhitenAdvantages::Batch));
+        assert_near(&to_host(&own), &of(&scores, 3, ScoreBaseline::Zero, WhitenAdvantages::Batch));
         // With a critic the score of such a row is 0, as before.
         assert_eq!(e.whitened_mask(true).sum(Kind::Int64).int64_value(&[]), 6);
     }
@@ -498,7 +498,7 @@ mod tests {
         e.baselines = Some(Tensor::from_slice(&[50.0f32, 2.0]));
         let of = |e: &Experience, baseline| {
             let clip = Some([-10.0, 10.0]);
-            math::numbers(&targets(e, 0.0, &shaping(baseline, clip, WhitenAdvantages::None)).advantages)
+            to_host(&targets(e, 0.0, &shaping(baseline, clip, WhitenAdvantages::None)).advantages)
         };
         // Scores of 0 and 10, less their mean and less greedy scores of 10 and 2.
         assert_near(&of(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
@@ -536,8 +536,8 @@ mod tests {
         ] {
             let gae = Advantage::Gae { gamma: 0.9, lam: 0.95, lam_policy };
             let (advantages, returns) = gae.estimate(&e, &rewards, None);
-            assert_near(&math::numbers(&advantages), &expected);
-            assert_near(&math::numbers(&returns), &[0.823_037_5, 0.8325, 1.0, 0.1465, 0.4, 0.0]);
+            assert_near(&to_host(&advantages), &expected);
+            assert_near(&to_host(&returns), &[0.823_037_5, 0.8325, 1.0, 0.1465, 0.4, 0.0]);
         }
     }
 }

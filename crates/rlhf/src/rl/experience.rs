@@ -5,7 +5,7 @@ use crate::rl::math;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::{Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{on_device, to_host};
 
 /// The slots of `[B, R]` tensors that count; every mask is bool, true = counts.
 #[derive(Debug)]
@@ -171,7 +171,7 @@ impl Experience {
 
     /// [`Experience::scored_totals`] within the bounds `clip`, if there are any.
     pub(crate) fn clipped_totals(&self, clip: Option<[f64; 2]>) -> Vec<f64> {
-        self.without_unscored(math::numbers(&math::within(&self.total_scores(), clip)))
+        self.without_unscored(to_host(&math::within(&self.total_scores(), clip)))
     }
 
     /// Slots over which advantages are whitened, `[B, R]` bool: those in the policy loss; without a critic only those of rows that have a
@@ -186,7 +186,7 @@ impl Experience {
 
     /// The sum of each row of `rewards`, `[B, R]`, NaN where `unscored`.
     pub(crate) fn total_rewards(&self, rewards: &Tensor) -> Vec<f64> {
-        self.without_unscored(math::numbers(&rewards.sum_dim_intlist(1i64, false, Kind::Float)))
+        self.without_unscored(to_host(&rewards.sum_dim_intlist(1i64, false, Kind::Float)))
     }
 
     fn without_unscored(&self, mut numbers: Vec<f64>) -> Vec<f64> {

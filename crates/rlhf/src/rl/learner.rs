@@ -25,6 +25,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
 use tch::Tensor;
+use tch_ext::to_host;
 
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
@@ -669,7 +670,7 @@ impl Learner {
         self.world.agree(passes)?;
         if of_entropy {
             // All micro-batches in one read, as each waits for the device.
-            let entropies = if counted.is_empty() { Vec::new() } else { math::numbers(&selected(&counted)) };
+            let entropies = if counted.is_empty() { Vec::new() } else { to_host(&selected(&counted)) };
             let mut all = self.world.gather_numbers(&entropies)?.concat();
             let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
             // Tokens with the same history have the same entropy, but for rounding, which must not divide them.

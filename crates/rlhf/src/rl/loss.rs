@@ -2,19 +2,18 @@
 
 use crate::model::{Sampled, TokenLogprobs};
 use crate::rl::experience::{Experience, RaggedRows};
-use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, PolicyClip, Ratios};
+use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use std::ops::{Deref, Range};
 use tch::{Kind, Tensor};
+use tch_ext::to_host;
 
 /// The terms of both losses and their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossSettings {
     /// The policy's objective.
     pub objective: Objective,
-    /// Bounds on the probability ratio.
-    pub clip: PolicyClip,
     /// The unit whose probability ratio is used.
     pub importance: ImportanceLevel,
     /// Reduction of per-token losses to the loss of a mini-batch.
@@ -188,8 +187,8 @@ impl MicroBatch {
             Some(of) => ratios.of_sequences(&now.logprobs, &here(&of.ratio), &here(&of.token_factor)),
             None => ratios,
         };
-        let by = (settings.objective, settings.clip);
-        let loss = math::policy_objective(&ratios, &now.logprobs, &here(&self.advantages), &counts, by);
+        let advantages = here(&self.advantages);
+        let loss = math::policy_objective(&ratios, &now.logprobs, &advantages, &counts, settings.objective);
         let weighted = |x: &Tensor, weights: Option<&Tensor>| {
             let x = weights.map_or_else(|| x.shallow_clone(), |weights| x * weights);
             math::masked_sum(&token_weights.as_ref().map_or_else(|| x.shallow_clone(), |weights| &x * weights), &counts)
@@ -282,7 +281,7 @@ impl MicroBatch {
 
     /// Weights of the tokens in the objective, `[M]` f32, where those of high entropy are trained.
     fn shared_in_responses(&self, high: &Tensor, settings: &LossSettings) -> Tensor {
-        let clips = matches!(settings.objective, Objective::Clipped | Objective::Sapo { .. });
+        let clips = matches!(settings.objective, Objective::Clipped(_) | Objective::Sapo { .. });
         match settings.importance {
             // The gradient of a response's ratio goes to all its tokens, in proportion to those that are trained.
             ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct if clips => {
@@ -365,30 +364,17 @@ impl Rows {
     }
 }
 
-/// Fields of the sums of [`Sums::policy`], in their order.
-const POLICY_SUMS: [fn(&mut StepStats) -> &mut f64; 8] = [
-    |stats| &mut stats.policy_loss,
-    |stats| &mut stats.policy_clipped,
-    |stats| &mut stats.dual_clipped,
-    |stats| &mut stats.approx_kl,
-    |stats| &mut stats.policy_kl,
-    |stats| &mut stats.ratio,
-    |stats| &mut stats.ratio_squared,
-    |stats| &mut stats.ref_kl,
-];
+/// Names of the sums of [`Sums::policy`], in their order.
+const POLICY_SUMS: [&str; 8] =
+    ["policy_loss", "policy_clipped", "dual_clipped", "approx_kl", "policy_kl", "ratio", "ratio_squared", "ref_kl"];
 
-/// Fields of the sums of [`Sums::value`], in their order.
-const VALUE_SUMS: [fn(&mut StepStats) -> &mut f64; 4] = [
-    |stats| &mut stats.value_loss,
-    |stats| &mut stats.value_clipped,
-    |stats| &mut stats.value,
-    |stats| &mut stats.value_error,
-];
+/// Names of the sums of [`Sums::value`], in their order.
+const VALUE_SUMS: [&str; 4] = ["value_loss", "value_clipped", "value", "value_error"];
 
-/// Writes `numbers` to `fields`; none where nothing was added.
-fn write(stats: &mut StepStats, fields: &[fn(&mut StepStats) -> &mut f64], numbers: &[f64]) {
-    debug_assert!(numbers.is_empty() || numbers.len() == fields.len(), "{numbers:?} for {} fields", fields.len());
-    fields.iter().zip(numbers).for_each(|(field, &number)| *field(stats) = number);
+/// Writes `numbers` to the sums `names`; none where nothing was added.
+fn write(stats: &mut StepStats, names: &[&str], numbers: &[f64]) {
+    debug_assert!(numbers.is_empty() || numbers.len() == names.len(), "{numbers:?} for {} sums", names.len());
+    names.iter().zip(numbers).for_each(|(name, &number)| *stats.sum_mut(name) = number);
 }
 
 /// Sums over the slices of a mini-batch; they stay on the device, and are read once.
@@ -529,7 +515,7 @@ fn add(sums: &mut Option<Tensor>, terms: &[&Tensor]) {
 fn read<const N: usize>(tensors: [Option<Tensor>; N]) -> [Vec<f64>; N] {
     let lens = tensors.each_ref().map(|x| x.as_ref().map_or(0, Tensor::numel));
     let found: Vec<Tensor> = tensors.into_iter().flatten().map(|x| x.to_kind(Kind::Double)).collect();
-    let all = if found.is_empty() { Vec::new() } else { math::numbers(&Tensor::cat(&found, 0)) };
+    let all = if found.is_empty() { Vec::new() } else { to_host(&Tensor::cat(&found, 0)) };
     let mut rest = all.into_iter();
     lens.map(|len| rest.by_ref().take(len).collect())
 }
@@ -544,11 +530,13 @@ pub(crate) fn selected(pairs: &[[Tensor; 2]]) -> Tensor {
 mod tests {
     use super::*;
     use crate::rl::experience::tests::experience;
+    use crate::rl::math::PolicyClip;
     use tch::Device;
 
     /// Lengths of the rows; the last row is masked.
     const LENGTHS: [i64; 4] = [4, 1, 3, 2];
-    const CLIP: PolicyClip = PolicyClip { low: 0.1, high: 0.2, dual: None };
+    const CLIPPED: Objective = Objective::Clipped(PolicyClip { low: 0.1, high: 0.2, dual: None });
+    const CISPO: Objective = Objective::Cispo { most: 0.2 };
     const SAPO: Objective = Objective::Sapo { positive: 1.0, negative: 1.05 };
     const VESPO: Objective = Objective::Vespo { positive: [2.0, 3.0], negative: [3.0, 2.0] };
     const KL_COEF: f64 = 0.3;
@@ -585,7 +573,6 @@ mod tests {
     fn settings(objective: Objective, importance: ImportanceLevel, aggregation: LossAggregation) -> LossSettings {
         LossSettings {
             objective,
-            clip: CLIP,
             importance,
             aggregation,
             on_policy: false,
@@ -626,9 +613,9 @@ mod tests {
                     let w = (&new - &old).detach().sum(Kind::Float).double_value(&[]).exp();
                     -&advantages * &new * (lambda + k * w.ln() - lambda * w).exp()
                 }
-                Objective::Cispo => -&advantages * &new * ratio.detach().clamp_max(CLIP.high),
-                Objective::Clipped => {
-                    (-&advantages * &ratio).max_other(&(-&advantages * ratio.clamp(1.0 - CLIP.low, 1.0 + CLIP.high)))
+                Objective::Cispo { most } => -&advantages * &new * ratio.detach().clamp_max(most),
+                Objective::Clipped(clip) => {
+                    (-&advantages * &ratio).max_other(&(-&advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high)))
                 }
             };
             let high = here(entropy).detach().ge(least.unwrap_or(f64::NEG_INFINITY)).to_kind(Kind::Float);
@@ -695,7 +682,7 @@ mod tests {
     #[track_caller]
     fn assert_same_gradients(name: &str, settings: &LossSettings) {
         let x = tokens();
-        let mut counted = math::numbers(&x.entropy.narrow(0, 0, 8));
+        let mut counted = to_host(&x.entropy.narrow(0, 0, 8));
         let quantile = settings.top_entropy_quantile;
         let least = (quantile < 1.0).then(|| math::quantile(&mut counted, 1.0 - quantile));
         let gradients = |loss: fn(&Tokens, &Tensor, &Tensor, &LossSettings, Option<f64>) -> Tensor| {
@@ -717,7 +704,7 @@ mod tests {
     #[test]
     fn gradients_of_sequence_ratios_go_to_all_tokens_of_a_response() {
         for importance in [ImportanceLevel::Token, ImportanceLevel::Sequence, ImportanceLevel::SequenceProduct] {
-            for objective in [Objective::Clipped, SAPO, Objective::Cispo, VESPO] {
+            for objective in [CLIPPED, SAPO, CISPO, VESPO] {
                 if objective == VESPO && importance != ImportanceLevel::Token {
                     continue;
                 }
@@ -750,7 +737,7 @@ mod tests {
 
     #[test]
     fn a_kl_over_the_vocabulary_needs_no_estimate_before_the_backward_pass() {
-        let mut settings = settings(Objective::Clipped, ImportanceLevel::Sequence, LossAggregation::Tokens);
+        let mut settings = settings(CLIPPED, ImportanceLevel::Sequence, LossAggregation::Tokens);
         settings.kl_in_loss = Some(KlEstimator::Full);
         let x = tokens();
         let mut e = experience(&LENGTHS, 1, &[0.0; 4]);

@@ -245,17 +245,12 @@ pub fn to_all_tokens(numbers: &[f64], mask: &Tensor) -> Tensor {
     keep(&numbers.expand(mask.size(), false), mask)
 }
 
-/// Reads a tensor of any float dtype from its device.
-pub fn numbers(x: &Tensor) -> Vec<f64> {
-    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
-}
-
 /// `x` within `bounds`, if there are any.
 pub fn within(x: &Tensor, bounds: Option<[f64; 2]>) -> Tensor {
     bounds.map_or_else(|| x.shallow_clone(), |[low, high]| x.clamp(low, high))
 }
 
-/// Where the policy's probability ratio is clipped.
+/// Bounds on the policy's probability ratio in the clipped objective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {
     /// Ratios below 1 less this are clipped.
@@ -270,9 +265,12 @@ pub struct PolicyClip {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Objective {
     /// max(-A r, -A clip(r)). Source: Schulman et al. 2017, eq. 7, negated.
-    Clipped,
-    /// -min(r, `high` of the clip) A log-probability, where the weight has no gradient. Source: MiniMax 2025, CISPO, eq. 4.
-    Cispo,
+    Clipped(PolicyClip),
+    /// -min(r, `most`) A log-probability, where the weight has no gradient. Source: MiniMax 2025, CISPO, eq. 4.
+    Cispo {
+        /// Largest weight of a token.
+        most: f64,
+    },
     /// -A 4/t sigmoid(t (r - 1)), with a temperature t by the sign of the advantage. Source: Gao et al. 2025, SAPO.
     Sapo {
         /// The temperature where the advantage is positive.
@@ -391,7 +389,7 @@ pub fn policy_loss(
     clip: PolicyClip,
 ) -> PolicyLoss {
     let ratios = Ratios::of_tokens(logprobs, old_logprobs, mask);
-    policy_objective(&ratios, logprobs, advantages, mask, (Objective::Clipped, clip))
+    policy_objective(&ratios, logprobs, advantages, mask, Objective::Clipped(clip))
 }
 
 /// Loss of the policy by any objective, over the tokens of `mask`; for VESPO the ratios are those of whole responses.
@@ -402,7 +400,7 @@ pub fn policy_objective(
     logprobs: &Tensor,
     advantages: &Tensor,
     mask: &Tensor,
-    (objective, clip): (Objective, PolicyClip),
+    objective: Objective,
 ) -> PolicyLoss {
     let Ratios { ratio, log_ratio } = ratios;
     let zero = || Tensor::zeros([], (Kind::Float, mask.device()));
@@ -411,7 +409,7 @@ pub fn policy_objective(
     let (mut low_clipped, mut high_clipped) = (none(), none());
     let within = |x: Tensor| x.logical_and(mask);
     let loss = match objective {
-        Objective::Clipped => {
+        Objective::Clipped(clip) => {
             let unclipped = -advantages * ratio;
             let bounded = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
             let mut loss = unclipped.max_other(&bounded);
@@ -426,9 +424,9 @@ pub fn policy_objective(
             high_clipped = within(ratio.gt(1.0 + clip.high).logical_and(&advantages.gt(0.0)));
             loss
         }
-        Objective::Cispo => {
-            high_clipped = within(ratio.gt(clip.high).logical_and(&advantages.gt(0.0)));
-            -ratio.detach().clamp_max(clip.high) * advantages * logprobs
+        Objective::Cispo { most } => {
+            high_clipped = within(ratio.gt(most).logical_and(&advantages.gt(0.0)));
+            -ratio.detach().clamp_max(most) * advantages * logprobs
         }
         Objective::Sapo { positive, negative } => {
             let temperature = by_sign(&advantages.gt(0.0), positive, negative);

@@ -4,7 +4,7 @@ use crate::metrics::Metrics;
 use crate::model::ValueModel;
 use crate::rl::experience::Experience;
 use crate::rl::learner::{EpochPlan, Learner};
-use crate::rl::math::{self, ImportanceLevel, Objective};
+use crate::rl::math::{self, ImportanceLevel, Objective, PolicyClip};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::{StepStats, optimizer_steps};
 use tch::{Kind, Tensor};
@@ -84,7 +84,7 @@ impl Learner {
             false => steps.per_token(|s| f(s)[0]),
         };
         match settings.objective {
-            Objective::Clipped => {
+            Objective::Clipped(_) => {
                 let (low, high) = (share(|s| s.low_clipped), share(|s| s.high_clipped));
                 let steps_of = steps.entries().count() as f64;
                 m.push("clip_ratio/low_mean", low);
@@ -93,7 +93,7 @@ impl Learner {
                 m.push("clip_ratio/high_max", steps.sum(|s| s.high_clipped_max) / steps_of);
                 m.push("clip_ratio/region_mean", low + high);
             }
-            Objective::Cispo => m.push("cispo_clip_ratio", share(|s| s.high_clipped)),
+            Objective::Cispo { .. } => m.push("cispo_clip_ratio", share(|s| s.high_clipped)),
             Objective::Sapo { .. } | Objective::Vespo { .. } => {}
         }
     }
@@ -130,7 +130,7 @@ impl Learner {
         let settings = &self.settings;
         m.push("policy/approxkl_avg", steps.per_token(|s| s.approx_kl));
         m.push("policy/clipfrac_avg", steps.per_token(|s| s.policy_clipped));
-        if settings.loss.clip.dual.is_some() {
+        if matches!(settings.loss.objective, Objective::Clipped(PolicyClip { dual: Some(_), .. })) {
             m.push("policy/dual_clipfrac_avg", steps.per_token(|s| s.dual_clipped));
         }
         m.push("policy/entropy_avg", steps.per_token(|s| s.entropy));

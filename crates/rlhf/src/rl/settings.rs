@@ -4,7 +4,7 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::math::{ImportanceLevel, LossAggregation, Objective, ScorePosition};
+use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use crate::Result;
 use crate::flag::{NONE, PPO, above_zero, all, defaults, expect, no_effect, optional, usage, zero_or_more};
 
@@ -161,10 +161,15 @@ impl LossConfig {
         ])
     }
 
+    /// The bounds of the probability ratio in the clipped objective.
+    pub(crate) fn clip(&self, cliprange: f64) -> PolicyClip {
+        PolicyClip { low: cliprange, high: self.cliprange_high.unwrap_or(cliprange), dual: self.dual_clip }
+    }
+
     /// The policy's objective.
-    pub(crate) fn objective(&self) -> Objective {
+    pub(crate) fn objective(&self, cliprange: f64) -> Objective {
         match self.loss_type {
-            LossType::Cispo => Objective::Cispo,
+            LossType::Cispo => Objective::Cispo { most: self.cliprange_high.unwrap_or(cliprange) },
             LossType::Sapo => {
                 Objective::Sapo { positive: self.sapo_temperature_pos, negative: self.sapo_temperature_neg }
             }
@@ -172,7 +177,9 @@ impl LossConfig {
                 positive: [self.vespo_k_pos, self.vespo_lambda_pos],
                 negative: [self.vespo_k_neg, self.vespo_lambda_neg],
             },
-            LossType::Bnpo | LossType::Grpo | LossType::DrGrpo | LossType::Dapo | LossType::Luspo => Objective::Clipped,
+            LossType::Bnpo | LossType::Grpo | LossType::DrGrpo | LossType::Dapo | LossType::Luspo => {
+                Objective::Clipped(self.clip(cliprange))
+            }
         }
     }
 

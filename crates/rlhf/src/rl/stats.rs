@@ -67,6 +67,28 @@ pub struct StepStats {
     pub value_overflowed: bool,
 }
 
+/// The sums of an optimizer step that are added over ranks, by name.
+const SUMS: [(&str, fn(&mut StepStats) -> &mut f64); 18] = [
+    ("policy_loss", |s| &mut s.policy_loss),
+    ("value_loss", |s| &mut s.value_loss),
+    ("policy_clipped", |s| &mut s.policy_clipped),
+    ("dual_clipped", |s| &mut s.dual_clipped),
+    ("value_clipped", |s| &mut s.value_clipped),
+    ("approx_kl", |s| &mut s.approx_kl),
+    ("policy_kl", |s| &mut s.policy_kl),
+    ("ref_kl", |s| &mut s.ref_kl),
+    ("entropy", |s| &mut s.entropy),
+    ("ratio", |s| &mut s.ratio),
+    ("ratio_squared", |s| &mut s.ratio_squared),
+    ("value", |s| &mut s.value),
+    ("value_error", |s| &mut s.value_error),
+    ("loss", |s| &mut s.loss),
+    ("low_clipped", |s| &mut s.low_clipped[0]),
+    ("low_clipped_of_rows", |s| &mut s.low_clipped[1]),
+    ("high_clipped", |s| &mut s.high_clipped[0]),
+    ("high_clipped_of_rows", |s| &mut s.high_clipped[1]),
+];
+
 impl StepStats {
     /// Describes the loss or gradient norm that is not finite, for which the policy's step was not taken.
     pub fn not_finite(&self) -> Option<String> {
@@ -97,32 +119,23 @@ impl StepStats {
         }
     }
 
+    /// The sum with this name in [`SUMS`].
+    ///
+    /// # Panics
+    /// If there is none.
+    pub(crate) fn sum_mut(&mut self, name: &str) -> &mut f64 {
+        let found = SUMS.iter().find(|(own, _)| *own == name);
+        found.unwrap_or_else(|| panic!("{name} is not a sum of an optimizer step")).1(self)
+    }
+
     /// Adds the sums of the other ranks; `tokens` and `value_slots` are global already.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
     pub(crate) fn sum_over(&mut self, world: &World) -> Result<()> {
-        let sums = [
-            &mut self.policy_loss,
-            &mut self.value_loss,
-            &mut self.policy_clipped,
-            &mut self.dual_clipped,
-            &mut self.value_clipped,
-            &mut self.approx_kl,
-            &mut self.policy_kl,
-            &mut self.ref_kl,
-            &mut self.entropy,
-            &mut self.ratio,
-            &mut self.ratio_squared,
-            &mut self.value,
-            &mut self.value_error,
-            &mut self.loss,
-        ];
-        let sums = sums.into_iter().chain(&mut self.low_clipped).chain(&mut self.high_clipped);
-        let sums: Vec<&mut f64> = sums.collect();
-        let mut numbers: Vec<f64> = sums.iter().map(|sum| **sum).collect();
+        let mut numbers = SUMS.map(|(_, sum)| *sum(self));
         world.sum_numbers(&mut numbers)?;
-        sums.into_iter().zip(numbers).for_each(|(sum, number)| *sum = number);
+        SUMS.iter().zip(numbers).for_each(|((_, sum), number)| *sum(self) = number);
         if world.size() > 1 {
             self.low_clipped_min = -world.max_number(-self.low_clipped_min)?;
             self.high_clipped_max = world.max_number(self.high_clipped_max)?;

@@ -114,25 +114,23 @@ struct Step {
     epoch: usize,
     rates: LearningRates,
     parts: Vec<StepStats>,
+    sums: [f64; SUMS.len()],
     micro: Vec<Micro>,
     gradients: Gradients,
 }
 
-/// A sum of the losses.
-type Sum = fn(&StepStats) -> f64;
-
-/// Sums of a micro-batch and of an optimizer step, by name.
-const SUMS: [(&str, Sum); 10] = [
-    ("loss", |s| s.loss),
-    ("policy_loss", |s| s.policy_loss),
-    ("policy_clipped", |s| s.policy_clipped),
-    ("approx_kl", |s| s.approx_kl),
-    ("policy_kl", |s| s.policy_kl),
-    ("ref_kl", |s| s.ref_kl),
-    ("entropy", |s| s.entropy),
-    ("ratio", |s| s.ratio),
-    ("value_loss", |s| s.value_loss),
-    ("value_clipped", |s| s.value_clipped),
+/// Names of the sums of a micro-batch and of an optimizer step.
+const SUMS: [&str; 10] = [
+    "loss",
+    "policy_loss",
+    "policy_clipped",
+    "approx_kl",
+    "policy_kl",
+    "ref_kl",
+    "entropy",
+    "ratio",
+    "value_loss",
+    "value_clipped",
 ];
 
 /// Returns all numbers of an observed update by name, on the CPU; none without a batch. `docs/guide.md` has names and shapes.
@@ -142,17 +140,18 @@ pub(crate) fn tensors_of(events: impl IntoIterator<Item = Learned>) -> NamedTens
     for event in events {
         match event {
             Learned::Batch(observed) => batch = Some(observed),
-            Learned::MicroBatch { rows, now, values, so_far } => {
-                let so_far = SUMS.map(|(_, sum)| sum(&so_far));
+            Learned::MicroBatch { rows, now, values, mut so_far } => {
+                let so_far = SUMS.map(|name| *so_far.sum_mut(name));
                 let sums = std::array::from_fn(|at| so_far[at] - before[at]);
                 before = so_far;
                 micro.push(Micro { rows, now, values, sums });
             }
             Learned::Part => before = [0.0; SUMS.len()],
             Learned::Gradients(found) => gradients = found,
-            Learned::Step { epoch, rates, parts } => {
+            Learned::Step { epoch, rates, mut parts } => {
                 let (micro, gradients) = (std::mem::take(&mut micro), std::mem::take(&mut gradients));
-                steps.push(Step { epoch, rates, parts, micro, gradients });
+                let sums = SUMS.map(|name| parts.iter_mut().map(|part| *part.sum_mut(name)).sum());
+                steps.push(Step { epoch, rates, parts, sums, micro, gradients });
             }
         }
     }
@@ -198,7 +197,7 @@ fn of_micro_batches(steps: &[Step]) -> NamedTensors {
     let all = || steps.iter().enumerate().flat_map(|(at, step)| step.micro.iter().map(move |micro| (at, micro)));
     let step: Vec<i64> = all().map(|(at, _)| at as i64).collect();
     let responses: Vec<i64> = all().map(|(_, micro)| micro.rows.len() as i64).collect();
-    let sums = SUMS.iter().enumerate().map(|(sum, (name, _))| {
+    let sums = SUMS.iter().enumerate().map(|(sum, name)| {
         let numbers: Vec<f64> = all().map(|(_, micro)| micro.sums[sum]).collect();
         (format!("micro_batches.{name}"), Tensor::from_slice(&numbers))
     });
@@ -209,8 +208,8 @@ fn of_micro_batches(steps: &[Step]) -> NamedTensors {
 /// The sums, learning rates and gradient norms of each optimizer step, `[S]`.
 fn of_steps(steps: &[Step]) -> NamedTensors {
     let numbers = |of: &dyn Fn(&Step) -> f64| Tensor::from_slice(&steps.iter().map(of).collect::<Vec<f64>>());
-    let sum = |of: Sum| numbers(&|step| step.parts.iter().map(of).sum());
-    let last = |of: Sum| numbers(&|step| step.parts.last().map_or(f64::NAN, of));
+    let sum = |of: fn(&StepStats) -> f64| numbers(&|step| step.parts.iter().map(of).sum());
+    let last = |of: fn(&StepStats) -> f64| numbers(&|step| step.parts.last().map_or(f64::NAN, of));
     let mut tensors = NamedTensors::new();
     let mut add = |name: String, x: Tensor| tensors.push((name, x));
     add("steps.epoch".into(), whole(&steps.iter().map(|step| step.epoch as i64).collect::<Vec<_>>()));
@@ -218,7 +217,9 @@ fn of_steps(steps: &[Step]) -> NamedTensors {
     add("steps.value_learning_rate".into(), numbers(&|step| step.rates.value));
     add("steps.tokens".into(), sum(|s| s.tokens));
     add("steps.value_slots".into(), sum(|s| s.value_slots));
-    SUMS.iter().for_each(|(name, of)| add(format!("steps.{name}"), sum(*of)));
+    for (at, name) in SUMS.iter().enumerate() {
+        add(format!("steps.{name}"), numbers(&|step| step.sums[at]));
+    }
     add("steps.policy_grad_norm".into(), last(|s| s.policy_grad_norm));
     add("steps.value_grad_norm".into(), last(|s| s.value_grad_norm));
     add("steps.skipped".into(), last(|s| f64::from(u8::from(s.skipped || s.not_finite().is_some()))));

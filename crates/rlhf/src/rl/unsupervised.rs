@@ -6,7 +6,6 @@ use crate::dist::World;
 use crate::flag::{DATA, NONE, PPO, above_zero, all, defaults, no_effect, optional};
 use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
-use crate::rl::math;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use clap::Args;
@@ -15,6 +14,7 @@ use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
+use tch_ext::to_host;
 
 /// The order of the blocks must not be that of the prompts, where there are as many: this is added to the run's seed.
 const SEED: u64 = 1 << 32;
@@ -176,7 +176,7 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     });
     limits.world.agree(learned)?;
     // All passes in one read, as each waits for the device.
-    let sums = if sums.is_empty() { Vec::new() } else { math::numbers(&Tensor::stack(&sums, 0)) };
+    let sums = if sums.is_empty() { Vec::new() } else { to_host(&Tensor::stack(&sums, 0)) };
     let mut sums = [sums.into_iter().fold(0.0, |sum, logprobs| sum - logprobs)];
     limits.world.sum_numbers(&mut sums)?;
     Ok(sums[0] / tokens as f64)

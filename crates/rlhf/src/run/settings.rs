@@ -12,7 +12,7 @@ use crate::flag::{
     ByteSize, CHECKPOINTS, EVALUATION, NONE, RUN, Setting, all, at_least_one, expect, no_effect, optional, required,
     usage,
 };
-use crate::model::{Dtype, QuantizationConfig};
+use crate::model::{Dtype, Precision, QuantizationConfig};
 use crate::offload::Offload;
 use crate::offload::settings::OffloadConfig;
 use crate::optim::loss_scale::LossScaleConfig;
@@ -96,6 +96,15 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// Returns the precision of the models' computation.
+    pub(crate) fn precision(&self) -> Precision {
+        match (self.bf16, self.fp16) {
+            (true, _) => Precision::Bf16,
+            (false, true) => Precision::F16,
+            (false, false) => Precision::F32,
+        }
+    }
+
     /// Returns whether models compute in less than f32 precision, so that two passes over the same tokens differ by rounding.
     pub(crate) fn is_low_precision(&self) -> bool {
         self.bf16 || self.fp16

@@ -193,8 +193,7 @@ impl PpoConfig {
     pub fn learner(&self) -> LearnerSettings {
         LearnerSettings {
             loss: LossSettings {
-                objective: self.loss.objective(),
-                clip: self.policy_clip(),
+                objective: self.loss.objective(self.cliprange),
                 importance: self.loss.importance_sampling_level,
                 aggregation: self.loss.aggregation(self.response_length),
                 on_policy: self.is_on_policy(),
@@ -303,10 +302,9 @@ impl PpoConfig {
         self.run.dist.zero_stage
     }
 
-    /// Returns the bounds of the policy's probability ratio.
+    /// Returns the bounds of the policy's probability ratio in the clipped objective.
     pub fn policy_clip(&self) -> PolicyClip {
-        let high = self.loss.cliprange_high.unwrap_or(self.cliprange);
-        PolicyClip { low: self.cliprange, high, dual: self.loss.dual_clip }
+        self.loss.clip(self.cliprange)
     }
 
     /// Returns the sampling of a response's tokens.

@@ -9,8 +9,6 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
-use crate::rl::eos::deepspeed_chat_pad;
-use crate::rl::math;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
@@ -23,7 +21,7 @@ use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{on_device, to_host};
 
 /// The command, as checkpoints name it.
 const COMMAND: &str = "reward";
@@ -486,7 +484,7 @@ impl Pads {
     /// # Errors
     /// If the tokenizer has no token to pad with.
     fn find(tokenizer: &Tokenizer, model: &SequenceClassifier, config: &RewardConfig) -> Result<Self> {
-        let id = deepspeed_chat_pad(tokenizer, model.config()).or(tokenizer.eos()).ok_or_else(|| {
+        let id = tokenizer.deepspeed_chat_pad(model.config()).or(tokenizer.eos()).ok_or_else(|| {
             let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
             Error::Usage(format!("{message}; tokens_unpadded needs none"))
         })?;
@@ -707,7 +705,7 @@ impl Totals {
             return;
         }
         let unread = std::mem::take(&mut self.unread);
-        for sums in math::numbers(&Tensor::stack(&unread, 0)).chunks(4) {
+        for sums in to_host(&Tensor::stack(&unread, 0)).chunks(4) {
             self.loss += sums[0];
             self.correct += sums[1];
             self.margin += sums[2];

@@ -9,7 +9,6 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
-use crate::rl::math;
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
@@ -22,7 +21,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{on_device, to_host};
 
 /// The command, as checkpoints name it.
 const COMMAND: &str = "sft";
@@ -476,7 +475,7 @@ fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size:
 
 /// The numbers of scalars, in one read, which waits for the device.
 fn read(scalars: &[Tensor]) -> impl Iterator<Item = f64> {
-    let all = if scalars.is_empty() { Vec::new() } else { math::numbers(&Tensor::stack(scalars, 0)) };
+    let all = if scalars.is_empty() { Vec::new() } else { to_host(&Tensor::stack(scalars, 0)) };
     all.into_iter()
 }
 

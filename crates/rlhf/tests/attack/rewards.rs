@@ -4,7 +4,7 @@ use super::folders::Dice;
 use super::{Outcomes, cases};
 use crate::support::Child;
 use rlhf::generate::FinishReason;
-use rlhf::reward::{CommandReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, Rewards};
+use rlhf::reward::{CommandReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, Rewards, ScoreUse};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -28,7 +28,7 @@ fn score(reward: impl Reward + 'static) -> rlhf::Result<()> {
     let batch = ["one", "two\n", "\u{9b}three"].map(input);
     let mut rewards = Rewards::new().with("judge", reward);
     for _ in 0..2 {
-        let scored = rewards.score(&batch, true)?;
+        let scored = rewards.score(&batch, ScoreUse::Training)?;
         assert!(scored.totals().iter().all(|score| (*score as f32).is_finite()), "{scored:?}");
     }
     Ok(())

@@ -8,7 +8,7 @@ use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, ValueModel};
 use rlhf::optim::LearningRates;
-use rlhf::reward::{FnReward, RewardInput, Rewards, Scored, Shaping};
+use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreUse, Scored, Shaping};
 use rlhf::rl::advantage::{Aggregation, ScaleRewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::groups::{push_completion_metrics, truncated};
@@ -23,6 +23,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
+use tch_ext::to_host;
 
 const EOS: i64 = 0;
 
@@ -144,7 +145,7 @@ impl Run {
 
     fn responses(&self, update: &Update) -> Vec<Response> {
         let rows = Vec::<Vec<i64>>::try_from(self.tensor(update, "completion_ids").to_kind(Kind::Int64)).unwrap();
-        let lengths = math::numbers(&self.tensor(update, "lengths"));
+        let lengths = to_host(&self.tensor(update, "lengths"));
         let response = |(mut tokens, length): (Vec<i64>, f64)| {
             tokens.truncate(length as usize);
             let finish = if tokens.last() == Some(&EOS) { FinishReason::Stop } else { FinishReason::Length };
@@ -159,7 +160,7 @@ impl Run {
         let mut all = Rewards::new();
         for (at, name) in names.iter().enumerate() {
             let weight = self.info["args"]["reward_weights"][at].as_f64().unwrap_or(1.0);
-            let found = math::numbers(&rewards.select(1, at as i64));
+            let found = to_host(&rewards.select(1, at as i64));
             let scores = move |_: &[RewardInput<'_>]| {
                 Ok(found.iter().map(|x| Some(*x).filter(|x| !x.is_nan())).collect::<Vec<_>>())
             };
@@ -183,7 +184,7 @@ impl Run {
                 row: &row,
             })
             .collect();
-        all.score(&batch, true).unwrap()
+        all.score(&batch, ScoreUse::Training).unwrap()
     }
 
     fn rollout(&self, update: &Update, learner: &Learner, reference: Option<&CausalLm>) -> Rollout {
@@ -296,7 +297,7 @@ impl Run {
         if !self.is_rloo() || !self.config.mask.mask_truncated_completions {
             return 0.0;
         }
-        let advantages = math::numbers(self.data.get(&format!("it{}.advantages", micro.generation)));
+        let advantages = to_host(self.data.get(&format!("it{}.advantages", micro.generation)));
         let masked = truncated(&rollout.responses);
         let sum: f64 = micro.rows.iter().filter(|row| masked.contains(row)).map(|&row| advantages[row]).sum();
         sum / micro.rows.len() as f64

@@ -4,7 +4,7 @@ use super::StepTrainer;
 use crate::metrics::Metrics;
 use crate::rl::experience::Experience;
 use crate::rl::learner::EpochPlan;
-use crate::rl::math;
+use crate::rl::math::{self, PolicyClip};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::{StepStats, optimizer_steps};
 use std::borrow::Cow;
@@ -104,7 +104,8 @@ impl StepTrainer {
     pub fn loss(&self, inputs: &LossInputs<'_>) -> (Tensor, Tensor, Stats) {
         let LossInputs { mask, advantages, returns, .. } = *inputs;
         let number = |x: &Tensor| x.double_value(&[]);
-        let clip = self.learner.settings().loss.clip;
+        let range = self.config.cliprange;
+        let clip = PolicyClip { low: range, high: range, dual: None };
         let policy = math::policy_loss(inputs.logprobs, inputs.old_logprobs, advantages, mask, clip);
         let value = math::value_loss(inputs.vpreds, inputs.values, returns, mask, self.config.cliprange_value);
         let count = number(&mask.sum(Kind::Double));

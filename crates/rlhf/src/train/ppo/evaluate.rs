@@ -4,7 +4,7 @@ use super::{Batch, PpoTrainer, SAMPLE_ROWS};
 use crate::data::Prompt;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::metrics::Metrics;
-use crate::reward::{ComponentScores, Scored, Scores};
+use crate::reward::{ComponentScores, ScoreUse, Scored, Scores};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
@@ -143,7 +143,7 @@ impl PpoTrainer {
     /// Scores responses to the prompts `rows`, to train on them.
     pub(super) fn score_rows(&mut self, rows: &[usize], responses: &[Response]) -> Result<Scored> {
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        self.rewards.score_responses(&self.tokenizer, &prompts, responses, true)
+        self.rewards.score_responses(&self.tokenizer, &prompts, responses, ScoreUse::Training)
     }
 
     /// Greedy responses to the sample prompts, with their scores.
@@ -202,7 +202,7 @@ impl PpoTrainer {
         prompts: &[&Prompt],
         responses: &[Response],
     ) -> Result<(Tensor, Vec<ComponentScores>)> {
-        let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
+        let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, ScoreUse::Report)?;
         Ok((self.raw_scores(&scored, responses), scored.components))
     }
 

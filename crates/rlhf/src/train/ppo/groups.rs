@@ -6,7 +6,7 @@ use super::{Batch, PpoTrainer};
 use crate::Result;
 use crate::generate::{Response, Sampling};
 use crate::metrics::{Metrics, Warning};
-use crate::reward::{Scored, ScoresFor};
+use crate::reward::{ScoreUse, Scored};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::experience::Experience;
 use crate::rl::groups::{push_completion_metrics, truncated};
@@ -82,8 +82,7 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
         let asked: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
         let asked: Vec<_> = asked.iter().collect();
-        let baselines = ScoresFor::Baselines;
-        let mut scored = self.rewards.score_responses_for(&self.tokenizer, &asked, &responses, baselines)?;
+        let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, ScoreUse::Baseline)?;
         let (scores, _) = self.trained_scores(&mut scored, &responses, false);
         let total = match &scores.tokens {
             Some(tokens) => {

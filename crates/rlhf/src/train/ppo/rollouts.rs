@@ -7,12 +7,12 @@ use crate::Result;
 use crate::model::{TokenSet, ValueModel};
 use crate::reward::Scored;
 use crate::rl::experience::Experience;
-use crate::rl::math;
 use crate::rl::shaping::Targets;
 use crate::run::checkpoint::State;
 use crate::run::event::{Rollout, RolloutRow};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
+use tch_ext::to_host;
 
 impl PpoTrainer {
     /// Returns the responses of an update with the numbers that it trains on; no rows without `log_rollouts`, and on ranks that write
@@ -37,7 +37,7 @@ impl PpoTrainer {
         let values = has_critic.then(|| numbers(&e.values, &e.value_counts)).transpose()?;
         let present = |score: f64| (!score.is_nan()).then_some(score);
         let scores = e.scored_totals();
-        let baselines = e.baselines.as_ref().map(math::numbers);
+        let baselines = e.baselines.as_ref().map(to_host);
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
             let components = scored.components.iter();
