@@ -213,7 +213,8 @@ impl Task {
             "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
             "watch" => Task::Watch(WatchConfig::from_arg_matches(flags)?),
             "doctor" => Task::Doctor(DoctorConfig::from_arg_matches(flags)?),
-            _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
+            "merge" => Task::Merge(MergeConfig::from_arg_matches(flags)?),
+            _ => unreachable!("{name} is parsed elsewhere"),
         })
     }
 

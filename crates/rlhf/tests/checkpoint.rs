@@ -1053,6 +1053,8 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     scratch.succeeds(&line);
     let told: Value = serde_json::from_str(&scratch.read("late/best/best.json")).unwrap();
     assert!(told["update"].as_u64().unwrap() > 2, "{told}");
+    // Found before any weight is read.
+    scratch.write("policy/model.safetensors", "no weights");
     let line = format!("{PPO} --metric_for_best_model eval/scores/mood --eval_steps 2 --eval_split_size 2");
     scratch.refuses(
         &line,

@@ -315,6 +315,10 @@ fn everything_is_checked_before_the_first_stage_starts() {
     let with =
         |section: &str, setting: &str| text.replace(&format!("{section}:\n"), &format!("{section}:\n  {setting}\n"));
     scratch.write("bad.jsonl", "{\"prompt\": \"do\", \"answer\": \"so\"}\n");
+    // The pad ends these texts where they are still the same.
+    let ended = json!({"prompt": "do<|endoftext|>", "chosen": " yes", "rejected": " no"});
+    scratch.write("ended.jsonl", &format!("{ended}\n").repeat(8));
+    scratch.copy("encoder", "bert_cls1");
     std::fs::create_dir(scratch.path("dir")).unwrap();
     for (section, setting, code, words) in [
         ("ppo", "kl_coef: -1", 2, &["broken.yaml:12: ppo: kl_coef = -1: expected a number of 0 or more"][..]),
@@ -323,11 +327,33 @@ fn everything_is_checked_before_the_first_stage_starts() {
         ("ppo", "max_prompt_length: 1", 1, &["error: ppo: rows.jsonl: line ", "the prompt is too long"]),
         ("ppo", "stop_token_id: 5000", 2, &["error: ppo: stop_token_id = 5000: expected an id below"]),
         ("ppo", "value_model_path: dir", 1, &["error: ppo: dir"]),
+        ("ppo", "value_model_path: encoder", 1, &["error: ppo: encoder: expected a decoder, found `bert`"]),
+        ("ppo", "reward_model_path: out/1-sft", 2, &["error: ppo: sft_model_path = out/1-sft: the reward model is"]),
+        ("ppo", "unsupervised_dataset_name: absent.jsonl", 1, &["error: ppo: ", "absent.jsonl"]),
+        ("ppo", "num_eval_prompts: 3", 2, &["error: ppo: num_eval_prompts = 3 has no effect without eval_steps"]),
+        (
+            "ppo",
+            "eval_steps: 1\n  eval_split_size: 2\n  metric_for_best_model: eval/scores/mood",
+            2,
+            &["error: ppo: metric_for_best_model = eval/scores/mood: expected the name of a reward, one of model"],
+        ),
         ("ppo", "eval_steps: 1", 2, &["error: ppo: eval_steps = 1: expected rows that are held out"]),
         ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: rows.jsonl: line ", "reward `exact`", "truth"]),
         ("ppo", "num_mini_batches: 3", 2, &["broken.yaml:11: ppo: batch size = per_device_train_batch_size"]),
         ("reward", "dataset_name: bad.jsonl", 1, &["error: reward: bad.jsonl: line 1: expected a field `chosen`"]),
         ("reward", "max_length: 1", 1, &["error: reward: rows.jsonl: each of 12 pairs has a side of more than"]),
+        (
+            "reward",
+            "pair_loss: tokens\n  dataset_name: ended.jsonl",
+            1,
+            &["error: reward: ended.jsonl: pair 1 of those that are kept: with pair_loss = tokens the pad, token"],
+        ),
+        (
+            "reward",
+            "pair_loss: tokens\n  model_name_or_path: encoder",
+            1,
+            &["error: reward: encoder: expected a decoder, found `bert`"],
+        ),
         ("sft", "dataset_name: bad.jsonl", 1, &["error: sft: bad.jsonl: line 1: expected a field `text`"]),
         (
             "sft",
@@ -340,4 +366,16 @@ fn everything_is_checked_before_the_first_stage_starts() {
         scratch.write("broken.yaml", &with(section, setting));
         scratch.refuses("pipeline --config broken.yaml", code, words);
     }
+}
+
+#[test]
+fn a_tokenizer_of_its_own_stands_in_for_one_that_the_model_lacks_as_in_sft() {
+    let scratch = scratch();
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::rename(scratch.path("policy").join(file), scratch.path("reward").join(file)).unwrap();
+    }
+    scratch.refuses(&format!("{ALL} --skip reward,ppo"), 1, &["error: sft: policy", "tokenizer"]);
+    let text = scratch.read("pipeline.yaml").replace("sft:\n", "sft:\n  tokenizer_name: reward\n");
+    scratch.write("pipeline.yaml", &text);
+    runs(&scratch, &format!("{ALL} --skip reward,ppo"));
 }

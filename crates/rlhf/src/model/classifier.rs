@@ -338,11 +338,7 @@ impl SequenceClassifier {
     /// # Errors
     /// If it is an encoder or has several labels.
     pub fn check_values(&self, dir: &Path) -> Result<()> {
-        if !self.config().causal {
-            let family = self.config().family.name;
-            let message = format!("expected a decoder, found `{family}`, an encoder: it has no value per token");
-            return Err(Error::invalid(dir, message));
-        }
+        self.config().check_decoder(dir)?;
         match self.labels.len() {
             1 => Ok(()),
             found => Err(Error::invalid(dir, format!("expected a classifier with one label, found {found}"))),

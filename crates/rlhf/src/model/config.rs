@@ -207,6 +207,19 @@ impl ModelConfig {
         Err(Error::invalid(dir.join("config.json"), message))
     }
 
+    /// Checks that the model, whose folder is `dir`, reads a text from left to right, so that it has a value per token.
+    ///
+    /// # Errors
+    /// If it is an encoder.
+    pub(crate) fn check_decoder(&self, dir: &Path) -> Result<()> {
+        if self.causal {
+            return Ok(());
+        }
+        let message =
+            format!("expected a decoder, found `{}`, an encoder: it has no value per token", self.family.name);
+        Err(Error::invalid(dir, message))
+    }
+
     /// The configuration of a classifier with the layers of this model, which may be a language model.
     pub(crate) fn of_classifier(mut self) -> Self {
         self.shape.family = of_classifiers(self.family);

@@ -47,6 +47,11 @@ enum Kind {
 }
 
 impl Spec {
+    /// The name of the reward.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The folder or name of the model, if the reward is one.
     pub(crate) fn model_path(&self) -> Option<&Path> {
         match &self.kind {

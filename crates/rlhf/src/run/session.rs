@@ -28,7 +28,6 @@ use crate::dist::World;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
-use crate::model::BASE_MODEL;
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
@@ -48,7 +47,7 @@ use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Time between two looks at a push that the run waits for; the ranks meet at each.
@@ -95,6 +94,12 @@ pub(crate) trait Trainee {
     /// If a file cannot be written.
     fn write_bases(&mut self) -> Result<()>;
 
+    /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder, each with the inputs that decide it: the first
+    /// of them that the run has.
+    fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
+        Vec::new()
+    }
+
     /// Replaces the model in the output folder `dir` by the current one, with its model card.
     ///
     /// # Errors
@@ -138,6 +143,11 @@ pub(crate) trait Trainee {
     /// Returns whether this rank lacks parts of models or optimizers, so that it cannot save them by itself.
     fn is_sharded(&self) -> bool {
         false
+    }
+
+    /// Returns the settings that decide the numbers of evaluations, and that a resumed run may change.
+    fn best_depends_on(&self) -> &'static [&'static str] {
+        &[]
     }
 
     /// Returns whether the metric of the best model may be missing so far.
@@ -797,18 +807,19 @@ fn resume<T: Trainee, C: Serialize>(
 ) -> Result<Vec<String>> {
     let (settings, num_updates) = (&spec.run.checkpoints, spec.num_updates);
     let mut warnings = saved.check_inputs(settings, trainee.inputs(), num_updates, spec.batch_size)?;
-    check_bases(saved, trainee.inputs(), &spec.run.output_dir)?;
+    check_bases(saved, trainee, &spec.run.output_dir)?;
     let done = saved.state.update;
     let progress = trainee.progress_mut();
     progress.done = done;
     progress.recorded = saved.parsed("recorded").unwrap_or(done);
     progress.rollbacks = saved.parsed(ROLLBACKS).unwrap_or(0);
     trainee.load(saved)?;
-    // The best model of a run in another folder lies there; one that was the best on other prompts is looked for anew.
-    let prompts = checkpoint::settings(spec.config)?.remove("num_eval_prompts").unwrap_or_default();
-    let same_prompts = *saved.setting("num_eval_prompts") == prompts;
+    // The best model of a run in another folder lies there; one that was the best in other evaluations is looked for anew.
+    let settings = checkpoint::settings(spec.config)?;
+    let is_same = |name: &&str| saved.setting(name) == settings.get(*name).unwrap_or(&Value::Null);
+    let same_evaluations = trainee.best_depends_on().iter().all(is_same);
     if let (Some(best), Ok(state), true) = (&mut trainee.progress_mut().best, saved.part("best"), in_place)
-        && (same_prompts || !best.is_of_evaluations())
+        && (same_evaluations || !best.is_of_evaluations())
     {
         best.load_state(state);
     }
@@ -819,11 +830,10 @@ fn resume<T: Trainee, C: Serialize>(
 
 /// Checks that the bases of adapters in the output folder `out` are those of the models that the resumed run reads: each is written
 /// once, and every saved adapter refers to it.
-fn check_bases(saved: &Saved, inputs: &Inputs, out: &Path) -> Result<()> {
+fn check_bases(saved: &Saved, trainee: &impl Trainee, out: &Path) -> Result<()> {
     let Ok(began) = saved.part("inputs") else { return Ok(()) };
-    let policy = ["sft_model_path", "model_name_or_path"].as_slice();
-    let value = ["value_model_path", "reward model", "sft_model_path"].as_slice();
-    for (base, names) in [(out.join(BASE_MODEL), policy), (out.join("value_model").join(BASE_MODEL), value)] {
+    for (base, names) in trainee.bases() {
+        let (base, inputs) = (out.join(base), trainee.inputs());
         let of = names.iter().find_map(|&name| Some((name, inputs.has_changed(began, name)?)));
         if let Some((name, true)) = of
             && base.is_dir()

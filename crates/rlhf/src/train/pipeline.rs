@@ -3,11 +3,11 @@
 //! Each stage has its own folder, and is the same run as its command with these settings. A finished stage leaves a
 //! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
-use super::check_held_out;
-use super::ppo::{check_encoder_decoder, check_ends, check_same_kind, ppo, prompt_limit, require_reward};
-use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, reward};
-use super::sft::{into_blocks, learned, max_row_length, sft, shorten};
-use crate::data::{PromptLimit, Sources};
+use super::ppo::{self, ppo};
+use super::reward_model::{self, reward};
+use super::sft::{self, sft};
+use super::{check_held_out, gather};
+use crate::data::{Dataset, PromptLimit, Sources};
 use crate::dist::World;
 use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
@@ -404,11 +404,16 @@ impl Reading {
     /// the names are read.
     fn of(name: &Path, revision: Option<&str>, tokenizer: ReadTokenizer) -> Result<Self> {
         let dir = hub::model_dir(name, revision)?;
-        let base = AdapterFolder::find(&dir)?.map_or(Ok(dir.clone()), |adapter| adapter.base_dir())?;
-        let shape = ModelConfig::from_dir(&base)?;
-        Checkpoint::open(&base)?;
-        Ok(Self { tokenizer: tokenizer(&dir)?, shape })
+        Ok(Self { shape: shape_of(&dir)?, tokenizer: tokenizer(&dir)? })
     }
+}
+
+/// Reads the configuration of the model in `dir`, and the names of its weights.
+fn shape_of(dir: &Path) -> Result<ModelConfig> {
+    let base = AdapterFolder::find(dir)?.map_or(Ok(dir.to_path_buf()), |adapter| adapter.base_dir())?;
+    let shape = ModelConfig::from_dir(&base)?;
+    Checkpoint::open(&base)?;
+    Ok(shape)
 }
 
 /// Tokenizers and configurations of the models that the stages leave in these folders.
@@ -449,41 +454,23 @@ fn check_inputs(config: &PipelineConfig, states: [StageState; 3]) -> Result<()> 
 fn check_sft(config: &SftConfig) -> Result<Reading> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let revision = Some(config.model_revision.as_str());
-    let mut reading = match (&config.model_name_or_path, &config.config_name, &config.tokenizer_name) {
-        (Some(model), ..) => Reading::of(model, revision, Tokenizer::from_pretrained)?,
-        (None, Some(shape), Some(tokenizer)) => Reading {
-            shape: ModelConfig::from_file(&hub::config_file(shape, revision)?)?,
-            tokenizer: Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer, None)?)?,
-        },
-        _ => return config.check().map(|()| unreachable!("`check` asks for one of them")),
+    let folders = sft::Folders::find(config)?;
+    let shape = match (&folders.model, &folders.shape) {
+        (Some(dir), _) => shape_of(dir)?,
+        (None, Some(file)) => ModelConfig::from_file(file)?,
+        (None, None) => unreachable!("`check` refuses settings without a model"),
     };
-    if let (Some(tokenizer), Some(_)) = (&config.tokenizer_name, &config.model_name_or_path) {
-        reading.tokenizer = Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer, None)?)?;
-    }
-    if let Some(file) = &config.chat_template_path {
-        reading.tokenizer.use_chat_template(file)?;
-    }
-    let place = config.model_name_or_path.as_deref().or(config.config_name.as_deref());
-    reading.tokenizer.check_fits(&reading.shape, place.unwrap_or(Path::new("")))?;
-    reading.tokenizer.set_encoder_decoder(reading.shape.is_encoder_decoder());
-    let most = max_row_length(config, &reading.shape)?;
+    let (mut tokenizer, _) = sft::load_tokenizer(config, &folders)?;
+    sft::fit_tokenizer(&mut tokenizer, config, folders.model.as_deref(), &shape)?;
+    let max_length = sft::max_row_length(config, &shape)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Sft)?;
-    let mut rows = 0;
-    for dataset in &train {
-        let read = dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
-        rows += into_blocks(shorten(read, most, &reading.tokenizer, dataset.path())?.0, config.packing.then_some(most))
-            .len();
-    }
-    if let Some(dataset) = &eval {
-        dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
-    }
-    config.plan_for(rows)?;
-    Ok(reading)
+    let (blocks, _) = sft::read_rows(config, [&train, eval.as_slice()], &tokenizer, max_length)?;
+    config.plan_for(blocks.rows.len())?;
+    Ok(Reading { tokenizer, shape })
 }
 
 fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Reading>> {
-    refuse_eval_only(config)?;
+    reward_model::refuse_eval_only(config)?;
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());
@@ -491,31 +478,27 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let mut tokenizer = reading.tokenizer.clone();
     tokenizer.set_encoder_decoder(false);
-    let most = config.max_length.min(reading.shape.max_position_embeddings);
+    let pads = reward_model::find_pads(config, &reading.shape, &tokenizer, &config.model_name_or_path)?;
+    let read = |dataset: &Dataset| reward_model::read_pairs(dataset, config, &reading.shape, &tokenizer, pads.as_ref());
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
-    let mut pairs = 0;
-    for dataset in &train {
-        let read = dataset.pairs(&tokenizer, reading.shape.causal)?;
-        check_margins(&read, config.pair_loss, dataset.path())?;
-        pairs += leave_out_long(read, most, dataset.path())?.0.len();
-    }
-    if let Some(dataset) = &eval {
-        dataset.pairs(&tokenizer, reading.shape.causal)?;
-    }
-    config.plan_for(pairs)?;
+    let (pairs, _) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    config.plan_for(pairs.rows.len())?;
     Ok(reading)
 }
 
 fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
+    ppo::check_eval_prompts(config)?;
+    ppo::check_sync(config, &World::of_process())?;
     let sources = Sources::find(&config.data, None)?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let specs = specs(config)?;
-    require_reward(specs.is_empty())?;
+    ppo::check_rewards(config, specs.iter().map(Spec::name))?;
+    ppo::check_reward_models(config, &specs, &config.sft_model_path)?;
     let revision = Some(config.model_revision.as_str());
     let policy = reading_of(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
     let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
     let own = own.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
-    check_encoder_decoder(config, &policy.shape)?;
+    ppo::check_encoder_decoder(config, &policy.shape)?;
     let mut tokenizer = own.unwrap_or_else(|| policy.tokenizer.clone());
     tokenizer.set_encoder_decoder(policy.shape.is_encoder_decoder());
     let tokenizer = &tokenizer;
@@ -524,6 +507,9 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let value = config.value_model_path.as_deref();
     for dir in specs.iter().filter_map(Spec::model_path).chain(value) {
         let model = reading_of(known, dir, None, Tokenizer::of_text_or_ids)?;
+        if value == Some(dir) {
+            model.shape.check_decoder(dir)?;
+        }
         // A model without a tokenizer reads the policy's ids.
         let differing = if model.tokenizer.knows_text() { tokenizer.difference(&model.tokenizer) } else { 0 };
         if value == Some(dir) && differing > 0 {
@@ -535,7 +521,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
         // Any other model reads text, of any length.
         let reads_ids = model.shape.causal && differing == 0 && !tokenizer.is_of_encoder_decoder();
         if value == Some(dir) {
-            check_same_kind("value_model_path", &policy.shape, &model.shape)?;
+            ppo::check_same_kind("value_model_path", &policy.shape, &model.shape)?;
         }
         if value == Some(dir) || (reads_ids && !model.shape.is_encoder_decoder()) {
             if model.shape.vocab_size < vocab {
@@ -546,18 +532,14 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let of_models = prompt_limit(&policy.shape, context, config.response_length)?;
+    let of_models = ppo::prompt_limit(&policy.shape, context, config.response_length)?;
     let limit = PromptLimit::new(&config.prompt_length, of_models)?;
-    check_ends(config, tokenizer, vocab, &config.stop_tokens(tokenizer)?)?;
-    let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
-    let mut prompts = 0;
-    for (at, dataset) in train.into_iter().chain(eval).enumerate() {
-        let dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
-        dataset.check(|row| specs.iter().try_for_each(|spec| spec.check_row(row)))?;
-        let read = dataset.prompts_within(tokenizer, vocab, limit)?.0;
-        prompts += if at < config.data.dataset_name.len() { read.len() } else { 0 };
-    }
-    config.plan_for(prompts).map(drop)
+    ppo::Ends::find(config, tokenizer, vocab)?;
+    let read = sources.read(config.run.seed, Stage::Ppo)?;
+    let check_row = |row: &Value| specs.iter().try_for_each(|spec| spec.check_row(row));
+    let (prompts, _) = ppo::read_prompts(config, read, tokenizer, (vocab, limit), check_row)?;
+    config.plan_for(prompts.rows.len())?;
+    ppo::find_texts(config, tokenizer, vocab, of_models.max_length()).map(drop)
 }
 
 /// Writes the settings of all stages to a file that `rlhf pipeline --config` reads.

@@ -37,8 +37,8 @@ use crate::{Error, Result};
 use evaluate::ReportedScores;
 pub(crate) use load::Loaded;
 use load::open;
+pub(in crate::train) use load::{Ends, check_reward_models, check_rewards, check_sync, find_texts, read_prompts};
 pub(crate) use load::{check_encoder_decoder, check_same_kind, prompt_limit};
-pub(in crate::train) use load::{check_ends, require_reward};
 use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
 use std::cell::Cell;
@@ -309,16 +309,21 @@ pub(crate) const VALUE_MODEL: &str = "value_model";
 /// If an input is missing or invalid, or training diverges.
 pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
-    // Callers of the library may evaluate without eval_steps.
-    if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
-        let found = config.num_eval_prompts;
-        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
-    }
+    check_eval_prompts(config)?;
     // Before anything slow begins.
     let opening = open(config)?;
     let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
     (trainer.console, trainer.opening) = (console, Some(opening));
     trainer.train().map(drop)
+}
+
+/// Refuses a number of prompts that no evaluation uses; callers of the library may evaluate without `eval_steps`.
+pub(super) fn check_eval_prompts(config: &PpoConfig) -> Result<()> {
+    if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
+        let found = config.num_eval_prompts;
+        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
+    }
+    Ok(())
 }
 
 /// Name of the command in checkpoints, with every preset.

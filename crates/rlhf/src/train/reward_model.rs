@@ -6,7 +6,9 @@ use crate::data::{Dataset, Pair, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards, Trains};
+use crate::model::{
+    BASE_MODEL, Batch, DropoutRows, ModelConfig, ModelOptions, Param, SequenceClassifier, Shards, Trains,
+};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::micro_batches;
 use crate::run::inputs::Inputs;
@@ -73,7 +75,7 @@ fn load_run<'a>(
     let model_dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let (mut model, tokenizer, pads) = load_trained(config, model_dir)?;
 
-    let read = |dataset: &Dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref());
+    let read = |dataset: &Dataset| read_pairs(dataset, config, model.config(), &tokenizer, pads.as_ref());
     let (train_data, eval_data) = sources.read(config.run.seed, Stage::Reward)?;
     let mut inputs = Inputs::default();
     inputs.rows("dataset_name", &config.data.describe(), &train_data);
@@ -192,37 +194,53 @@ fn load(
         let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
         return Err(Error::invalid(dir, message));
     }
+    let pads = find_pads(config, model.config(), &tokenizer, dir)?;
     if config.pair_loss != PairLoss::Sequence {
         model.check_values(dir)?;
-        if model.config().is_encoder_decoder() {
+    }
+    Ok((model, tokenizer, pads))
+}
+
+/// Returns the padding, where the loss has pads, for a model of this shape in the folder `dir`.
+///
+/// # Errors
+/// If the loss compares tokens, and the model has no score per token or the tokenizer no token to pad with.
+pub(super) fn find_pads(
+    config: &RewardConfig,
+    shape: &ModelConfig,
+    tokenizer: &Tokenizer,
+    dir: &Path,
+) -> Result<Option<Pads>> {
+    if config.pair_loss != PairLoss::Sequence {
+        shape.check_decoder(dir)?;
+        if shape.is_encoder_decoder() {
             let message = "pair_loss: expected sequence for an encoder-decoder, whose score is that of a whole text, found a loss of tokens";
             return Err(Error::Usage(message.into()));
         }
     }
-    let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
-    Ok((model, tokenizer, pads))
+    (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(tokenizer, shape, config)).transpose()
 }
 
-/// Reads the pairs of a dataset that are not too long. Returns them with warnings.
+/// Reads the pairs of a dataset that are not too long, for a model of this shape. Returns them with warnings.
 ///
 /// # Errors
 /// If a row is no pair, none is left, or the loss cannot compare one.
-fn read_pairs(
+pub(super) fn read_pairs(
     dataset: &Dataset,
     config: &RewardConfig,
-    model: &SequenceClassifier,
+    shape: &ModelConfig,
     tokenizer: &Tokenizer,
     pads: Option<&Pads>,
 ) -> Result<(Vec<Pair>, Vec<String>)> {
-    let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = leave_out_long(dataset.pairs(tokenizer, model.config().causal)?, max_length, dataset.path())?;
+    let max_length = config.max_length.min(shape.max_position_embeddings);
+    let read = leave_out_long(dataset.pairs(tokenizer, shape.causal)?, max_length, dataset.path())?;
     check_margins(&read.0, config.pair_loss, dataset.path())?;
     pads.map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
     Ok(read)
 }
 
 /// Refuses `eval_only` in a training run.
-pub(crate) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
+pub(super) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
     if config.eval_only {
         let message =
             "eval_only = true: expected false, as this trains a model; `rlhf reward --eval_only` measures one";
@@ -286,7 +304,8 @@ impl Measured {
         tokenizer.check_fits(model.config(), &dir)?;
         let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
         let datasets = eval.map_or(train, |eval| vec![eval]);
-        let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
+        let read = |dataset: &Dataset| read_pairs(dataset, config, model.config(), &tokenizer, pads.as_ref());
+        let gathered = gather(&datasets, read)?;
         Ok(Self { model, pads, datasets, gathered, dir })
     }
 }
@@ -454,7 +473,7 @@ fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
 ///
 /// # Errors
 /// If a pair has one, and the loss compares tokens.
-pub(crate) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
+fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
     let Some(margin) = pairs.iter().find_map(|pair| pair.margin).filter(|_| pair_loss != PairLoss::Sequence) else {
         return Ok(());
     };
@@ -470,7 +489,7 @@ pub(crate) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) ->
 
 /// The padding of DeepSpeed-Chat's loss.
 #[derive(Debug)]
-struct Pads {
+pub(super) struct Pads {
     id: i64,
     /// Number of pads in a text before the pad that ends it; `None`: those at its start.
     skipped: Option<usize>,
@@ -483,12 +502,12 @@ impl Pads {
     ///
     /// # Errors
     /// If the tokenizer has no token to pad with.
-    fn find(tokenizer: &Tokenizer, model: &SequenceClassifier, config: &RewardConfig) -> Result<Self> {
-        let id = tokenizer.deepspeed_chat_pad(model.config()).or(tokenizer.eos()).ok_or_else(|| {
+    fn find(tokenizer: &Tokenizer, shape: &ModelConfig, config: &RewardConfig) -> Result<Self> {
+        let id = tokenizer.deepspeed_chat_pad(shape).or(tokenizer.eos()).ok_or_else(|| {
             let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
             Error::Usage(format!("{message}; tokens_unpadded needs none"))
         })?;
-        let width = config.max_length.min(model.config().max_position_embeddings);
+        let width = config.max_length.min(shape.max_position_embeddings);
         Ok(Self { id, skipped: config.num_padding_at_beginning, width })
     }
 

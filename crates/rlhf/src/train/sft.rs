@@ -60,18 +60,13 @@ fn load_run<'a>(
     let Parts { mut model, tokenizer, model_dir, files, warning } = load(config)?;
 
     let max_length = max_row_length(config, model.config())?;
-    let read = |dataset: &Dataset| read_rows(dataset, config, &tokenizer, max_length);
     let (train_data, eval_data) = sources.read(config.run.seed, Stage::Sft)?;
     let mut inputs = Inputs::default();
     inputs.rows("dataset_name", &config.data.describe(), &train_data);
     inputs.rows("rows held out", &config.data.describe(), &eval_data);
     inputs.extend(files);
     let first_row = train_data.first().and_then(|dataset| dataset.rows().next().cloned());
-    let blocks = |dataset: &Dataset| {
-        let (rows, warnings) = read(dataset)?;
-        Ok((into_blocks(rows, config.packing.then_some(max_length)), warnings))
-    };
-    let (train_rows, eval_rows) = (gather(&train_data, blocks)?, gather(eval_data.as_slice(), read)?);
+    let (train_rows, eval_rows) = read_rows(config, [&train_data, eval_data.as_slice()], &tokenizer, max_length)?;
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
@@ -142,17 +137,17 @@ fn paths_read(config: &SftConfig) -> Vec<&Path> {
 }
 
 /// The folders and files of model and tokenizer, in the hub's cache where they are names on the hub.
-struct Folders {
+pub(super) struct Folders {
     /// The model's folder; none for random weights.
-    model: Option<PathBuf>,
+    pub(super) model: Option<PathBuf>,
     /// The folder of another tokenizer than the model's.
     tokenizer: Option<PathBuf>,
     /// The configuration of a model with random weights.
-    shape: Option<PathBuf>,
+    pub(super) shape: Option<PathBuf>,
 }
 
 impl Folders {
-    fn find(config: &SftConfig) -> Result<Self> {
+    pub(super) fn find(config: &SftConfig) -> Result<Self> {
         let revision = Some(config.model_revision.as_str());
         let model = config.model_name_or_path.as_deref().map(|dir| hub::model_dir(dir, revision)).transpose()?;
         let tokenizer = config.tokenizer_name.as_deref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
@@ -180,16 +175,9 @@ struct Parts {
 /// If a model folder, a tokenizer or a data file is missing or malformed, which the message names.
 fn load(config: &SftConfig) -> Result<Parts> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
-    let Folders { model: model_dir, tokenizer: own_tokenizer, shape: shape_file } = Folders::find(config)?;
-    let mut tokenizer = match (own_tokenizer.as_deref(), model_dir.as_deref()) {
-        (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
-        (None, None) => unreachable!("`check` refuses settings without a tokenizer"),
-    };
-    if let Some(file) = &config.chat_template_path {
-        tokenizer.use_chat_template(file)?;
-    }
-    let warning = model_dir.as_deref().zip(own_tokenizer.as_deref());
-    let warning = warning.map(|(model, own)| tokenizer_warning(&tokenizer, own, model)).transpose()?.flatten();
+    let folders = Folders::find(config)?;
+    let (mut tokenizer, warning) = load_tokenizer(config, &folders)?;
+    let Folders { model: model_dir, tokenizer: own_tokenizer, shape: shape_file } = folders;
     let mut files = Inputs::default();
     model_dir.as_deref().map_or(Ok(()), |dir| files.model("model_name_or_path", dir))?;
     own_tokenizer.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
@@ -206,10 +194,41 @@ fn load(config: &SftConfig) -> Result<Parts> {
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }
-    tokenizer.set_encoder_decoder(model.config().is_encoder_decoder());
-    let place = model_dir.as_deref().or(config.config_name.as_deref());
-    tokenizer.check_fits(model.config(), place.unwrap_or(Path::new("")))?;
+    fit_tokenizer(&mut tokenizer, config, model_dir.as_deref(), model.config())?;
     Ok(Parts { model, tokenizer, model_dir, files, warning })
+}
+
+/// Loads the tokenizer that the settings name, with their chat template. Returns it with a warning if the model has another one.
+///
+/// # Errors
+/// If a tokenizer or the template is missing or malformed.
+pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(Tokenizer, Option<String>)> {
+    let (own, model) = (folders.tokenizer.as_deref(), folders.model.as_deref());
+    let mut tokenizer = match (own, model) {
+        (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
+        (None, None) => unreachable!("`check` refuses settings without a tokenizer"),
+    };
+    if let Some(file) = &config.chat_template_path {
+        tokenizer.use_chat_template(file)?;
+    }
+    let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
+    let warning = warning.transpose()?.flatten();
+    Ok((tokenizer, warning))
+}
+
+/// Sets up the tokenizer for a model of this shape; `dir` is the model's folder, if it has one.
+///
+/// # Errors
+/// If the model lacks one of its ids.
+pub(super) fn fit_tokenizer(
+    tokenizer: &mut Tokenizer,
+    config: &SftConfig,
+    dir: Option<&Path>,
+    shape: &ModelConfig,
+) -> Result<()> {
+    tokenizer.set_encoder_decoder(shape.is_encoder_decoder());
+    let place = dir.or(config.config_name.as_deref());
+    tokenizer.check_fits(shape, place.unwrap_or(Path::new("")))
 }
 
 /// Returns a warning if `tokenizer`, of the folder `own`, has other ids than the one in the model's folder `dir`.
@@ -254,11 +273,29 @@ pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<
     }
 }
 
+/// Reads the rows of `[train, eval]`, cut to `max_length`: those to train on, in blocks, and those that are held out.
+///
+/// # Errors
+/// If a row is no demonstration, or none of a dataset is left.
+pub(super) fn read_rows(
+    config: &SftConfig,
+    [train, eval]: [&[Dataset]; 2],
+    tokenizer: &Tokenizer,
+    max_length: usize,
+) -> Result<(Gathered<Vec<Demonstration>>, Gathered<Demonstration>)> {
+    let read = |dataset: &Dataset| read_dataset(dataset, config, tokenizer, max_length);
+    let blocks = |dataset: &Dataset| {
+        let (rows, warnings) = read(dataset)?;
+        Ok((into_blocks(rows, config.packing.then_some(max_length)), warnings))
+    };
+    Ok((gather(train, blocks)?, gather(eval, read)?))
+}
+
 /// Reads the demonstrations of a dataset. Returns them, cut to `max_length`, with warnings.
 ///
 /// # Errors
 /// If a row is no demonstration, or none is left.
-fn read_rows(
+fn read_dataset(
     dataset: &Dataset,
     config: &SftConfig,
     tokenizer: &Tokenizer,

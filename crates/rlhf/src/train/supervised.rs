@@ -5,7 +5,7 @@ use crate::data::Cursor;
 use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
 use crate::metrics::Metrics;
-use crate::model::{Param, Shards};
+use crate::model::{BASE_MODEL, Param, Shards};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::optim::{Optimizer, learning_rate};
@@ -423,6 +423,10 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn write_bases(&mut self) -> Result<()> {
         self.task.write_base(&self.spec.run.output_dir)
+    }
+
+    fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
+        vec![(BASE_MODEL.into(), &["model_name_or_path"])]
     }
 
     fn save_final(&self, dir: &Path) -> Result<()> {

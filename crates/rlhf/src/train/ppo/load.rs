@@ -1,6 +1,6 @@
 //! Loads and checks the parts of a PPO run.
 
-use super::super::{check_held_out, gather, model_options, roundings, trained_options};
+use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::dist::World;
@@ -152,7 +152,7 @@ impl PpoTrainer {
 }
 
 /// Refuses a reference model that follows the policy where it would be divided over the ranks.
-fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
+pub(in crate::train) fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
     if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && world.size() > 1 {
         return Err(Error::Usage(
             "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
@@ -167,6 +167,26 @@ fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
 pub(crate) struct Ends {
     pub(crate) stop: Vec<i64>,
     pub(crate) stop_strings: Option<StopStrings>,
+}
+
+impl Ends {
+    /// Finds what the settings end a response with.
+    ///
+    /// # Errors
+    /// If they need an eos that the tokenizer lacks, a text is empty, or an id is outside the policy's vocabulary of `vocab` ids.
+    pub(in crate::train) fn find(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64) -> Result<Self> {
+        let stop = config.stop_tokens(tokenizer)?;
+        let stop_strings = config.stop_strings(tokenizer)?;
+        if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() && stop_strings.is_none()
+        {
+            tokenizer.require_eos()?;
+        }
+        if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
+            let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
+            return Err(Error::Usage(message));
+        }
+        Ok(Self { stop, stop_strings })
+    }
 }
 
 impl PpoParts {
@@ -214,7 +234,6 @@ impl PpoParts {
         check_encoder_decoder(config, self.learner.policy.config())?;
         self.tokenizer.set_encoder_decoder(self.learner.policy.config().is_encoder_decoder());
         let limit = prompt_limit_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
-        let longest = limit.max_length();
         check_prompts("prompts", &self.prompts, limit, vocab)?;
         check_prompts("eval_prompts", &self.eval_prompts, limit, vocab)?;
         for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
@@ -224,16 +243,12 @@ impl PpoParts {
         }
         let of_eval = self.eval_prompts.iter().take(SAMPLE_ROWS.max(config.num_eval_prompts));
         self.prompts.iter().chain(of_eval).try_for_each(|prompt| self.rewards.check_row(&prompt.row))?;
-        let stop = config.stop_tokens(&self.tokenizer)?;
-        let stop_strings = config.stop_strings(&self.tokenizer)?;
+        let ends = Ends::find(config, &self.tokenizer, vocab)?;
         self.learner.policy.set_generation(generation_settings(config));
-        check_ends(config, &self.tokenizer, vocab, &stop)?;
         if self.learner.unsupervised.is_none() {
-            let block = config.prompt_length.max_prompt_length.unwrap_or(longest).min(longest) + config.response_length;
-            let (texts, seed) = (&config.unsupervised, config.run.seed);
-            self.learner.unsupervised = Unsupervised::find(texts, &self.tokenizer, vocab, block, seed)?;
+            self.learner.unsupervised = find_texts(config, &self.tokenizer, vocab, limit.max_length())?;
         }
-        Ok(Ends { stop, stop_strings })
+        Ok(ends)
     }
 }
 
@@ -255,12 +270,13 @@ impl Loaded {
     pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
         let (world, asked) = (World::of_process(), AskedHub::with(commits));
         check_sync(config, &world)?;
+        let rewards = specs(config)?;
+        check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
-        let rewards = specs(config);
-        let rewards = rewards.iter().flatten().filter_map(Spec::model_path);
+        let rewards = rewards.iter().filter_map(Spec::model_path);
         asked.download(&world, &paths_read(config, rewards), || {
             Sources::find(&config.data, None)?;
-            Folders::find(config, true, &mut Inputs::default()).map(drop)
+            Folders::find(config, &mut Inputs::default()).map(drop)
         })?;
         world.agree(Self::load(config, more, &asked))
     }
@@ -273,8 +289,7 @@ impl Loaded {
         let sources = Sources::find(&config.data, None)?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let mut inputs = Inputs::default();
-        let Folders { policy: dir, value: value_dir, tokenizer, specs } =
-            Folders::find(config, more.is_empty(), &mut inputs)?;
+        let Folders { policy: dir, value: value_dir, tokenizer, specs } = Folders::find(config, &mut inputs)?;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         let (policy, reference) = load_policy(config, &dir, frozen)?;
@@ -291,7 +306,6 @@ impl Loaded {
         rewards.extend(more);
         rewards.shard(&World::of_process(), config.frozen_stage());
         offload_frozen(config, reference.as_ref(), Some(&rewards))?;
-        check_best_metric(config, &rewards)?;
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
         }
@@ -330,22 +344,14 @@ struct Folders {
 
 impl Folders {
     /// Finds the folders, in the hub's cache where they are names on the hub, and records them in `inputs`.
-    fn find(config: &PpoConfig, no_more_rewards: bool, inputs: &mut Inputs) -> Result<Self> {
+    fn find(config: &PpoConfig, inputs: &mut Inputs) -> Result<Self> {
         let policy = hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
         inputs.model("sft_model_path", &policy)?;
         for (name, dir) in specs.iter().filter_map(Spec::named_model) {
             inputs.model(&format!("reward {name}"), dir)?;
         }
-        require_reward(specs.is_empty() && no_more_rewards)?;
-        if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, &policy)) {
-            return Err(Error::Usage(format!(
-                "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
-                 responses, as `rlhf reward` does, not the one that writes them",
-                config.sft_model_path.display(),
-                same.display()
-            )));
-        }
+        check_reward_models(config, &specs, &policy)?;
         let value = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
         value.as_deref().map_or(Ok(()), |dir| inputs.model("value_model_path", dir))?;
         let tokenizer = match &config.model_name_or_path {
@@ -494,16 +500,33 @@ fn load_prompts(
     sources: &Sources<'_>,
     tokenizer: &Tokenizer,
     rewards: &Rewards,
-    (vocab, limit): (i64, PromptLimit),
+    limit: (i64, PromptLimit),
     inputs: &mut Inputs,
 ) -> Result<LoadedPrompts> {
-    let read = |dataset: &Dataset| {
-        dataset.check(|row| rewards.check_row(row))?;
-        dataset.prompts_within(tokenizer, vocab, limit)
-    };
-    let (mut train, mut eval) = sources.read(config.run.seed, Stage::Ppo)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
+    let (train, eval) = read_prompts(config, (train, eval), tokenizer, limit, |row| rewards.check_row(row))?;
+    let cursor = train.cursor(config.run.seed, &config.data);
+    let notes = [train.warnings, eval.warnings].concat();
+    Ok(LoadedPrompts { train: train.rows, eval: eval.rows, cursor, notes })
+}
+
+/// Encodes the prompts to train on and those that are held out, within the vocabulary and the length of `limit`.
+///
+/// # Errors
+/// If a row has no prompt, `check_row` refuses it, or its prompt is too long.
+pub(in crate::train) fn read_prompts(
+    config: &PpoConfig,
+    (mut train, mut eval): (Vec<Dataset>, Option<Dataset>),
+    tokenizer: &Tokenizer,
+    (vocab, limit): (i64, PromptLimit),
+    check_row: impl Fn(&Value) -> Result<()>,
+) -> Result<(Gathered<Prompt>, Gathered<Prompt>)> {
+    let read = |dataset: &Dataset| {
+        dataset.check(&check_row)?;
+        dataset.prompts_within(tokenizer, vocab, limit)
+    };
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
         eval = eval.map(Dataset::with_chat_prompts);
@@ -512,23 +535,52 @@ fn load_prompts(
     if config.prompt_length.long_prompts != LongPrompts::Drop {
         eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.num_eval_prompts)));
     }
-    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
-    let cursor = train.cursor(config.run.seed, &config.data);
-    let notes = [train.warnings, eval.warnings].concat();
-    Ok(LoadedPrompts { train: train.rows, eval: eval.rows, cursor, notes })
+    Ok((gather(&train, read)?, gather(eval.as_slice(), read)?))
 }
 
-/// Refuses to choose the best model by a reward that does not exist.
-fn check_best_metric(config: &PpoConfig, rewards: &Rewards) -> Result<()> {
+/// Refuses a run that has no reward, or chooses the best model by one that it has not; `names` are those of its rewards.
+pub(in crate::train) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
+    let names: Vec<&str> = names.collect();
+    if names.is_empty() {
+        let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
+        return Err(Error::Usage(message.into()));
+    }
     if let Some(metric) = &config.eval.metric_for_best_model
         && let Some(name) = metric.strip_prefix(EVAL_SCORES)
-        && !rewards.names().any(|known| known == name)
+        && !names.contains(&name)
     {
-        let known = rewards.names().collect::<Vec<_>>().join(", ");
+        let known = names.join(", ");
         let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
         return Err(Error::Usage(message));
     }
     Ok(())
+}
+
+/// Refuses the `policy`, a folder or a name, as its own reward model.
+pub(in crate::train) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: &Path) -> Result<()> {
+    match rewards.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy)) {
+        Some(same) => Err(Error::Usage(format!(
+            "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
+             responses, as `rlhf reward` does, not the one that writes them",
+            config.sft_model_path.display(),
+            same.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Returns the texts that are mixed in, if there are any, in blocks of the `longest` prompt with a response.
+///
+/// # Errors
+/// Those of [`Unsupervised::find`].
+pub(in crate::train) fn find_texts(
+    config: &PpoConfig,
+    tokenizer: &Tokenizer,
+    vocab: i64,
+    longest: usize,
+) -> Result<Option<Unsupervised>> {
+    let block = config.prompt_length.max_prompt_length.unwrap_or(longest).min(longest) + config.response_length;
+    Unsupervised::find(&config.unsupervised, tokenizer, vocab, block, config.run.seed)
 }
 
 /// Refuses truncated prompts where a reward model would read the whole conversation.
@@ -573,15 +625,6 @@ fn paths_read<'p>(config: &'p PpoConfig, rewards: impl Iterator<Item = &'p Path>
     paths
 }
 
-/// Refuses a run that has no reward.
-pub(in crate::train) fn require_reward(none: bool) -> Result<()> {
-    if none {
-        let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
-        return Err(Error::Usage(message.into()));
-    }
-    Ok(())
-}
-
 /// Returns the limit on the tokens of a prompt: a response has to fit into the `context` of a decoder with it. An encoder has the whole
 /// `context` for the prompt, and its decoder has it for a start token and the response.
 ///
@@ -620,22 +663,6 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
         Some(refused) => Err(Error::Usage(format!("{refused}, for a policy with an encoder and a decoder"))),
         None => Ok(()),
     }
-}
-
-/// Checks that the tokenizer has what a response is to end with, and the policy's vocabulary of `vocab` ids the token that is given.
-///
-/// # Errors
-/// If the tokenizer has no eos, or the id is outside the vocabulary.
-pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
-    let by_text = !config.sampling.stop_strings.is_empty();
-    if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() && !by_text {
-        tokenizer.require_eos()?;
-    }
-    if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
-        let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
-        return Err(Error::Usage(message));
-    }
-    Ok(())
 }
 
 /// Returns [`prompt_limit`] for the smallest context of all models that read ids.

@@ -18,7 +18,7 @@ use crate::run::sinks::console::ConsoleOutput;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Metrics of the end of a run, by their labels.
 const OUTCOME: [(&str, &str); 6] = [
@@ -387,6 +387,14 @@ impl Trainee for PpoTrainer {
         value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
     }
 
+    fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
+        vec![
+            (BASE_MODEL.into(), &["sft_model_path"]),
+            // The value model starts from its own folder, else from the reward model, else from the policy.
+            (Path::new(VALUE_MODEL).join(BASE_MODEL), &["value_model_path", "reward model", "sft_model_path"]),
+        ]
+    }
+
     fn save_final(&self, dir: &Path) -> Result<()> {
         self.write_all(dir)?;
         self.learner.end_serving()
@@ -395,6 +403,10 @@ impl Trainee for PpoTrainer {
     fn card_metrics(&self) -> Map<String, Value> {
         let metric = |&(name, _): &(&str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
         CARD_METRICS.iter().filter_map(metric).collect()
+    }
+
+    fn best_depends_on(&self) -> &'static [&'static str] {
+        &["num_eval_prompts"]
     }
 
     /// No update trains the policy during the warmup of the value model.
