@@ -108,6 +108,12 @@ impl Checkpoint {
         self.tensors.get(name).is_some_and(|entry| matches!(entry.info.dtype, Dtype::U8 | Dtype::I8))
     }
 
+    /// The layers whose weights are codes.
+    pub(crate) fn coded_layers(&self) -> Vec<String> {
+        let coded = self.names().filter(|name| self.holds_codes(name));
+        coded.filter_map(|name| name.strip_suffix(".weight")).map(String::from).collect()
+    }
+
     /// The file of the tensor `name`; the folder if there is no such tensor.
     pub(crate) fn path_of(&self, name: &str) -> &Path {
         self.tensors.get(name).map_or(&self.dir, |entry| &self.files[entry.file].path)

@@ -1,6 +1,7 @@
 //! `rlhf plan` against real runs and real tensors.
 
 use crate::cli::{PPO, PROMPTS, REWARD, SFT, Scratch};
+use crate::support::golden;
 use serde_json::{Value, json};
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -88,6 +89,41 @@ fn a_plan_of_a_quantized_base_is_near_the_peak_of_the_run() {
         );
         assert_near_peak(&scratch, &line);
     }
+}
+
+#[test]
+fn a_plan_counts_the_weights_that_the_files_hold_quantized() {
+    let scratch = Scratch::new();
+    let quantized = golden().join("quantized/llama_nf4");
+    let layer = "model.layers.0.mlp.up_proj";
+    for (name, is_plain) in [("all", false), ("most", true)] {
+        let stored = tch::Tensor::read_safetensors(quantized.join("model.safetensors")).unwrap();
+        let mut tensors: Vec<_> =
+            stored.into_iter().filter(|(tensor, _)| !(is_plain && tensor.starts_with(layer))).collect();
+        if is_plain {
+            let base = tch::Tensor::read_safetensors(golden().join("models/llama_untied/model.safetensors")).unwrap();
+            tensors.extend(base.into_iter().filter(|(tensor, _)| tensor.starts_with(layer)));
+        }
+        std::fs::create_dir(scratch.path(name)).unwrap();
+        std::fs::copy(quantized.join("config.json"), scratch.path(name).join("config.json")).unwrap();
+        for file in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(golden().join("models/llama_untied").join(file), scratch.path(name).join(file)).unwrap();
+        }
+        tch::Tensor::write_safetensors(&tensors, scratch.path(name).join("model.safetensors")).unwrap();
+    }
+    let line = |name: &str| format!("sft --model_name_or_path {name} --dataset_name demos.jsonl --output_dir out");
+    let weights = |name: &str, flags: &str| {
+        number(&planned(&scratch, "", &format!("{} --use_peft {flags}", line(name)))["models"][0]["weights"])
+    };
+    let (all, most) = (weights("all", ""), weights("most", ""));
+    let config: Value = serde_json::from_str(&scratch.read("all/config.json")).unwrap();
+    let numel = number(&config["hidden_size"]) * number(&config["intermediate_size"]);
+    // 4 bytes for each number in place of half a byte, its share of a scale, and some hundreds for the description and the maps.
+    assert!((most - all) > 2.0 * numel && (most - all) < 4.0 * numel, "{all}, {most}: {numel}");
+    // The other settings are for models that are plain in their files.
+    assert_eq!([weights("all", "--load_in_8bit"), weights("most", "--load_in_4bit")], [all, most]);
+    let refused = format!("plan --json --calibrate=false {}", line("all"));
+    scratch.refuses(&refused, 2, &["the weights are quantized", "set use_peft"]);
 }
 
 /// The folder `7b` with the configuration of Llama-2-7B, and no weights.

@@ -142,6 +142,10 @@ impl Drop for Loaded<'_> {
     }
 }
 
+/// The error of a training of all weights of a quantized model.
+pub(super) const TRAINS_QUANTIZED: &str =
+    "the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them";
+
 impl Body {
     pub(super) fn new(decoder: Decoder, params: Vec<Param>, config: ModelConfig, device: Device, kind: Kind) -> Self {
         Self {
@@ -177,9 +181,7 @@ impl Body {
     ) -> Result<()> {
         if self.quantization().is_some() && !matches!(trains, Trains::Adapter) {
             let model = self.origin.as_ref().map_or("the model".into(), |dir| dir.display().to_string());
-            return Err(Error::Usage(format!(
-                "{model}: the weights are quantized, and all of them would be trained: set use_peft, which trains an adapter beside them"
-            )));
+            return Err(Error::Usage(format!("{model}: {TRAINS_QUANTIZED}")));
         }
         self.merge_adapter(adapted_head);
         match trains {

@@ -295,6 +295,11 @@ impl ModelConfig {
         }
     }
 
+    /// Whether the file spares the linear layer of this name when it describes quantized weights.
+    pub(crate) fn spares(&self, layer: &str) -> bool {
+        self.raw.get("quantization_config").is_some_and(|described| is_skipped(described, layer))
+    }
+
     /// Removes the description of quantized weights, of a model that has none.
     pub(crate) fn forget_quantization(&mut self) {
         self.raw.remove("quantization_config");

@@ -1,16 +1,17 @@
 //! Sizes of a model, from its configuration alone: no weight is read, and none is allocated.
 
+use super::body::TRAINS_QUANTIZED;
 use super::body::{activation_bytes, holds_in_bf16};
 use super::classifier::{Head, SCORE_HEADS};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
-use super::params::{Builder, Init, Source};
-use super::quantized::Quantization;
+use super::params::{Builder, Init, Source, model_name};
+use super::quantized::{QuantType, Quantization};
 use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
 use crate::{Error, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use tch::{Device, Kind};
 
@@ -21,6 +22,8 @@ pub(crate) struct ModelSizes {
     tensors: Vec<TensorSize>,
     linears: Vec<LinearSize>,
     is_classifier: bool,
+    /// The linear layers whose weights the model's files hold quantized; `None` if no files were read, so that `config.json` tells.
+    coded: Option<HashSet<String>>,
 }
 
 #[derive(Debug, Clone)]
@@ -263,7 +266,26 @@ impl ModelSizes {
             );
             return Err(Error::Run(message));
         }
-        Ok(Self { config, tensors, linears, is_classifier })
+        Ok(Self { config, tensors, linears, is_classifier, coded: None })
+    }
+
+    /// Sets the layers whose weights the model's files hold quantized, as the files name them.
+    #[must_use]
+    pub(crate) fn with_coded(mut self, layers: Option<Vec<String>>) -> Self {
+        let names = &self.config.family.names;
+        self.coded = layers.map(|layers| layers.iter().map(|layer| model_name(names, layer)).collect());
+        self
+    }
+
+    /// Sets the layers that are quantized in the files to those of `other`, of the same body.
+    #[must_use]
+    pub(crate) fn coded_as(self, other: &Self) -> Self {
+        Self { coded: other.coded.clone(), ..self }
+    }
+
+    /// Whether the model's files hold weights quantized. The others are then plain whatever the settings, as when it is loaded.
+    fn is_coded(&self) -> bool {
+        self.coded.as_ref().map_or(self.config.quantization().is_some(), |coded| !coded.is_empty())
     }
 
     pub(crate) fn config(&self) -> &ModelConfig {
@@ -287,11 +309,11 @@ impl ModelSizes {
     }
 
     /// The model in memory, with products in `compute`. `dtype` is the dtype that frozen weights are loaded in; `None`: that of the files.
-    /// Weights of linear layers are in the format `quantization` where nothing but an adapter is trained; weights that are quantized in
-    /// the files stay so.
+    /// Weights of linear layers are in the format `quantization` where nothing but an adapter is trained; those of a model that is
+    /// quantized in its files stay as they are.
     ///
     /// # Errors
-    /// If a target of the adapter matches no layer.
+    /// If a target of the adapter matches no layer; if quantized weights would be trained.
     pub(crate) fn held_as(
         &self,
         holding: Holding<'_>,
@@ -299,8 +321,11 @@ impl ModelSizes {
         compute: Kind,
         quantization: Option<Quantization>,
     ) -> Result<Held> {
-        let quantization = quantization.or(self.config.quantization());
-        let quantization = quantization.filter(|_| !matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_)));
+        let trains_all = matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
+        if trains_all && self.is_coded() {
+            return Err(Error::Usage(TRAINS_QUANTIZED.into()));
+        }
+        let quantization = if self.is_coded() { self.stored_format() } else { quantization.filter(|_| !trains_all) };
         let mut held = Held::default();
         let mut layers: HashMap<usize, [usize; 2]> = HashMap::new();
         let mut add = |layer: Option<usize>, numel: usize, bytes: usize, trained: bool| {
@@ -450,9 +475,20 @@ impl ModelSizes {
         self.tensors.iter().find(|tensor| tensor.name.strip_suffix(".weight") == Some(linear))?.layer
     }
 
-    /// Output and input width of a weight that is quantized when weights are.
+    /// The format of the weights that are quantized in the files.
+    fn stored_format(&self) -> Option<Quantization> {
+        let nf4 = || Quantization::FourBit { quant_type: QuantType::Nf4, nested: false };
+        self.is_coded().then(|| self.config.quantization().unwrap_or_else(nf4))
+    }
+
+    /// Output and input width of a weight that is quantized: in the files, or else when weights are.
     fn quantized_widths(&self, tensor: &TensorSize) -> Option<[usize; 2]> {
-        let layer = tensor.name.strip_suffix(".weight").filter(|layer| self.config.family.names.quantizes(layer))?;
+        let quantizes = |layer: &&str| match &self.coded {
+            Some(coded) if !coded.is_empty() => coded.contains(*layer),
+            Some(_) => self.config.family.names.quantizes(layer),
+            None => self.config.family.names.quantizes(layer) && !self.config.spares(layer),
+        };
+        let layer = tensor.name.strip_suffix(".weight").filter(quantizes)?;
         let [width_in, width_out] = self.linears.iter().find(|linear| linear.name == layer)?.widths;
         Some([width_out, width_in])
     }

@@ -96,6 +96,12 @@ pub(crate) struct Builder<'a> {
     mismatched: Vec<String>,
 }
 
+/// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
+pub(crate) fn model_name(names: &Names, stored: &str) -> String {
+    let rest = [names.prefix, DEEPSPEED_CHAT, TEXT_PART].into_iter().find_map(|prefix| stored.strip_prefix(prefix));
+    format!("{}{}", names.prefix, rest.unwrap_or(stored))
+}
+
 impl<'a> Builder<'a> {
     pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, hold: Option<Kind>) -> Self {
         let stored_prefix = match source {

@@ -1,6 +1,6 @@
 //! The plan of `rlhf generate`: weights, and for each batch a cache, activations of the prompts and logits.
 
-use super::members::config_of;
+use super::members::{Described, config_of};
 use super::memory::Sampled;
 use super::operations::{Operations, Read, forward};
 use super::rates::{Passes, Rates};
@@ -78,13 +78,13 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
 impl<'c> Generation<'c> {
     fn read(config: &'c GenerateConfig, machine: Machine) -> Result<Self> {
         let (path, revision) = (config.model_name_or_path.as_path(), Some(config.model_revision.as_str()));
-        let (model, stored) = config_of(path, revision, true)?;
+        let Described { config: model, kind, coded } = config_of(path, revision, true)?;
         let generation = config.generation(model.generation_settings(), model.max_position_embeddings, path)?;
         let longest = GenerateConfig::max_prompt_len(&model, generation.max_new_tokens, path)?;
         let tokenizer = Tokenizer::of_text_or_ids(&hub::tokenizer_dir(path, revision)?)?;
         let prompts = dataset(config)?.prompts(&tokenizer, model.vocab_size, longest)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
-        let sizes = ModelSizes::of_causal_lm(model, stored, path)?;
+        let sizes = ModelSizes::of_causal_lm(model, kind, path)?.with_coded(coded);
         Ok(Self { config, sizes, prompts, generation, machine })
     }
 

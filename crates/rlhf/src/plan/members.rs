@@ -15,7 +15,17 @@ use std::path::{Path, PathBuf};
 use tch::Kind;
 
 /// Reads the configuration of a model by its path and revision, and the dtype that its files hold it in.
-type ReadConfig<'r> = dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)> + 'r;
+type ReadConfig<'r> = dyn Fn(&Path, Option<&str>) -> Result<Described> + 'r;
+
+/// A model's configuration, and what is known of its files.
+#[derive(Debug)]
+pub(super) struct Described {
+    pub(super) config: ModelConfig,
+    /// The dtype of the weights.
+    pub(super) kind: Kind,
+    /// The layers whose weights are quantized; `None` if only `config.json` is here.
+    pub(super) coded: Option<Vec<String>>,
+}
 
 /// Sizes of the models that a run names.
 #[derive(Debug)]
@@ -78,7 +88,9 @@ impl Models {
         let made_in = |path: &Path| made.iter().find(|made| made.dir == path);
         let mut found = Self::find_with(run, &|path, revision| match made_in(path) {
             // Trained weights are saved in f32.
-            Some(Made { from, revision, .. }) => Ok((config_of(from, revision.as_deref(), true)?.0, Kind::Float)),
+            Some(Made { from, revision, .. }) => {
+                Ok(Described { kind: Kind::Float, ..config_of(from, revision.as_deref(), true)? })
+            }
             None => config_of(path, revision, true),
         })?;
         if let Some(made) = made_in(&found.tokenizer) {
@@ -102,18 +114,17 @@ impl Models {
         // An adapter is merged into the layers of a model that is trained, or that the policy is compared with, in f32.
         let merged = |path: &Path, kind| Ok::<_, Error>(if adapter_in(path)?.is_some() { Kind::Float } else { kind });
         let lm = |path: &Path, revision| -> Result<NamedModel> {
-            let (config, kind) = read(path, revision)?;
-            let kind = merged(path, kind)?;
-            let sizes = ModelSizes::of_causal_lm(config, kind, path)?;
+            let Described { config, kind, coded } = read(path, revision)?;
+            let sizes = ModelSizes::of_causal_lm(config, merged(path, kind)?, path)?.with_coded(coded);
             Ok(NamedModel { name: path.display().to_string(), sizes })
         };
         let classifier = |path: &Path, revision, new_head, merges: bool| -> Result<NamedModel> {
-            let (config, kind) = read(path, revision)?;
+            let Described { config, kind, coded } = read(path, revision)?;
             let kind = if merges { merged(path, kind)? } else { kind };
             let new_head = new_head && !config.is_sequence_classifier();
             Ok(NamedModel {
                 name: path.display().to_string(),
-                sizes: ModelSizes::of_classifier(config, kind, new_head)?,
+                sizes: ModelSizes::of_classifier(config, kind, new_head)?.with_coded(coded),
             })
         };
         let alone = |main, tokenizer: &Path| Self {
@@ -145,6 +156,7 @@ impl Models {
                     config.value_model_path.as_deref().map(|path| classifier(path, None, true, true)).transpose()?;
                 let stored = main.sizes.stored_kind();
                 let fresh = ModelSizes::of_classifier(main.sizes.config().clone(), stored, true)?;
+                let fresh = fresh.coded_as(&main.sizes);
                 let tokenizer = config.model_name_or_path.as_deref().unwrap_or(&config.sft_model_path).into();
                 Ok(Self { main, tokenizer, value, rewards, fresh_value: Some(fresh) })
             }
@@ -299,7 +311,7 @@ fn adapter_in(path: &Path) -> Result<Option<AdapterFolder>> {
 }
 
 /// Reads the configuration of the model `path`, and the dtype that its files hold it in. `downloads`: `config.json` may come from the hub.
-pub(super) fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<(ModelConfig, Kind)> {
+pub(super) fn config_of(path: &Path, revision: Option<&str>, downloads: bool) -> Result<Described> {
     let adapter = adapter_in(path)?;
     let (dir, revision) = match adapter.as_ref().map(|folder| (folder.local_base(), folder.hub_base())) {
         Some((Some(base), _)) => (base, None),
@@ -309,13 +321,13 @@ pub(super) fn config_of(path: &Path, revision: Option<&str>, downloads: bool) ->
     if dir.is_dir() {
         let config = ModelConfig::from_dir(&dir)?;
         // The headers alone are read.
-        let kind = if Checkpoint::is_in(&dir) { Checkpoint::open(&dir)?.kind() } else { config.stored_kind() };
-        return Ok((config, kind));
+        let files = Checkpoint::is_in(&dir).then(|| Checkpoint::open(&dir)).transpose()?;
+        let kind = files.as_ref().map_or_else(|| config.stored_kind(), Checkpoint::kind);
+        return Ok(Described { config, kind, coded: files.as_ref().map(Checkpoint::coded_layers) });
     }
     if !downloads {
         return Err(Error::Run(format!("{}: not here", dir.display())));
     }
     let config = ModelConfig::from_file(&hub::config_file(&dir, revision)?)?;
-    let kind = config.stored_kind();
-    Ok((config, kind))
+    Ok(Described { kind: config.stored_kind(), config, coded: None })
 }
