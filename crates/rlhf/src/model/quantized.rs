@@ -188,7 +188,7 @@ pub(super) fn is_skipped(described: &Value, layer: &str) -> bool {
 #[command(rename_all = "snake_case")]
 pub struct QuantizationConfig {
     /// Hold the frozen weights of linear layers in 4 bits, as bitsandbytes does: the base of an adapter, the reference model and reward
-    /// models. Embeddings, norms and heads stay as they are.
+    /// models. Embeddings, norms and heads stay as they are, and so does a model that is quantized already.
     #[arg(long, help_heading = crate::flag::MODELS)]
     pub load_in_4bit: bool,
     /// As load_in_4bit, in 8 bits: rows of LLM.int8's format, computed with as weights only.
