@@ -104,7 +104,7 @@ impl StepTrainer {
     pub fn loss(&self, inputs: &LossInputs<'_>) -> (Tensor, Tensor, Stats) {
         let LossInputs { mask, advantages, returns, .. } = *inputs;
         let number = |x: &Tensor| x.double_value(&[]);
-        let clip = self.learner.settings().loss.clip;
+        let clip = self.learner.settings().update.loss.clip;
         let policy = math::policy_loss(inputs.logprobs, inputs.old_logprobs, advantages, mask, clip);
         let value = math::value_loss(inputs.vpreds, inputs.values, returns, mask, self.config.cliprange_value);
         let count = number(&mask.sum(Kind::Double));
