@@ -8,6 +8,7 @@ use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::reward::{FnReward, Rewards, ScoreUse};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::experience;
+use rlhf::rl::shaping::targets;
 use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use std::path::Path;
@@ -53,7 +54,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let models = learner.rollout_models(&reference);
         let scores = scored.to_scores(learner.policy.device());
         let experience = experience(models, &tokens, &responses, scores, &rollout)?;
-        let targets = learner.targets(&experience, config.kl.kl_coef, &shaping);
+        let targets = targets(&experience, config.kl.kl_coef, &shaping);
 
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);

@@ -18,6 +18,8 @@ pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 use crate::{Error, Result};
 use failure::{Agreed, Failure, Fault};
 use launch::Launch;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::cell::Cell;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -295,11 +297,20 @@ impl World {
         Ok(Tensor::cat(&rows.collect::<Vec<_>>(), 0))
     }
 
-    /// The bytes of all ranks, in the order of ranks.
+    /// The values of all ranks, in the order of ranks. They are sent as JSON, which keeps the bits of finite numbers and has no others.
     ///
     /// # Errors
-    /// As [`World::sum`].
-    pub fn gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+    /// As [`World::sum`]; if a value cannot be sent.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>> {
+        if self.size() == 1 {
+            return Ok(vec![own]);
+        }
+        let all = self.gather_bytes(&self.to_json(&own)?)?;
+        all.iter().enumerate().map(|(rank, bytes)| from_json(rank, bytes)).collect()
+    }
+
+    /// The bytes of all ranks, in the order of ranks.
+    fn gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
         if self.ranks.is_none() {
             return Ok(vec![own.to_vec()]);
         }
@@ -322,6 +333,19 @@ impl World {
         let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().unwrap_or_default());
         let of_rank = |bytes: Vec<u8>| bytes.chunks_exact(8).map(number).collect();
         Ok(self.gather_bytes(&bytes)?.into_iter().map(of_rank).collect())
+    }
+
+    /// The value `own` of rank 0, on every rank; sent as by [`World::gather`].
+    ///
+    /// # Errors
+    /// As [`World::gather`].
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<T> {
+        if self.size() == 1 {
+            return Ok(own);
+        }
+        let bytes = self.is_main().then(|| self.to_json(&own)).transpose()?;
+        let bytes = self.broadcast_bytes(bytes)?;
+        if self.is_main() { Ok(own) } else { from_json(0, &bytes) }
     }
 
     /// The bytes of rank 0, which passes `Some`.
@@ -416,12 +440,12 @@ impl World {
         Err(error)
     }
 
-    /// Runs `write` on rank 0 while the others wait; its error is an error of all.
+    /// Runs `f` on rank 0 while the others wait, which get `None`; its error is an error of all.
     ///
     /// # Errors
-    /// The error of `write`; if a rank has ended or does not respond.
-    pub fn on_main(&self, write: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.agree(if self.is_main() { write() } else { Ok(()) })
+    /// The error of `f`; if a rank has ended or does not respond.
+    pub fn on_main<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+        self.agree(self.is_main().then(f).transpose())
     }
 
     /// Checks that `value` is the same on all ranks.
@@ -495,10 +519,7 @@ impl World {
         if self.size() == 1 {
             return Ok(());
         }
-        let bytes = serde_json::to_vec(own).expect("a map of JSON values");
-        let all = self.gather_bytes(&bytes)?;
-        let all: Vec<Map<String, Value>> =
-            all.iter().map(|bytes| serde_json::from_slice(bytes).unwrap_or_default()).collect();
+        let all = self.gather(own.clone())?;
         for (rank, found) in all.iter().enumerate() {
             let names = all[0].keys().chain(found.keys().filter(|name| !all[0].contains_key(*name)));
             if let Some(name) = names.into_iter().find(|name| all[0].get(*name) != found.get(*name)) {
@@ -514,6 +535,12 @@ impl World {
     /// Returns the time of the collectives since the last call.
     pub fn take_times(&self) -> Times {
         self.ranks.as_ref().map_or(Times::default(), |ranks| std::mem::take(&mut *lock(&ranks.times)))
+    }
+
+    /// A value of this rank, for the others.
+    fn to_json(&self, own: &impl Serialize) -> Result<Vec<u8>> {
+        let rank = self.rank();
+        serde_json::to_vec(own).map_err(|e| Error::Run(format!("rank {rank}: cannot send a value to the others: {e}")))
     }
 
     fn failed(&self) -> Option<String> {
@@ -594,6 +621,15 @@ impl Ranks {
     }
 }
 
+/// Restores a value that `rank` has sent.
+///
+/// # Errors
+/// If it is another one, as between ranks of two versions.
+fn from_json<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Error::Run(format!("a value that rank {rank} has sent cannot be read: {e}")))
+}
+
 /// Returns the path of the library by which ranks on GPUs communicate, in the folder of libtorch's libraries.
 pub(crate) fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
     let path = folder.join("libtch_ext_nccl.so");
@@ -653,7 +689,11 @@ mod tests {
         assert!(world.all(true).unwrap() && !world.all(false).unwrap());
         assert_eq!(world.gather_bytes(b"ab").unwrap(), [b"ab"]);
         assert_eq!(world.broadcast_bytes(Some(vec![1])).unwrap(), [1]);
+        // Values stay as they are: JSON has no infinity.
+        assert_eq!(world.gather(f64::INFINITY).unwrap(), [f64::INFINITY]);
+        assert_eq!(world.broadcast(f64::INFINITY).unwrap(), f64::INFINITY);
         assert_eq!(world.agree(Ok(5)).unwrap(), 5);
+        assert_eq!(world.on_main(|| Ok(5)).unwrap(), Some(5));
         let error = world.agree::<()>(Err(Error::Run("no".into()))).unwrap_err();
         assert!(error.to_string() == "no" && world.in_step(&error) && !world.is_alike(&error));
         assert_eq!((world.local_rank(), world.min_count(3).unwrap(), world.own_part(&[1, 2], |_| 1)), (0, 3, 0..2));

@@ -319,17 +319,7 @@ pub fn generate_on<P: AsRef<[i64]>>(
     let first_row = config.first_row + (own.start * config.num_return_sequences) as u64;
     let config = GenerationConfig { first_row, ..config.clone() };
     let responses = world.agree(generate(model, &prompts[own], &config))?;
-    if world.size() == 1 {
-        return Ok(responses);
-    }
-    let bytes = serde_json::to_vec(&responses).map_err(|e| Error::Run(format!("responses: {e}")))?;
-    let mut all = Vec::new();
-    for bytes in world.gather_bytes(&bytes)? {
-        let responses: Vec<Response> =
-            serde_json::from_slice(&bytes).map_err(|e| Error::Run(format!("responses of another rank: {e}")))?;
-        all.extend(responses);
-    }
-    Ok(all)
+    Ok(world.gather(responses)?.into_iter().flatten().collect())
 }
 
 /// [`generate_with`], reading tokens from the device every `steps` steps, which affects only speed.

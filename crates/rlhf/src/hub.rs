@@ -173,9 +173,7 @@ impl AskedHub {
         let first = world.local_rank() == 0;
         world.agree(if first { find() } else { Ok(()) })?;
         let found = self.commits();
-        let bytes = world.broadcast_bytes(serde_json::to_vec(&found).ok())?;
-        let commits: Commits = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::Run(format!("the commits that rank 0 found on the hub cannot be read: {e}")))?;
+        let commits = world.broadcast(found.clone())?;
         let differs = first && found != commits;
         COMMITS.set(Some(commits));
         world.agree(if differs { find() } else { Ok(()) })?;

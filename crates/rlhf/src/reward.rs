@@ -38,7 +38,7 @@ use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use retry::{RETRIES, check};
 use scaling::Moments;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::fmt::{self, Write};
 use std::sync::Arc;
 use std::time::Instant;
@@ -215,11 +215,11 @@ impl Called {
             return Ok(self);
         }
         let scores = from_numbers(&world.gather_numbers(&to_numbers(&self.scores))?.concat());
-        let extras = world.gather_bytes(json!([rows, self.extra]).to_string().as_bytes())?;
-        let of_rank = |bytes: Vec<u8>| {
-            let (rows, extra): (usize, Vec<(String, Option<f64>)>) = serde_json::from_slice(&bytes).unwrap_or_default();
-            (rows, extra.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
-        };
+        // A metric may be infinite or no number, which cannot be sent.
+        let sent = |(name, value): (String, f64)| (name, value.is_finite().then_some(value));
+        let received = |(name, value): (String, Option<f64>)| (name, value.unwrap_or(f64::NAN));
+        let extras: Vec<(usize, Vec<_>)> = world.gather((rows, self.extra.into_iter().map(sent).collect()))?;
+        let of_rank = |(rows, extra): (usize, Vec<_>)| (rows, extra.into_iter().map(received).collect());
         let extra = mean_of_extras(extras.into_iter().map(of_rank));
         Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
     }
@@ -738,6 +738,7 @@ impl Scored {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     /// Calls `f` with a batch of responses of these lengths, to prompts "prompt 0", "prompt 1", ...
     pub(super) fn with_batch<T>(lengths: &[usize], f: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {

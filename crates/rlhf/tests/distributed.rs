@@ -4,7 +4,9 @@
 mod failures;
 
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
-use crate::support::{assert_close, free_port};
+use crate::support::{assert_close, free_port, join_ranks, run_as_ranks};
+use rlhf::Error;
+use rlhf::dist::World;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -215,6 +217,27 @@ const STEPS: &str = "--learning_rate 1e-3 --adam_epsilon 1e-4 --seed 3";
 /// Two updates.
 const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --response_length 8 \
                    --stop_token_id 192 --temperature 0.4 --print_answers";
+
+#[test]
+fn values_of_ranks_arrive_in_order_with_the_bits_of_their_numbers() {
+    run_as_ranks("distributed::values_on_one_of_several_ranks", 3, &[]);
+}
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn values_on_one_of_several_ranks() {
+    join_ranks();
+    let world = World::of_process();
+    let rank = world.rank();
+    let value = |rank: usize| (0.1 / (rank + 3) as f64, 0.1 / (rank + 3) as f32, vec![format!("rank {rank}\n"); rank]);
+    assert_eq!(world.gather(value(rank)).unwrap(), [value(0), value(1), value(2)]);
+    assert_eq!(world.broadcast(value(rank)).unwrap(), value(0));
+    assert_eq!(world.on_main(|| Ok(rank)).unwrap(), (rank == 0).then_some(0));
+    let error = world.on_main(|| Err::<(), _>(Error::Run(format!("of {rank}")))).unwrap_err();
+    assert!(error.to_string() == "rank 0: of 0" && world.in_step(&error), "{error}");
+    // The ranks are still in step.
+    assert_eq!(world.gather(rank).unwrap(), [0, 1, 2]);
+}
 
 #[test]
 fn sft_and_reward_models_train_alike_on_any_number_of_ranks() {

@@ -10,6 +10,7 @@ use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::{ImportanceLevel, KlEstimator};
 use rlhf::rl::rollout::experience;
+use rlhf::rl::shaping::targets;
 use rlhf::run::Console;
 use rlhf::settings::{LossType, PpoConfig, Preset, WhitenAdvantages};
 use rlhf::tokenizer::Tokenizer;
@@ -147,7 +148,7 @@ fn the_order_of_groups_and_the_rows_of_other_prompts_change_no_advantage() {
             let e = of_groups(&learner, &config, order);
             let mut shaping = config.shaping();
             shaping.advantage = estimator;
-            learner.targets(&e, 0.0, &shaping).advantages
+            targets(&e, 0.0, &shaping).advantages
         };
         let all = of(&[0, 1, 2, 3, 4, 5]);
         let mixed = [5, 2, 1, 0, 3, 4];
@@ -523,7 +524,7 @@ fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_g
     let whole = of_groups(&learner, &config, &order);
     let mut masked = of_groups(&learner, &config, &order);
     masked.mask_rows(&[1, 4]);
-    let of = |e: &Experience| learner.targets(e, 0.0, &config.shaping()).advantages;
+    let of = |e: &Experience| targets(e, 0.0, &config.shaping()).advantages;
     let (all, found) = (of(&whole), of(&masked));
     for row in 0..6 {
         let (all, found) = (all.get(row), found.get(row));

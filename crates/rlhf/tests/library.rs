@@ -300,6 +300,7 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         let mut optimizer = config.optimizer.clone();
         (optimizer.weight_decay, optimizer.adam_beta2, optimizer.max_grad_norm) = (0.5, 0.9, None);
         parts.learner = parts.learner.with_optimizers(&optimizer, &config.optimizer);
+        assert_eq!(parts.learner.settings().policy_optimizer, optimizer);
         let reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
         let _ = tch::no_grad(|| reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
         parts.reference = Some(reference);

@@ -264,7 +264,7 @@ fn models_trained_one_after_the_other_in_one_memory_of_gradients_take_the_same_s
             let mut update = Update::new("llama", precision);
             // No ratio is that large, but one that could be keeps the steps of both models together.
             update.config.loss.ratio_threshold = together.then_some(1e9);
-            update.learner.set_settings(update.config.learner());
+            update.learner.set_update(update.config.update_settings());
             let (e, rows) = (update.experience(), (0..8).collect::<Vec<usize>>());
             let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
             // Two steps in each epoch, of two parts each, of two micro-batches each.

@@ -50,8 +50,8 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
         {
             let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
         }
-        let responses = of_all_ranks(&world, generator.rows(read, world.rank()))?;
-        out.write(responses.iter())?;
+        let own = world.agree(generator.rows(read, world.rank()))?;
+        out.write(world.gather(own)?.iter().flatten())?;
     }
     if world.any(generator.ended_at_once)? && world.is_main() {
         let _ = writeln!(io::stderr(), "{MISSING_TEMPLATE}");
@@ -65,21 +65,6 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
             Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into()))
         }
     }
-}
-
-/// Returns the rows of all ranks, in the order of ranks.
-///
-/// # Errors
-/// The error of a rank, on all ranks.
-fn of_all_ranks(world: &World, own: Result<Vec<String>>) -> Result<Vec<String>> {
-    let own = world.agree(own)?;
-    if world.size() == 1 {
-        return Ok(own);
-    }
-    let error = |e| Error::Run(format!("the rows of a rank: {e}"));
-    let of_ranks = world.gather_bytes(&serde_json::to_vec(&own).map_err(error)?)?;
-    let rows: Result<Vec<Vec<String>>, _> = of_ranks.iter().map(|rows| serde_json::from_slice(rows)).collect();
-    Ok(rows.map_err(error)?.concat())
 }
 
 /// Returns a note if a prompt is probably meant as something else: an argument that names a data file, or a line of standard input, the

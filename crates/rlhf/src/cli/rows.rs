@@ -25,7 +25,7 @@ const BATCHES_AT_ONCE: usize = 8;
 /// If there is no such dataset, or the output file may not be written: found before any work is done.
 pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     let world = World::of_process();
-    world.agree(if world.is_main() { check_output_file(config) } else { Ok(()) })?;
+    world.on_main(|| check_output_file(config))?;
     let rows = match &config.dataset_name {
         Some(name) => {
             world.agree(RowReader::open_config(name, config.dataset_config.as_deref(), &config.dataset_split))?
@@ -66,8 +66,8 @@ impl<R: Read> Read for OfMain<R> {
             return self.input.read(buffer);
         }
         // All ranks read with buffers of one size, so that they read as often.
-        let read = self.world.is_main().then(|| self.input.read(buffer)).transpose();
-        let read = self.world.agree(read.map_err(Error::io("read", "standard input"))).map_err(io::Error::other)?;
+        let read = || self.input.read(buffer).map_err(Error::io("read", "standard input"));
+        let read = self.world.on_main(read).map_err(io::Error::other)?;
         let bytes = self.world.broadcast_bytes(read.map(|count| buffer[..count].to_vec())).map_err(io::Error::other)?;
         buffer[..bytes.len()].copy_from_slice(&bytes);
         Ok(bytes.len())
@@ -329,14 +329,13 @@ pub(super) fn numbers_of_rows(
     let world = World::of_process();
     let own = batches.iter().skip(world.rank()).step_by(world.size());
     let own: Result<Vec<Vec<f32>>> = own.map(|batch| measure(batch)).collect();
-    let own: Vec<u8> = world.agree(own)?.iter().flatten().flat_map(|number| number.to_le_bytes()).collect();
-    let of_ranks = world.gather_bytes(&own)?;
-    let number = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap_or_default());
-    let mut of_ranks: Vec<_> = of_ranks.iter().map(|bytes| bytes.chunks_exact(4).map(number)).collect();
+    let own: Vec<f64> = world.agree(own)?.into_iter().flatten().map(f64::from).collect();
+    let mut of_ranks: Vec<_> = world.gather_numbers(&own)?.into_iter().map(Vec::into_iter).collect();
     let mut numbers = vec![Vec::new(); count];
     for (place, batch) in batches.iter().enumerate() {
         for &row in batch {
-            numbers[row] = of_ranks[place % world.size()].by_ref().take(len(row)).collect();
+            let own = of_ranks[place % world.size()].by_ref().take(len(row));
+            numbers[row] = own.map(|number| number as f32).collect();
         }
     }
     Ok(numbers)

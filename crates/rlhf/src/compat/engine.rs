@@ -17,6 +17,7 @@ use crate::rl::learner::Learner;
 use crate::rl::math;
 use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{RolloutSettings, experience};
+use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
 use crate::settings::{LogprobsOf, PpoConfig};
 use crate::tokenizer::Tokenizer;
@@ -484,8 +485,8 @@ impl RlhfEngine {
         }
         self.rates()?;
         let e = self.ragged(experience)?;
-        self.learner.set_settings(self.config.learner());
-        let targets = self.learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
+        self.learner.set_update(self.config.update_settings());
+        let targets = targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         let rows: Vec<usize> = (0..experience.rows()).collect();
         let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true);
         let stats = stats.inspect_err(|_| self.learner.zero_grad())?;

@@ -36,7 +36,7 @@ use crate::run::report::Reporter;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
 use crate::run::sinks::trackers::Outcome;
-use crate::settings::EvalConfig;
+use crate::settings::{EvalConfig, PpoConfig};
 use crate::tokenizer::Tokenizer;
 use crate::train::ppo::check_same_kind;
 use crate::weights::replace_files;
@@ -232,6 +232,58 @@ impl Drop for StepTrainer {
     }
 }
 
+/// Returns the reference model of `policy`: the caller's, or else a frozen copy, which shares `num_shared_layers` lower layers with the
+/// policy, or the base of an adapter.
+///
+/// # Errors
+/// If the caller's reference does not fit the policy or cannot share layers.
+fn reference_of(
+    policy: &mut CausalLm,
+    of_caller: Option<CausalLm>,
+    num_shared_layers: Option<usize>,
+) -> Result<CausalLm> {
+    let reference = match (of_caller, num_shared_layers) {
+        (Some(_), Some(layers)) => {
+            return Err(Error::Usage(format!(
+                "num_shared_layers = {layers} has no effect with an explicit reference model, which shares no layer"
+            )));
+        }
+        (Some(reference), None) => reference,
+        (None, Some(layers)) => policy.share_lower_layers(layers)?,
+        (None, None) if policy.has_adapter() => policy.base()?,
+        (None, None) => policy.frozen_copy()?,
+    };
+    check_same_kind("reference", policy.config(), reference.config())?;
+    let (own, others) = (policy.config().vocab_size, reference.config().vocab_size);
+    if own != others {
+        let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");
+        return Err(Error::Usage(message));
+    }
+    Ok(reference)
+}
+
+/// Opens the sinks of `log_with` in the folder `project` of `dir`; the run has the name of `dir` where none is set.
+///
+/// # Errors
+/// If a file cannot be written.
+fn open_reporter(dir: &Path, project: &str, ppo: &PpoConfig) -> Result<Reporter<'static>> {
+    let mut run = ppo.run.clone();
+    run.output_dir = dir.join(project);
+    if run.tracking.run_name.is_none() {
+        run.tracking.run_name = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+    }
+    std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
+    let mut reporter = Reporter::open(&run, "ppo", 0, Reached::default(), Console::Silent)?;
+    reporter.settings(ppo)?;
+    Ok(reporter)
+}
+
+/// Returns the record of the best model by mean score.
+fn best_by_score(eval: &EvalConfig) -> Option<Best> {
+    let metric_for_best_model = Some(MEAN_SCORE.to_string());
+    Best::new(&EvalConfig { metric_for_best_model, greater_is_better: Some(true), ..eval.clone() })
+}
+
 impl StepTrainer {
     /// Creates a trainer of `model`. Without a `reference` the reference is a frozen copy of the model, which shares
     /// `num_shared_layers` lower layers with it; or, for a model with an adapter, its base.
@@ -249,46 +301,17 @@ impl StepTrainer {
         let (mut policy, head) = model.into_parts();
         let mut tokenizer = tokenizer;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
-        let reference = match (reference, config.num_shared_layers) {
-            (Some(_), Some(layers)) => {
-                return Err(Error::Usage(format!(
-                    "num_shared_layers = {layers} has no effect with an explicit reference model, which shares no layer"
-                )));
-            }
-            (Some(reference), None) => reference,
-            (None, Some(layers)) => policy.share_lower_layers(layers)?,
-            (None, None) if policy.has_adapter() => policy.base()?,
-            (None, None) => policy.frozen_copy()?,
-        };
-        check_same_kind("reference", policy.config(), reference.config())?;
-        let (own, others) = (policy.config().vocab_size, reference.config().vocab_size);
-        if own != others {
-            let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");
-            return Err(Error::Usage(message));
-        }
+        let reference = reference_of(&mut policy, reference, config.num_shared_layers)?;
         // One rank writes to the folder.
         let world = World::of_process();
-        let own_dir = config.output_dir.as_ref().filter(|_| world.is_main());
+        let own_dir = config.output_dir.as_deref().filter(|_| world.is_main());
         let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, &ppo)).transpose())?;
-        let reporter = own_dir.map(|dir| {
-            let mut run = ppo.run.clone();
-            run.output_dir = dir.join(&config.tracker_project_name);
-            if run.tracking.run_name.is_none() {
-                run.tracking.run_name = dir.file_name().map(|name| name.to_string_lossy().into_owned());
-            }
-            std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
-            let mut reporter = Reporter::open(&run, "ppo", 0, Reached::default(), Console::Silent)?;
-            reporter.settings(&ppo)?;
-            Ok::<_, Error>(reporter)
-        });
+        let reporter = own_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, &ppo));
         let reporter = world.agree(reporter.transpose())?;
         let to = config.destination()?;
-        let repository = to.as_ref().filter(|_| world.is_main()).map(|to| Hub::from_env().repository(to)).transpose();
-        let repository = world.agree(repository)?;
-        let best = (config.keep_best || to.is_some()).then(|| {
-            let metric_for_best_model = Some(MEAN_SCORE.to_string());
-            Best::new(&EvalConfig { metric_for_best_model, greater_is_better: Some(true), ..ppo.eval.clone() })
-        });
+        let repository = || to.as_ref().map(|to| Hub::from_env().repository(to)).transpose();
+        let repository = world.on_main(repository)?.flatten();
+        let keeps_best = config.keep_best || to.is_some();
         let (seed, learning_rate) = (config.seed, config.learning_rate);
         let critic = if ppo.needs_critic() { ValueModel::from(head) } else { ValueModel::None };
         Ok(Self {
@@ -301,7 +324,7 @@ impl StepTrainer {
             scaling: ScoreScaling::new(&ppo.score_scaling),
             schedule: Box::new(move |_| learning_rate),
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
-            best: best.flatten(),
+            best: if keeps_best { best_by_score(&ppo.eval) } else { None },
             repository,
             reporter,
             _hold: hold,

@@ -6,6 +6,7 @@ use crate::model::{CausalLm, ModelConfig, ModelOptions, Param, SequenceClassifie
 use crate::rl::checks::{Checks, ReferenceKl};
 use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::rollout::experience;
+use crate::rl::shaping::targets;
 use crate::settings::PpoConfig;
 use crate::{Error, Result, device};
 use std::os::unix::fs::DirBuilderExt;
@@ -174,7 +175,7 @@ impl Trial {
         let rollout = self.config.rollout(&self.learner.policy);
         let models = self.learner.rollout_models(&self.reference);
         let experience = experience(models, &self.prompts, &self.responses, scores, &rollout)?;
-        let targets = self.learner.targets(&experience, self.config.kl.kl_coef, &self.config.shaping());
+        let targets = targets(&experience, self.config.kl.kl_coef, &self.config.shaping());
         let orders = self.config.mini_batch_orders(0, ROWS);
         let plan = EpochPlan { mini_batch_size: ROWS / 2, part_size: ROWS / 2, micro_batch_size: ROWS / 4 };
         let rates = self.config.learning_rates(0, 1);

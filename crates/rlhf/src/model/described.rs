@@ -107,6 +107,36 @@ pub(crate) struct Held {
     pub(crate) trained_root: usize,
 }
 
+/// [`Held`] of the tensors so far.
+#[derive(Debug, Default)]
+struct HeldSums {
+    held: Held,
+    /// Bytes of the weights of each layer, and number of its trained parameters.
+    layers: HashMap<usize, [usize; 2]>,
+}
+
+impl HeldSums {
+    /// Adds a weight of `numel` parameters in `bytes` bytes, of a layer or outside the layers.
+    fn add(&mut self, layer: Option<usize>, numel: usize, bytes: usize, trained: bool) {
+        let trained = if trained { numel } else { 0 };
+        self.held.parameters += numel;
+        self.held.weights += bytes;
+        self.held.trained += trained;
+        self.held.gradients += if trained > 0 { bytes } else { 0 };
+        let [all, of_trained] = match layer {
+            None => [&mut self.held.root, &mut self.held.trained_root],
+            Some(layer) => self.layers.entry(layer).or_default().each_mut(),
+        };
+        *all += bytes;
+        *of_trained += trained;
+    }
+
+    fn into_held(self) -> Held {
+        let most = |at: usize| self.layers.values().map(|sums| sums[at]).max().unwrap_or(0);
+        Held { layer: most(0), trained_layer: most(1), ..self.held }
+    }
+}
+
 /// A trained tensor, as its optimizer has to know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TrainedTensor {
@@ -326,32 +356,16 @@ impl ModelSizes {
             return Err(Error::Usage(TRAINS_QUANTIZED.into()));
         }
         let quantization = if self.is_coded() { self.stored_format() } else { quantization.filter(|_| !trains_all) };
-        let mut held = Held::default();
-        let mut layers: HashMap<usize, [usize; 2]> = HashMap::new();
-        let mut add = |layer: Option<usize>, numel: usize, bytes: usize, trained: bool| {
-            let trained = if trained { numel } else { 0 };
-            (held.parameters, held.weights) = (held.parameters + numel, held.weights + bytes);
-            held.trained += trained;
-            held.gradients += if trained > 0 { bytes } else { 0 };
-            match layer {
-                None => (held.root, held.trained_root) = (held.root + bytes, held.trained_root + trained),
-                Some(layer) => {
-                    let [all, of_trained] = layers.entry(layer).or_default();
-                    (*all, *of_trained) = (*all + bytes, *of_trained + trained);
-                }
-            }
-        };
-        let (mut copies, mut widened, mut widened_layers, mut originals) = (0, 0, 0, 0);
-        let (mut parameters, mut quantized, mut unpacked) = (0, 0, 0);
+        let mut sums = HeldSums::default();
         let first = self.first_own(holding);
         let (tensors, saved) = self.with_saved(holding)?;
         for (at, tensor) in tensors.iter().enumerate() {
             if saved.contains(&tensor.name) {
                 // Trained in f32; the base's own values stay beside it.
-                add(tensor.layer, tensor.numel, 4 * tensor.numel, true);
-                originals += tensor.numel * holding.kind(tensor, dtype, compute).elt_size_in_bytes();
+                sums.add(tensor.layer, tensor.numel, 4 * tensor.numel, true);
+                sums.held.originals += tensor.numel * holding.kind(tensor, dtype, compute).elt_size_in_bytes();
                 if compute != Kind::Float && matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding) {
-                    copies += tensor.numel * compute.elt_size_in_bytes();
+                    sums.held.copies += tensor.numel * compute.elt_size_in_bytes();
                 }
                 continue;
             }
@@ -360,22 +374,23 @@ impl ModelSizes {
                 quantization.and_then(|format| Some((format, self.quantized_widths(tensor)?)))
                 && at >= first
             {
-                (parameters, quantized) = (parameters + tensor.numel, quantized + format.bytes(widths));
-                unpacked = unpacked.max(tensor.numel);
+                sums.held.parameters += tensor.numel;
+                sums.held.quantized += format.bytes(widths);
+                sums.held.unpacked = sums.held.unpacked.max(tensor.numel);
                 continue;
             }
             let own = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
             let kind = if own { holding.kind(tensor, dtype, compute) } else { holding.trained_kind(tensor) };
             if own {
                 let bytes = tensor.numel * kind.elt_size_in_bytes();
-                add(tensor.layer, tensor.numel, bytes, at >= first && holding.trains(tensor.role));
+                sums.add(tensor.layer, tensor.numel, bytes, at >= first && holding.trains(tensor.role));
             }
             let in_product = matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding);
             match kind.elt_size_in_bytes().cmp(&compute.elt_size_in_bytes()) {
-                std::cmp::Ordering::Greater if in_product => copies += used,
+                std::cmp::Ordering::Greater if in_product => sums.held.copies += used,
                 std::cmp::Ordering::Less if in_product => {
-                    widened = widened.max(used);
-                    widened_layers += if tensor.layer.is_some() { used } else { 0 };
+                    sums.held.widened = sums.held.widened.max(used);
+                    sums.held.widened_layers += if tensor.layer.is_some() { used } else { 0 };
                 }
                 _ => {}
             }
@@ -384,17 +399,14 @@ impl ModelSizes {
             for (linear, size) in self.adapted(lora)? {
                 let magnitudes = if lora.use_dora { linear.widths[1] } else { 0 };
                 let numel = size.r * (linear.widths[0] + linear.widths[1]) + magnitudes;
-                add(self.layer_of(&linear.name), numel, 4 * numel, true);
+                sums.add(self.layer_of(&linear.name), numel, 4 * numel, true);
             }
         }
-        held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
-        held.trained_layer = layers.values().map(|[_, trained]| *trained).max().unwrap_or(0);
-        (held.copies, held.widened, held.widened_layers, held.unpacked) = (copies, widened, widened_layers, unpacked);
-        (held.parameters, held.quantized) = (held.parameters + parameters, quantized);
         // A head that was tied shares the memory of the embedding until both are trained.
-        let shared = tensors.len() > self.tensors.len() && originals > 0;
-        held.originals = originals - if shared { self.tied_bytes(holding, dtype, compute) } else { 0 };
-        Ok(held)
+        if tensors.len() > self.tensors.len() && sums.held.originals > 0 {
+            sums.held.originals -= self.tied_bytes(holding, dtype, compute);
+        }
+        Ok(sums.into_held())
     }
 
     /// The tensors that are trained.

@@ -3,7 +3,7 @@
 use crate::generate::Response;
 use crate::model::CausalLm;
 use crate::rl::experience::to_slots;
-use crate::rl::learner::{Learner, LearnerSettings};
+use crate::rl::learner::{Learner, UpdateSettings};
 use crate::rl::loss::LossSettings;
 use crate::rl::math;
 use crate::rl::rollout::{RolloutSettings, experience};
@@ -113,11 +113,11 @@ impl Checks {
         let rows: Vec<usize> = (0..prompts.len()).collect();
         // Every group is one row here, so advantages are 0 where they compare rows; the ratios do not depend on them.
         let targets = targets(&experience, settings.kl_coef, &settings.shaping);
-        let own = learner.settings().clone();
+        let own = learner.settings().update.clone();
         let loss = LossSettings { on_policy: false, ..own.loss };
-        learner.set_settings(LearnerSettings { loss, ..own.clone() });
+        learner.set_update(UpdateSettings { loss, ..own.clone() });
         let stats = learner.policy_gradients(&experience, &targets, &rows, rows.len());
-        learner.set_settings(own);
+        learner.set_update(own);
         learner.zero_grad();
         let stats = stats?;
         Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens.max(1.0)).sqrt(), kl, cached })

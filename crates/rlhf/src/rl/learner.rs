@@ -15,7 +15,7 @@ use crate::rl::experience::{Experience, LossCounts};
 use crate::rl::loss::{LossSettings, MicroBatch, Preview, Sums, Weights, selected};
 use crate::rl::math::{self, LossAggregation};
 use crate::rl::rollout::RolloutModels;
-use crate::rl::shaping::{Shaping, Targets, targets};
+use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rl::trace::{Gradients, Learned, Observed};
 use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
@@ -102,9 +102,9 @@ impl FromIterator<LearningRates> for StepRates {
     }
 }
 
-/// Settings of a [`Learner`]; [`PpoConfig::learner`](crate::settings::PpoConfig::learner) resolves them.
+/// Settings that may change from update to update; [`PpoConfig::update_settings`](crate::settings::PpoConfig::update_settings) resolves them.
 #[derive(Debug, Clone, PartialEq)]
-pub struct LearnerSettings {
+pub struct UpdateSettings {
     /// Terms of the losses.
     pub loss: LossSettings,
     /// Whiten the advantages of each mini-batch by itself.
@@ -114,6 +114,14 @@ pub struct LearnerSettings {
     pub target_kl: Option<f64>,
     /// Skip a mini-batch whose mean probability ratio is above this.
     pub ratio_threshold: Option<f64>,
+}
+
+/// Settings of a [`Learner`]; [`PpoConfig::learner`](crate::settings::PpoConfig::learner) resolves them. All but those of an update stay
+/// as the learner was made.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LearnerSettings {
+    /// Losses, whitening and limits of an update.
+    pub update: UpdateSettings,
     /// Optimizer of the policy (and of a value head on it).
     pub policy_optimizer: OptimizerConfig,
     /// Optimizer of a separate value model.
@@ -140,7 +148,7 @@ impl LearnerSettings {
     /// Whether a step of the value model depends on nothing of the policy's mini-batch, so that it is taken before the policy's passes.
     /// `ratio_threshold` skips the steps of both by the policy's ratios, and in f16 an overflow of one may skip that of the other.
     pub(crate) fn steps_apart(&self) -> bool {
-        self.ratio_threshold.is_none() && self.loss_scale.is_none()
+        self.update.ratio_threshold.is_none() && self.loss_scale.is_none()
     }
 }
 
@@ -261,6 +269,7 @@ impl Learner {
         self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
         let of_value = |model| value_optimizer(model, value, &self.settings, None).expect(in_memory);
         self.value_optimizer = self.value.model().map(of_value);
+        (self.settings.policy_optimizer, self.settings.value_optimizer) = (policy.clone(), value.clone());
         self
     }
 
@@ -320,9 +329,9 @@ impl Learner {
         &self.settings
     }
 
-    /// Replaces the settings of losses, whitening and limits; those of optimizers, memory and loss scale stay as they were made.
-    pub fn set_settings(&mut self, settings: LearnerSettings) {
-        self.settings = settings;
+    /// Replaces the settings of the next updates.
+    pub fn set_update(&mut self, update: UpdateSettings) {
+        self.settings.update = update;
     }
 
     /// The policy's whole parameters for the generation of many tokens, if `gathers` and they are divided over ranks
@@ -337,11 +346,6 @@ impl Learner {
     /// Policy and critic beside a reference model, if there is one, for the evaluation of responses.
     pub fn rollout_models<'a>(&'a self, reference: impl Into<Option<&'a CausalLm>>) -> RolloutModels<'a> {
         RolloutModels { policy: &self.policy, reference: reference.into(), value: &self.value, world: &self.world }
-    }
-
-    /// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`; see [`targets`].
-    pub fn targets(&self, experience: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
-        targets(experience, kl_coef, shaping)
     }
 
     /// Optimizer steps taken, of both models.
@@ -426,7 +430,7 @@ impl Learner {
                 steps.extend(parts);
             }
             let moved = steps.last().map_or(0.0, |last: &StepStats| last.policy_kl / last.tokens.max(1.0));
-            if self.settings.target_kl.is_some_and(|target| moved > EARLY_STOP * target) {
+            if self.settings.update.target_kl.is_some_and(|target| moved > EARLY_STOP * target) {
                 break;
             }
         }
@@ -576,7 +580,7 @@ impl Learner {
         let tokens = if trains_policy { counts.tokens(mini_batch) } else { 0.0 };
         let value_slots = counts.values(mini_batch);
         let has_critic = !matches!(self.value, ValueModel::None);
-        let whitened = (self.settings.whiten_mini_batches && trains_policy)
+        let whitened = (self.settings.update.whiten_mini_batches && trains_policy)
             .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.whitened_mask(has_critic)));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let length = |&row: &usize| experience.sequence_len(row);
@@ -595,8 +599,8 @@ impl Learner {
             scales: self.loss_scales(),
             least_entropy: None,
         };
-        let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
-        let (previews, weights) = match trains_policy && self.settings.loss.needs_preview() {
+        let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.update.loss);
+        let (previews, weights) = match trains_policy && self.settings.update.loss.needs_preview() {
             true => self.previews(parts.iter().map(|rows| batch(rows)), weights)?,
             false => (Vec::new(), weights),
         };
@@ -604,7 +608,7 @@ impl Learner {
         let passes = parts.iter().enumerate().try_for_each(|(at, rows)| {
             let mut batch = batch(rows);
             if let Some(preview) = previews.get(at) {
-                batch.take_preview(preview, &self.settings.loss, weights.least_entropy);
+                batch.take_preview(preview, &self.settings.update.loss, weights.least_entropy);
             }
             let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
             let (now, values) = self.backward(&batch, reference, weights, trains, &mut sums)?;
@@ -642,7 +646,7 @@ impl Learner {
     /// Divisor of the sum of the policy's losses over a mini-batch of `rows` rows with `tokens` tokens.
     fn divisor(&self, batch: &Batch<'_>, rows: usize, tokens: f64) -> f64 {
         let all_rows = batch.experience.rows() as f64;
-        match self.settings.loss.aggregation {
+        match self.settings.update.loss.aggregation {
             LossAggregation::Tokens => tokens.max(1.0),
             LossAggregation::Responses | LossAggregation::ResponseSums => rows as f64,
             LossAggregation::Length(most) => (rows * most) as f64,
@@ -657,7 +661,7 @@ impl Learner {
         batches: impl Iterator<Item = MicroBatch>,
         mut weights: Weights,
     ) -> Result<(Vec<Preview>, Weights)> {
-        let settings = &self.settings.loss;
+        let settings = &self.settings.update.loss;
         let of_entropy = settings.top_entropy_quantile < 1.0;
         let (mut previews, mut counted) = (Vec::new(), Vec::new());
         let passes = batches.into_iter().try_for_each(|batch| {
@@ -694,7 +698,7 @@ impl Learner {
         trains: Trains,
         sums: &mut Sums,
     ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
-        let settings = &self.settings.loss;
+        let settings = &self.settings.update.loss;
         let sampled = batch.sampled(settings);
         let (token_spans, value_spans) = (&batch.token_spans, &batch.value_spans);
         // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
@@ -742,7 +746,7 @@ impl Learner {
     /// Whether a mini-batch whose `parts` have accumulated their gradients is skipped: where the mean ratio of one is above
     /// `ratio_threshold`. The gradients are then cleared.
     fn skips_step(&mut self, parts: &mut [StepStats]) -> bool {
-        let most = self.settings.ratio_threshold;
+        let most = self.settings.update.ratio_threshold;
         let far = |part: &StepStats| most.is_some_and(|most| part.ratio > most * part.tokens);
         // An infinite ratio is far, whatever it makes of the loss.
         let finite = |part: &StepStats| {

@@ -69,7 +69,7 @@ impl Learner {
             let in_rewards = || targets.kl.sum(Kind::Double).double_value(&[]) / tokens;
             m.push(
                 "kl",
-                if self.settings.loss.kl_in_loss.is_some() { all.per_token(|s| s.ref_kl) } else { in_rewards() },
+                if self.settings.update.loss.kl_in_loss.is_some() { all.per_token(|s| s.ref_kl) } else { in_rewards() },
             );
         }
         self.clip_metrics(m, &all);
@@ -77,7 +77,7 @@ impl Learner {
 
     /// Shares of the tokens, or of the responses where ratios are those of whole responses, that are clipped.
     fn clip_metrics(&self, m: &mut Metrics, steps: &Steps<'_>) {
-        let settings = &self.settings.loss;
+        let settings = &self.settings.update.loss;
         let of_responses = settings.importance != ImportanceLevel::Token;
         let share = |f: fn(&StepStats) -> [f64; 2]| match of_responses {
             true => steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows),
@@ -104,7 +104,7 @@ impl Learner {
         let rows = e.masks.response.any_dim(1, false).sum(Kind::Double).double_value(&[]);
         let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / rows.max(1.0);
         let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
-        let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
+        let in_rewards = if self.settings.update.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
         let scores = e.total_scores();
         let score = mean(&scores);
         let has_reference = e.ref_logprobs.is_some();
@@ -127,7 +127,7 @@ impl Learner {
 
     /// Metrics of the policy's optimizer steps, of which an epoch has `parts_per_epoch` entries.
     fn policy_metrics(&self, m: &mut Metrics, steps: &Steps<'_>, parts_per_epoch: usize) {
-        let settings = &self.settings;
+        let settings = &self.settings.update;
         m.push("policy/approxkl_avg", steps.per_token(|s| s.approx_kl));
         m.push("policy/clipfrac_avg", steps.per_token(|s| s.policy_clipped));
         if matches!(settings.loss.objective, Objective::Clipped(PolicyClip { dual: Some(_), .. })) {

@@ -241,7 +241,7 @@ pub(crate) struct RunSpec<'a, C> {
 }
 
 /// A locked output folder, and what the run in it starts from.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Opening {
     /// The lock, on the rank that owns the folder.
     lock: Option<FolderLock>,
@@ -262,15 +262,8 @@ impl Opening {
     pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
         let world = World::of_process();
         world.check_settings(&common_settings(command, config)?)?;
-        let opening = world.is_main().then(|| Self::on_main(run, command, config, inputs)).transpose();
-        let opening = world.agree(opening)?;
-        let start = world.broadcast_bytes(opening.as_ref().map(|opening| opening.start.to_bytes()))?;
-        match opening {
-            Some(opening) => Ok(opening),
-            None => {
-                Ok(Self { lock: None, start: Start::from_bytes(&start)?, differences: Vec::new(), repository: None })
-            }
-        }
+        let opening = world.on_main(|| Self::on_main(run, command, config, inputs))?.unwrap_or_default();
+        Ok(Self { start: world.broadcast(opening.start)?, ..opening })
     }
 
     fn on_main(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
@@ -382,9 +375,9 @@ impl<'w> Session<'w> {
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
-        let pusher = world.agree(if world.is_main() { pusher(run, repository) } else { Ok(None) })?;
+        let pusher = world.on_main(|| pusher(run, repository))?.flatten();
         let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
-        world.agree(if world.is_main() { checkpoints.tidy(done) } else { Ok(()) })?;
+        world.on_main(|| checkpoints.tidy(done))?;
         let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
         let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
         let pushes = run.hub.push_to_hub;
@@ -493,10 +486,9 @@ impl<'w> Session<'w> {
         let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !is_clock(name));
         parts.extend(metrics.map(|(name, value)| format!("{name}: {:016x}", value.to_bits())));
         parts.extend(trainee.state().iter().map(|(name, value)| format!("{name}: {value}")));
-        let all = self.world.gather_bytes(parts.join("\n").as_bytes())?;
+        let all = self.world.gather(parts.join("\n"))?;
         let Some(rank) = all.iter().position(|bits| *bits != all[0]) else { return Ok(()) };
-        let (main, other) = (String::from_utf8_lossy(&all[0]), String::from_utf8_lossy(&all[rank]));
-        let differing = main.lines().zip(other.lines()).find(|(main, other)| main != other);
+        let differing = all[0].lines().zip(all[rank].lines()).find(|(main, other)| main != other);
         let (main, other) = differing.unwrap_or_default();
         let done = trainee.progress().done;
         self.world.agree(Err(Error::Run(format!(
@@ -527,10 +519,7 @@ impl<'w> Session<'w> {
             }
             last => Ok(last),
         };
-        let found = self.world.agree(if self.world.is_main() { find() } else { Ok(None) })?;
-        let bytes = self.world.broadcast_bytes(Some(serde_json::to_vec(&found).unwrap_or_default()))?;
-        let error = |e| Error::Run(format!("the checkpoint that rank 0 has found cannot be read: {e}"));
-        serde_json::from_slice(&bytes).map_err(error)
+        self.world.broadcast(self.world.on_main(find)?.flatten())
     }
 
     /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics

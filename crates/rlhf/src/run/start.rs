@@ -31,20 +31,6 @@ pub(crate) struct Start {
 }
 
 impl Start {
-    /// Returns this start for the other ranks.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        serde_json::to_vec(self).unwrap_or_default()
-    }
-
-    /// Restores what [`Start::to_bytes`] returned on rank 0.
-    ///
-    /// # Errors
-    /// If that is no start, as between ranks of two versions.
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let error = |e| Error::Run(format!("the start of the run on rank 0 cannot be read: {e}"));
-        serde_json::from_slice(bytes).map_err(error)
-    }
-
     /// Finds the checkpoint that `resume_from_checkpoint` sets. Changes nothing.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use crate::rl::advantage::{
 };
 use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
-use crate::rl::learner::{LearnerSettings, StepRates, mini_batch_orders};
+use crate::rl::learner::{LearnerSettings, StepRates, UpdateSettings, mini_batch_orders};
 use crate::rl::loss::LossSettings;
 use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::rl::rollout::RolloutSettings;
@@ -189,9 +189,9 @@ impl PpoConfig {
             && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
     }
 
-    /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).
-    pub fn learner(&self) -> LearnerSettings {
-        LearnerSettings {
+    /// Returns the losses and limits of an update.
+    pub fn update_settings(&self) -> UpdateSettings {
+        UpdateSettings {
             loss: LossSettings {
                 objective: self.loss.objective(self.cliprange),
                 importance: self.loss.importance_sampling_level,
@@ -209,6 +209,13 @@ impl PpoConfig {
             whiten_mini_batches: self.whitening() == WhitenAdvantages::MiniBatch,
             target_kl: self.target_kl(),
             ratio_threshold: self.loss.ratio_threshold,
+        }
+    }
+
+    /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).
+    pub fn learner(&self) -> LearnerSettings {
+        LearnerSettings {
+            update: self.update_settings(),
             policy_optimizer: self.optimizer.clone(),
             value_optimizer: self.value_optimizer().1,
             gradient_checkpointing: self.run.gradient_checkpointing,

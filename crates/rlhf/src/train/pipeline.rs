@@ -26,6 +26,7 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
 use crate::{Error, Result, hub};
 use comfy_table::{ContentArrangement, Table, presets};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -145,8 +146,8 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     }
     check_pushes(config)?;
     let world = &World::of_process();
-    let begun = world.agree(if world.is_main() { begin(config, console).map(Some) } else { Ok(None) })?;
-    let states = StageState::of_main(world, begun.as_ref().map(|begun| begun.states))?;
+    let begun = world.on_main(|| begin(config, console))?;
+    let states = world.broadcast(begun.as_ref().map_or([StageState::Due; 3], |begun| begun.states))?;
     let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
     for (at, stage) in (1..).zip(Stage::ALL) {
@@ -207,7 +208,7 @@ struct Begun {
 }
 
 /// State of a stage when the pipeline begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum StageState {
     /// It is new, or resumes.
     Due,
@@ -215,20 +216,6 @@ enum StageState {
     Finished,
     /// It starts again: it was killed after its model was written and before that was recorded.
     Again,
-}
-
-impl StageState {
-    const ALL: [Self; 3] = [Self::Due, Self::Finished, Self::Again];
-
-    /// The states that rank 0 found, which passes `Some`.
-    ///
-    /// # Errors
-    /// If a rank has ended or does not respond.
-    fn of_main(world: &World, found: Option<[Self; 3]>) -> Result<[Self; 3]> {
-        let bytes = world.broadcast_bytes(found.map(|states| states.map(|state| state as u8).to_vec()))?;
-        let state = |at: usize| bytes.get(at).and_then(|byte| Self::ALL.get(usize::from(*byte)));
-        Ok([0, 1, 2].map(|at| state(at).copied().unwrap_or(Self::Due)))
-    }
 }
 
 /// Locks the pipeline's folder, checks folders and inputs, and writes the settings.

@@ -23,7 +23,7 @@ use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
-use crate::rl::shaping::Targets;
+use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
 use crate::run::checkpoint::Saved;
@@ -81,7 +81,7 @@ impl PpoTrainer {
 
         // 3. Rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
-        let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
+        let targets = targets(&experience, kl_coef, &self.config.shaping());
         self.rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
         clock.lap("rollout", device);
 
@@ -91,7 +91,7 @@ impl PpoTrainer {
         let orders = self.config.mini_batch_orders(update, experience.rows());
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
-        self.learner.set_settings(self.config.learner());
+        self.learner.set_update(self.config.update_settings());
         let (sync, reference) = (&self.config.sync, self.reference.as_ref());
         let after_step = |policy: &CausalLm, steps: usize| match reference.filter(|_| sync.is_due(steps)) {
             Some(reference) => sync.mix(policy, reference),

@@ -15,7 +15,7 @@ use rlhf::rl::groups::{push_completion_metrics, truncated};
 use rlhf::rl::learner::{EpochPlan, Learner};
 use rlhf::rl::math::{self, ImportanceLevel};
 use rlhf::rl::rollout::{RolloutSettings, experience};
-use rlhf::rl::shaping::Targets;
+use rlhf::rl::shaping::{Targets, targets};
 use rlhf::rl::stats::StepStats;
 use rlhf::settings::{LossType, LrSchedulerType, PpoConfig, Preset};
 use serde_json::Value;
@@ -206,7 +206,7 @@ impl Run {
         if self.config.mask.mask_truncated_completions {
             e.mask_rows(&truncated(&responses));
         }
-        let targets = learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
+        let targets = targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         Rollout { responses, scored, e, targets }
     }
 
@@ -461,7 +461,7 @@ fn compare(run: &Run) {
     let mut settings = config.learner();
     if several {
         // TRL divides the losses of each generation by its own tokens, here by those of the update: a difference by design.
-        settings.loss.aggregation = rlhf::rl::math::LossAggregation::Tokens;
+        settings.update.loss.aggregation = rlhf::rl::math::LossAggregation::Tokens;
     } else {
         config.check().unwrap();
     }
@@ -474,9 +474,9 @@ fn compare(run: &Run) {
         for (at, (micro_batches, rates)) in update.steps.iter().zip(run.rates(&update)).enumerate() {
             let step = update.first + at;
             run.near("lr", "learning_rate", rates.policy.unwrap(), run.metric("learning_rate", step).unwrap(), 1e-12);
-            let mut settings = learner.settings().clone();
+            let mut settings = learner.settings().update.clone();
             settings.loss.entropy_coef = coefs[step];
-            learner.set_settings(settings);
+            learner.set_update(settings);
             let first = |micro: &Micro| (micro.generation - update.generations[0]) * run.generation_size();
             let rows: Vec<usize> =
                 micro_batches.iter().flat_map(|micro| micro.rows.iter().map(|row| first(micro) + row)).collect();

@@ -92,7 +92,7 @@ impl PpoTrainer {
         let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         drop(gathered);
-        self.learner.set_settings(self.config.learner());
+        self.learner.set_update(self.config.update_settings());
         let mut settings = self.config.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;
         Checks::of(&mut self.learner, self.reference.as_ref(), &prompts, &responses, &settings)
