@@ -12,7 +12,7 @@ use crate::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, LossCounts};
-use crate::rl::loss::{LossSettings, MicroBatch, Preview, Sums, Weights, selected};
+use crate::rl::loss::{LossFactors, LossSettings, MicroBatch, Preview, Sums, selected};
 use crate::rl::math::{self, LossAggregation};
 use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::Targets;
@@ -154,13 +154,13 @@ impl LearnerSettings {
 
 /// The models that passes train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Trains {
+enum TrainedModels {
     Both,
     Policy,
     Value,
 }
 
-impl Trains {
+impl TrainedModels {
     /// The critic, and the policy if `policy` is set.
     fn with_policy(policy: bool) -> Self {
         if policy { Self::Both } else { Self::Value }
@@ -454,7 +454,7 @@ impl Learner {
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
         self.separate_gradients()?;
-        let trains = Trains::with_policy(rates.policy.is_some());
+        let trains = TrainedModels::with_policy(rates.policy.is_some());
         let mut parts = self.gradients_of_parts(batch, mini_batch, plan, trains)?;
         if self.skips_step(&mut parts) {
             return Ok(parts);
@@ -477,18 +477,18 @@ impl Learner {
         rates: LearningRates,
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
-        self.hand_gradients_to(Trains::Value)?;
-        let mut of_values = self.gradients_of_parts(batch, mini_batch, plan, Trains::Value)?;
-        self.average_over(of_values.len(), Trains::Value);
-        self.step_of_parts(&mut of_values, rates, Trains::Value)?;
+        self.hand_gradients_to(TrainedModels::Value)?;
+        let mut of_values = self.gradients_of_parts(batch, mini_batch, plan, TrainedModels::Value)?;
+        self.average_over(of_values.len(), TrainedModels::Value);
+        self.step_of_parts(&mut of_values, rates, TrainedModels::Value)?;
 
-        self.hand_gradients_to(Trains::Policy)?;
-        let parts = self.gradients_of_parts(batch, mini_batch, plan, Trains::Policy)?;
+        self.hand_gradients_to(TrainedModels::Policy)?;
+        let parts = self.gradients_of_parts(batch, mini_batch, plan, TrainedModels::Policy)?;
         let mut parts: Vec<_> =
             parts.into_iter().zip(&of_values).map(|(part, values)| part.with_values_of(values)).collect();
-        self.average_over(parts.len(), Trains::Policy);
+        self.average_over(parts.len(), TrainedModels::Policy);
         self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut parts)?;
-        self.step_of_parts(&mut parts, rates, Trains::Policy)?;
+        self.step_of_parts(&mut parts, rates, TrainedModels::Policy)?;
         Ok(parts)
     }
 
@@ -498,14 +498,14 @@ impl Learner {
         batch: &Batch<'_>,
         mini_batch: &[usize],
         plan: &EpochPlan,
-        trains: Trains,
+        trains: TrainedModels,
     ) -> Result<Vec<StepStats>> {
         let parts = mini_batch.chunks(plan.part_size);
         parts.map(|part| self.gradients_of(batch, part, plan.micro_batch_size, trains)).collect()
     }
 
     /// Makes the memory for gradients that of one of the models, whose gradients are then zero; the other's are cleared.
-    fn hand_gradients_to(&mut self, trains: Trains) -> Result<()> {
+    fn hand_gradients_to(&mut self, trains: TrainedModels) -> Result<()> {
         let Some(value) = &mut self.value_optimizer else { return Ok(()) };
         let policy = &mut self.policy_optimizer;
         if self.shared_gradients.is_none() {
@@ -548,7 +548,7 @@ impl Learner {
         trains_policy: bool,
     ) -> Result<StepStats> {
         let batch = Batch { experience, targets, counts: experience.loss_counts() };
-        self.gradients_of(&batch, mini_batch, micro_batch_size, Trains::with_policy(trains_policy))
+        self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::with_policy(trains_policy))
     }
 
     /// [`Learner::gradients`] of the policy alone, where its gradients need not be beside the value model's.
@@ -562,9 +562,9 @@ impl Learner {
         if !self.trains_apart() {
             return self.gradients(experience, targets, mini_batch, micro_batch_size, true);
         }
-        self.hand_gradients_to(Trains::Policy)?;
+        self.hand_gradients_to(TrainedModels::Policy)?;
         let batch = Batch { experience, targets, counts: experience.loss_counts() };
-        self.gradients_of(&batch, mini_batch, micro_batch_size, Trains::Policy)
+        self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::Policy)
     }
 
     /// [`Learner::gradients`] of rows of `batch`.
@@ -573,7 +573,7 @@ impl Learner {
         batch: &Batch<'_>,
         mini_batch: &[usize],
         micro_batch_size: usize,
-        trains: Trains,
+        trains: TrainedModels,
     ) -> Result<StepStats> {
         let Batch { experience, targets, counts } = batch;
         let trains_policy = trains.policy();
@@ -591,7 +591,7 @@ impl Learner {
         }
         let own = self.world.share_by(&rows, length);
         let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), self.shares_first_tokens());
-        let weights = Weights {
+        let factors = LossFactors {
             divisor: self.divisor(batch, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
             value_slots,
@@ -600,18 +600,18 @@ impl Learner {
             least_entropy: None,
         };
         let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.update.loss);
-        let (previews, weights) = match trains_policy && self.settings.update.loss.needs_preview() {
-            true => self.previews(parts.iter().map(|rows| batch(rows)), weights)?,
-            false => (Vec::new(), weights),
+        let (previews, factors) = match trains_policy && self.settings.update.loss.needs_preview() {
+            true => self.previews(parts.iter().map(|rows| batch(rows)), factors)?,
+            false => (Vec::new(), factors),
         };
         let mut sums = Sums::new(self.collect_ratios, self.collect_clips);
         let passes = parts.iter().enumerate().try_for_each(|(at, rows)| {
             let mut batch = batch(rows);
             if let Some(preview) = previews.get(at) {
-                batch.take_preview(preview, &self.settings.update.loss, weights.least_entropy);
+                batch.take_preview(preview, &self.settings.update.loss, factors.least_entropy);
             }
             let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
-            let (now, values) = self.backward(&batch, reference, weights, trains, &mut sums)?;
+            let (now, values) = self.backward(&batch, reference, factors, trains, &mut sums)?;
             self.observed(|| Learned::MicroBatch { rows: rows.to_vec(), now, values, so_far: Box::new(sums.so_far()) });
             Ok(())
         });
@@ -654,13 +654,13 @@ impl Learner {
         }
     }
 
-    /// Passes without gradients over the micro-batches of this rank, and the weights with the least entropy of the tokens that the
+    /// Passes without gradients over the micro-batches of this rank, and the factors with the least entropy of the tokens that the
     /// policy's objective trains.
     fn previews(
         &self,
         batches: impl Iterator<Item = MicroBatch>,
-        mut weights: Weights,
-    ) -> Result<(Vec<Preview>, Weights)> {
+        mut factors: LossFactors,
+    ) -> Result<(Vec<Preview>, LossFactors)> {
         let settings = &self.settings.update.loss;
         let of_entropy = settings.top_entropy_quantile < 1.0;
         let (mut previews, mut counted) = (Vec::new(), Vec::new());
@@ -679,10 +679,10 @@ impl Learner {
             let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
             // Tokens with the same history have the same entropy, but for rounding, which must not divide them.
             let least = least - ENTROPY_ROUNDING;
-            weights.entropy_tokens = all.iter().filter(|entropy| **entropy >= least).count().max(1) as f64;
-            weights.least_entropy = Some(least);
+            factors.entropy_tokens = all.iter().filter(|entropy| **entropy >= least).count().max(1) as f64;
+            factors.least_entropy = Some(least);
         }
-        Ok((previews, weights))
+        Ok((previews, factors))
     }
 
     /// Forward and backward pass of one micro-batch; accumulates gradients. Returns the tokens under the policy, and with an observer the
@@ -694,8 +694,8 @@ impl Learner {
         &self,
         batch: &MicroBatch,
         reference: Option<(&Distributions, &[usize])>,
-        weights: Weights,
-        trains: Trains,
+        factors: LossFactors,
+        trains: TrainedModels,
         sums: &mut Sums,
     ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
         let settings = &self.settings.update.loss;
@@ -703,11 +703,11 @@ impl Learner {
         let (token_spans, value_spans) = (&batch.token_spans, &batch.value_spans);
         // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
         let mut value_sums = Sums::default();
-        let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, weights, sums);
+        let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, factors, sums);
         let mut seen = None;
         let value_loss = |values: &Tensor| {
             seen = self.observer.as_ref().map(|_| values.detach());
-            batch.value_loss(values, settings, weights, &mut value_sums)
+            batch.value_loss(values, settings, factors, &mut value_sums)
         };
         let options = LogprobOptions { sampled, entropy: true, kl_to: reference };
         let now = match (&self.value, reference) {
@@ -765,7 +765,7 @@ impl Learner {
     }
 
     /// Makes the gradients that `parts` parts have accumulated their mean.
-    fn average_over(&mut self, parts: usize, trains: Trains) {
+    fn average_over(&mut self, parts: usize, trains: TrainedModels) {
         if parts == 1 {
             return;
         }
@@ -777,7 +777,7 @@ impl Learner {
     }
 
     /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
-    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: Trains) -> Result<()> {
+    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: TrainedModels) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
         self.step_of(trains, rates, &mut parts[at])?;
         let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
@@ -813,11 +813,11 @@ impl Learner {
     /// # Errors
     /// If libtorch refuses the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
-        self.step_of(Trains::with_policy(rates.policy.is_some()), rates, stats)
+        self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)
     }
 
     /// [`Learner::step`] of the models that `trains` names.
-    fn step_of(&mut self, trains: Trains, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+    fn step_of(&mut self, trains: TrainedModels, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         let [of_policy, of_value] = self.loss_scales();
         if trains.policy() {
             self.policy_optimizer.reduce_gradients(&self.world)?;

@@ -52,7 +52,7 @@ impl LossSettings {
 
 /// Divisors and factors of a mini-batch's losses.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Weights {
+pub(crate) struct LossFactors {
     /// Divisor of the sums of the policy's losses.
     pub(crate) divisor: f64,
     /// Tokens that the entropy bonus is the mean of.
@@ -174,7 +174,7 @@ impl MicroBatch {
         slice: Range<i64>,
         now: &TokenLogprobs,
         settings: &LossSettings,
-        weights: Weights,
+        factors: LossFactors,
         sums: &mut Sums,
     ) -> Tensor {
         let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
@@ -203,23 +203,23 @@ impl MicroBatch {
             if settings.use_bias_correction_kl { self.corrected(kl, &ratios, now, here) } else { kl }
         });
         let total = match &kl {
-            Some(kl) if token_weights.is_some() => objective + weighted(kl, None) * weights.kl_coef,
-            Some(kl) => objective + kl.sum(Kind::Float) * weights.kl_coef,
+            Some(kl) if token_weights.is_some() => objective + weighted(kl, None) * factors.kl_coef,
+            Some(kl) => objective + kl.sum(Kind::Float) * factors.kl_coef,
             None => objective,
         };
         let total = match now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
             Some(entropy) => {
                 let high = self.high_entropy.as_ref().map(here);
                 let entropy = high.map_or_else(|| entropy.shallow_clone(), |high| entropy * high);
-                let coef = settings.entropy_coef * (weights.divisor / weights.entropy_tokens);
+                let coef = settings.entropy_coef * (factors.divisor / factors.entropy_tokens);
                 total - math::masked_sum(&entropy, &counts) * coef
             }
             None => total,
         };
         sums.add_policy(&loss, kl.map(|kl| kl.sum(Kind::Float)).as_ref(), &counts);
-        sums.add_loss(&total, weights.divisor);
+        sums.add_loss(&total, factors.divisor);
         // With no token that counts there is no gradient.
-        total / (weights.divisor / weights.scales[0])
+        total / (factors.divisor / factors.scales[0])
     }
 
     /// KL estimates of a slice times the probability ratios, with the gradients of both. Source: TRL 1.11, `use_bias_correction_kl`.
@@ -314,7 +314,7 @@ impl MicroBatch {
         &self,
         values: &Tensor,
         settings: &LossSettings,
-        weights: Weights,
+        factors: LossFactors,
         sums: &mut Sums,
     ) -> Tensor {
         let mask = &self.value_counts;
@@ -322,7 +322,7 @@ impl MicroBatch {
         let values = values.detach();
         let error = math::masked_sum(&(&values - &self.returns).square(), mask);
         sums.add_value([&loss.sum, &loss.clipped, &math::masked_sum(&values, mask), &error]);
-        loss.sum * (settings.vf_coef / weights.value_slots.max(1.0) * weights.scales[1])
+        loss.sum * (settings.vf_coef / factors.value_slots.max(1.0) * factors.scales[1])
     }
 
     /// Sum of the entropies of the tokens that count, in nats.
@@ -662,7 +662,7 @@ mod tests {
             let preview = Preview { logprobs: new.detach(), entropy: Some(entropy.detach()) };
             batch.take_preview(&preview, settings, least);
         }
-        let weights = Weights {
+        let factors = LossFactors {
             divisor: divisor(settings),
             entropy_tokens: high_tokens(entropy, least),
             value_slots: 1.0,
@@ -674,7 +674,7 @@ mod tests {
         let mut loss = |slice: Range<i64>| {
             let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
             let now = TokenLogprobs { logprobs: here(new), entropy: Some(here(entropy)), kl: None };
-            batch.policy_loss(slice.clone(), &now, settings, weights, &mut sums)
+            batch.policy_loss(slice.clone(), &now, settings, factors, &mut sums)
         };
         loss(0..3) + loss(3..10)
     }
