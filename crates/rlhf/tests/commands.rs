@@ -228,30 +228,33 @@ fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
 #[test]
 fn token_ids_of_another_tokenizer_are_told_from_the_models_own() {
     let scratch = Scratch::new();
-    scratch.copy("other", "llama_tied");
-    let generated = |model: &str| {
-        scratch.succeeds(&format!(
-            "generate --model {model} --dataset_name prompts.jsonl --max_new_tokens 6 --do_sample false"
-        ))
-    };
-    for (model, is_foreign) in [("policy", false), ("other", true)] {
-        let rows = json_lines(&generated(model));
+    let line = "generate --model policy --dataset_name prompts.jsonl --max_new_tokens 6 --do_sample false";
+    let own: Vec<Value> = json_lines(&scratch.succeeds(line)).into_iter().map(Value::Object).collect();
+    // Each row with the ids of the next one's completion: those of a text that is not its own.
+    let ids = own.iter().cycle().skip(1).map(|row| row["completion_ids"].clone());
+    let foreign = own.iter().zip(ids).map(|(row, ids)| {
+        let mut row = row.clone();
+        row["completion_ids"] = ids;
+        row["completion"] = json!("a text of another tokenizer");
+        row
+    });
+    let foreign: Vec<Value> = foreign.collect();
+    for (rows, is_foreign) in [(&own, false), (&foreign, true)] {
         for line in [
             "score --model reward",
             "score --reward_model_path reward --tokenizer_name policy",
             "logprobs --model policy",
         ] {
-            let ran = pipe(&scratch, line, &lines(&rows.iter().map(|row| json!(row)).collect::<Vec<_>>()));
+            let ran = pipe(&scratch, line, &lines(rows));
             assert_eq!((ran.code, ran.stdout.lines().count()), (0, rows.len()), "{line}: {}", ran.stderr);
             let notes = ran.stderr.lines().filter(|line| line.contains("another tokenizer made them")).count();
             assert_eq!(notes, usize::from(is_foreign), "{line}: {}", ran.stderr);
         }
-        // As texts they are read with the model's own tokenizer.
-        let texts: Vec<Value> =
-            rows.iter().map(|row| json!({"prompt": row["prompt"], "completion": row["completion"]})).collect();
-        let ran = pipe(&scratch, "score --model reward", &lines(&texts));
-        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     }
+    // As texts they are read with the model's own tokenizer.
+    let text = |row: &Value| json!({"prompt": row["prompt"], "completion": row["completion"]});
+    let ran = pipe(&scratch, "score --model reward", &lines(&foreign.iter().map(text).collect::<Vec<_>>()));
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
 }
 
 #[test]
