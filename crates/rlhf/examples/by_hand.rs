@@ -1,4 +1,4 @@
-//! PPO's loop by hand, from the pieces that `PpoTrainer` is made of: generate, score, shape rewards, optimise.
+//! PPO's loop by hand, from the pieces that `PpoTrainer` is made of: generate, score, shape rewards, optimize.
 //!
 //!     cargo run --release --example by_hand -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 

@@ -98,7 +98,7 @@ impl Precision {
         }
     }
 
-    /// The name of the dtype of products.
+    /// The name of the dtype of products; `held`, which no run has, if that is the dtype of the weights.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Precision::Held => "held",

@@ -50,7 +50,7 @@ pub fn serve(config: &ServeConfig, ready: impl FnOnce(&Ready) -> Result<()>) -> 
     let engine = Engine::load(config)?;
     let (queue, jobs) = sync_channel::<Job>(QUEUE);
     let served = Served::new(&config.model);
-    let about = Ready { name: served.name.clone(), url: listener.url(), note: engine.note()? };
+    let about = Ready { name: served.name.clone(), url: listener.url(), note: engine.note() };
     let server = listener.serve(routes::router(Arc::new(Service { served, queue })))?;
     ready(&about)?;
     while !stop_requested() {

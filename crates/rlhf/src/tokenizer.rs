@@ -63,8 +63,9 @@ pub struct Tokenizer {
     inner: Option<Arc<tokenizers::Tokenizer>>,
     /// Bounds on the cost of its rules.
     growth: Option<Growth>,
-    /// One more than the largest id of its tokens.
+    /// One more than the largest id of its tokens, and of those of tokenizer.json.
     ids: i64,
+    own_ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
     /// The tokens that the files beside tokenizer.json name.
@@ -150,16 +151,17 @@ impl Tokenizer {
         }
         let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
         let described = Described::read(dir, &tokenizer_config)?;
-        let (mut inner, mut growth, mut ids, mut is_plain) = (None, None, 0, true);
+        let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
         if let [(JSON, json), ..] = &files[..] {
             if let Some(other) = beside.filter(|other| other.reads_as(json, &described)) {
-                (inner, growth, ids) = (other.inner.clone(), other.growth, other.ids);
+                (inner, growth) = (other.inner.clone(), other.growth);
+                (ids, own_ids) = (other.ids, other.own_ids);
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
                 growth = Some(Growth::read(&path, json)?);
                 let (mut found, count) = load(&path, json)?;
-                ids = count;
+                (ids, own_ids) = (count, count);
                 is_plain = described.is_in(&found);
                 if !is_plain {
                     let added = guarded(|| described.add_to(&mut found));
@@ -182,6 +184,7 @@ impl Tokenizer {
             described,
             is_plain,
             ids,
+            own_ids,
             dir: dir.to_path_buf(),
             files,
             eos,
@@ -608,7 +611,7 @@ impl Tokenizer {
         if self.ids <= model.vocab_size {
             return Ok(());
         }
-        let added = self.inner.as_ref().filter(|_| !self.is_plain);
+        let added = self.inner.as_ref().filter(|_| self.own_ids <= model.vocab_size);
         if let Some((token, id)) = added.and_then(|inner| self.described.first_from(inner, model.vocab_size)) {
             let message = format!(
                 "{token:?} is named by a file beside tokenizer.json, which lacks it, and gets the id {id}: expected ids below vocab_size {} \

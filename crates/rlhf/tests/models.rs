@@ -448,7 +448,7 @@ fn a_step_of_the_optimizer_changes_what_is_computed_in_bf16_at_once() {
         let mut optimizer = Optimizer::new(model.trainable_params(), &SftConfig::new("m", "d", "o").optimizer);
         optimizer.step(1e-2).unwrap();
         let after = logprobs(&model);
-        assert!((&after - before).abs().min().double_value(&[]) > 1e-3, "{name}: it learnt");
+        assert!((&after - before).abs().min().double_value(&[]) > 1e-3, "{name}: it learned");
         let out = tempfile::tempdir().unwrap();
         model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         let saved = CausalLm::from_pretrained(out.path(), options).unwrap();
@@ -462,8 +462,8 @@ fn a_frozen_model_refuses_to_learn_and_an_empty_sequence_is_an_error_of_its_own(
     for checkpointing in [false, true] {
         model.set_gradient_checkpointing(checkpointing);
         let batch = Batch::new(&[[1i64, 2]], std::slice::from_ref(&(1..2)));
-        let learnt = model.logprobs_backward(batch, 1.0, |_, now| -now.logprobs.sum(tch::Kind::Float));
-        assert!(learnt.unwrap_err().to_string().contains("the model is frozen"), "checkpointing {checkpointing}");
+        let learned = model.logprobs_backward(batch, 1.0, |_, now| -now.logprobs.sum(tch::Kind::Float));
+        assert!(learned.unwrap_err().to_string().contains("the model is frozen"), "checkpointing {checkpointing}");
     }
     let reward = SequenceClassifier::from_pretrained(&golden().join("models/gpt2"), Some(1), ModelOptions::default());
     let error = reward.unwrap().scores(&[vec![1i64], vec![]]).unwrap_err().to_string();

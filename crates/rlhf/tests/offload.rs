@@ -41,12 +41,12 @@ fn is_the_same(all: &[OffloadPart], change: impl Fn(&mut PpoConfig)) {
 }
 
 #[test]
-fn a_run_is_the_same_to_the_bit_whichever_part_of_it_leaves_memory() {
+fn a_run_is_the_same_to_the_bit_whichever_part_of_it_is_offloaded() {
     is_the_same(&[OffloadPart::Optimizer, OffloadPart::Models, OffloadPart::All], |_| ());
 }
 
 #[test]
-fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_leaves_memory() {
+fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_is_offloaded() {
     for optim in [Optim::Adamw8bit, Optim::Adafactor, Optim::AdamwBf16] {
         is_the_same(&[OffloadPart::All], |config| {
             config.sft_model_path = with_states_of_8_bits();
@@ -57,7 +57,7 @@ fn a_run_of_each_small_optimizer_state_is_the_same_to_the_bit_where_it_leaves_me
 }
 
 #[test]
-fn parts_may_leave_memory_where_models_are_moved_store_distributions_share_layers_or_are_averaged() {
+fn parts_may_be_offloaded_where_models_are_moved_store_distributions_share_layers_or_are_averaged() {
     use rlhf::rl::math::KlEstimator;
     type Change = fn(&mut PpoConfig);
     let changes: [Change; 7] = [
@@ -131,7 +131,7 @@ fn a_run_resumes_to_the_same_bits_with_other_parts_in_memory_than_before() {
 }
 
 #[test]
-fn supervised_runs_are_the_same_to_the_bit_where_their_optimizer_state_leaves_memory() {
+fn supervised_runs_are_the_same_to_the_bit_where_their_optimizer_state_is_offloaded() {
     let scratch = Scratch::new();
     for (name, line) in [("sft", SFT), ("reward", REWARD)] {
         let weights = |out: &str, flags: &str| {

@@ -311,7 +311,7 @@ fn ranks_share_the_plain_weights_of_a_quantized_base_alone() {
 }
 
 #[test]
-fn parts_that_leave_memory_count_in_the_phases_that_use_them() {
+fn offloaded_parts_count_in_the_phases_that_use_them() {
     let scratch = with_model();
     let line = "ppo --sft_model_path big --reward_model_path big --new_reward_head --dataset_name prompts.jsonl --output_dir out";
     // The policy's own folder cannot be the reward model's.

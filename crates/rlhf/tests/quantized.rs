@@ -194,11 +194,9 @@ fn plain_tensors_beside_quantized_weights_are_saved_in_one_dtype() {
         let of = |dir: &Path| -> BTreeSet<String> {
             let saved = Checkpoint::open(dir).unwrap();
             let is_plain = |name: &&str| !name.contains("quant") && !name.contains("absmax") && !name.ends_with("SCB");
-            let kinds = saved.names().filter(is_plain).map(|name| saved.kind_of(name).unwrap());
-            kinds
-                .filter(|kind| [Kind::Float, Kind::BFloat16, Kind::Half].contains(kind))
-                .map(|kind| format!("{kind:?}"))
-                .collect()
+            // Codes have no dtype of weights.
+            let kinds = saved.names().filter(is_plain).filter_map(|name| saved.kind_of(name));
+            kinds.map(|kind| format!("{kind:?}")).collect()
         };
         let out = tempfile::tempdir().unwrap();
         model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
@@ -243,6 +241,21 @@ fn a_head_that_a_list_of_spared_layers_leaves_out_is_read() {
         // A classifier of this body ignores it.
         SequenceClassifier::from_pretrained(dir.path(), Some(3), ModelOptions::default()).unwrap();
     }
+}
+
+#[test]
+fn a_mask_in_bytes_does_not_pass_for_a_quantized_weight() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = named("gpt2_fp4", "base");
+    std::fs::copy(base.join("config.json"), dir.path().join("config.json")).unwrap();
+    let source = Checkpoint::open(&base).unwrap();
+    let mut tensors: Vec<(String, Tensor)> =
+        source.names().map(|name| (name.to_string(), source.read_stored(name, Device::Cpu).unwrap())).collect();
+    tensors.push(("transformer.h.0.attn.bias".into(), Tensor::ones([1, 1, 8, 8], (Kind::Uint8, Device::Cpu))));
+    save(dir.path(), &tensors, usize::MAX).unwrap();
+    let options = ModelOptions { quantization: Some(FP4), ..ModelOptions::default() };
+    let model = CausalLm::from_pretrained(dir.path(), options).unwrap();
+    assert_same("gpt2_fp4", model.params(), quantized("gpt2_fp4", FP4).params());
 }
 
 #[test]

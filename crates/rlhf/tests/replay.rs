@@ -89,7 +89,7 @@ fn updates_with_states_of_8_bits_and_with_weights_in_bf16_are_those_of_the_run()
 }
 
 #[test]
-fn updates_of_a_run_whose_parts_left_memory_are_those_of_the_run_where_their_folder_cannot_be_written() {
+fn updates_of_a_run_with_offloaded_parts_are_those_of_the_run_where_their_folder_cannot_be_written() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = recorded(dir.path());
     config.total_episodes = Some(8);

@@ -753,7 +753,7 @@ fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their
             (0.25, 0.0)
         );
         assert_eq!(number(line, "objective/scores/short"), -1.0, "8 tokens for 4");
-        // What is normalised is 0 here, as all have one length.
+        // The normalized score is 0 here, as all have one length.
         let regex = number(line, "objective/scores/regex");
         assert!((number(line, "objective/scores") - (2.0 * 0.25 - regex)).abs() < 1e-6);
         assert!(["command", "short", "regex"].iter().all(|name| number(line, &format!("time/reward/{name}")) >= 0.0));

@@ -349,7 +349,7 @@ fn ppo_ends_with_the_same_weights_at_every_stage_and_number_of_ranks() {
 fn ranks_that_train_one_model_after_the_other_take_the_steps_of_both_at_once_to_the_bit() {
     let dir = tempfile::tempdir().unwrap();
     let stages = (0..4).map(|stage| format!("--zero_stage {stage}"));
-    for (index, flags) in stages.chain(["--optim adamw_bf16".into()]).enumerate() {
+    for (index, flags) in stages.chain(["--optim adamw_bf16 --bf16".into()]).enumerate() {
         let run = |what: &str, more: &str| {
             results(&ppo(2, dir.path(), &format!("{what}-{index}"), &format!("{flags} {more}")))
         };

@@ -198,7 +198,7 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
 fn tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers() {
     let goldens = read_json(&golden().join("tokenizers/added.json"));
     let goldens = goldens.as_object().unwrap();
-    assert_eq!(goldens.len(), 14);
+    assert_eq!(goldens.len(), 19);
     let plain = open(&[]);
     for (name, case) in goldens {
         let files: Vec<(&str, String)> = case["files"]
@@ -218,9 +218,9 @@ fn tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers() {
             (case["eos"].clone(), case["pad"].clone()),
             "{name}"
         );
-        // A tokenizer with other tokens reads the same ids as other texts.
+        // The other way round, tokens beside the same ones do no harm: no text of the plain tokenizer has them.
         let adds = found.contains(&320);
-        assert_eq!(plain.check_same(dir.path()).is_err(), adds, "{name}");
+        plain.check_same(dir.path()).unwrap();
         assert_eq!(tokenizer.check_same(&golden().join("models/gpt2")).is_err(), adds, "{name}");
     }
 }

@@ -32,12 +32,9 @@ pub fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
     }
 }
 
-/// The elements of `x`, of any float dtype and on any device, one after another.
-///
-/// # Panics
-/// If they are no floats.
+/// The elements of `x`, of any dtype and on any device, one after another.
 pub fn to_host(x: &Tensor) -> Vec<f64> {
-    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
+    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("it is a vector of f64")
 }
 
 /// Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.

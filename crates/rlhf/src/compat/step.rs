@@ -471,7 +471,7 @@ impl StepTrainer {
         let rates = self.rates();
         let plan = self.config.epoch();
         let parts = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
-        let learnt = began.elapsed().as_secs_f64();
+        let learned = began.elapsed().as_secs_f64();
 
         let mut stats = self.record_step_stats(&experience, &targets, &orders, &parts, &plan);
         stats.push("ppo/learning_rate", rates.value);
@@ -479,8 +479,8 @@ impl StepTrainer {
             ("forward_pass", 0.0, forward),
             ("compute_rewards", forward, rewarded),
             ("compute_advantages", rewarded, shaped),
-            ("optimize_step", shaped, learnt),
-            ("calc_stats", learnt, began.elapsed().as_secs_f64()),
+            ("optimize_step", shaped, learned),
+            ("calc_stats", learned, began.elapsed().as_secs_f64()),
             ("total", 0.0, began.elapsed().as_secs_f64()),
         ] {
             stats.push(format!("time/ppo/{name}"), to - from);

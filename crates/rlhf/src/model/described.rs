@@ -12,7 +12,7 @@ use super::quantized::{QuantType, Quantization};
 use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
 use crate::{Error, Result};
 use std::collections::{HashMap, HashSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 /// The tensors of a model by their sizes, in the order of the model.
@@ -24,6 +24,8 @@ pub(crate) struct ModelSizes {
     is_classifier: bool,
     /// The linear layers whose weights the model's files hold quantized; `None` if no files were read, so that `config.json` tells.
     coded: Option<HashSet<String>>,
+    /// The folder or the name of the model.
+    place: PathBuf,
 }
 
 #[derive(Debug, Clone)]
@@ -296,12 +298,13 @@ impl ModelSizes {
             );
             return Err(Error::Run(message));
         }
-        Ok(Self { config, tensors, linears, is_classifier, coded: None })
+        Ok(Self { config, tensors, linears, is_classifier, coded: None, place: PathBuf::new() })
     }
 
-    /// Sets the layers whose weights the model's files hold quantized, as the files name them.
+    /// Sets the layers whose weights the files of the model `place` hold quantized, as the files name them.
     #[must_use]
-    pub(crate) fn with_coded(mut self, layers: Option<Vec<String>>) -> Self {
+    pub(crate) fn with_coded(mut self, layers: Option<Vec<String>>, place: &Path) -> Self {
+        self.place = place.to_path_buf();
         let names = &self.config.family.names;
         self.coded = layers.map(|layers| layers.iter().map(|layer| model_name(names, layer)).collect());
         self
@@ -310,7 +313,7 @@ impl ModelSizes {
     /// Sets the layers that are quantized in the files to those of `other`, of the same body.
     #[must_use]
     pub(crate) fn coded_as(self, other: &Self) -> Self {
-        Self { coded: other.coded.clone(), ..self }
+        Self { coded: other.coded.clone(), place: other.place.clone(), ..self }
     }
 
     /// Whether the model's files hold weights quantized. The others are then plain whatever the settings, as when it is loaded.
@@ -353,7 +356,7 @@ impl ModelSizes {
     ) -> Result<Held> {
         let trains_all = matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
         if trains_all && self.is_coded() {
-            return Err(Error::Usage(TRAINS_QUANTIZED.into()));
+            return Err(Error::Usage(format!("{}: {TRAINS_QUANTIZED}", self.place.display())));
         }
         let quantization = if self.is_coded() { self.stored_format() } else { quantization.filter(|_| !trains_all) };
         let mut sums = HeldSums::default();

@@ -138,7 +138,8 @@ impl<'a> Builder<'a> {
     /// that is quantized already, whose plain layers were spared on purpose.
     pub(crate) fn quantize_to(&mut self, quantization: Option<Quantization>) {
         let is_quantized = || match self.source {
-            Source::Checkpoint(checkpoint) => checkpoint.names().any(|name| checkpoint.holds_codes(name)),
+            // Masks of older checkpoints are bytes too.
+            Source::Checkpoint(checkpoint) => !checkpoint.coded_layers().is_empty(),
             Source::Shared(params) => params.iter().any(Param::is_quantized),
             Source::Fresh(_) | Source::Shapes(_) => false,
         };

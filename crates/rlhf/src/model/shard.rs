@@ -544,7 +544,11 @@ impl Division {
     /// Provides memory for the gradients of `place`, or of all units at once where they are whole on every rank.
     fn lend_gradients(&mut self, place: Option<usize>) -> Result<()> {
         if !self.stage.shards_gradients() {
-            return self.units.iter_mut().filter(|unit| unit.trained).try_for_each(Unit::keep_gradients);
+            return self
+                .units
+                .iter_mut()
+                .filter(|unit| unit.trained)
+                .try_for_each(|unit| unit.keep_gradients().map(drop));
         }
         if place.is_none() {
             self.allocate_grad_parts();

@@ -84,7 +84,7 @@ impl<'c> Generation<'c> {
         let tokenizer = Tokenizer::of_text_or_ids(&hub::tokenizer_dir(path, revision)?)?;
         let prompts = dataset(config)?.prompts(&tokenizer, model.vocab_size, longest)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
-        let sizes = ModelSizes::of_causal_lm(model, kind, path)?.with_coded(coded);
+        let sizes = ModelSizes::of_causal_lm(model, kind, path)?.with_coded(coded, path);
         Ok(Self { config, sizes, prompts, generation, machine })
     }
 

@@ -115,7 +115,7 @@ impl Models {
         let merged = |path: &Path, kind| Ok::<_, Error>(if adapter_in(path)?.is_some() { Kind::Float } else { kind });
         let lm = |path: &Path, revision| -> Result<NamedModel> {
             let Described { config, kind, coded } = read(path, revision)?;
-            let sizes = ModelSizes::of_causal_lm(config, merged(path, kind)?, path)?.with_coded(coded);
+            let sizes = ModelSizes::of_causal_lm(config, merged(path, kind)?, path)?.with_coded(coded, path);
             Ok(NamedModel { name: path.display().to_string(), sizes })
         };
         let classifier = |path: &Path, revision, new_head, merges: bool| -> Result<NamedModel> {
@@ -124,7 +124,7 @@ impl Models {
             let new_head = new_head && !config.is_sequence_classifier();
             Ok(NamedModel {
                 name: path.display().to_string(),
-                sizes: ModelSizes::of_classifier(config, kind, new_head)?.with_coded(coded),
+                sizes: ModelSizes::of_classifier(config, kind, new_head)?.with_coded(coded, path),
             })
         };
         let alone = |main, tokenizer: &Path| Self {

@@ -96,9 +96,7 @@ pub(crate) trait Trainee {
 
     /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder, each with the inputs that decide it: the first
     /// of them that the run has.
-    fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
-        Vec::new()
-    }
+    fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])>;
 
     /// Replaces the model in the output folder `dir` by the current one, with its model card.
     ///
@@ -984,6 +982,10 @@ mod tests {
 
         fn write_optimizers(&self, dir: &Path) -> Result<()> {
             crate::weights::write_text(&dir.join("steps"), &self.steps.to_string())
+        }
+
+        fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
+            Vec::new()
         }
 
         fn write_bases(&mut self) -> Result<()> {

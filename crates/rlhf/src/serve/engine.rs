@@ -72,10 +72,11 @@ impl Engine {
     }
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
-    pub(super) fn note(&self) -> Result<Option<String>> {
+    pub(super) fn note(&self) -> Option<String> {
         let (model, file) = (self.model.config(), self.model.config().generation_settings());
-        let generation = self.defaults.generation(file, model.max_position_embeddings, &self.dir)?;
-        Ok(self.defaults.note_without_effect(file, &generation))
+        // An invalid value is an error of the requests that use it.
+        let generation = self.defaults.generation(file, model.max_position_embeddings, &self.dir).ok()?;
+        self.defaults.note_without_effect(file, &generation)
     }
 
     /// Responds to a request for the model `name`, unless its client is gone.

@@ -15,8 +15,9 @@ const ADDED_TOKENS: &str = "added_tokens.json";
 /// Names of special tokens, which chat templates use.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Names of the lists of further special tokens.
-const LISTS: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
+/// Name of the list of further special tokens, and its older name.
+const LIST: &str = "extra_special_tokens";
+const OLDER_LIST: &str = "additional_special_tokens";
 
 /// The tokens that the files beside a `tokenizer.json` name.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -36,54 +37,35 @@ impl Described {
     /// # Errors
     /// If a file is not JSON, or a token in it is malformed.
     pub(super) fn read(dir: &Path, config: &Value) -> Result<Self> {
+        let mut settings = config.as_object().cloned().unwrap_or_default();
+        if is_empty(settings.get(LIST))
+            && let Some(list) = settings.remove(OLDER_LIST)
+        {
+            settings.insert(LIST.into(), list);
+        }
         let mut found = Self::default();
-        if let Some(tokens) = config["added_tokens_decoder"].as_object() {
-            let mut tokens: Vec<(i64, &Value)> =
-                tokens.iter().map(|(id, token)| (id.parse().unwrap_or(i64::MAX), token)).collect();
-            tokens.sort_by_key(|(id, _)| *id);
-            let tokens = tokens.iter().map(|(_, token)| token_of(token, false));
-            found.listed = tokens.collect::<Option<_>>().ok_or_else(|| {
-                let message = "`added_tokens_decoder`: expected objects with a `content`, found something else";
-                Error::invalid(dir.join(TOKENIZER_CONFIG), message)
-            })?;
-            found.add_names(config, false);
-            return Ok(found);
+        let older = match config["added_tokens_decoder"].as_object() {
+            Some(tokens) => {
+                found.listed = listed(tokens).ok_or_else(|| {
+                    let message = "`added_tokens_decoder`: expected objects with a `content`, found something else";
+                    Error::invalid(dir.join(TOKENIZER_CONFIG), message)
+                })?;
+                Value::Null
+            }
+            None => {
+                merge(&mut settings, &read_if_present(dir, SPECIAL_TOKENS_MAP)?);
+                read_if_present(dir, ADDED_TOKENS)?
+            }
+        };
+        if !settings.contains_key(LIST)
+            && let Some(list) = settings.remove(OLDER_LIST)
+        {
+            settings.insert(LIST.into(), list);
         }
-        let map = read_if_present(dir, SPECIAL_TOKENS_MAP)?;
-        let mut named = Self::default();
-        named.add_names(&map, true);
-        named.add_names(config, false);
-        found.add_older(&read_if_present(dir, ADDED_TOKENS)?, &named.further);
-        found.further.append(&mut named.further);
-        Ok(Self { named: named.named, ..found })
-    }
-
-    /// Adds the special tokens that `source` names and that are not yet known; those of objects are `special` in any case, or as they say.
-    fn add_names(&mut self, source: &Value, special: bool) {
-        for key in NAMES {
-            let token = token_of(&source[key], special);
-            let Some(token) = token.filter(|_| !self.named.contains_key(key)) else { continue };
-            self.named.insert(key.into(), token.content.clone().into());
-            self.further.push(token);
-        }
-        // Tokens of a model, such as image_token.
-        let own = source.as_object().into_iter().flatten();
-        let own = own.filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
-        let lists = LISTS.iter().flat_map(|key| match &source[key] {
-            Value::Array(tokens) => tokens.iter().collect::<Vec<_>>(),
-            Value::Object(tokens) => tokens.values().collect(),
-            _ => Vec::new(),
-        });
-        self.further.extend(own.map(|(_, token)| token).chain(lists).filter_map(|token| token_of(token, special)));
-    }
-
-    /// Adds the tokens of `added_tokens.json`, which are special if they are among `special`.
-    fn add_older(&mut self, tokens: &Value, special: &[AddedToken]) {
-        let mut tokens: Vec<(&String, i64)> =
-            tokens.as_object().into_iter().flatten().filter_map(|(token, id)| Some((token, id.as_i64()?))).collect();
-        tokens.sort_by_key(|(_, id)| *id);
-        let is_special = |token: &String| special.iter().any(|special| special.content == *token);
-        self.further.extend(tokens.into_iter().map(|(token, _)| AddedToken::from(token.clone(), is_special(token))));
+        let (named, mut further) = named_in(&settings);
+        found.further = older_tokens(&older, &further);
+        found.further.append(&mut further);
+        Ok(Self { named, ..found })
     }
 
     /// Whether `inner` has all tokens, so that adding them changes nothing.
@@ -125,21 +107,82 @@ impl Described {
     }
 }
 
-/// The token of a text, which is special, or of an object with its `content`; `special` is whether the latter is special in any case.
-fn token_of(value: &Value, special: bool) -> Option<AddedToken> {
-    let token = match value {
-        Value::String(text) => AddedToken::from(text.clone(), true),
-        _ => {
-            let flag = |name: &str| value[name].as_bool();
-            let (content, special) = (value["content"].as_str()?, special || flag("special").unwrap_or(false));
-            AddedToken::from(content.to_string(), special)
-                .single_word(flag("single_word").unwrap_or(false))
-                .lstrip(flag("lstrip").unwrap_or(false))
-                .rstrip(flag("rstrip").unwrap_or(false))
-                .normalized(flag("normalized").unwrap_or(!special))
+fn is_empty(list: Option<&Value>) -> bool {
+    match list {
+        None | Some(Value::Null) => true,
+        Some(Value::Array(tokens)) => tokens.is_empty(),
+        Some(Value::Object(tokens)) => tokens.is_empty(),
+        Some(_) => false,
+    }
+}
+
+/// The tokens of an `added_tokens_decoder` by their ids, if all are objects with a `content`.
+fn listed(tokens: &Map<String, Value>) -> Option<Vec<AddedToken>> {
+    let mut tokens: Vec<(i64, &Value)> =
+        tokens.iter().map(|(id, token)| (id.parse().unwrap_or(i64::MAX), token)).collect();
+    tokens.sort_by_key(|(id, _)| *id);
+    tokens.into_iter().map(|(_, token)| token.is_object().then(|| token_of(token))?).collect()
+}
+
+/// Replaces the settings of `tokenizer_config.json` by those of `special_tokens_map.json`, whose objects are special tokens.
+fn merge(settings: &mut Map<String, Value>, map: &Value) {
+    for (key, value) in map.as_object().into_iter().flatten() {
+        let mut value = value.clone();
+        match (&mut value, settings.get_mut(key)) {
+            (Value::Array(tokens), Some(Value::Array(known))) if key == LIST => {
+                tokens.retain(|token| !known.contains(token));
+                known.append(tokens);
+                continue;
+            }
+            (Value::Object(token), _) if key != LIST => drop(token.insert("special".into(), true.into())),
+            _ => {}
         }
+        settings.insert(key.clone(), value);
+    }
+}
+
+/// The special tokens by name, and all tokens that `settings` name, in the order in which transformers adds them.
+fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToken>) {
+    let (mut named, mut tokens) = (Map::new(), Vec::new());
+    for key in NAMES {
+        if let Some(token) = settings.get(key).and_then(token_of) {
+            named.insert(key.into(), token.content.clone().into());
+            tokens.push(token);
+        }
+    }
+    // Tokens of a model, such as image_token.
+    let own = settings.iter().filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
+    let list: Vec<&Value> = match settings.get(LIST) {
+        Some(Value::Array(tokens)) => tokens.iter().collect(),
+        Some(Value::Object(tokens)) => tokens.values().collect(),
+        _ => Vec::new(),
     };
-    (!token.content.is_empty()).then_some(token)
+    tokens.extend(own.map(|(_, token)| token).chain(list).filter_map(token_of));
+    (named, tokens)
+}
+
+/// The tokens of an `added_tokens.json`, which are special if they are among `special`.
+fn older_tokens(tokens: &Value, special: &[AddedToken]) -> Vec<AddedToken> {
+    let mut tokens: Vec<(&String, i64)> =
+        tokens.as_object().into_iter().flatten().filter_map(|(token, id)| Some((token, id.as_i64()?))).collect();
+    tokens.sort_by_key(|(_, id)| *id);
+    let is_special = |token: &String| special.iter().any(|special| special.content == *token);
+    tokens.into_iter().map(|(token, _)| AddedToken::from(token.clone(), is_special(token))).collect()
+}
+
+/// The token of a text, which is special, or of an object with its `content`.
+fn token_of(value: &Value) -> Option<AddedToken> {
+    if let Value::String(text) = value {
+        return Some(AddedToken::from(text.clone(), true));
+    }
+    let flag = |name: &str| value[name].as_bool();
+    let (content, special) = (value["content"].as_str()?, flag("special").unwrap_or(false));
+    let token = AddedToken::from(content.to_string(), special)
+        .single_word(flag("single_word").unwrap_or(false))
+        .lstrip(flag("lstrip").unwrap_or(false))
+        .rstrip(flag("rstrip").unwrap_or(false))
+        .normalized(flag("normalized").unwrap_or(!special));
+    Some(token)
 }
 
 /// The special tokens of a model folder by their ids.

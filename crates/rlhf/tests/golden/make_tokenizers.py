@@ -135,6 +135,22 @@ BESIDE = {
         "tokenizer_config.json": {"eos_token": "<|endoftext|>", "added_tokens_decoder": {"0": END}},
         "special_tokens_map.json": {"eos_token": "<end>", "pad_token": "<more>"},
     },
+    "an end and a pad in two files": {
+        "tokenizer_config.json": {"eos_token": "<end>"}, "special_tokens_map.json": {"pad_token": "<more>"}
+    },
+    "an end before the list of the older file": {
+        "tokenizer_config.json": {"eos_token": "<end>"}, "special_tokens_map.json": {"additional_special_tokens": ["<more>"]}
+    },
+    "a list in each file": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<end>"]},
+        "special_tokens_map.json": {"additional_special_tokens": ["<more>"]},
+    },
+    "both names of the list": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<end>"], "extra_special_tokens": ["<more>"]}
+    },
+    "a pad that the older file takes back": {
+        "tokenizer_config.json": {"pad_token": "<more>"}, "special_tokens_map.json": {"pad_token": None}
+    },
     "the oldest file": {
         "tokenizer_config.json": {"pad_token": "<more>"},
         "added_tokens.json": {"<more>": 330, "<end>": 321, "<|endoftext|>": 0},

@@ -135,11 +135,11 @@ impl Unit {
     }
 
     /// Provides gradients of the whole vector, unless there are some. Weights in bf16 have gradients in bf16; they are never sharded.
-    pub(super) fn keep_gradients(&mut self) -> Result<()> {
-        match self.grads {
-            Some(_) => Ok(()),
-            None => self.use_gradients(Tensor::zeros([self.len], (self.kind, self.device))),
+    pub(super) fn keep_gradients(&mut self) -> Result<&mut Tensor> {
+        if self.grads.is_none() {
+            self.use_gradients(Tensor::zeros([self.len], (self.kind, self.device)))?;
         }
+        Ok(self.grads.as_mut().expect("they were just provided"))
     }
 
     /// Frees the gradients of the whole vector.
@@ -196,8 +196,7 @@ impl Unit {
 
     /// Sums the gradients of a unit that keeps them whole, in f32. A rank without a pass has zeros.
     pub(super) fn sum_whole(&mut self, world: &World) -> Result<()> {
-        self.keep_gradients()?;
-        let Some(grads) = &mut self.grads else { return Ok(()) };
+        let grads = self.keep_gradients()?;
         if grads.kind() == Kind::Float {
             return world.sum(grads);
         }
@@ -209,10 +208,9 @@ impl Unit {
 
     /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
     pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
-        self.keep_gradients()?;
-        let Some(grads) = &self.grads else { return Ok(()) };
+        let grads = self.keep_gradients()?.shallow_clone();
         let part = self.own_vector(world);
-        reduce_scatter(world, &part, grads)?;
+        reduce_scatter(world, &part, &grads)?;
         self.grad_part = Some(part);
         Ok(())
     }

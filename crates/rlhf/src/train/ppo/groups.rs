@@ -73,7 +73,7 @@ impl PpoTrainer {
         Ok(scored.select(&rows))
     }
 
-    /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalised as the scores that are trained on are; NaN where
+    /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalized as the scores that are trained on are; NaN where
     /// no reward gave one.
     fn greedy_scores(&mut self, batch: &Batch) -> Result<Tensor> {
         let size = self.config.advantage.num_generations;

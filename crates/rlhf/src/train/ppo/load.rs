@@ -764,7 +764,7 @@ mod tests {
     use tch::Kind;
 
     #[test]
-    fn a_reference_that_shares_layers_leaves_memory_in_the_dtype_of_its_products_and_stays_out() {
+    fn a_reference_that_shares_layers_is_offloaded_in_the_dtype_of_its_products_and_stays_out() {
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/gpt_neox");
         let dir = tempfile::tempdir().unwrap();
         let prompts = dir.path().join("prompts.jsonl");
