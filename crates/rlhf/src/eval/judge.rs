@@ -87,7 +87,7 @@ fn nonsense(expected: &str, reply: &str) -> Outcome {
 
 /// A judge of pairs.
 pub(super) enum PairJudge {
-    Program(ProgramJudge),
+    Program(Box<ProgramJudge>),
     Chat(Box<ChatJudge>),
 }
 
@@ -105,7 +105,7 @@ impl PairJudge {
         Ok(match (&config.judge_command, &config.judge_url) {
             (Some(command), _) => {
                 let (command, retries) = (command.clone(), Retries::default());
-                Some(Self::Program(ProgramJudge { command, retry, retries, running: None, asked: 0 }))
+                Some(Self::Program(Box::new(ProgramJudge { command, retry, retries, running: None, asked: 0 })))
             }
             (None, Some(url)) => Some(Self::Chat(Box::new(ChatJudge::new(config, url, retry)?))),
             (None, None) => None,

@@ -115,7 +115,7 @@ impl Checks {
         let targets = targets(&experience, settings.kl_coef, &settings.shaping);
         let own = learner.settings().update.clone();
         let loss = LossSettings { on_policy: false, ..own.loss };
-        learner.set_update(UpdateSettings { loss, ..own.clone() });
+        learner.set_update(UpdateSettings { loss, ..own });
         let stats = learner.policy_gradients(&experience, &targets, &rows, rows.len());
         learner.set_update(own);
         learner.zero_grad();

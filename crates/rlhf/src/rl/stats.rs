@@ -67,8 +67,11 @@ pub struct StepStats {
     pub value_overflowed: bool,
 }
 
+/// A sum among the numbers of an optimizer step.
+type Sum = fn(&mut StepStats) -> &mut f64;
+
 /// The sums of an optimizer step that are added over ranks, by name.
-const SUMS: [(&str, fn(&mut StepStats) -> &mut f64); 18] = [
+const SUMS: [(&str, Sum); 18] = [
     ("policy_loss", |s| &mut s.policy_loss),
     ("value_loss", |s| &mut s.value_loss),
     ("policy_clipped", |s| &mut s.policy_clipped),
