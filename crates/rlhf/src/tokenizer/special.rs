@@ -147,7 +147,7 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
     for key in NAMES {
         if let Some(token) = settings.get(key).and_then(token_of) {
             named.insert(key.into(), token.content.clone().into());
-            tokens.push(token);
+            tokens.push(token.special(true));
         }
     }
     // Tokens of a model, such as image_token.
@@ -157,7 +157,9 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
         Some(Value::Object(tokens)) => tokens.values().collect(),
         _ => Vec::new(),
     };
-    tokens.extend(own.map(|(_, token)| token).chain(list).filter_map(token_of));
+    // What has a name is special, whatever its object says.
+    tokens.extend(own.filter_map(|(_, token)| token_of(token)).map(|token| token.special(true)));
+    tokens.extend(list.into_iter().filter_map(token_of));
     (named, tokens)
 }
 
