@@ -157,7 +157,7 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
         Some(Value::Object(tokens)) => tokens.values().collect(),
         _ => Vec::new(),
     };
-    // What has a name is special, whatever its object says.
+    // Tokens with a name are special, whatever their objects say.
     tokens.extend(own.filter_map(|(_, token)| token_of(token)).map(|token| token.special(true)));
     tokens.extend(list.into_iter().filter_map(token_of));
     (named, tokens)
