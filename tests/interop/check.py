@@ -1160,10 +1160,11 @@ def quantized_checks(work):
             expect(model.config.quantization_config is not None, "not quantized")
             measures_agree(model, folder / "merged", work, False)
 
-        def base_in_bf16(theirs=theirs, ours=ours, folder=folder):
+        def base_in_bf16(ours=ours, folder=folder):
             """The base that a run in bf16 writes, after it merged an adapter: in the dtypes of its files, as transformers takes it."""
+            start = ours()
             prompts = write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-            places = ["--sft_model_path", ours(), "--dataset_name", prompts, "--output_dir", folder / "ppo", "--use_peft", "--bf16"]
+            places = ["--sft_model_path", start, "--dataset_name", prompts, "--output_dir", folder / "ppo", "--use_peft", "--bf16"]
             rlhf("ppo", *places, "--reward", "length:target=5", "--response_length", 4, "--total_episodes", 4, "--no_report")
             base = exact(AutoModelForCausalLM.from_pretrained(folder / "ppo/base_model", device_map="cpu"))
             adapted = peft.PeftModel.from_pretrained(base, folder / "ppo")
