@@ -252,7 +252,7 @@ impl RlhfEngine {
     /// Creates an engine of loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting has no effect here; if there is no room for the offloaded parts.
+    /// If a setting is given that the engine does not use, or there is not enough disk space for the offloaded parts.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,

@@ -572,7 +572,7 @@ pub(in crate::train) fn check_reward_models(config: &PpoConfig, rewards: &[Spec]
 /// Returns the texts that are mixed in, if there are any, in blocks of the `longest` prompt with a response.
 ///
 /// # Errors
-/// Those of [`Unsupervised::find`].
+/// As [`Unsupervised::find`].
 pub(in crate::train) fn find_texts(
     config: &PpoConfig,
     tokenizer: &Tokenizer,
