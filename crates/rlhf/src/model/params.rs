@@ -96,9 +96,14 @@ pub(crate) struct Builder<'a> {
     mismatched: Vec<String>,
 }
 
+/// The prefixes that checkpoints have in place of the model's own, which is the first.
+fn prefixes(names: &Names) -> [&'static str; 3] {
+    [names.prefix, DEEPSPEED_CHAT, TEXT_PART]
+}
+
 /// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
 pub(crate) fn model_name(names: &Names, stored: &str) -> String {
-    let rest = [names.prefix, DEEPSPEED_CHAT, TEXT_PART].into_iter().find_map(|prefix| stored.strip_prefix(prefix));
+    let rest = prefixes(names).into_iter().find_map(|prefix| stored.strip_prefix(prefix));
     format!("{}{}", names.prefix, rest.unwrap_or(stored))
 }
 
@@ -109,7 +114,7 @@ impl<'a> Builder<'a> {
             Source::Checkpoint(checkpoint) => {
                 let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
                 // Some checkpoints (OpenAI's GPT-2) omit the prefix.
-                [names.prefix, DEEPSPEED_CHAT, TEXT_PART].into_iter().find(used).unwrap_or("")
+                prefixes(names).into_iter().find(used).unwrap_or("")
             }
         };
         let (params, asked) = (Vec::new(), HashSet::new());

@@ -20,7 +20,7 @@ const LIST: &str = "extra_special_tokens";
 const OLDER_LIST: &str = "additional_special_tokens";
 
 /// The tokens that the files beside a `tokenizer.json` name.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Described {
     /// The special tokens by name.
     pub(super) named: Map<String, Value>,
@@ -75,11 +75,13 @@ impl Described {
             let id = added.get_vocab().get(&token.content);
             id.is_some_and(|id| added.get_added_tokens_decoder().get(id) == Some(token))
         };
-        self.listed.iter().all(is_same)
-            && self
-                .further
-                .iter()
-                .all(|token| token.content.is_empty() || added.get_vocab().contains_key(&token.content))
+        self.listed.iter().all(is_same) && self.missing_from(inner).next().is_none()
+    }
+
+    /// The further tokens that `inner` has not as added tokens.
+    fn missing_from<'t>(&'t self, inner: &'t Tokenizer) -> impl Iterator<Item = &'t AddedToken> {
+        let known = inner.get_added_vocabulary().get_vocab();
+        self.further.iter().filter(|token| !token.content.is_empty() && !known.contains_key(&token.content))
     }
 
     /// Returns the first token whose id in `inner` is not below `count`, with its id.
@@ -91,12 +93,9 @@ impl Described {
     /// Adds the tokens to `inner`. Returns one more than the largest id among them.
     pub(super) fn add_to(&self, inner: &mut Tokenizer) -> tokenizers::Result<i64> {
         inner.add_tokens(self.listed.iter().cloned())?;
-        for token in &self.further {
-            let is_known = inner.get_added_vocabulary().get_vocab().contains_key(&token.content);
-            if !is_known {
-                inner.add_tokens([token.clone()])?;
-            }
-        }
+        // At once, as each call builds the search for added tokens again.
+        let missing: Vec<AddedToken> = self.missing_from(inner).cloned().collect();
+        inner.add_tokens(missing)?;
         let ids = self.listed.iter().chain(&self.further).filter_map(|token| inner.token_to_id(&token.content));
         Ok(ids.max().map_or(0, |id| i64::from(id) + 1))
     }
@@ -107,6 +106,7 @@ impl Described {
     }
 }
 
+/// Whether a list of tokens is missing, null or empty.
 fn is_empty(list: Option<&Value>) -> bool {
     match list {
         None | Some(Value::Null) => true,

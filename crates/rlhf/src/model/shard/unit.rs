@@ -144,10 +144,16 @@ impl Unit {
 
     /// Frees the gradients of the whole vector.
     pub(super) fn release_gradients(&mut self) -> Result<()> {
-        match self.grads.take() {
-            Some(_) => self.params.iter().try_for_each(clear_grad).map_err(Error::Run),
-            None => Ok(()),
+        self.take_gradients().map(drop)
+    }
+
+    /// Takes the gradients of the whole vector from the parameters; none if there are none.
+    fn take_gradients(&mut self) -> Result<Option<Tensor>> {
+        let grads = self.grads.take();
+        if grads.is_some() {
+            self.params.iter().try_for_each(clear_grad).map_err(Error::Run)?;
         }
+        Ok(grads)
     }
 
     /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not.
@@ -183,8 +189,7 @@ impl Unit {
 
     /// Adds the sum of the lent gradients to this rank's part, and takes them back.
     pub(super) fn reduce(&mut self, world: &World) -> Result<()> {
-        let Some(grads) = self.grads.take() else { return Ok(()) };
-        self.params.iter().try_for_each(clear_grad).map_err(Error::Run)?;
+        let Some(grads) = self.take_gradients()? else { return Ok(()) };
         let sum = self.own_vector(world);
         reduce_scatter(world, &sum, &grads)?;
         match &mut self.grad_part {
