@@ -2,7 +2,7 @@
 
     memory.py run [CELL ...] [--only rlhf|trl]    measures cells, all by default, into results/memory/DATE-COMMIT.json
     memory.py run --into FILE                     continues a file: what it has is not run again
-    memory.py table                               prints the tables, of the newest runs of each cell
+    memory.py table                               prints the tables, of the newest run of each number
 
 SmolLM2-135M-Instruct with the prompts and the scripts of the benchmark's cells `grpo/smollm2` and `ppo/smollm2`; two updates of 16 rows in
 one micro-batch, responses of 16 tokens. The peak is the largest resident memory of the process, Python included (`ru_maxrss`). About a
@@ -150,9 +150,13 @@ def run(args):
 
 
 def newest(folder):
-    """The newest report of each cell: {cell: (report, runs)}."""
+    """The newest of each run, with its report: {cell: {(program, checkpoints): (report, run)}}."""
     reports = sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda report: report["date"])
-    return {cell: (report, of_cell) for report in reports for cell, of_cell in report["cells"].items()}
+    cells = {}
+    for report in reports:
+        for cell, of_cell in report["cells"].items():
+            cells.setdefault(cell, {}).update({(one["program"], one["checkpoints"]): (report, one) for one in of_cell})
+    return cells
 
 
 def table(folder):
@@ -163,18 +167,17 @@ def table(folder):
         header = [f"`{trainer}`", "peak, MiB", "plan", "difference", "peak, checkpointing", "plan", "difference", "TRL", "TRL, checkpointing"]
         text += "| " + " | ".join(header) + " |\n|---" + "|---:" * (len(header) - 1) + "|\n"
         for name in modes:
-            _, of_cell = cells.get(f"{trainer}/{name}", (None, []))
+            of_cell = cells.get(f"{trainer}/{name}", {})
             row = [name]
             for program, checkpoints in (("rlhf", False), ("rlhf", True), ("TRL", False), ("TRL", True)):
-                keys = ("program", "checkpoints")
-                found = next((one for one in of_cell if tuple(one[key] for key in keys) == (program, checkpoints)), {})
+                _, found = of_cell.get((program, checkpoints), (None, {}))
                 peak, planned = found.get("peak_bytes"), found.get("planned_bytes")
                 row.append(f"{peak / MIB:.0f}" if peak else "fails" if "failed" in found else "")
                 if program == "rlhf":
                     row += [f"{planned / MIB:.0f}", f"{planned / peak - 1:+.1%}"] if planned else ["", ""]
             text += "| " + " | ".join(row) + " |\n"
         text += "\n"
-    for report in {id(report): report for report, _ in cells.values()}.values():
+    for report in {id(report): report for of_cell in cells.values() for report, _ in of_cell.values()}.values():
         machine = report["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
         vectors = " ".join(machine["vectors"])
