@@ -491,6 +491,12 @@ fn a_run_that_does_not_fit_is_shown_with_remedies() {
     let lora = remedies.iter().find(|remedy| remedy["change"] == "--use_peft").unwrap();
     assert_eq!(lora["fits"], json!(true), "{lora}");
     assert!(number(&lora["saves"]) > 60e6);
+    let four = remedies.iter().find(|remedy| remedy["change"] == "--use_peft --load_in_4bit").unwrap();
+    assert_eq!(four["effect"], json!("trains adapters alone, frozen weights have 4 bits"));
+    // What the plan of that run says.
+    let taken = planned(&scratch, &memory, &format!("{line} --use_peft --load_in_4bit"));
+    assert_eq!(four["peak"], taken["memory"]["peak"]);
+    assert!(number(&four["peak"]) < number(&lora["peak"]), "{four} {lora}");
     let table = scratch.succeeds(&format!("plan --calibrate=false {memory} {line}"));
     for words in [
         "it DOES NOT FIT",
@@ -587,7 +593,7 @@ fn a_plan_of_generate_has_weights_cache_and_batches() {
     let narrow = planned(&scratch, "--memory 1MB", &line.replace("--batch_size 4", "--batch_size 16"));
     let changes: Vec<&Value> = narrow["remedies"].as_array().unwrap().iter().map(|remedy| &remedy["change"]).collect();
     assert!(
-        changes.contains(&&json!("--batch_size 8")) && changes.contains(&&json!("--dtype bfloat16")),
+        ["--batch_size 8", "--dtype bfloat16", "--load_in_4bit"].iter().all(|change| changes.contains(&&json!(change))),
         "{changes:?}"
     );
 }

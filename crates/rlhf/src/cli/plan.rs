@@ -153,6 +153,7 @@ mod tests {
         let ppo = |flags: &[&'static str]| [&["plan"], flags, &PPO[..]].concat();
         for (words, message) in [
             (ppo(&["--memory", "much"]), "--memory <SIZE>': expected a size above 0, such as 5GB"),
+            (ppo(&["--memory", "24"]), "memory = 24: expected 1MB or more, with its unit, such as 24GB or 80GiB"),
             (ppo(&["--nproc_per_node", "0"]), "nproc_per_node = 0: expected at least 1"),
             (ppo(&["--memory"]), "a value is required for '--memory <SIZE>' but none was supplied"),
             (vec!["plan"], "plan: expected a command to plan after its flags"),

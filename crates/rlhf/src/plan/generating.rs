@@ -10,7 +10,7 @@ use super::{
 };
 use crate::data::{Columns, Dataset, RowReader};
 use crate::generate::{GenerationConfig, Sampling};
-use crate::model::{Dtype, Held, Holding, ModelSizes, uses_kernels};
+use crate::model::{Dtype, Held, Holding, ModelSizes, QuantType, Quantization, uses_kernels};
 use crate::settings::GenerateConfig;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
@@ -34,6 +34,7 @@ struct Generation<'c> {
 #[derive(Clone, Copy)]
 struct Choice {
     dtype: Option<Kind>,
+    quantization: Option<Quantization>,
     batch_size: usize,
 }
 
@@ -45,7 +46,12 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
     config.check()?;
     let device = super::device_of(config.rows.compute.device)?;
     let run = Generation::read(config, Machine::find(device, options))?;
-    let own = Choice { dtype: config.rows.compute.dtype.kind(), batch_size: config.rows.batch_size };
+    let compute = &config.rows.compute;
+    let own = Choice {
+        dtype: compute.dtype.kind(),
+        quantization: compute.quantization.quantization(),
+        batch_size: config.rows.batch_size,
+    };
     let memory = run.memory(own)?;
     let (work, decoded) = run.work();
     let compute = run.compute(own);
@@ -94,12 +100,7 @@ impl<'c> Generation<'c> {
     }
 
     fn held(&self, choice: Choice) -> Result<Held> {
-        self.sizes.held_as(
-            Holding::Frozen(0),
-            choice.dtype,
-            self.compute(choice),
-            self.config.rows.compute.quantization.quantization(),
-        )
+        self.sizes.held_as(Holding::Frozen(0), choice.dtype, self.compute(choice), choice.quantization)
     }
 
     /// Number of prompts whose responses are sampled together.
@@ -143,7 +144,7 @@ impl<'c> Generation<'c> {
     /// The work of all batches, each of which counts as an update, and the steps of decoding.
     fn work(&self) -> (PlannedWork, f64) {
         let size = self.config.responses.num_return_sequences;
-        let choice = Choice { dtype: None, batch_size: self.config.rows.batch_size };
+        let choice = Choice { dtype: None, quantization: None, batch_size: self.config.rows.batch_size };
         let batches = self.prompts.len().div_ceil(self.prompts_at_once(choice)).max(1);
         let new_tokens = self.generation.max_new_tokens;
         let rows = self.prompts.len() * size;
@@ -198,12 +199,17 @@ impl<'c> Generation<'c> {
         })
     }
 
-    /// Changes of the dtype and of the batch.
+    /// Changes of the weights' format and of the batch.
     fn remedies(&self, own: Choice, memory: &PlannedMemory) -> Result<Vec<Remedy>> {
         let mut changes = Vec::new();
         if self.compute(own) == Kind::Float {
             let rounds = Some("rounds the weights".to_string());
             changes.push(("--dtype bfloat16".to_string(), rounds, Choice { dtype: Some(Kind::BFloat16), ..own }));
+        }
+        if own.quantization.is_none() {
+            let quantization = Some(Quantization::FourBit { quant_type: QuantType::Nf4, nested: false });
+            let effect = Some("frozen weights have 4 bits".to_string());
+            changes.push(("--load_in_4bit".to_string(), effect, Choice { quantization, ..own }));
         }
         if own.batch_size > ROWS {
             changes.push((format!("--batch_size {ROWS}"), None, Choice { batch_size: ROWS, ..own }));

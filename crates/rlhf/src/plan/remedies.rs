@@ -24,7 +24,7 @@ struct Edit {
     /// Its flags.
     flags: String,
     /// Its effect on what is trained.
-    effect: Option<&'static str>,
+    effect: Option<String>,
     apply: Box<dyn Fn(&mut PlannedRun)>,
 }
 
@@ -43,14 +43,15 @@ impl Edit {
     }
 
     /// Adds an effect on what is trained.
-    fn with_effect(self, effect: &'static str) -> Self {
-        Self { effect: Some(effect), ..self }
+    fn with_effect(self, effect: &str) -> Self {
+        Self { effect: Some(effect.into()), ..self }
     }
 
-    /// All of `edits` at once; they have one effect at most.
+    /// All of `edits` at once.
     fn together(edits: Vec<Self>) -> Self {
         let flags: Vec<&str> = edits.iter().map(|edit| edit.flags.as_str()).collect();
-        let (flags, effect) = (flags.join(" "), edits.iter().find_map(|edit| edit.effect));
+        let effects: Vec<&str> = edits.iter().filter_map(|edit| edit.effect.as_deref()).collect();
+        let (flags, effect) = (flags.join(" "), (!effects.is_empty()).then(|| effects.join(", ")));
         let together = Self::new(flags, move |run| edits.iter().for_each(|edit| (edit.apply)(run)));
         Self { effect, ..together }
     }
@@ -67,17 +68,18 @@ pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>
         let allowed = changed.check().is_ok().then(|| Job::new(&changed, models, rows, machine).ok()).flatten();
         let saved = |memory: &PlannedMemory| peak.saturating_sub(memory.peak);
         if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| saved(memory) >= LEAST_SAVED) {
-            let effect = edit.effect.map(String::from);
+            let effect = edit.effect.clone();
             found.push(Remedy { change, effect, peak: memory.peak, saves: saved(&memory), fits: memory.fits });
         }
     };
     for edit in simple(run, job).iter().chain(&structural(run, job)) {
         add(edit.flags.clone(), edit, job.machine);
     }
-    let all = simple(run, job);
-    if all.len() > 1 {
-        let all = Edit::together(all);
-        add(all.flags.clone(), &all, job.machine);
+    for all in [simple(run, job), simple(run, job).into_iter().chain(four_bits(run)).collect()] {
+        if all.len() > 1 {
+            let all = Edit::together(all);
+            add(all.flags.clone(), &all, job.machine);
+        }
     }
     let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
     let divided = Edit::new("--zero_stage 3", |run| run.run_mut().dist.zero_stage = ZeroStage::Stage3);
@@ -94,18 +96,28 @@ pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>
     found
 }
 
+/// Adapters, unless there are some.
+fn adapters(job: &Job<'_>) -> Option<Edit> {
+    let adapters = Edit::new("--use_peft", |run| match run {
+        PlannedRun::Sft(config) => config.peft.use_peft = true,
+        PlannedRun::Reward(config) => config.peft.use_peft = true,
+        PlannedRun::Ppo(config) => config.peft.use_peft = true,
+    });
+    let is_new = job.members.iter().all(|member| member.adapter.is_none());
+    is_new.then(|| adapters.with_effect("trains adapters alone"))
+}
+
+/// Frozen weights in 4 bits, unless they are quantized.
+fn four_bits(run: &PlannedRun) -> Option<Edit> {
+    let four = Edit::new("--load_in_4bit", |run| run.run_mut().quantization.load_in_4bit = true);
+    run.run().quantization.quantization().is_none().then(|| four.with_effect("frozen weights have 4 bits"))
+}
+
 /// Changes of settings that leave the models as they are.
 fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let settings = run.run();
     let mut edits = Vec::new();
-    if job.members.iter().all(|member| member.adapter.is_none()) {
-        let adapters = Edit::new("--use_peft", |run| match run {
-            PlannedRun::Sft(config) => config.peft.use_peft = true,
-            PlannedRun::Reward(config) => config.peft.use_peft = true,
-            PlannedRun::Ppo(config) => config.peft.use_peft = true,
-        });
-        edits.push(adapters.with_effect("trains adapters alone"));
-    }
+    edits.extend(adapters(job));
     if !(settings.bf16 || settings.fp16) {
         edits.push(Edit::new("--bf16", |run| run.run_mut().bf16 = true));
     }
@@ -138,6 +150,10 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
             let none = Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false);
             edits.push(none.with_effect("no moving average of the policy"));
         }
+    }
+    if let Some(four) = four_bits(run) {
+        // Quantized weights are frozen.
+        edits.push(Edit::together(adapters(job).into_iter().chain([four]).collect()));
     }
     let offload = &run.run().offload;
     let (part, flag) = match run {

@@ -7,6 +7,8 @@ use crate::flag::{ByteSize, NONE, RUN, Setting, all, at_least_one, expect, optio
 
 /// Most ranks or machines: above any cluster, and far below an overflow.
 const MOST: usize = 100_000;
+/// Least memory, in bytes.
+const LEAST_MEMORY: usize = 1_000_000;
 
 /// Flags of `rlhf plan`, before the command that it plans.
 #[derive(Debug, Clone, PartialEq, Args)]
@@ -41,6 +43,12 @@ impl PlanFlags {
             most("nproc_per_node", self.nproc_per_node),
             at_least_one("nnodes", self.nnodes),
             most("nnodes", self.nnodes),
+            self.check_memory(),
         ])
+    }
+    /// Refuses a number that has lost its unit: 24 is 24 bytes.
+    fn check_memory(&self) -> Result<()> {
+        let bytes = self.memory.map_or(LEAST_MEMORY, |size| size.0);
+        expect(bytes >= LEAST_MEMORY, "memory", bytes, "1MB or more, with its unit, such as 24GB or 80GiB")
     }
 }
