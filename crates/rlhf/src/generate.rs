@@ -19,7 +19,7 @@ use tch_ext::on_device;
 const STEPS_ON_GPU: usize = 16;
 
 /// Below this, f32 logits divided by the temperature overflow.
-const MIN_TEMPERATURE: f64 = 1e-4;
+pub(crate) const MIN_TEMPERATURE: f64 = 1e-4;
 
 /// The method by which the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -561,7 +561,8 @@ impl Tokenizer {
         // Decoded separately, an id of a SentencePiece tokenizer would lose its space.
         if let Some(before) = before {
             let (alone, both) = (self.decode_verbatim(&[before])?, self.decode_verbatim(&[before, id])?);
-            if let Some(text) = both.strip_prefix(&alone) {
+            // The middle of a character adds nothing to the U+FFFD of its beginning.
+            if let Some(text) = both.strip_prefix(&alone).filter(|text| !text.is_empty()) {
                 return Ok(text.to_string());
             }
         }

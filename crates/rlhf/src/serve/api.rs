@@ -2,6 +2,7 @@
 //!
 //! A parameter that would change the result and is not supported is an error, unless it has the value that changes nothing.
 
+use crate::generate::MIN_TEMPERATURE;
 use crate::http_server::json_response;
 use crate::safe_text::beginning;
 use axum::response::{IntoResponse, Response};
@@ -211,9 +212,9 @@ impl Request {
             endpoint,
             prompts: if chat { vec![fields.messages()?] } else { fields.prompts()? },
             max_tokens,
-            temperature: fields.number("temperature")?,
+            temperature: fields.temperature()?,
             top_p: fields.number("top_p")?,
-            top_k: fields.whole("top_k", 0..=u64::from(u32::MAX))?,
+            top_k: fields.top_k()?,
             min_p: fields.number("min_p")?,
             repetition_penalty: fields.number("repetition_penalty")?,
             n,
@@ -256,6 +257,21 @@ impl Fields {
     fn number(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
         let Some(found) = self.take(name) else { return Ok(None) };
         found.as_f64().map(Some).ok_or_else(|| wrong(name, "a number", &found))
+    }
+
+    /// A temperature whose logits would overflow is 0, greedy decoding, which is its limit.
+    fn temperature(&mut self) -> Result<Option<f64>, ApiError> {
+        let found = self.number("temperature")?;
+        Ok(found.map(|found| if (0.0..MIN_TEMPERATURE).contains(&found) { 0.0 } else { found }))
+    }
+
+    /// -1 is another word for 0: all tokens.
+    fn top_k(&mut self) -> Result<Option<usize>, ApiError> {
+        if self.0.get("top_k").and_then(Value::as_i64) == Some(-1) {
+            self.0.remove("top_k");
+            return Ok(Some(0));
+        }
+        self.whole("top_k", 0..=u64::from(u32::MAX))
     }
 
     fn whole(&mut self, name: &str, within: std::ops::RangeInclusive<u64>) -> Result<Option<usize>, ApiError> {

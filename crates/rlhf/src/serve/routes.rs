@@ -3,11 +3,12 @@
 use super::api::{ApiError, Endpoint, Request, Served};
 use super::engine::{Job, Reply};
 use crate::http_server::{BodyError, json_response, read_body};
-use axum::Router;
 use axum::extract::{self, Path, State};
-use axum::http::{Method, Uri};
+use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Router, middleware};
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
@@ -32,7 +33,24 @@ pub(super) fn router(service: Arc<Service>) -> Router {
         .route("/v1/chat/completions", post(chat))
         .fallback(no_page)
         .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn(share_with_pages))
         .with_state(service)
+}
+
+/// Lets pages of this machine read responses: the server refuses requests of all other pages before.
+async fn share_with_pages(request: extract::Request, next: Next) -> Response {
+    let Some(origin) = request.headers().get(header::ORIGIN).cloned() else { return next.run(request).await };
+    let asks =
+        request.method() == Method::OPTIONS && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let mut response = if asks { StatusCode::NO_CONTENT.into_response() } else { next.run(request).await };
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.insert(header::VARY, HeaderValue::from_static("origin"));
+    if asks {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST"));
+        headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static("*, authorization"));
+    }
+    response
 }
 
 async fn models(State(service): State<Arc<Service>>) -> Response {
