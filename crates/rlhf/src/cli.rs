@@ -27,7 +27,7 @@ pub(crate) mod plan;
 pub(crate) mod push;
 pub(crate) mod replay;
 pub(crate) mod report;
-mod rows;
+pub(crate) mod rows;
 pub(crate) mod score;
 pub(crate) mod serve;
 mod setting;

@@ -89,7 +89,7 @@ fn run(task: &Task) -> Result<u8> {
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None),
         Task::Eval(_) if is_main() => end_on_signals(Some("stopped; the same command continues the evaluation")),
-        Task::Score(_) => end_on_signals(None),
+        Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => end_on_signals(None),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -217,6 +217,9 @@ fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
             match message {
                 Some(message) => announce(&format!("\n{message}")),
                 None => clear_bar(),
+            }
+            if let Some(note) = cli::rows::leave_part() {
+                announce(&note);
             }
             kill_programs();
             tch_ext::exit_at_once(128 + signal);

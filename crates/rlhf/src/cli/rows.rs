@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use rlhf::data::{Columns, Dataset, RowReader};
 use rlhf::dist::World;
@@ -134,6 +135,19 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
     Ok(())
 }
 
+/// The temporary file of this process, while there is one: a signal leaves it behind.
+static PART: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+/// Returns a note on the rows that are in the temporary file; removes an empty one. For a process that ends without destructors too.
+pub(crate) fn leave_part() -> Option<String> {
+    let part = PART.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+    if fs::metadata(&part).is_ok_and(|file| file.len() > 0) {
+        return Some(format!("note: the rows written so far are in {}", one_line(&part.display().to_string())));
+    }
+    let _ = fs::remove_file(part);
+    None
+}
+
 /// Standard output, or a file that gets its name when it is complete.
 pub(crate) struct Output {
     writer: Box<dyn Write>,
@@ -161,6 +175,7 @@ impl Output {
         part.push(format!(".{}.part", std::process::id()));
         let part = PathBuf::from(part);
         let file = File::create_new(&part).map_err(Error::io("create", &part))?;
+        *PART.lock().unwrap_or_else(PoisonError::into_inner) = Some(part.clone());
         // Rows go to a file: show their number on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
         let writer = Box::new(BufWriter::new(file));
@@ -196,6 +211,7 @@ impl Output {
                 false => rename_to_new(part, &self.name)?,
             }
             self.part = None;
+            *PART.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
         Ok(())
     }
@@ -228,13 +244,12 @@ impl Drop for Output {
     /// Keeps the rows of a file that was not finished, and prints its path; removes an empty one.
     fn drop(&mut self) {
         self.bar.finish_and_clear();
-        let Some(part) = &self.part else { return };
+        if self.part.is_none() {
+            return;
+        }
         let _ = self.writer.flush();
-        if fs::metadata(part).is_ok_and(|file| file.len() > 0) {
-            let name = part.display().to_string();
-            let _ = writeln!(io::stderr(), "note: the rows written so far are in {}", one_line(&name));
-        } else {
-            let _ = fs::remove_file(part);
+        if let Some(note) = leave_part() {
+            let _ = writeln!(io::stderr(), "{note}");
         }
     }
 }

@@ -64,6 +64,11 @@ impl Files {
         } else if name.is_dir() {
             choose(&files_below(name)?)?.into_iter().map(|file| name.join(file)).collect()
         } else {
+            if name.exists() {
+                let message = "expected a file or a folder, found a pipe or a device: commands that read rows take them on \
+                               standard input, without dataset_name";
+                return Err(Error::invalid(name, message));
+            }
             let (id, revision) = hub_name(name).ok_or_else(|| {
                 let message = "expected a JSONL, JSON, CSV or Parquet file, a folder of them, or a dataset's name on the \
                                hub, found no such path";

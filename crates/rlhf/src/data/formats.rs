@@ -27,7 +27,17 @@ const MAX_RATIO: u64 = 100;
 /// Decompressed size in bytes up to which the ratio is not checked.
 const SMALL_TEXT: u64 = 64 << 20;
 
-const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
+/// Returns the error of bytes that are no UTF-8, by what the file begins with.
+fn not_utf8(bytes: &[u8]) -> &'static str {
+    match bytes {
+        [0x1f, 0x8b, ..] => "expected UTF-8, found gzip data: give the file a name that ends in .gz",
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => "expected UTF-8, found zstd data: decompress it first",
+        [b'P', b'A', b'R', b'1', ..] => {
+            "expected UTF-8, found Parquet data: give the file a name that ends in .parquet"
+        }
+        _ => "expected UTF-8, found bytes of another encoding",
+    }
+}
 
 /// Reads all rows of a file in the format of its extension; JSONL if that is unknown.
 ///
@@ -72,7 +82,7 @@ pub(super) fn next_line(
         if bytes.len() as u64 > MAX_LINE {
             return Err(place.error(file, format!("expected at most {MAX_LINE} bytes, found a longer line")));
         }
-        let text = String::from_utf8(bytes).map_err(|_| place.error(file, NOT_UTF8))?;
+        let text = String::from_utf8(bytes).map_err(|e| place.error(file, not_utf8(e.as_bytes())))?;
         let text = if *read == 1 { text.strip_prefix('\u{feff}').unwrap_or(&text) } else { &text };
         if text.trim().is_empty() {
             continue;
@@ -164,7 +174,7 @@ fn read_text(path: &Path) -> Result<String> {
     open_text(path)?.read_to_end(&mut bytes).map_err(Error::io("read", path))?;
     let text = String::from_utf8(bytes).map_err(|e| {
         let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
-        Place::Line(before.iter().filter(|byte| **byte == b'\n').count() + 1).error(path, NOT_UTF8)
+        Place::Line(before.iter().filter(|byte| **byte == b'\n').count() + 1).error(path, not_utf8(e.as_bytes()))
     })?;
     Ok(text.strip_prefix('\u{feff}').map(String::from).unwrap_or(text))
 }

@@ -292,11 +292,14 @@ impl ChatJudge {
         let body = body.to_string();
         let text = self.retry.run(&self.retries, || self.client.post(&body))?;
         let reply: Value = serde_json::from_str(&text).unwrap_or_default();
+        let expected = match reply["choices"][0]["finish_reason"].as_str() {
+            // A model that reasons first needs more tokens than its verdict has.
+            Some("length") => "A, B or tie before judge_max_tokens end the reply",
+            _ => "A, B or tie",
+        };
         // The key is removed before the text is shortened: one that is cut in two would not be found.
         match reply["choices"][0]["message"]["content"].as_str() {
-            Some(content) => {
-                read_reply(content).map_or_else(|| nonsense("A, B or tie", &self.client.clean(content)), Ok)
-            }
+            Some(content) => read_reply(content).map_or_else(|| nonsense(expected, &self.client.clean(content)), Ok),
             None => nonsense("`choices` with a message of text", &self.client.clean(&text)),
         }
     }

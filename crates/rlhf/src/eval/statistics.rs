@@ -41,7 +41,9 @@ pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
     let (count, share, z2) = (values.len() as f64, values[0], NORMAL_QUANTILE.powi(2));
     let center = share + z2 / (2.0 * count);
     let half = NORMAL_QUANTILE * (share * (1.0 - share) / count + z2 / (4.0 * count * count)).sqrt();
-    Some([center - half, center + half].map(|x| (x / (1.0 + z2 / count)).clamp(0.0, 1.0)))
+    let [low, high] = [center - half, center + half].map(|x| (x / (1.0 + z2 / count)).clamp(0.0, 1.0));
+    // Rounding must not keep a limit from itself.
+    Some([if share == 0.0 { 0.0 } else { low }, if share == 1.0 { 1.0 } else { high }])
 }
 
 /// Returns the 95 % percentile bootstrap interval of [`length_controlled_win_rate`] over prompts, each with the outcomes and

@@ -3,7 +3,9 @@
 use super::address::{LEFT_OUT, address};
 use super::retry::Failure;
 use crate::hub::{certificates, origin};
+use crate::safe_text::{beginning, one_line};
 use crate::{Error, Result};
+use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::time::Duration;
@@ -13,6 +15,12 @@ use ureq::tls::{RootCerts, TlsConfig};
 
 /// Maximum size of a reply in bytes.
 const MAX_REPLY: u64 = 256 << 20;
+
+/// Maximum size of the body of an error whose message is shown, in bytes.
+const MAX_ERROR: u64 = 64 << 10;
+
+/// Maximum length of such a message, in characters.
+const SHOWN: usize = 200;
 
 /// Sends JSON to the address of a service.
 pub(crate) struct Client {
@@ -80,7 +88,8 @@ impl Client {
         let status = response.status();
         if !status.is_success() {
             let wait = response.headers().get(header::RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
-            return Err(self.status_failure(status, wait.map(Duration::from_secs)));
+            let body = response.body_mut().with_config().limit(MAX_ERROR).read_to_string().unwrap_or_default();
+            return Err(self.status_failure(status, wait.map(Duration::from_secs), &self.clean(&body)));
         }
         let text = response.body_mut().with_config().limit(MAX_REPLY).read_to_string();
         text.map_err(|e| self.request_failure(&e))
@@ -109,9 +118,10 @@ impl Client {
         }
     }
 
-    /// Returns the failure for an HTTP status other than success.
-    fn status_failure(&self, status: StatusCode, wait: Option<Duration>) -> Failure {
-        let found = format!("{}: HTTP status {status}", self.address());
+    /// Returns the failure for an HTTP status other than success, with the message that the `body` has.
+    fn status_failure(&self, status: StatusCode, wait: Option<Duration>, body: &str) -> Failure {
+        let told = message_of(body).map_or(String::new(), |message| format!(": {message}"));
+        let found = format!("{}: HTTP status {status}{told}", self.address());
         let variable = self.variable;
         match status.as_u16() {
             408 | 429 | 500.. => Failure { retry_after: wait, ..Failure::new(found) },
@@ -127,5 +137,46 @@ impl Client {
     /// Removes the token from a text of the service.
     pub(crate) fn clean(&self, text: &str) -> String {
         self.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
+    }
+}
+
+/// Returns the message of an error's body, shortened: `error.message`, `error`, `message` or `detail` of a JSON object, or a plain text.
+fn message_of(body: &str) -> Option<String> {
+    let parsed: Option<Value> = serde_json::from_str(body).ok();
+    let text = match &parsed {
+        Some(found) => {
+            let places = [&found["error"]["message"], &found["error"], &found["message"], &found["detail"]];
+            places.into_iter().find_map(Value::as_str)?
+        }
+        // A page of a web server says no more than its status.
+        None if body.trim_start().starts_with('<') => return None,
+        None => body,
+    };
+    let text = one_line(text.trim());
+    (!text.is_empty()).then(|| beginning(&text, SHOWN).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_message_of_a_refusal_is_read_from_json_or_text() {
+        for (body, message) in [
+            (
+                r#"{"error": {"message": "Unsupported value: 'temperature'", "code": 3}}"#,
+                Some("Unsupported value: 'temperature'"),
+            ),
+            (r#"{"error": "no such model"}"#, Some("no such model")),
+            (r#"{"message": "too long"}"#, Some("too long")),
+            (r#"{"detail": "Not Found"}"#, Some("Not Found")),
+            (" overloaded\n", Some("overloaded")),
+            ("<html><body>502</body></html>", None),
+            (r#"{"detail": [{"loc": ["body"]}]}"#, None),
+            ("", None),
+        ] {
+            assert_eq!(message_of(body).as_deref(), message, "{body}");
+        }
+        assert!(message_of(&"x".repeat(10_000)).unwrap().chars().count() < 300);
     }
 }
