@@ -39,7 +39,7 @@ pub const HEADINGS: [&str; 14] =
     [MODELS, DATA, REWARDS, BATCHES, SAMPLING, PPO, LOSS, OPTIMIZER, LORA, EVALUATION, CHECKPOINTS, HUB, DIST, RUN];
 
 /// Default value of an optional flag that is unset.
-pub(crate) const NONE: &str = "none";
+pub const NONE: &str = "none";
 
 /// Builds the clap command `name` whose flags are the fields of `C`, in the forms that `rlhf` accepts.
 ///

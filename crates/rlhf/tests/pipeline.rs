@@ -256,10 +256,10 @@ fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
         ("EleutherAI/pythia-410m", "policy"),
         ("Dahoas/rm-static", "rows.jsonl"),
         ("runs/chat", "out\nper_device_train_batch_size: 4\nlogging_steps: 1\nmax_steps: 3"),
-        ("pair_loss: tokens", "pair_loss: tokens, reward_format: deepspeed-chat"),
+        ("num_padding_at_beginning: 0", "num_padding_at_beginning: 0, reward_format: deepspeed-chat"),
         (
-            "preset: deepspeed-chat",
-            "preset: deepspeed-chat, per_device_generation_batch_size: 4, response_length: 6, max_prompt_length: 20, \
+            "enable_ema: true",
+            "enable_ema: true, per_device_generation_batch_size: 4, response_length: 6, max_prompt_length: 20, \
              warmup_steps: 1",
         ),
     ] {
@@ -273,6 +273,15 @@ fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
     };
     assert!(tensors("out/2-reward").contains(&"v_head.weight".into()), "{:?}", tensors("out/2-reward"));
     assert_eq!(tensors("out/3-ppo/ema"), tensors("out/1-sft"));
+    // Each step has its own defaults of the preset.
+    for (config, line) in [
+        ("out/1-sft/config.yaml", "completion_only_loss: false"),
+        ("out/2-reward/config.yaml", "pair_loss: tokens"),
+        ("out/3-ppo/config.yaml", "kl_coef: 0.1"),
+    ] {
+        assert!(scratch.read(config).contains(line), "no `{line}` in {config}");
+        assert!(scratch.read(config).contains("adam_beta2: 0.95"), "{config}");
+    }
     let lines = scratch.metrics("out/3-ppo");
     assert_eq!(lines.len(), 3);
     assert!(lines.iter().all(|line| line["objective/scores"].as_f64().is_some_and(f64::is_finite)), "{lines:?}");

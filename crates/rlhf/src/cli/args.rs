@@ -182,14 +182,14 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
         let ids = positionals.iter().map(|arg| arg.get_id().to_string());
         return (line, ids.chain(shown).collect());
     }
-    let foreign = openrlhf::hint(name);
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
     let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
-    let near = nearest(name, flags).filter(|_| foreign.is_none());
-    let tip = match (foreign, near) {
+    let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command));
+    let near = nearest(name, flags).filter(|_| hint.is_none());
+    let tip = match (hint, near) {
         (Some(hint), _) => format!("; {hint}"),
         (None, Some(near)) => format!("; tip: a similar argument exists: '--{near}'"),
-        (None, None) => elsewhere(name, rlhf, command).map_or(String::new(), |hint| format!("; {hint}")),
+        (None, None) => String::new(),
     };
     (format!("unexpected argument '--{name}' found{tip}"), near.map(str::to_string).into_iter().collect())
 }
@@ -200,6 +200,10 @@ fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
     let own = command.get_name();
     if (own, name) == ("replay", "config") {
         return Some("replay has the settings of the run, which its flags change".into());
+    }
+    // transformers has such a flag beside each that is on by default.
+    if let Some(flag) = name.strip_prefix("no_").filter(|flag| has(command, flag)) {
+        return Some(format!("write --{flag} false"));
     }
     // Commands that read rows can be planned or started as ranks.
     let outer: Vec<&Command> = ["launch", "plan"].iter().filter_map(|outer| rlhf.find_subcommand(outer)).collect();

@@ -217,10 +217,10 @@ Examples:
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
-        trl::with_flags(flag::command::<SftConfig>("sft"))
+        deepspeed_chat::with_flags(trl::with_flags(flag::command::<SftConfig>("sft")))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(SFT_HELP),
-        trl::with_flags(flag::command::<RewardConfig>("reward"))
+        deepspeed_chat::with_flags(trl::with_flags(flag::command::<RewardConfig>("reward")))
             .about("Train a reward model on preference pairs")
             .after_help(REWARD_HELP),
         deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(
             flags("sft"),
             sorted(&format!(
-                "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
+                "preset model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
                  dataset_text_field max_length packing {steps} \
                  completion_only_loss assistant_only_loss {lora} {optimizer} {eval} {run}"
             ))
@@ -397,7 +397,7 @@ mod tests {
         assert_eq!(
             flags("reward"),
             sorted(&format!(
-                "model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
+                "preset model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
                  num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
                  eval_only {eval} {run}"
             ))

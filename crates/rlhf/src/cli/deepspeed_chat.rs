@@ -1,7 +1,7 @@
-//! Flags of DeepSpeed-Chat's third step, for `rlhf ppo --preset deepspeed-chat`. A flag is another name of ours, or has no effect
-//! here and is ignored, or configures DeepSpeed's own engine and is refused with the reason.
+//! Flags of DeepSpeed-Chat's three steps, for `rlhf sft`, `reward` and `ppo` with `--preset deepspeed-chat`. A flag is another name of
+//! ours, or has no effect here and is ignored, or asks for something that is not here and is refused with the reason.
 //!
-//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are not in the table.
+//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are not in the tables.
 
 use std::collections::BTreeMap;
 
@@ -27,26 +27,60 @@ enum To {
 }
 use To::{Only, Ours, Passed, Together};
 
-const OFF: &[&str] = &["false"];
-const ENGINE: &str = "generation here has a cache of its own and needs no second engine";
-const NO_SPLIT: &str = "each rank generates by itself: no layer is split over ranks";
-const DROPOUT: &str = "a model's own dropout is not applied here, as ratios must start at 1";
+/// A flag, whether it may stand alone, and its treatment.
+type Row = (&'static str, bool, To);
 
-/// The flags, whether they may stand alone, and their treatment.
-const FLAGS: [(&str, bool, To); 37] = [
+const OFF: &[&str] = &["false"];
+const NO_SPLIT: &str = "each rank generates by itself: no layer is split over ranks";
+const NO_DROPOUT: &[&str] = &["none", "0", "0.0"];
+const DROPOUT: &str = "a model's own dropout is not applied here";
+const NO_TOKEN: &str = "a token that the tokenizer lacks is not added; give a model and a tokenizer that have it";
+
+/// Flags of all three steps.
+const ALL: &[Row] = &[
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
+    ("add_eot_token", true, Only(OFF, NO_TOKEN)),
+    ("num_warmup_steps", false, Ours("warmup_steps")),
+    ("compute_fp32_loss", true, Passed),
+    ("only_optimize_lora", true, Together),
+    ("local_rank", false, Passed),
+    ("enable_tensorboard", true, Together),
+    ("tensorboard_path", false, Passed),
+];
+
+/// Flags of the first two steps, which train one model.
+const ONE_MODEL: &[Row] = &[
+    ("max_seq_len", false, Ours("max_length")),
+    ("dropout", false, Only(NO_DROPOUT, DROPOUT)),
+    ("lora_dim", false, Together),
+    ("lora_module_name", false, Together),
+    ("lora_learning_rate", false, Together),
+];
+
+/// Flags of the first step.
+const SFT: &[Row] = &[
+    (
+        "sft_only_data_path",
+        false,
+        Only(&["none", ""], "no dataset is kept from data_split: without data_split, add it to data_path"),
+    ),
+    // The token of add_eot_token.
+    ("eot_token", false, Passed),
+    ("print_loss", true, Passed),
+];
+
+/// Flags of the second step.
+const REWARD: &[Row] = &[("eval_interval", false, Together), ("eval_iters", false, Passed)];
+
+/// Flags of the third step.
+const PPO: &[Row] = &[
     ("preprocessing_num_workers", false, Passed),
     ("actor_model_name_or_path", false, Ours("sft_model_path")),
     ("critic_model_name_or_path", false, Ours("reward_model_path")),
     ("num_padding_at_beginning", false, Passed),
-    ("actor_dropout", false, Only(&["none", "0", "0.0"], DROPOUT)),
-    ("critic_dropout", false, Only(&["none", "0", "0.0"], DROPOUT)),
-    (
-        "add_eot_token",
-        true,
-        Only(OFF, "a token that the tokenizer lacks is not added; give a model and a tokenizer that have it"),
-    ),
+    ("actor_dropout", false, Only(NO_DROPOUT, DROPOUT)),
+    ("critic_dropout", false, Only(NO_DROPOUT, DROPOUT)),
     ("per_device_training_batch_size", false, Ours("per_device_train_batch_size")),
     ("ppo_epochs", false, Ours("num_ppo_epochs")),
     ("max_prompt_seq_len", false, Ours("max_prompt_length")),
@@ -55,76 +89,85 @@ const FLAGS: [(&str, bool, To); 37] = [
     ("critic_learning_rate", false, Together),
     ("actor_weight_decay", false, Ours("weight_decay")),
     ("critic_weight_decay", false, Ours("value_weight_decay")),
-    ("num_warmup_steps", false, Ours("warmup_steps")),
-    ("compute_fp32_loss", true, Passed),
     ("actor_lora_dim", false, Together),
     ("critic_lora_dim", false, Together),
     ("actor_lora_module_name", false, Together),
     ("critic_lora_module_name", false, Together),
     ("actor_lora_learning_rate", false, Together),
     ("critic_lora_learning_rate", false, Together),
-    ("only_optimize_lora", true, Together),
     ("enable_mixed_precision_lora", true, Only(OFF, "--dtype sets the dtype of the frozen weights")),
-    ("enable_hybrid_engine", true, Only(OFF, ENGINE)),
-    ("unpin_actor_parameters", true, Only(OFF, ENGINE)),
-    ("release_inference_cache", true, Only(OFF, ENGINE)),
+    // They change memory and speed of DeepSpeed's second engine for generation, which is not needed here.
+    ("enable_hybrid_engine", true, Passed),
+    ("unpin_actor_parameters", true, Passed),
+    ("release_inference_cache", true, Passed),
     ("inference_tp_size", false, Only(&["1"], NO_SPLIT)),
-    ("tp_gather_partition_size", false, Only(&["8"], NO_SPLIT)),
+    ("tp_gather_partition_size", false, Passed),
     ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
-    ("local_rank", false, Passed),
-    ("enable_tensorboard", true, Together),
-    ("tensorboard_path", false, Passed),
 ];
 
-/// Returns whether the flag `name` is in the table.
-pub(super) fn has(name: &str) -> bool {
-    FLAGS.iter().any(|(flag, ..)| *flag == name)
+/// Returns the flags of `command`; none for a command that is no step of DeepSpeed-Chat.
+fn rows(command: &str) -> impl Iterator<Item = &'static Row> {
+    let tables: &[&'static [Row]] = match command {
+        "sft" => &[ALL, ONE_MODEL, SFT],
+        "reward" => &[ALL, ONE_MODEL, REWARD],
+        "ppo" => &[ALL, PPO],
+        _ => &[],
+    };
+    tables.iter().flat_map(|table| table.iter())
 }
 
-/// Adds the flags to the command `ppo`, hidden from its help. Flags that the command has already are its own.
-pub(super) fn with_flags(ppo: Command) -> Command {
-    let arg = |ppo: Command, (name, alone, to): &(&'static str, bool, To)| {
+/// Returns whether the flag `name` is in the table of `command`.
+pub(super) fn has(command: &str, name: &str) -> bool {
+    row(command, name).is_some()
+}
+
+/// Adds the flags to a command, hidden from its help. Flags that the command has already are its own.
+pub(super) fn with_flags(command: Command) -> Command {
+    let arg = |command: Command, (name, alone, to): &'static Row| {
         let is_named =
             |arg: &Arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|other| other.contains(name));
-        if ppo.get_arguments().any(is_named) {
-            return ppo;
+        if command.get_arguments().any(is_named) {
+            return command;
         }
         let help = match to {
             Ours(ours) => format!("{ours}, with --preset deepspeed-chat"),
             Together | Passed | Only(..) => "with --preset deepspeed-chat".to_string(),
         };
         let arg = Arg::new(name).long(name).hide(true).help(help).help_heading("DeepSpeed-Chat");
-        ppo.arg(match (alone, *name) {
+        command.arg(match (alone, *name) {
             (true, _) => arg
                 .num_args(0..=1)
                 .require_equals(true)
                 .default_missing_value("true")
                 .value_parser(["true", "false", "True", "False"]),
             (false, "data_path") => arg.num_args(1..),
+            (false, "sft_only_data_path") => arg.num_args(0..),
             (false, _) => arg.num_args(1).allow_negative_numbers(true),
         })
     };
-    FLAGS.iter().fold(ppo, arg)
+    let name = command.get_name().to_string();
+    rows(&name).fold(command, arg)
 }
 
 /// The values of the flags that are set, by name.
 type Given = BTreeMap<&'static str, Vec<String>>;
 
-/// Removes the flags of the table from the file's `settings`, and finds those on the command line. The settings that they stand for
-/// are appended to `settings`; a flag of ours on the command line still wins.
+/// Removes the flags of the table of `command` from the file's `settings`, and finds those on the command line. The settings that they
+/// stand for are appended to `settings`; a flag of ours on the command line still wins.
 ///
 /// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting.
 pub(super) fn translate(
+    command: &str,
     preset: Option<Preset>,
     flags: &ArgMatches,
     settings: &mut Vec<Setting>,
     refusals: &mut Refusals,
 ) {
     let is_chat = preset == Some(Preset::DeepspeedChat);
-    let given = given(is_chat, flags, settings);
+    let given = given(command, is_chat, flags, settings);
     if !is_chat {
-        for (name, _, to) in given.keys().filter_map(|name| row(name)) {
+        for (name, _, to) in given.keys().filter_map(|name| row(command, name)) {
             let line = match to {
                 Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; with other presets use {ours}"),
                 Together | Passed | Only(..) => {
@@ -138,7 +181,7 @@ pub(super) fn translate(
     }
     for (name, values) in &given {
         let value = values.first().map_or("none", String::as_str).to_ascii_lowercase();
-        match row(name) {
+        match row(command, name) {
             Some((_, _, Ours(ours))) if on_line(flags, ours) => {
                 refusals.refuse(format!("{name} and {ours} are the same setting: give one of them"), [*name, ours]);
             }
@@ -149,8 +192,12 @@ pub(super) fn translate(
             _ => {}
         }
     }
-    let together = together(&given, refusals);
-    settings.extend(together.into_iter().map(|(key, value)| Setting::new(key, vec![value])));
+    let of_adapters = adapters(command, &given, refusals);
+    if command != "ppo" {
+        check_rate(&of_adapters, flags, settings, refusals);
+    }
+    let together = of_adapters.into_iter().chain(switches(&given));
+    settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
     let default = |settings: &mut Vec<Setting>, key: &str, value: &str| {
         settings.insert(0, Setting::new(key, vec![value.into()]));
@@ -171,15 +218,16 @@ pub(super) fn translate(
     }
 }
 
-/// Returns the row of a flag.
-fn row(name: &str) -> Option<&'static (&'static str, bool, To)> {
-    FLAGS.iter().find(|(flag, ..)| *flag == name)
+/// Returns the row of a flag of `command`.
+fn row(command: &str, name: &str) -> Option<&'static Row> {
+    rows(command).find(|(flag, ..)| *flag == name)
 }
 
 /// Returns the flags of the table that are set, and removes them from `settings`.
-fn given(is_chat: bool, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Given {
+fn given(command: &str, is_chat: bool, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Given {
     // With another preset, flags that transformers has too are transformers'.
-    let own = |name: &str| row(name).filter(|_| !is_ours(flags, name) && (is_chat || !trl::has("ppo", name)));
+    let is_theirs = |name: &str| is_chat || !trl::has(command, name);
+    let own = |name: &str| row(command, name).filter(|_| !is_ours(flags, name) && is_theirs(name));
     let mut given = Given::new();
     let (theirs, ours): (Vec<Setting>, Vec<Setting>) =
         std::mem::take(settings).into_iter().partition(|setting| own(&setting.key).is_some());
@@ -189,7 +237,7 @@ fn given(is_chat: bool, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Give
             given.insert(name, setting.values);
         }
     }
-    for (name, ..) in FLAGS.iter().filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
+    for (name, ..) in rows(command).filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
         given.insert(name, flags.get_many::<String>(name).into_iter().flatten().cloned().collect());
     }
     given
@@ -225,53 +273,82 @@ fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
-/// Translates learning rates, adapters and `enable_tensorboard`. A model with adapters trains with the adapters' learning rate.
-fn together(given: &Given, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
-    let value = |name: &str| given.get(name).and_then(|values| values.first());
-    let on = |name: &str| value(name).is_some_and(|word| word.eq_ignore_ascii_case("true"));
+/// What the name of a flag of a model begins with; and our settings of its adapters, and of its learning rate.
+type OfModel = (&'static str, [&'static str; 4]);
+
+const POLICY: [&str; 4] = ["use_peft", "lora_r", "lora_target_modules", "learning_rate"];
+const CRITIC: [&str; 4] = ["value_use_peft", "value_lora_r", "value_lora_target_modules", "value_learning_rate"];
+
+/// Translates adapters and learning rates. A model with adapters trains with the adapters' learning rate.
+fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
+    let models: &[OfModel] = match command {
+        "ppo" => &[("actor_", POLICY), ("critic_", CRITIC)],
+        _ => &[("", POLICY)],
+    };
+    let value =
+        |prefix: &str, what: &str| given.get(format!("{prefix}{what}").as_str()).and_then(|values| values.first());
+    let adapters_alone = given.get("only_optimize_lora").is_some_and(|values| is_on(values));
     let mut settings = Vec::new();
-    let mut ranks = [None, None];
-    for (model, rank) in ["actor", "critic"].into_iter().zip(&mut ranks) {
-        let name = format!("{model}_lora_dim");
-        let dim = value(&name).map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
-        let dim = dim.unwrap_or_else(|word| {
+    for (prefix, [peft, r, targets, rate]) in models {
+        let name = format!("{prefix}lora_dim");
+        let rank = value(prefix, "lora_dim").map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
+        let rank = rank.unwrap_or_else(|word| {
             refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
             0
         });
-        if dim > 0 && !on("only_optimize_lora") {
+        if rank > 0 && !adapters_alone {
             let line = format!(
-                "{name} = {dim} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
+                "{name} = {rank} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
                  is not supported: set only_optimize_lora, or {name} = 0"
             );
             refusals.refuse(line, [&name]);
         }
-        *rank = (dim > 0).then_some(dim);
-    }
-    let of = |model: &str, what: &str, default: &str| {
-        value(&format!("{model}_{what}")).cloned().unwrap_or_else(|| default.to_string())
-    };
-    let names = [
-        ["use_peft", "lora_r", "lora_target_modules", "learning_rate"],
-        ["value_use_peft", "value_lora_r", "value_lora_target_modules", "value_learning_rate"],
-    ];
-    for ((model, rank), [peft, r, targets, rate]) in ["actor", "critic"].into_iter().zip(ranks).zip(names) {
+        let own = |what: &str, default: &str| value(prefix, what).map_or(default, String::as_str).to_string();
         match rank {
-            Some(rank) => settings.extend([
-                (peft, "true".to_string()),
-                (r, rank.to_string()),
-                (targets, of(model, "lora_module_name", "decoder.layers.")),
-                (rate, of(model, "lora_learning_rate", "5e-4")),
+            0 => settings.extend(value(prefix, "learning_rate").map(|own| (*rate, own.clone()))),
+            rank => settings.extend([
+                (*peft, "true".to_string()),
+                (*r, rank.to_string()),
+                (*targets, own("lora_module_name", "decoder.layers.")),
+                (*rate, own("lora_learning_rate", "5e-4")),
             ]),
-            None => settings.extend(value(&format!("{model}_learning_rate")).map(|own| (rate, own.clone()))),
         }
     }
-    if ranks.iter().any(Option::is_some) {
+    let is_set = |settings: &[(&str, String)], key: &str| settings.iter().any(|(other, _)| *other == key);
+    if [POLICY, CRITIC].iter().any(|[peft, ..]| is_set(&settings, peft)) {
         // DeepSpeed-Chat scales an adapter's product by 1 / rank.
         settings.push(("lora_alpha", "1".into()));
-        settings.push(("value_use_peft", ranks[1].is_some().to_string()));
+        if command == "ppo" && !is_set(&settings, CRITIC[0]) {
+            settings.push((CRITIC[0], "false".into()));
+        }
     }
-    if on("enable_tensorboard") {
+    settings
+}
+
+/// Refuses a learning rate beside that of adapters: in DeepSpeed-Chat it is of the other weights, and here all have one.
+fn check_rate(adapters: &[(&'static str, String)], flags: &ArgMatches, settings: &[Setting], refusals: &mut Refusals) {
+    let [peft, _, _, rate] = POLICY;
+    let of = |key: &str| adapters.iter().find(|(other, _)| *other == key);
+    let is_set = on_line(flags, rate) || settings.iter().any(|setting| setting.key == rate);
+    if let (Some(_), Some((_, own)), true) = (of(peft), of(rate), is_set) {
+        let line =
+            format!("{rate} beside lora_dim: adapters have lora_learning_rate, which is {own}: leave {rate} out");
+        refusals.refuse(line, [rate]);
+    }
+}
+
+fn is_on(values: &[String]) -> bool {
+    values.first().is_some_and(|word| word.eq_ignore_ascii_case("true"))
+}
+
+/// Translates `enable_tensorboard` and `eval_interval`.
+fn switches(given: &Given) -> Vec<(&'static str, String)> {
+    let mut settings = Vec::new();
+    if given.get("enable_tensorboard").is_some_and(|values| is_on(values)) {
         settings.push(("report_to", "tensorboard".into()));
+    }
+    if let Some(interval) = given.get("eval_interval").and_then(|values| values.first()).filter(|word| *word != "0") {
+        settings.push(("eval_steps", interval.clone()));
     }
     settings
 }
@@ -308,7 +385,8 @@ mod tests {
              --critic_learning_rate 2e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.2 --num_warmup_steps 7 \
              --num_padding_at_beginning 1 --actor_dropout 0.0 --inference_tp_size 1 --actor_zero_stage 0 --offload false \
              --enable_ema --actor_gradient_checkpointing --enable_tensorboard --compute_fp32_loss --local_rank -1 --seed 1234 \
-             --unsupervised_dataset_name texts --unsup_coef 20 --print_answers --enable_test_mode --test_stop_step 3",
+             --unsupervised_dataset_name texts --unsup_coef 20 --print_answers --enable_test_mode --test_stop_step 3 \
+             --enable_hybrid_engine --unpin_actor_parameters --release_inference_cache --tp_gather_partition_size 4",
         );
         let plan = config.plan(100).unwrap();
         assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
@@ -346,10 +424,7 @@ mod tests {
     #[test]
     fn flags_of_deepspeed_chat_with_an_unsupported_value_or_another_preset_are_refused() {
         for (words, message) in [
-            (
-                "--enable_hybrid_engine",
-                "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
-            ),
+            ("--inference_tp_size 8", "inference_tp_size = 8: each rank generates by itself"),
             ("--actor_dropout 0.1", "actor_dropout = 0.1: a model's own dropout is not applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
@@ -364,6 +439,56 @@ mod tests {
         assert_eq!(
             ppo_error(&["--max_answer_seq_len", "2"]),
             "max_answer_seq_len is a flag of --preset deepspeed-chat; with other presets use response_length"
+        );
+    }
+
+    #[test]
+    fn command_lines_of_the_first_two_steps_are_ours_with_the_preset() {
+        // Flags of DeepSpeed-Chat's own scripts.
+        let both = "--model_name_or_path m --data_path d e --per_device_train_batch_size 4 --per_device_eval_batch_size 4 \
+                    --max_seq_len 128 --weight_decay 0.1 --num_train_epochs 2 --gradient_accumulation_steps 2 \
+                    --lr_scheduler_type cosine --num_warmup_steps 7 --seed 9 --gradient_checkpointing --dropout 0.0 \
+                    --zero_stage 0 --offload --deepspeed --enable_tensorboard --tensorboard_path t --data_output_path x \
+                    --local_rank -1 --compute_fp32_loss --output_dir o --dtype bf16";
+        let words = |command: &'static str, own: &'static str| {
+            let own = own.split_whitespace();
+            [command, "--preset", "deepspeed-chat"]
+                .into_iter()
+                .chain(both.split_whitespace())
+                .chain(own)
+                .collect::<Vec<_>>()
+        };
+        let Task::Sft(sft) = parse_words(&words("sft", "--print_loss --learning_rate 3e-4")).unwrap() else { panic!() };
+        assert_eq!((sft.data.dataset_name.len(), sft.max_length, sft.optimizer.warmup_steps), (2, 128, 7));
+        assert_eq!((sft.learning_rate, sft.optimizer.weight_decay, sft.plan(16).unwrap().num_updates), (3e-4, 0.1, 4));
+        assert_eq!((sft.completion_only_loss, sft.run.bf16, sft.run.offload.offloads_optimizer()), (false, true, true));
+        assert_eq!((sft.run.tracking.report_to.as_slice(), sft.run.seed), (&[ReportTo::Tensorboard][..], 9));
+        let own = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
+                   --lora_module_name layers.";
+        let Task::Reward(reward) = parse_words(&words("reward", own)).unwrap() else { panic!() };
+        assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5), Some(0)));
+        assert_eq!((reward.peft.use_peft, reward.peft.lora_r, reward.learning_rate), (true, 8, 5e-4));
+        assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
+        for (command, own, message) in [
+            ("sft", "--lora_dim 8", "lora_dim = 8 without only_optimize_lora = true trains embeddings"),
+            (
+                "sft",
+                "--lora_dim 8 --only_optimize_lora --learning_rate 1e-3",
+                "learning_rate beside lora_dim: adapters have lora_learning_rate, which is 5e-4: leave learning_rate out",
+            ),
+            ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
+            ("sft", "--dropout 0.1", "dropout = 0.1: a model's own dropout is not applied here"),
+            ("reward", "--add_eot_token", "add_eot_token = true: a token that the tokenizer lacks is not added"),
+            ("reward", "--preset grpo", "invalid value 'grpo' for '--preset <PRESET>'"),
+        ] {
+            let error = parse_words(&words(command, own)).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+        let plain =
+            ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--max_seq_len", "9"];
+        assert_eq!(
+            parse_words(&plain).unwrap_err(),
+            "max_seq_len is a flag of --preset deepspeed-chat; with other presets use max_length"
         );
     }
 

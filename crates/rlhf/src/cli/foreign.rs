@@ -138,6 +138,8 @@ pub(super) struct Content {
     pub(super) unknown: Vec<String>,
     /// Values that are refused, a line each, without the file's name.
     pub(super) refused: Vec<String>,
+    /// Number of ranks that the file asks for.
+    pub(super) ranks: Option<usize>,
 }
 
 /// Reads a DeepSpeed configuration.
@@ -161,12 +163,31 @@ pub(super) fn deepspeed(path: &Path) -> Result<Content> {
 pub(super) fn accelerate(path: &Path) -> Result<Content> {
     let map = yaml(path)?;
     let mut content = content(&map, ACCELERATE);
+    content.ranks = map.get("num_processes").and_then(Value::as_u64).map(|ranks| ranks as usize);
     if let Some(precision @ ("bf16" | "fp16")) = map.get("mixed_precision").and_then(Value::as_str) {
         let setting = if precision == "bf16" { "bf16" } else { "fp16" };
         let found = Found { key: "mixed_precision".into(), setting, value: "true".into(), of_fp16: false };
         content.found.push(found);
     }
     Ok(content)
+}
+
+/// Returns the content of the configuration of accelerate that TRL brings under this name; `None` if it brings none.
+pub(super) fn of_trl(name: &str) -> Option<Content> {
+    let stage = match name {
+        "single_gpu" | "multi_gpu" => "0",
+        "zero1" => "1",
+        "zero2" => "2",
+        "zero3" | "fsdp1" | "fsdp2" => "3",
+        _ => return None,
+    };
+    let found = |setting, value: &str| Found { key: name.into(), setting, value: value.into(), of_fp16: false };
+    let ranks = if name == "single_gpu" { 1 } else { 8 };
+    Some(Content {
+        found: vec![found("zero_stage", stage), found("bf16", "true")],
+        ranks: Some(ranks),
+        ..Content::default()
+    })
 }
 
 /// The ranks of an accelerate configuration; `None` where the file does not set a value.

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, ValueEnum};
-use rlhf::flag::{self, Refusals};
-use rlhf::settings::Preset;
+use rlhf::flag::{self, NONE, Refusals};
+use rlhf::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
 use rlhf::{Error, Result};
 
 use super::errors::{Messages, Stop};
@@ -21,16 +21,15 @@ pub(super) fn translated(
     messages: &mut Messages,
 ) -> Vec<Setting> {
     let name = command.get_name();
-    let preset = if name == "ppo" || groups::has(name) { preset_of(flags, settings) } else { None };
+    let has_preset = command.get_arguments().any(|arg| arg.get_id() == "preset");
+    let preset = if has_preset { preset_of(flags, settings) } else { None };
     if groups::has(name) {
         groups::translate(flags, settings);
     }
-    if name == "ppo" {
-        deepspeed_chat::translate(preset, flags, settings, &mut messages.refusals);
-    }
-    let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(flag);
+    deepspeed_chat::translate(name, preset, flags, settings, &mut messages.refusals);
+    let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(name, flag);
     trl::translate(&trl::Flags { command, flags, path, is_foreign: &is_chat }, settings, messages);
-    of_preset(preset, settings)
+    of_preset(name, preset, settings)
 }
 
 /// Builds and checks the configuration of `preset` and `settings`; the settings win.
@@ -74,20 +73,30 @@ pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Pres
     }
 }
 
-/// Returns the preset's settings, except those that `settings` set to null.
-pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
-    let own = preset.map_or(Vec::new(), Preset::settings);
+/// Returns the preset's settings of `command`, except those that `settings` set to null where that is no value: any other null is
+/// the default, which is the preset's.
+pub(super) fn of_preset(command: &str, preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
+    let Some(preset) = preset else { return Vec::new() };
+    let (own, plain) = match command {
+        "sft" => (preset.sft_settings(), flag::command::<SftConfig>("sft")),
+        "reward" => (preset.reward_settings(), flag::command::<RewardConfig>("reward")),
+        _ => (preset.settings(), flag::command::<PpoConfig>("ppo")),
+    };
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
-    let own = own.iter().filter(|(key, _)| !is_null(key));
-    own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
+    let is_optional = |key: &str| {
+        let arg = plain.get_arguments().find(|arg| arg.get_id() == key);
+        arg.is_some_and(|arg| arg.get_default_values().iter().any(|value| value == NONE))
+    };
+    let own = own.into_iter().filter(|(key, _)| !(is_null(key) && is_optional(key)));
+    own.map(|(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use rlhf::rl::math::{KlEstimator, ScorePosition};
     use rlhf::settings::{
-        self, EosInLoss, EvaluateConfig, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo,
-        RewardConfig, SftConfig, StopToken, WhitenAdvantages,
+        self, EosInLoss, EvaluateConfig, Format, GenerateConfig, LongPrompts, LrSchedulerType, ReportTo, StopToken,
+        WhitenAdvantages,
     };
 
     use super::*;
@@ -114,6 +123,19 @@ mod tests {
         let words = [&PPO[..], &["--preset=trl"]].concat();
         let Task::Ppo(config) = with_file("preset: deepspeed-chat\nvf_coef: 0.5\n", &words).unwrap() else { panic!() };
         assert_eq!((config.preset, config.kl.kl_coef, config.vf_coef), (Preset::Trl, 0.05, 0.5));
+    }
+
+    #[test]
+    fn null_is_the_default_of_the_preset_unless_it_is_a_value() {
+        let words =
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward", "length", "--output_dir", "o"];
+        let text =
+            "max_completion_length: null\nnum_generations: null\nloss_type: ~\nlearning_rate:\nstop_token: null\n";
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        let plain = PpoConfig::with_preset(Preset::Grpo, "m", "", "d", "o");
+        assert_eq!((config.response_length, config.learning_rate), (plain.response_length, plain.learning_rate));
+        assert_eq!((config.advantage.num_generations, config.loss.loss_type), (8, plain.loss.loss_type));
+        assert_eq!((config.stop_token, plain.stop_token), (None, Some(StopToken::Eos)));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Command, FromArgMatches};
 use rlhf::Error;
 use rlhf::flag::Refusals;
-use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage};
+use rlhf::settings::{PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::args::{matches_of, not_required};
@@ -136,6 +136,8 @@ impl File<'_> {
         // A flag of one stage does not go to a stage that knows it only as another system's flag.
         let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
         let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
+        let is_of_all =
+            |preset: &Setting| preset.values.iter().any(|name| Preset::OF_ALL_STEPS.iter().any(|of| of.name() == name));
         let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(stage, key).is_some());
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
@@ -143,6 +145,8 @@ impl File<'_> {
                 || (stage != Stage::Sft && OF_THE_FIRST.contains(&key))
                 // The length of PPO is set otherwise, but with the presets `grpo` and `rloo`.
                 || (stage == Stage::Ppo && key == "max_steps")
+                // Most presets are of PPO alone.
+                || (stage != Stage::Ppo && key == "preset" && !is_of_all(setting))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };

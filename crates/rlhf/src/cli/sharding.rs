@@ -71,8 +71,10 @@ impl Layers<'_> {
             }
             let path = Path::new(word.value);
             if word.flag == "accelerate_config" {
-                match foreign::accelerate(path) {
+                let of_trl = foreign::of_trl(word.value).filter(|_| !path.exists());
+                match of_trl.map_or_else(|| foreign::accelerate(path), Ok) {
                     Ok(content) => {
+                        self.note_ranks(word, content.ranks);
                         let (files, found) =
                             content.found.into_iter().partition(|found| found.setting == DEEPSPEED_FILE);
                         let files: Vec<Found> = files;
@@ -106,6 +108,20 @@ impl Layers<'_> {
                     self.refuse_file(&word, &error, "the path of a DeepSpeed configuration");
                 }
             }
+        }
+    }
+
+    /// Notes that a command starts no ranks, where the file asks for more than there are.
+    fn note_ranks(&mut self, word: &Word<'_>, ranks: Option<usize>) {
+        if let Some(ranks) = ranks.filter(|&ranks| ranks > num_ranks()) {
+            let line = format!(
+                "accelerate_config = {}: it asks for {ranks} processes, and there are {}: rlhf launch --nproc_per_node {ranks} {} ... \
+                 starts them",
+                word.value,
+                num_ranks(),
+                self.command.get_name()
+            );
+            self.messages.notes.push(line);
         }
     }
 

@@ -188,7 +188,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Only(OFF, "float32 products keep full precision"), TRAIN, &["tf32"]),
     (Only(ZERO, "evaluations run every eval_steps from the start"), TRAIN, &["eval_delay"]),
-    (Only(OFF, "evaluations run every eval_steps"), TRAIN, &["eval_on_start"]),
+    (Noted("there is an evaluation before the first update in any case"), TRAIN, &["eval_on_start"]),
     (
         Only(OFF, "output_dir holds the last model, and the best one in its folder `best`"),
         TRAIN,
@@ -231,7 +231,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "rows are read by their columns"), SFT, &["dataset_kwargs"]),
     (Only(&["none", "keep_start"], "rows are truncated at their end"), SFT, &["truncation_mode"]),
     (Only(&["none", "bfd"], "a block holds whole rows"), SFT, &["packing_strategy"]),
-    (Only(&["none", "nll"], "the loss is the negative log-likelihood"), SFT, &["loss_type"]),
+    // Slices of the logits make no other loss.
+    (Only(&["none", "nll", "chunked_nll"], "the loss is the negative log-likelihood"), SFT, &["loss_type"]),
     (Only(UNSET, "the reference is the policy without its adapters"), PPO, &["model_adapter_name", "ref_adapter_name"]),
     (
         Only(UNSET, COMPUTED),
@@ -319,8 +320,9 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
 ];
 
 /// Aliases of our flags, or of those in the table.
-const ALIASES: [(&str, &str); 5] = [
+const ALIASES: [(&str, &str); 6] = [
     ("torch_dtype", "dtype"),
+    ("max_seq_length", "max_length"),
     ("activation_checkpointing", "gradient_checkpointing"),
     ("evaluation_strategy", "eval_strategy"),
     ("test_split_size", "eval_split_size"),
@@ -424,12 +426,12 @@ struct Given {
 }
 
 impl Given {
-    /// The value as one word in lower case; `none` if it is empty.
+    /// The value as one word; `none` if it is empty.
     fn word(&self) -> String {
         match &self.values[..] {
             [] => "none".to_string(),
             [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
-            several => several.join(" ").to_ascii_lowercase(),
+            several => several.join(" "),
         }
     }
 }
@@ -515,7 +517,7 @@ impl Flags<'_> {
                     Some((_, names)) => names.push(given.flag),
                     None => noted.push((why, vec![given.flag])),
                 },
-                Some(Only(fine, why)) if !allows(fine, &value) => {
+                Some(Only(fine, why)) if !allows(fine, &value.to_ascii_lowercase()) => {
                     let fine: Vec<&str> = fine.iter().copied().filter(|word| !word.is_empty()).collect();
                     let value: String = value.chars().take(60).collect();
                     let message = format!("{} = {value}: {why}; expected {}", given.flag, fine.join(" or "));

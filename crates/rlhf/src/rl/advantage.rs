@@ -104,9 +104,9 @@ impl ValueEnum for ScaleRewards {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         Some(match self {
-            Self::Group => PossibleValue::new("group").alias("true"),
+            Self::Group => PossibleValue::new("group").aliases(["true", "True"]),
             Self::Batch => PossibleValue::new("batch"),
-            Self::None => PossibleValue::new("none").alias("false"),
+            Self::None => PossibleValue::new("none").aliases(["false", "False"]),
         })
     }
 }

@@ -1,6 +1,7 @@
 //! Presets: the defaults, and the batch sizes, of the systems that rlhf replaces.
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
 /// The system whose defaults and batch sizes the settings have.
@@ -14,7 +15,7 @@ pub enum Preset {
     TrlPpov2,
     /// The PPOTrainer of TRL until 0.11, with `step()`: an update generates responses to `batch_size` prompts.
     TrlLegacy,
-    /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
+    /// DeepSpeed-Chat's three steps: their hyper-parameters, and their choices of what counts.
     DeepspeedChat,
     /// TRL 1.11's GRPOTrainer: groups of responses to each prompt, compared with each other.
     Grpo,
@@ -64,6 +65,29 @@ const DEEPSPEED_CHAT: [(&str, &str); 22] = [
     ("max_grad_norm", "1"),
 ];
 
+/// Defaults that DeepSpeed-Chat's first two steps share.
+const CHAT_ONE_MODEL: [(&str, &str); 8] = [
+    ("max_length", "512"),
+    ("per_device_train_batch_size", "16"),
+    ("per_device_eval_batch_size", "16"),
+    ("num_train_epochs", "1"),
+    ("lr_scheduler_type", "cosine"),
+    ("adam_beta2", "0.95"),
+    ("max_grad_norm", "1"),
+    ("seed", "1234"),
+];
+
+/// Defaults of DeepSpeed-Chat's first step alone.
+const CHAT_SFT: [(&str, &str); 2] = [("completion_only_loss", "false"), ("learning_rate", "1e-3")];
+
+/// Defaults of DeepSpeed-Chat's second step alone.
+const CHAT_REWARD: [(&str, &str); 4] = [
+    ("new_reward_head", "true"),
+    ("pair_loss", "tokens"),
+    ("num_padding_at_beginning", "1"),
+    ("learning_rate", "5e-5"),
+];
+
 /// Defaults that TRL's GRPOTrainer and RLOOTrainer share.
 const OF_GROUPS: [(&str, &str); 7] = [
     ("temperature", "1"),
@@ -95,7 +119,10 @@ const RLOO: [(&str, &str); 4] = [
 ];
 
 impl Preset {
-    /// Returns the settings that have other defaults with this preset, as key and value of a configuration file.
+    /// The presets of SFT and reward training too.
+    pub const OF_ALL_STEPS: [Self; 2] = [Self::Trl, Self::DeepspeedChat];
+
+    /// Returns the settings of PPO that have other defaults with this preset, as key and value of a configuration file.
     pub fn settings(self) -> Vec<(&'static str, &'static str)> {
         match self {
             Self::Trl | Self::TrlPpov2 => Vec::new(),
@@ -104,6 +131,40 @@ impl Preset {
             Self::Grpo => [&OF_GROUPS[..], &GRPO].concat(),
             Self::Rloo => [&OF_GROUPS[..], &RLOO].concat(),
         }
+    }
+
+    /// As [`Self::settings`], of SFT.
+    pub fn sft_settings(self) -> Vec<(&'static str, &'static str)> {
+        match self {
+            Self::DeepspeedChat => [&CHAT_ONE_MODEL[..], &CHAT_SFT].concat(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// As [`Self::settings`], of reward training.
+    pub fn reward_settings(self) -> Vec<(&'static str, &'static str)> {
+        match self {
+            Self::DeepspeedChat => [&CHAT_ONE_MODEL[..], &CHAT_REWARD].concat(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the name, as on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Trl => "trl",
+            Self::TrlPpov2 => "trl-ppov2",
+            Self::TrlLegacy => "trl-legacy",
+            Self::DeepspeedChat => "deepspeed-chat",
+            Self::Grpo => "grpo",
+            Self::Rloo => "rloo",
+        }
+    }
+
+    /// Parses the name of a preset of all steps.
+    pub(super) fn of_all_steps() -> impl TypedValueParser<Value = Self> {
+        let names = PossibleValuesParser::new(Self::OF_ALL_STEPS.map(Self::name));
+        names.map(|name| Self::OF_ALL_STEPS.into_iter().find(|preset| preset.name() == name).unwrap_or(Self::Trl))
     }
 
     /// Returns true for the trainers of TRL that compare the responses of a group.
@@ -145,7 +206,7 @@ pub fn refused(flag: &str) -> Option<&'static str> {
 mod tests {
     use super::*;
     use crate::settings::tests::ppo;
-    use crate::settings::{EosInLoss, PpoConfig, WhitenAdvantages};
+    use crate::settings::{EosInLoss, LrSchedulerType, PairLoss, PpoConfig, RewardConfig, SftConfig, WhitenAdvantages};
 
     #[test]
     fn the_preset_of_deepspeed_chat_has_its_defaults() {
@@ -168,5 +229,21 @@ mod tests {
                 ppo()
             );
         }
+    }
+    #[test]
+    fn the_presets_of_deepspeed_chats_first_two_steps_have_its_defaults() {
+        let config = SftConfig::with_preset(Preset::DeepspeedChat, "m", "d", "o");
+        config.check().unwrap();
+        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (1e-3, 512, 1.0));
+        assert_eq!((config.optimizer.lr_scheduler_type, config.completion_only_loss), (LrSchedulerType::Cosine, false));
+        assert_eq!((config.optimizer.adam_beta2, config.optimizer.max_grad_norm), (0.95, Some(1.0)));
+        assert_eq!((config.plan(160).unwrap().num_updates, config.run.seed), (10, 1234));
+        let config = RewardConfig::with_preset(Preset::DeepspeedChat, "m", "d", "o");
+        config.check().unwrap();
+        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (5e-5, 512, 1.0));
+        assert_eq!((config.pair_loss, config.num_padding_at_beginning), (PairLoss::Tokens, Some(1)));
+        assert_eq!((config.new_reward_head, config.plan(160).unwrap().num_updates), (true, 10));
+        assert_eq!(SftConfig::with_preset(Preset::Trl, "m", "d", "o"), SftConfig::new("m", "d", "o"));
+        assert_eq!(RewardConfig::with_preset(Preset::Trl, "m", "d", "o"), RewardConfig::new("m", "d", "o"));
     }
 }

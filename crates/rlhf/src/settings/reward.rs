@@ -5,14 +5,15 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
 use crate::flag::{
-    BATCHES, DATA, EVALUATION, LOSS, MODELS, NONE, OPTIMIZER, Setting, all, at_least_one, defaults, expect, optional,
-    steps_or_minus_one, zero_or_more,
+    BATCHES, DATA, EVALUATION, LOSS, MODELS, NONE, OPTIMIZER, Setting, all, at_least_one, defaults_with, expect,
+    optional, steps_or_minus_one, zero_or_more,
 };
 use crate::model::{ClassifierFormat, PeftConfig};
 use crate::optim::settings::{OptimizerConfig, check_learning};
@@ -51,6 +52,10 @@ pub struct RewardConfig {
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
 
+    /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's second
+    /// step, whose flags are accepted too.
+    #[arg(long, help_heading = BATCHES, value_parser = Preset::of_all_steps(), default_value = "trl")]
+    pub preset: Preset,
     /// Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
     #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
@@ -115,7 +120,18 @@ impl RewardConfig {
         dataset_name: impl Into<PathBuf>,
         output_dir: impl Into<PathBuf>,
     ) -> Self {
-        let mut config: Self = defaults();
+        Self::with_preset(Preset::Trl, model_name_or_path, dataset_name, output_dir)
+    }
+
+    /// As [`Self::new`], with the defaults of `preset`.
+    pub fn with_preset(
+        preset: Preset,
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults_with(&preset.reward_settings());
+        config.preset = preset;
         config.model_name_or_path = model_name_or_path.into();
         config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();

@@ -5,13 +5,15 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
 use crate::flag::{
-    BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, optional, steps_or_minus_one, usage,
+    BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, defaults_with, optional,
+    steps_or_minus_one, usage,
 };
 use crate::model::PeftConfig;
 use crate::optim::settings::{OptimizerConfig, check_learning};
@@ -54,6 +56,10 @@ pub struct SftConfig {
     #[arg(long, help_heading = DATA, default_value_t = false)]
     pub packing: bool,
 
+    /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's first
+    /// step, whose flags are accepted too.
+    #[arg(long, help_heading = BATCHES, value_parser = Preset::of_all_steps(), default_value = "trl")]
+    pub preset: Preset,
     /// Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
     #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
@@ -113,7 +119,18 @@ impl SftConfig {
         dataset_name: impl Into<PathBuf>,
         output_dir: impl Into<PathBuf>,
     ) -> Self {
-        let mut config: Self = defaults();
+        Self::with_preset(Preset::Trl, model_name_or_path, dataset_name, output_dir)
+    }
+
+    /// As [`Self::new`], with the defaults of `preset`.
+    pub fn with_preset(
+        preset: Preset,
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults_with(&preset.sft_settings());
+        config.preset = preset;
         config.model_name_or_path = Some(model_name_or_path.into());
         config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
