@@ -26,7 +26,7 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
-use crate::run::checkpoint::Saved;
+use crate::run::checkpoint::PartStates;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
@@ -462,13 +462,13 @@ impl PpoTrainer {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (state, kept, steps) = (Saved::of_parts(self.state()), self.kept.clone(), self.steps());
+        let (state, kept, steps) = (self.state(), self.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(metrics) => metrics,
             Err(error) => {
                 if self.steps() == steps {
                     // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
-                    let _ = self.load_state(&state);
+                    let _ = self.load_state(&PartStates::in_memory(&state));
                     // Its state would have no log-probabilities.
                     self.kept = kept;
                 }

@@ -16,7 +16,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 use crate::reward::{ComponentScores, FnReward, Rewards, Scored, Shaping};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
-use crate::run::checkpoint::{Change, Saved, name_of, numbered};
+use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
@@ -77,7 +77,7 @@ pub struct RecordedUpdate {
     /// The update, counted from 1.
     update: usize,
     rows: Vec<RolloutRow>,
-    record: Saved,
+    record: UpdateRecord,
     /// The checkpoint before the update; none before the first.
     from: Option<Saved>,
 }
@@ -97,14 +97,14 @@ impl RecordedUpdate {
         }
         let path = run.join(ROLLOUTS).join(file_name(update));
         let Rollout { rows, record } = read_rollout(&path, update)?;
-        let record = Saved::of_record(&path, record)?;
+        let record = UpdateRecord::read(&path, record)?;
         // An error of a file that is compared at the end ends the replay here.
         metrics_line(run, update)?;
         if record.state.update + 1 != update {
             let message = format!("expected the record of update {update}, found that of {}", record.state.update + 1);
             return Err(Error::invalid(path, message));
         }
-        let own = record.part("own").ok().and_then(Value::as_str);
+        let own = record.parts().part("own").ok().and_then(Value::as_str);
         if let Some(own) = own {
             return Err(Error::invalid(run, format!("the run had {own} of its caller, which its files do not have")));
         }
@@ -253,9 +253,9 @@ impl RecordedUpdate {
             // Sums depend on the number of threads.
             config.run.num_threads = usize::try_from(self.record.state.threads).ok();
         }
-        let commits = self.record.parsed("commits")?;
+        let commits = self.record.parts().parsed("commits")?;
         let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, commits)?;
-        let changed = trainer.inputs.changed(self.record.part("inputs")?);
+        let changed = trainer.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
             return Err(Error::invalid(&self.run, message));
@@ -284,18 +284,18 @@ impl RecordedUpdate {
     }
 
     fn rewards(&self) -> Result<Vec<RecordedReward>> {
-        self.record.parsed("rewards")
+        self.record.parts().parsed("rewards")
     }
 
     /// A count of the record.
     fn count(&self, name: &str) -> Result<usize> {
-        self.record.parsed(name)
+        self.record.parts().parsed(name)
     }
 
     /// Restores weights, optimizers and state before the update.
     fn restore(&self, trainer: &mut PpoTrainer, changes: &[Change]) -> Result<()> {
         if let Some(from) = &self.from {
-            let has_critic = self.record.setting("advantage_estimator").as_str() == Some("gae");
+            let has_critic = self.record.state.setting("advantage_estimator").as_str() == Some("gae");
             if trainer.config.needs_critic() && !has_critic {
                 return Err(Error::Usage(format!(
                     "advantage_estimator = gae: expected one without a value model: {} has none",
@@ -306,7 +306,7 @@ impl RecordedUpdate {
         }
         let (limit, device) = (MicroBatchSettings::from(&trainer.config.run), trainer.learner.policy.device());
         let tokens = &mut trainer.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, self.record.part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, self.record.parts().part("micro_batch").ok());
         let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
         if changes.iter().any(of_kl) {
             trainer.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
@@ -321,7 +321,7 @@ impl RecordedUpdate {
         let rows = &self.rows;
         let vocab = trainer.learner.policy.config().vocab_size;
         for (place, row) in (1..).zip(rows) {
-            let invalid = |message: String| Err(Error::invalid(&self.record.dir, format!("row {place}: {message}")));
+            let invalid = |message: String| Err(Error::invalid(&self.record.path, format!("row {place}: {message}")));
             let prompt: Option<&Prompt> = trainer.prompts.get(row.prompt_row);
             if prompt.is_none_or(|prompt| prompt.text != row.prompt) {
                 return invalid(format!(
