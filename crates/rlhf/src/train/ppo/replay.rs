@@ -6,7 +6,7 @@
 mod changes;
 mod compare;
 
-use super::{Batch, COMMAND, PpoTrainer};
+use super::{Batch, COMMAND, PpoTrainer, Timed};
 use crate::data::Prompt;
 use crate::dist::{World, as_ranks};
 use crate::generate::Response;
@@ -356,6 +356,8 @@ impl RecordedUpdate {
             dropped: self.count("dropped")?,
             reused: self.count("reused")? > 0,
             warnings: Vec::new(),
+            // A replay samples none of them.
+            sampling: Timed::default(),
             sampled_groups: self.count("sampled_groups")?,
             replaced_groups: self.count("replaced_groups")?,
             recorded: Some(self.scores()?),
@@ -416,10 +418,10 @@ impl RecordedUpdate {
 fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> {
     let (sender, events) = channel();
     trainer.learner.observer = Some(sender);
-    let metrics = trainer.one_update(&|_| ());
+    let outcome = trainer.one_update(&|_| ());
     // Ends the events.
     trainer.learner.observer = None;
-    let metrics = metrics?;
+    let metrics = outcome?.metrics;
     trainer.progress.done += 1;
     Ok((metrics, tensors_of(events)))
 }

@@ -2,7 +2,7 @@
 
 use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
 use super::load::open;
-use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
+use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::BASE_MODEL;
 use crate::optim::Optimizer;
@@ -111,7 +111,8 @@ impl PpoTrainer {
     /// Runs one update, and what is due after it.
     fn run_update(&mut self, session: &mut Session<'_>) -> Result<()> {
         let due = session.due(self);
-        let mut metrics = self.one_update(&|phase| session.console().phase(phase))?;
+        let outcome = self.one_update(&|phase| session.console().phase(phase))?;
+        let UpdateOutcome { mut metrics, shown, rollout } = outcome;
         let step = self.progress.done + 1;
         let episode = step * self.plan.batch_size;
         let evaluated: Result<Option<Evaluation>> = match due.evaluation {
@@ -125,11 +126,9 @@ impl PpoTrainer {
             metrics.extend(&evaluation.metrics);
         }
         session.emit(&Event::Update { step, metrics: &metrics })?;
-        let samples = std::mem::take(&mut self.shown);
-        if !samples.is_empty() {
-            session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &samples })?;
+        if !shown.is_empty() {
+            session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &shown })?;
         }
-        let rollout = std::mem::take(&mut self.rollout);
         if self.config.rollout_log.log_rollouts {
             let limit = self.config.rollout_log.rollouts_limit;
             session.emit(&Event::Rollout { step, limit, rollout: &rollout })?;
