@@ -13,7 +13,7 @@ use crate::generate::Response;
 use crate::metrics::Metrics;
 use crate::model::TokenSet;
 use crate::optim::micro_batch::MicroBatchSettings;
-use crate::reward::{ComponentScores, FnReward, Rewards, Scored, Shaping};
+use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
@@ -277,8 +277,8 @@ impl RecordedUpdate {
         let named = crate::reward::specs(config)?.len();
         let mut rewards = Rewards::recorded();
         for RecordedReward { name, weight, .. } in self.rewards()?.into_iter().skip(named) {
-            let shaping = Shaping { weight: weight.unwrap_or(f64::NAN), ..Shaping::default() };
-            rewards = rewards.with_shaping(&name, FnReward::recorded(), shaping);
+            let transform = ScoreTransform { weight: weight.unwrap_or(f64::NAN), ..ScoreTransform::default() };
+            rewards = rewards.with_transform(&name, FnReward::recorded(), transform);
         }
         Ok(rewards)
     }
