@@ -16,7 +16,7 @@ mod trl;
 pub(crate) use address::without_query;
 pub(crate) use client::Client;
 pub use command::CommandReward;
-pub(crate) use command::Program;
+pub(crate) use command::RestartedProgram;
 pub use http::{HttpReward, HttpSettings};
 pub use math::{Solution, Verdict};
 pub use model::RewardModel;
