@@ -16,14 +16,14 @@ mod trl;
 pub(crate) use address::without_query;
 pub(crate) use client::Client;
 pub use command::CommandReward;
-pub(crate) use command::Program;
+pub(crate) use command::RestartedProgram;
 pub use http::{HttpReward, HttpSettings};
 pub use math::{Solution, Verdict};
 pub use model::RewardModel;
 pub use retry::RetryPolicy;
 pub(crate) use retry::{Failure, Retries, excerpt};
 pub use rules::Rule;
-pub use scaling::{Normalize, ScoreScaling, Shaping};
+pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
@@ -298,7 +298,7 @@ impl ScoreUse {
 struct Component {
     name: String,
     reward: Box<dyn Reward>,
-    shaping: Shaping,
+    transform: ScoreTransform,
     moments: Moments,
     /// Description in the model card.
     about: String,
@@ -329,30 +329,34 @@ impl Component {
         let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
         let called = called.gathered(world, own.len())?;
         let scores = &called.scores;
-        if usage == ScoreUse::Training && self.shaping.normalize != Normalize::None {
+        if usage == ScoreUse::Training && self.transform.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
             self.moments.update(&numbers);
         }
         Ok(called)
     }
 
-    /// Applies the shaping to one number.
-    fn shape(&self, number: f64, usage: ScoreUse) -> f64 {
-        self.shaping.apply(number, &self.moments, usage.is_normalized())
+    /// Returns one number, transformed.
+    fn transformed(&self, number: f64, usage: ScoreUse) -> f64 {
+        self.transform.apply(number, &self.moments, usage.is_normalized())
     }
 }
 
 /// The rewards of a run. The score of a response is the weighted sum of their scores.
 ///
 /// ```no_run
-/// use rlhf::reward::{FnReward, RewardInput, Rewards, Shaping};
+/// use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreTransform};
 ///
 /// let brevity = |batch: &[RewardInput<'_>]| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect());
 /// let polite = |batch: &[RewardInput<'_>]| {
 ///     Ok(batch.iter().map(|input| f64::from(u8::from(input.response.contains("please")))).collect())
 /// };
 /// let rewards = Rewards::new()
-///     .with_shaping("brevity", FnReward::new::<f64>(brevity), Shaping { weight: 0.1, ..Shaping::default() })
+///     .with_transform(
+///         "brevity",
+///         FnReward::new::<f64>(brevity),
+///         ScoreTransform { weight: 0.1, ..ScoreTransform::default() },
+///     )
 ///     .with("polite", FnReward::new::<f64>(polite));
 /// assert_eq!(rewards.names().collect::<Vec<_>>(), ["brevity", "polite"]);
 /// ```
@@ -367,7 +371,7 @@ pub struct Rewards {
 
 impl fmt::Debug for Rewards {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.components.iter().map(|c| (&c.name, &c.shaping))).finish()
+        f.debug_map().entries(self.components.iter().map(|c| (&c.name, &c.transform))).finish()
     }
 }
 
@@ -395,18 +399,18 @@ impl Rewards {
     /// Adds a reward with weight 1. Metrics and errors use `name`.
     #[must_use]
     pub fn with(self, name: &str, reward: impl Reward + 'static) -> Self {
-        self.with_shaping(name, reward, Shaping::default())
+        self.with_transform(name, reward, ScoreTransform::default())
     }
 
-    /// Adds a reward whose scores are transformed by `shaping`. Metrics and errors use `name`.
+    /// Adds a reward whose scores are transformed by `transform`. Metrics and errors use `name`.
     #[must_use]
-    pub fn with_shaping(mut self, name: &str, reward: impl Reward + 'static, shaping: Shaping) -> Self {
-        self.push(name, Box::new(reward), shaping, "a function".into());
+    pub fn with_transform(mut self, name: &str, reward: impl Reward + 'static, transform: ScoreTransform) -> Self {
+        self.push(name, Box::new(reward), transform, "a function".into());
         self
     }
 
     /// Adds a reward; appends a number to a name that is taken.
-    fn push(&mut self, name: &str, reward: Box<dyn Reward>, shaping: Shaping, about: String) {
+    fn push(&mut self, name: &str, reward: Box<dyn Reward>, transform: ScoreTransform, about: String) {
         let taken = |name: &str| self.components.iter().any(|component| component.name == name);
         let mut unique = name.to_string();
         for number in 2.. {
@@ -415,13 +419,13 @@ impl Rewards {
             }
             unique = format!("{name}_{number}");
         }
-        self.components.push(Component { name: unique, reward, shaping, moments: Moments::default(), about });
+        self.components.push(Component { name: unique, reward, transform, moments: Moments::default(), about });
     }
 
     /// Appends the rewards of `more`.
     pub(crate) fn extend(&mut self, more: Rewards) {
-        for Component { name, reward, shaping, about, .. } in more.components {
-            self.push(&name, reward, shaping, about);
+        for Component { name, reward, transform, about, .. } in more.components {
+            self.push(&name, reward, transform, about);
         }
     }
 
@@ -444,7 +448,7 @@ impl Rewards {
 
     /// The weights, in the order of the names.
     pub fn weights(&self) -> impl Iterator<Item = f64> {
-        self.components.iter().map(|component| component.shaping.weight)
+        self.components.iter().map(|component| component.transform.weight)
     }
 
     /// The rewards that are models.
@@ -468,8 +472,8 @@ impl Rewards {
     /// Describes the rewards in one line: name, kind, and the weight if it is not 1.
     pub fn describe(&self) -> String {
         let mut text = String::new();
-        for Component { name, about, shaping, .. } in &self.components {
-            let weight = if shaping.weight == 1.0 { String::new() } else { format!(", weight {}", shaping.weight) };
+        for Component { name, about, transform, .. } in &self.components {
+            let weight = if transform.weight == 1.0 { String::new() } else { format!(", weight {}", transform.weight) };
             let separator = if text.is_empty() { "" } else { "; " };
             let _ = write!(text, "{separator}{name}: {about}{weight}");
         }
@@ -527,14 +531,14 @@ impl Rewards {
         for component in &mut self.components {
             let Called { scores: found, seconds, extra } = component.score(batch, usage, &self.world)?;
             for (row, score) in found.iter().enumerate() {
-                let raw = |number: &f64| component.shape(*number, ScoreUse::Report);
+                let raw = |number: &f64| component.transformed(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
                 match score {
-                    Score::Response(number) => scored.responses[row] += component.shape(*number, usage),
+                    Score::Response(number) => scored.responses[row] += component.transformed(*number, usage),
                     Score::Tokens(numbers) => {
                         let zeros = || batch.iter().map(|input| vec![0.0; input.response_ids.len()]).collect();
                         let slots = &mut scored.tokens.get_or_insert_with(zeros)[row];
-                        let shaped = numbers.iter().map(|number| component.shape(*number, usage));
+                        let shaped = numbers.iter().map(|number| component.transformed(*number, usage));
                         slots.iter_mut().zip(shaped).for_each(|(slot, shaped)| *slot += shaped);
                     }
                     Score::Absent => {}
@@ -556,7 +560,7 @@ impl Rewards {
 
     /// Returns the state for a checkpoint: the running moments by reward.
     pub fn state(&self) -> Value {
-        let normalized = self.components.iter().filter(|c| c.shaping.normalize != Normalize::None);
+        let normalized = self.components.iter().filter(|c| c.transform.normalize != Normalize::None);
         Value::Object(normalized.map(|c| (c.name.clone(), c.moments.state())).collect::<Map<_, _>>())
     }
 
@@ -565,7 +569,7 @@ impl Rewards {
     /// # Errors
     /// If it lacks the running moments of a reward that is normalized.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        for component in self.components.iter_mut().filter(|c| c.shaping.normalize != Normalize::None) {
+        for component in self.components.iter_mut().filter(|c| c.transform.normalize != Normalize::None) {
             let found = &state[&component.name];
             component.moments = Moments::from_state(found).ok_or_else(|| {
                 Error::Run(format!(
@@ -598,7 +602,7 @@ pub struct Scored {
 pub struct ComponentScores {
     /// Name of the reward.
     pub name: String,
-    /// Its scores before shaping, summed over the tokens of a response, `[B]`; NaN where it gave none.
+    /// Its scores before the transform, summed over the tokens of a response, `[B]`; NaN where it gave none.
     pub scores: Vec<f64>,
     /// Time in seconds.
     pub seconds: f64,
@@ -763,10 +767,10 @@ mod tests {
         FnReward::new(move |_| Ok(scores.to_vec()))
     }
 
-    fn shaping(change: impl FnOnce(&mut Shaping)) -> Shaping {
-        let mut shaping = Shaping::default();
-        change(&mut shaping);
-        shaping
+    fn transform(change: impl FnOnce(&mut ScoreTransform)) -> ScoreTransform {
+        let mut transform = ScoreTransform::default();
+        change(&mut transform);
+        transform
     }
 
     #[test]
@@ -813,8 +817,11 @@ mod tests {
 
     #[test]
     fn baselines_are_normalized_by_the_moments_of_the_scores_that_are_trained_on() {
-        let mut rewards =
-            Rewards::new().with_shaping("r", constant(&[10.0, 14.0]), shaping(|s| s.normalize = Normalize::MeanStd));
+        let mut rewards = Rewards::new().with_transform(
+            "r",
+            constant(&[10.0, 14.0]),
+            transform(|s| s.normalize = Normalize::MeanStd),
+        );
         let of = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score(batch, usage)).unwrap();
         // Before any training there are no moments.
         assert_eq!(of(&mut rewards, ScoreUse::Baseline).responses, [10.0, 14.0]);
@@ -830,8 +837,8 @@ mod tests {
         let tokens = FnReward::new(|batch| Ok(batch.iter().map(|i| vec![1.0; i.response_ids.len()]).collect()));
         let mut rewards = Rewards::new()
             .with("a", constant(&[1.0, 3.0]))
-            .with_shaping("b", constant(&[10.0, -10.0]), shaping(|s| s.weight = 0.5))
-            .with_shaping("tokens", tokens, shaping(|s| s.weight = -1.0));
+            .with_transform("b", constant(&[10.0, -10.0]), transform(|s| s.weight = 0.5))
+            .with_transform("tokens", tokens, transform(|s| s.weight = -1.0));
         let scored = with_batch(&[2, 3], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         assert_eq!(scored.responses, [6.0, -2.0]);
         assert_eq!(scored.tokens, Some(vec![vec![-1.0; 2], vec![-1.0; 3]]));
@@ -853,10 +860,10 @@ mod tests {
     fn absent_scores_are_neither_summed_nor_counted() {
         let some = FnReward::new(|_| Ok(vec![Some(1.0), None, None, Some(4.0)]));
         let other = FnReward::new(|_| Ok(vec![Some(10.0), Some(20.0), None, None]));
-        let normalized = shaping(|s| (s.normalize, s.weight) = (Normalize::MeanStd, 2.0));
+        let normalized = transform(|s| (s.normalize, s.weight) = (Normalize::MeanStd, 2.0));
         let mut rewards = Rewards::new()
-            .with_shaping("some", some, shaping(|s| s.weight = 0.5))
-            .with_shaping("other", other, normalized);
+            .with_transform("some", some, transform(|s| s.weight = 0.5))
+            .with_transform("other", other, normalized);
         let scored = with_batch(&[1; 4], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         // `other`: mean 15, deviation sqrt(50), so 10 and 20 become -1 / sqrt 2 and 1 / sqrt 2, times the weight 2.
         let two = 2f64.sqrt();
@@ -929,18 +936,18 @@ mod tests {
 
     #[test]
     fn scores_are_normalized_then_scaled_then_clipped_then_weighted() {
-        let shaping = Shaping { normalize: Normalize::MeanStd, scale: 2.0, clip: Some(1.5), weight: 10.0 };
-        let mut rewards = Rewards::new().with_shaping("a", constant(&[0.0, 2.0, 4.0]), shaping);
+        let transform = ScoreTransform { normalize: Normalize::MeanStd, scale: 2.0, clip: Some(1.5), weight: 10.0 };
+        let mut rewards = Rewards::new().with_transform("a", constant(&[0.0, 2.0, 4.0]), transform);
         // Mean 2, deviation 2: -1, 0, 1; times 2: -2, 0, 2; within 1.5: -1.5, 0, 1.5; times 10.
         let scored = with_batch(&[1; 3], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
         assert_eq!(scored.responses, [-15.0, 0.0, 15.0]);
-        assert_eq!(scored.components[0].scores, [0.0, 2.0, 4.0], "logged before shaping");
+        assert_eq!(scored.components[0].scores, [0.0, 2.0, 4.0], "logged before the transform");
     }
 
     #[test]
     fn running_moments_are_restored_from_a_checkpoint() {
         let batches: [&'static [f64]; 4] = [&[1.0, 2.5, -3.0], &[7.0], &[0.1, 0.2, 0.3, 1e3], &[5.0, 5.0]];
-        let normalized = || shaping(|s| s.normalize = Normalize::Std);
+        let normalized = || transform(|s| s.normalize = Normalize::Std);
         let run = |rewards: &mut Rewards, from: usize| {
             let mut found = Vec::new();
             for numbers in &batches[from..] {
@@ -951,13 +958,13 @@ mod tests {
             }
             found
         };
-        let whole = run(&mut Rewards::new().with_shaping("a", constant(&[]), normalized()), 0);
-        let mut first = Rewards::new().with_shaping("a", constant(&[]), normalized());
+        let whole = run(&mut Rewards::new().with_transform("a", constant(&[]), normalized()), 0);
+        let mut first = Rewards::new().with_transform("a", constant(&[]), normalized());
         for numbers in &batches[..2] {
             first.components[0].moments.update(numbers);
         }
         let state = serde_json::from_str(&first.state().to_string()).unwrap();
-        let mut resumed = Rewards::new().with_shaping("a", constant(&[]), normalized());
+        let mut resumed = Rewards::new().with_transform("a", constant(&[]), normalized());
         resumed.load_state(&state).unwrap();
         assert_eq!(run(&mut resumed, 2), whole[4..], "bit for bit");
         let error = resumed.load_state(&json!({"b": {}})).unwrap_err().to_string();
@@ -967,7 +974,7 @@ mod tests {
     #[test]
     fn scores_that_are_not_trained_on_neither_change_the_running_moments_nor_are_normalized() {
         let mut rewards =
-            Rewards::new().with_shaping("a", constant(&[4.0]), shaping(|s| s.normalize = Normalize::MeanStd));
+            Rewards::new().with_transform("a", constant(&[4.0]), transform(|s| s.normalize = Normalize::MeanStd));
         with_batch(&[1], |batch| {
             assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
             assert_eq!(rewards.state()["a"]["count"], 0.0);

@@ -17,7 +17,6 @@ use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param};
 use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::report;
-use crate::run::checkpoint::Saved;
 use crate::run::inputs::Inputs;
 use crate::run::sinks::console::ConsoleOutput;
 use crate::settings::{DataConfig, EvalConfig, RunConfig};
@@ -27,14 +26,12 @@ use std::path::Path;
 /// Name of the loss scales in a checkpoint's state.
 const LOSS_SCALE: &str = "loss_scale";
 
-/// Restores the cursor from a checkpoint.
-fn load_cursor(cursor: &mut Cursor, saved: &Saved, run: &RunConfig) -> Result<()> {
-    let state = saved.part("cursor")?;
-    let loaded = match run.checkpoints.resume_with_changed_inputs {
+/// Restores the cursor from its state in a checkpoint.
+fn load_cursor(cursor: &mut Cursor, state: &Value, run: &RunConfig) -> Result<()> {
+    match run.checkpoints.resume_with_changed_inputs {
         true => cursor.load_place(state),
         false => cursor.load_state(state),
-    };
-    loaded.map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))
+    }
 }
 
 /// Writes the report of a run that has ended into its folder, unless its settings leave it out. A report that cannot be written is

@@ -4,7 +4,7 @@ use crate::support::{assert_close, golden, init};
 use rlhf::data::Dataset;
 use rlhf::generate::{FinishReason, Response};
 use rlhf::model::{Batch, CausalLm, ModelOptions, SequenceClassifier, ValueModel};
-use rlhf::reward::{FnReward, Normalize, RewardInput, Rewards, Shaping};
+use rlhf::reward::{FnReward, Normalize, RewardInput, Rewards, ScoreTransform};
 use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Aggregation, Baseline, ScaleRewards, ScoreBaseline};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
@@ -275,7 +275,8 @@ fn the_greedy_baseline_of_remax_has_the_scale_of_the_scores() {
         (config.stop_token_id, config.rewards) = (None, PpoConfig::without_reward("", "", "").rewards);
         change(&mut config);
         let reward = FnReward::new(move |batch: &[RewardInput<'_>]| Ok(batch.iter().map(score).collect()));
-        let rewards = Rewards::new().with_shaping("r", reward, Shaping { normalize, ..Shaping::default() });
+        let rewards =
+            Rewards::new().with_transform("r", reward, ScoreTransform { normalize, ..ScoreTransform::default() });
         let mut trainer = PpoTrainer::new(&config, parts(&config, rewards)).unwrap();
         for _ in 0..2 {
             let m = trainer.update().unwrap();

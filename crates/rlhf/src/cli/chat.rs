@@ -313,10 +313,8 @@ impl Speaker {
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
     fn note(&self, config: &ChatConfig) -> Result<Option<String>> {
-        let (model, settings) = (self.model.config(), config.generate());
-        let generation = settings.generation(model.generation_settings(), model.max_position_embeddings, &self.dir)?;
-        let of_model = GenerateConfig { model_name_or_path: self.path.clone(), ..settings };
-        Ok(of_model.note_without_effect(model.generation_settings(), &generation))
+        let settings = GenerateConfig { model_name_or_path: self.path.clone(), ..config.generate() };
+        settings.note_for_model(self.model.config(), &self.dir)
     }
 
     /// Returns the settings of the response to a prompt of `len` tokens.

@@ -1,6 +1,6 @@
 //! Judges that compare two responses: a program, or a model behind an OpenAI-compatible HTTP endpoint.
 
-use crate::reward::{Client, Failure, Program, Retries, RetryPolicy, Warn, excerpt};
+use crate::reward::{Client, Failure, RestartedProgram, Retries, RetryPolicy, Warn, excerpt};
 use crate::settings::JudgeConfig;
 use crate::{Error, Result, files};
 use serde_json::{Value, json};
@@ -104,8 +104,8 @@ impl PairJudge {
         };
         Ok(match (&config.judge_command, &config.judge_url) {
             (Some(command), _) => {
-                let (command, retries) = (command.clone(), Retries::default());
-                Some(Self::Program(Box::new(ProgramJudge { command, retry, retries, running: None, asked: 0 })))
+                let (program, retries) = (RestartedProgram::new(command), Retries::default());
+                Some(Self::Program(Box::new(ProgramJudge { program, retry, retries, asked: 0 })))
             }
             (None, Some(url)) => Some(Self::Chat(Box::new(ChatJudge::new(config, url, retry)?))),
             (None, None) => None,
@@ -149,10 +149,9 @@ impl PairJudge {
 /// A program that is started once, by `sh -c`. It reads one JSON object per pair and line from its standard input, and writes one
 /// line for each to its standard output. It is restarted after a failure, and after a line that is no verdict.
 pub(super) struct ProgramJudge {
-    command: String,
+    program: RestartedProgram,
     retry: RetryPolicy,
     retries: Retries,
-    running: Option<Program>,
     /// Number of pairs so far; the `id` of the last one.
     asked: u64,
 }
@@ -164,32 +163,14 @@ impl ProgramJudge {
         let id = self.asked;
         let line = json!({"id": id, "prompt": prompt, "response_a": first, "response_b": second, "row": row});
         let line = line.to_string();
-        // Taken out, as an attempt needs the whole judge.
-        let (retry, retries) = (self.retry, std::mem::take(&mut self.retries));
-        let reply = retry.run(&retries, || self.ask(&line));
-        self.retries = retries;
-        let reply = reply?;
+        let timeout = self.retry.timeout;
+        let ask = || self.program.call(|running| running.ask(line.as_bytes().to_vec(), timeout));
+        let reply = self.retry.run(&self.retries, ask)?;
         read_line(&String::from_utf8_lossy(&reply), id).inspect_err(|no_verdict| {
             if no_verdict.failed {
                 // It may be an extra line, after which all verdicts would be those of other pairs.
-                self.running = None;
+                self.program.end();
             }
-        })
-    }
-
-    fn ask(&mut self, line: &str) -> Result<Vec<u8>, Failure> {
-        let running = match &mut self.running {
-            Some(running) => running,
-            none => {
-                // The command line may hold a key.
-                let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
-                none.insert(Program::start(&self.command).map_err(wrong)?)
-            }
-        };
-        running.ask(line.as_bytes().to_vec(), self.retry.timeout).map_err(|failure| match self.running.take() {
-            // Its next line could not be attributed to a pair.
-            Some(mut running) => running.explain(failure),
-            None => failure,
         })
     }
 }

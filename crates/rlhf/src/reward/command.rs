@@ -37,10 +37,9 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 /// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
 /// number; `null` or `{"score": null}` for a response that it gives no score. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
 pub struct CommandReward {
-    command: String,
+    program: RestartedProgram,
     retry: RetryPolicy,
     retries: Retries,
-    running: Option<Program>,
 }
 
 /// The input line for one response.
@@ -59,7 +58,7 @@ struct Line<'a> {
 impl CommandReward {
     /// Creates the reward without starting the program.
     pub fn new(command: impl Into<String>, retry: RetryPolicy) -> Self {
-        Self { command: command.into(), retry, retries: Retries::default(), running: None }
+        Self { program: RestartedProgram::new(command), retry, retries: Retries::default() }
     }
 
     /// Starts the program unless it is running, so that it initializes while something else is done.
@@ -67,39 +66,16 @@ impl CommandReward {
     /// # Errors
     /// If there is no `sh`.
     pub fn start(&mut self) -> Result<()> {
-        self.running().map(drop).map_err(|failure| Error::Run(failure.message))
-    }
-
-    fn running(&mut self) -> Result<&mut Program, Failure> {
-        match &mut self.running {
-            Some(running) => Ok(running),
-            none => {
-                let started = Program::start(&self.command);
-                // The command line may hold a key.
-                let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
-                Ok(none.insert(started.map_err(wrong)?))
-            }
-        }
-    }
-
-    fn attempt(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>, Failure> {
-        let timeout = self.retry.timeout;
-        let scores = self.running()?.score(batch, timeout);
-        scores.map_err(|failure| match self.running.take() {
-            // Its next output line could not be attributed to a row.
-            Some(mut running) => running.explain(failure),
-            None => failure,
-        })
+        self.program.start().map(drop).map_err(|failure| Error::Run(failure.message))
     }
 }
 
 impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
-        // Taken out, as an attempt needs the whole reward.
-        let (retry, retries) = (self.retry, std::mem::take(&mut self.retries));
-        retries.start();
-        let scores = retry.run(&retries, || self.attempt(batch));
-        self.retries = retries;
+        self.retries.start();
+        let timeout = self.retry.timeout;
+        let attempt = || self.program.call(|running| running.score(batch, timeout));
+        let scores = self.retry.run(&self.retries, attempt);
         scores.map_err(|failure| failure.error(batch))
     }
 
@@ -109,6 +85,45 @@ impl Reward for CommandReward {
 
     fn warn_by(&mut self, name: &str, warn: Warn) {
         self.retries.warn_by(format!("reward `{name}`"), warn);
+    }
+}
+
+/// A program that is started when it is called first, and again after a failure.
+pub(crate) struct RestartedProgram {
+    command: String,
+    running: Option<Program>,
+}
+
+impl RestartedProgram {
+    /// Returns the program of `command`, for `sh -c`, without starting it.
+    pub(crate) fn new(command: impl Into<String>) -> Self {
+        Self { command: command.into(), running: None }
+    }
+
+    /// Returns the running program; starts it unless it is running.
+    fn start(&mut self) -> Result<&mut Program, Failure> {
+        match &mut self.running {
+            Some(running) => Ok(running),
+            none => {
+                // The command line may hold a key.
+                let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
+                Ok(none.insert(Program::start(&self.command).map_err(wrong)?))
+            }
+        }
+    }
+
+    /// Calls `ask` with the running program. A failure ends the program, and is returned with the end of its standard error.
+    pub(crate) fn call<T>(&mut self, ask: impl FnOnce(&mut Program) -> Result<T, Failure>) -> Result<T, Failure> {
+        ask(self.start()?).map_err(|failure| match self.running.take() {
+            // Its next line could not be attributed to a row.
+            Some(mut running) => running.explain(failure),
+            None => failure,
+        })
+    }
+
+    /// Ends the program.
+    pub(crate) fn end(&mut self) {
+        self.running = None;
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 /// The transformation of one reward's scores before they are summed: normalized, scaled, clipped and weighted, in this order.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Shaping {
+pub struct ScoreTransform {
     /// Normalization by running moments.
     pub normalize: Normalize,
     /// Factor applied before clipping.
@@ -18,14 +18,14 @@ pub struct Shaping {
     pub weight: f64,
 }
 
-impl Default for Shaping {
+impl Default for ScoreTransform {
     /// The identity.
     fn default() -> Self {
         Self { normalize: Normalize::None, scale: 1.0, clip: None, weight: 1.0 }
     }
 }
 
-impl Shaping {
+impl ScoreTransform {
     /// Transforms one score. Normalizes only scores that are trained on (`training`): the moments change with every update, so
     /// normalized scores of samples and evaluations would change even where the responses do not.
     pub(super) fn apply(&self, score: f64, moments: &Moments, training: bool) -> f64 {

@@ -6,7 +6,7 @@ use super::settings::RewardSourcesConfig;
 use super::trl::{self, TrlFunction, TrlReward};
 use super::{
     CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
-    Shaping,
+    ScoreTransform,
 };
 use crate::flag::{all, defaults, no_effect};
 use crate::model::ModelOptions;
@@ -27,7 +27,7 @@ const SERVICE: &str = "a service";
 pub(crate) struct Spec {
     name: String,
     kind: Kind,
-    shaping: Shaping,
+    transform: ScoreTransform,
     /// Description in the model card.
     about: String,
 }
@@ -109,9 +109,9 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
     let sources = sources.into();
     let found = kinds(&sources)?;
     let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
-    let shapings = shapings(sources.settings, &names)?;
-    let with = |((name, kind, about), shaping)| Spec { name, kind, shaping, about };
-    Ok(found.into_iter().zip(shapings).map(with).collect())
+    let transforms = transforms(sources.settings, &names)?;
+    let with = |((name, kind, about), transform)| Spec { name, kind, transform, about };
+    Ok(found.into_iter().zip(transforms).map(with).collect())
 }
 
 /// Returns name, kind and description of every reward.
@@ -149,8 +149,8 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     Ok(found)
 }
 
-/// Returns the shaping of every reward, in the order of `names`.
-fn shapings(settings: &RewardSourcesConfig, names: &[&str]) -> Result<Vec<Shaping>> {
+/// Returns the transform of every reward, in the order of `names`.
+fn transforms(settings: &RewardSourcesConfig, names: &[&str]) -> Result<Vec<ScoreTransform>> {
     let number = |text: &str| text.parse().ok().filter(|x: &f64| x.is_finite());
     let normalize = |text: &str| match text {
         "std" => Some(Normalize::Std),
@@ -164,14 +164,14 @@ fn shapings(settings: &RewardSourcesConfig, names: &[&str]) -> Result<Vec<Shapin
     let clips = by_name("reward_clip", &settings.reward_clip, names, "a number above 0", above_zero)?;
     let normalized =
         by_name("reward_normalize", &settings.reward_normalize, names, "std, mean_std or none", normalize)?;
-    let shapings = weights.into_iter().zip(scales).zip(clips).zip(normalized);
-    let shapings = shapings.map(|(((weight, scale), clip), normalize)| Shaping {
+    let transforms = weights.into_iter().zip(scales).zip(clips).zip(normalized);
+    let transforms = transforms.map(|(((weight, scale), clip), normalize)| ScoreTransform {
         normalize: normalize.unwrap_or(Normalize::None),
         scale: scale.unwrap_or(1.0),
         clip,
         weight: weight.unwrap_or(1.0),
     });
-    Ok(shapings.collect())
+    Ok(transforms.collect())
 }
 
 /// Returns the part of a malformed reward that is safe to show: not a command line or a URL.
@@ -328,7 +328,7 @@ impl Rewards {
         options: ModelOptions,
     ) -> Result<Self> {
         let mut rewards = Rewards::new();
-        for Spec { name, kind, shaping, about } in specs {
+        for Spec { name, kind, transform, about } in specs {
             let reward: Box<dyn Reward> = match kind {
                 Kind::Model { path, label } => {
                     let label = label.as_deref();
@@ -349,7 +349,7 @@ impl Rewards {
                 Kind::Trl(function) => Box::new(TrlReward::new(function)),
                 Kind::Recorded => Box::new(FnReward::recorded()),
             };
-            rewards.push(&name, reward, shaping, about);
+            rewards.push(&name, reward, transform, about);
         }
         Ok(rewards)
     }
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_of_a_reward_is_parsed_in_order_with_its_shaping() {
+    fn every_form_of_a_reward_is_parsed_in_order_with_its_transform() {
         let mut config = config(|c| {
             c.reward_command = Some("python3 reward.py".into());
             c.reward_url = Some("http://host/score?key=1".into());
@@ -409,14 +409,14 @@ mod tests {
         let specs = specs(of(&config)).unwrap();
         let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
         assert_eq!(names, ["command", "url", "length", "tags", "model", "json"]);
-        assert_eq!(specs.iter().map(|spec| spec.shaping.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
+        assert_eq!(specs.iter().map(|spec| spec.transform.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
         assert!(matches!(&specs[3].kind, Kind::Rule(Rule::Regex(regex)) if regex.as_str() == "<a=b>:"));
         assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label) }
             if path.to_str() == Some("other") && label == "POSITIVE"));
-        assert_eq!((specs[4].shaping.clip, specs[5].shaping.scale), (Some(5.0), 3.0));
-        assert_eq!(specs[1].shaping.normalize, Normalize::Std, "the last one counts");
+        assert_eq!((specs[4].transform.clip, specs[5].transform.scale), (Some(5.0), 3.0));
+        assert_eq!(specs[1].transform.normalize, Normalize::Std, "the last one counts");
         config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5"]);
-        let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.shaping.weight);
+        let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.transform.weight);
         assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5]);
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
         assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");

@@ -803,7 +803,7 @@ fn resume<T: Trainee, C: Serialize>(
     trainee.load(saved)?;
     // The best model of a run in another folder lies there; one that was the best in other evaluations is looked for anew.
     let settings = checkpoint::settings(spec.config)?;
-    let is_same = |name: &&str| saved.setting(name) == settings.get(*name).unwrap_or(&Value::Null);
+    let is_same = |name: &&str| saved.state.setting(name) == settings.get(*name).unwrap_or(&Value::Null);
     let same_evaluations = trainee.best_depends_on().iter().all(is_same);
     if let (Some(best), Ok(state), true) = (&mut trainee.progress_mut().best, saved.part("best"), in_place)
         && (same_evaluations || !best.is_of_evaluations())

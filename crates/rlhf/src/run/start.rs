@@ -2,7 +2,7 @@
 
 use crate::hub::Commits;
 use crate::model::is_model;
-use crate::run::checkpoint::{LENGTH, Saved, State, UNFINISHED, name_of, numbered, settings};
+use crate::run::checkpoint::{EarlierSettings, LENGTH, Length, Saved, State, UNFINISHED, name_of, numbered, settings};
 use crate::run::resolved::resolved_settings;
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::sizes::SIZES;
@@ -22,12 +22,19 @@ pub(crate) struct Start {
     /// Whether the run may replace the one in `output_dir`, which has no checkpoint, and no model but one of a run that ended
     /// early.
     pub(crate) replaces: bool,
-    /// That run, if it left a model.
-    pub(crate) again: Option<Saved>,
-    /// The folder of that run and its settings, if it left no model but its `config.yaml`, and `overwrite_output_dir` is not set.
-    pub(crate) begun: Option<(PathBuf, Map<String, Value>)>,
+    /// That run, if its settings are known and have to stay.
+    pub(crate) again: Option<Again>,
     /// Warnings about damaged or missing checkpoints.
     pub(crate) warnings: Vec<String>,
+}
+
+/// A run without a checkpoint, which starts again with the same settings.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Again {
+    /// It left no model, but the `settings` of its `config.yaml` in the folder `dir`.
+    Begun { dir: PathBuf, settings: Map<String, Value> },
+    /// It ended early, and left a model in the folder `dir`.
+    Ended { dir: PathBuf, state: Box<State> },
 }
 
 impl Start {
@@ -43,8 +50,9 @@ impl Start {
         let Resume::From(dir) = setting else {
             let start = Self::newest(out, &numbers)?;
             // A run that may be replaced may have other settings.
-            let begun = start.begun.filter(|_| !run.overwrite_output_dir);
-            return Ok(Self { begun, ..start });
+            let may_differ = |again: &Again| run.overwrite_output_dir && matches!(again, Again::Begun { .. });
+            let again = start.again.filter(|again| !may_differ(again));
+            return Ok(Self { again, ..start });
         };
         let saved = Saved::read(dir)?;
         let parent = fs::canonicalize(dir).ok().and_then(|dir| dir.parent().map(Path::to_path_buf));
@@ -81,16 +89,16 @@ impl Start {
                 let mut settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
                 // The number of ranks that divided the batches is not known.
                 settings.iter_mut().for_each(|settings| settings.retain(|name, _| !SIZES.contains(&name.as_str())));
-                let begun = settings.map(|settings| (out.to_path_buf(), settings));
+                let again = settings.map(|settings| Again::Begun { dir: out.to_path_buf(), settings });
                 let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
-                let warnings = begun.iter().map(warning).collect();
-                Ok(Self { replaces: true, begun, warnings, ..Self::default() })
+                let warnings = again.iter().map(warning).collect();
+                Ok(Self { replaces: true, again, warnings, ..Self::default() })
             }
             // So does a run that ended early and could not write one.
             None if out.join(UNFINISHED).is_file() => {
-                let state = State::read(&out.join(UNFINISHED))?;
+                let state = Box::new(State::read(&out.join(UNFINISHED))?);
                 let (place, done, all) = (out.display(), state.update, state.num_updates);
-                let again = Some(Saved { dir: out.to_path_buf(), state });
+                let again = Some(Again::Ended { dir: out.to_path_buf(), state });
                 let warnings = vec![format!(
                     "{place}: the run ended after update {done} of {all} without a checkpoint: it starts again"
                 )];
@@ -105,13 +113,17 @@ impl Start {
     /// # Errors
     /// As [`Saved::check`].
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        match (&self.from, &self.again, &self.begun) {
-            (Some(saved), ..) => saved.check(command, config),
-            (None, Some(saved), _) => saved.check_as_it_is(command, config),
-            (None, None, Some((dir, then))) => {
-                Saved::of_settings(dir, command, then.clone()).check_as_it_is(command, &as_resolved(config)?)
+        match (&self.from, &self.again) {
+            (Some(saved), _) => saved.check(command, config),
+            (None, Some(Again::Ended { dir, state })) => {
+                let length = if state.is_finished() { Length::Kept } else { Length::KeptUntilFinished };
+                state.settings(dir).check(command, config, length)
             }
-            (None, None, None) => Ok(Vec::new()),
+            (None, Some(Again::Begun { dir, settings })) => {
+                let config = as_resolved(config)?;
+                EarlierSettings::of_config(dir, command, settings).check(command, &config, Length::Kept)
+            }
+            (None, None) => Ok(Vec::new()),
         }
     }
 
@@ -120,9 +132,9 @@ impl Start {
     /// # Errors
     /// If they cannot be written.
     pub(crate) fn extends(&self, config: &impl Serialize) -> Result<bool> {
-        let Some(saved) = self.from.as_ref().filter(|saved| saved.is_finished()) else { return Ok(false) };
+        let Some(saved) = self.from.as_ref().filter(|saved| saved.state.is_finished()) else { return Ok(false) };
         let config = settings(config)?;
-        Ok(LENGTH.iter().any(|name| config.get(*name).is_some_and(|now| saved.setting(name) != now)))
+        Ok(LENGTH.iter().any(|name| config.get(*name).is_some_and(|now| saved.state.setting(name) != now)))
     }
 
     /// Returns the number of updates done.
@@ -159,7 +171,8 @@ impl Start {
 
     /// Returns a warning about a finished run: nothing is left to do, or it is extended.
     pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
-        let saved = self.from.as_ref().filter(|saved| saved.is_finished() || saved.state.update == num_updates)?;
+        let saved =
+            self.from.as_ref().filter(|saved| saved.state.is_finished() || saved.state.update == num_updates)?;
         let (dir, done) = (saved.dir.display(), saved.state.update);
         Some(match done == num_updates {
             true => format!("{dir}: the run is finished, all {num_updates} updates are done"),
@@ -215,7 +228,7 @@ mod tests {
         // A folder without a run is said to have none on a terminal alone.
         fs::remove_file(dir.path().join(CONFIG)).unwrap();
         let start = Start::find(&run).unwrap();
-        assert!(start.replaces && start.begun.is_none() && start.warnings.is_empty());
+        assert!(start.replaces && start.again.is_none() && start.warnings.is_empty());
         let note = format!("no checkpoint in {}: starts with the first update", dir.path().display());
         assert_eq!(start.describe(&run, 4), Some(note));
     }

@@ -73,10 +73,8 @@ impl Engine {
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
     pub(super) fn note(&self) -> Option<String> {
-        let (model, file) = (self.model.config(), self.model.config().generation_settings());
         // An invalid value is an error of the requests that use it.
-        let generation = self.defaults.generation(file, model.max_position_embeddings, &self.dir).ok()?;
-        self.defaults.note_without_effect(file, &generation)
+        self.defaults.note_for_model(self.model.config(), &self.dir).ok().flatten()
     }
 
     /// Responds to a request for the model `name`, unless its client is gone.

@@ -231,6 +231,16 @@ impl GenerateConfig {
         (!names.is_empty()).then(|| format!("{}: fields without effect here: {}", file.display(), names.join(", ")))
     }
 
+    /// Returns the note of [`GenerateConfig::note_without_effect`] for `model`, of the folder `dir`.
+    ///
+    /// # Errors
+    /// If one of the settings, or of the model's, is invalid.
+    pub fn note_for_model(&self, model: &ModelConfig, dir: &Path) -> Result<Option<String>> {
+        let of_model = model.generation_settings();
+        let generation = self.generation(of_model, model.max_position_embeddings, dir)?;
+        Ok(self.note_without_effect(of_model, &generation))
+    }
+
     /// Checks every setting.
     ///
     /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.

@@ -12,7 +12,7 @@ use crate::dist::World;
 use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
-use crate::run::checkpoint::{Finished, Saved, UNFINISHED};
+use crate::run::checkpoint::{FinishedRun, UNFINISHED};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
@@ -239,8 +239,8 @@ fn record_finished(config: &PipelineConfig, stage: Stage, dir: &Path) -> Result<
         return Ok(());
     }
     let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-    let finished = Finished { command: stage.name(), updates: updates as usize };
-    finished.record(dir, &config.settings(stage), &inputs_of(config, stage)?)
+    let inputs = inputs_of(config, stage)?;
+    FinishedRun::new(dir, stage.name(), updates as usize, &config.settings(stage), &inputs)?.record()
 }
 
 /// The hint of a run that ended early.
@@ -312,10 +312,9 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageStat
 fn check_stage(config: &PipelineConfig, stage: Stage, run: &RunConfig, console: Console) -> Result<(StageState, bool)> {
     // Released at once: the stage acquires it itself.
     FolderLock::acquire(&run.output_dir)?;
-    if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
-        let mut warnings = saved.check_as_it_is(stage.name(), &config.settings(stage))?;
-        let (inputs, updates) = (inputs_of(config, stage)?, saved.state.update);
-        warnings.extend(saved.check_inputs(&run.checkpoints, &inputs, updates, usize::MAX)?);
+    if let Some(finished) = resumes(run).then(|| FinishedRun::read(&run.output_dir)).transpose()?.flatten() {
+        let mut warnings = finished.check(stage.name(), &config.settings(stage))?;
+        warnings.extend(finished.check_inputs(&run.checkpoints, &inputs_of(config, stage)?)?);
         for warning in warnings {
             say(console, &format!("warning: {stage}: {warning}"));
         }

@@ -26,7 +26,7 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
-use crate::run::checkpoint::Saved;
+use crate::run::checkpoint::PartStates;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
@@ -41,8 +41,8 @@ pub(in crate::train) use load::{Ends, check_reward_models, check_rewards, check_
 pub(crate) use load::{check_encoder_decoder, check_same_kind, prompt_limit};
 use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
-use std::cell::Cell;
 use std::fmt;
+use std::ops::AddAssign;
 use std::sync::Arc;
 use std::time::Instant;
 use tch::{Device, Kind};
@@ -55,9 +55,8 @@ impl PpoTrainer {
     /// 3. Computes rewards, advantages and returns.
     /// 4. Trains policy and critic in epochs of mini-batches.
     /// 5. Collects the metrics, and updates the KL's weight and the alarms by them.
-    fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
+    fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<UpdateOutcome> {
         let (update, mut clock, device) = (self.progress.done, Clock::start(), self.learner.policy.device());
-        self.sampling = Cell::default();
 
         // 1. Responses.
         phase("sampling");
@@ -73,7 +72,7 @@ impl PpoTrainer {
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
         let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
-        self.add_groups(&mut experience, &batch, &scores.reported.scored)?;
+        self.add_groups(&mut experience, &mut batch, &scores.reported.scored)?;
         if let Some(reference) = experience.reference.as_mut().filter(|_| self.config.sync.sync_ref_model) {
             // It may follow the policy in the middle of this update.
             reference.own_head();
@@ -82,7 +81,7 @@ impl PpoTrainer {
         // 3. Rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
         let targets = targets(&experience, kl_coef, &self.config.shaping());
-        self.rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
+        let rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
         clock.lap("rollout", device);
 
         // 4. Epochs of mini-batches.
@@ -104,8 +103,7 @@ impl PpoTrainer {
         // 5. Metrics.
         let data = (&experience, &targets);
         let metrics = self.update_metrics(batch, &scores.reported, data, &steps, &rates, &clock)?;
-        self.shown = scores.shown;
-        Ok(metrics)
+        Ok(UpdateOutcome { metrics, shown: scores.shown, rollout })
     }
 
     /// Warns, once in a run, of responses without a score.
@@ -134,7 +132,7 @@ impl PpoTrainer {
         self.push_batch_metrics(&mut m, &batch, scores);
         let constant = self.push_group_metrics(&mut m, &batch, (experience, targets), steps, clock.total());
         self.push_rates(&mut m, rates);
-        clock.push_metrics(&mut m, experience.lengths().iter().sum(), self.sampling.get());
+        clock.push_metrics(&mut m, experience.lengths().iter().sum(), batch.sampling);
         self.push_collectives(&mut m)?;
         self.skips.record(steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
@@ -161,7 +159,7 @@ impl PpoTrainer {
             Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
             None => self.cursor.take(size),
         };
-        let (rows, responses) = self.respond(&rows, update as u64)?;
+        let (rows, responses, sampling) = self.respond(&rows, update as u64)?;
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
         let mut warnings = self.alarms.of_responses(&Sampled {
             update: update + 1,
@@ -183,18 +181,29 @@ impl PpoTrainer {
             ),
         }));
         let sampled_groups = rows.len() / self.config.advantage.num_generations;
-        let (replaced_groups, recorded) = (0, None);
-        Ok(Batch { update, rows, responses, dropped, reused, warnings, sampled_groups, replaced_groups, recorded })
+        Ok(Batch {
+            update,
+            rows,
+            responses,
+            dropped,
+            reused,
+            warnings,
+            sampling,
+            sampled_groups,
+            replaced_groups: 0,
+            recorded: None,
+        })
     }
 
-    /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, and the responses. `step` keys the
-    /// random draws.
-    fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Vec<Response>)> {
+    /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, the responses, and their sampling.
+    /// `step` keys the random draws.
+    fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Vec<Response>, Timed)> {
         let size = self.config.advantage.num_generations;
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
-        let responses = self.timed(&prompts, &GenerationConfig { num_return_sequences: size, ..generation })?;
-        Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), responses))
+        let (responses, timed) =
+            self.timed(&prompts, &GenerationConfig { num_return_sequences: size, ..generation })?;
+        Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), responses, timed))
     }
 
     /// Policy, critic and reference model for the evaluation of responses.
@@ -272,19 +281,17 @@ impl PpoTrainer {
         sampling: Sampling,
         purpose: Purpose,
         step: usize,
-    ) -> Result<Vec<Response>> {
+    ) -> Result<(Vec<Response>, Timed)> {
         self.timed(prompts, &self.generation(sampling, purpose, step as u64))
     }
 
     /// Samples responses to prompts, and counts their tokens and the time.
-    fn timed(&self, prompts: &[Vec<i64>], generation: &GenerationConfig) -> Result<Vec<Response>> {
+    fn timed(&self, prompts: &[Vec<i64>], generation: &GenerationConfig) -> Result<(Vec<Response>, Timed)> {
         let began = Instant::now();
         let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, prompts, generation)?;
-        let Timed { seconds, tokens } = self.sampling.get();
-        let more: usize = responses.iter().map(|response| response.tokens.len()).sum();
-        self.sampling.set(Timed { seconds: seconds + began.elapsed().as_secs_f64(), tokens: tokens + more });
-        Ok(responses)
+        let tokens = responses.iter().map(|response| response.tokens.len()).sum();
+        Ok((responses, Timed { seconds: began.elapsed().as_secs_f64(), tokens }))
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
@@ -409,12 +416,6 @@ pub struct PpoTrainer {
     left_out: Vec<i64>,
     /// Selects the responses to train on.
     kept: KeptResponses,
-    /// Responses of the last update to show.
-    shown: Vec<Sample>,
-    /// The sampling of the update so far.
-    sampling: Cell<Timed>,
-    /// All responses of the last update, with `log_rollouts`.
-    rollout: Rollout,
     /// The responses of the next update, in a replay.
     recorded: Option<Batch>,
     last_metrics: Metrics,
@@ -462,13 +463,13 @@ impl PpoTrainer {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (state, kept, steps) = (Saved::of_parts(self.state()), self.kept.clone(), self.steps());
+        let (state, kept, steps) = (self.state(), self.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
-            Ok(metrics) => metrics,
+            Ok(outcome) => outcome.metrics,
             Err(error) => {
                 if self.steps() == steps {
                     // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
-                    let _ = self.load_state(&state);
+                    let _ = self.load_state(&PartStates::in_memory(&state));
                     // Its state would have no log-probabilities.
                     self.kept = kept;
                 }
@@ -481,6 +482,15 @@ impl PpoTrainer {
         self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
         too_many.map_or(Ok(metrics), Err)
     }
+}
+
+/// The result of one update. What a resumed run needs is in the trainer.
+struct UpdateOutcome {
+    metrics: Metrics,
+    /// The responses to show, if this update shows any.
+    shown: Vec<Sample>,
+    /// All responses, with `log_rollouts`.
+    rollout: Rollout,
 }
 
 /// The responses of one update.
@@ -496,6 +506,8 @@ struct Batch {
     /// These are responses of an earlier update.
     reused: bool,
     warnings: Vec<Warning>,
+    /// The sampling of these and of further responses of the update: of `dynamic_sampling`, and the greedy ones of ReMax.
+    sampling: Timed,
     /// Groups that were sampled, and those of them that were replaced.
     sampled_groups: usize,
     replaced_groups: usize,
@@ -503,11 +515,18 @@ struct Batch {
     recorded: Option<RecordedScores>,
 }
 
-/// The sampling of an update: its batches, those of `dynamic_sampling`, and the greedy responses of ReMax.
+/// Time and tokens of sampling.
 #[derive(Debug, Clone, Copy, Default)]
 struct Timed {
     seconds: f64,
     tokens: usize,
+}
+
+impl AddAssign for Timed {
+    fn add_assign(&mut self, more: Self) {
+        self.seconds += more.seconds;
+        self.tokens += more.tokens;
+    }
 }
 
 /// Seconds by phase of an update.

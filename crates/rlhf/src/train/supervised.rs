@@ -374,7 +374,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        load_cursor(&mut self.cursor, saved, self.spec.run)?;
+        load_cursor(&mut self.cursor, saved.part("cursor")?, self.spec.run)
+            .map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         self.sums = saved.parsed("since")?;
         if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
             scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;

@@ -8,7 +8,7 @@ use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, ValueModel};
 use rlhf::optim::LearningRates;
-use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreUse, Scored, Shaping};
+use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreTransform, ScoreUse, Scored};
 use rlhf::rl::advantage::{Aggregation, ScaleRewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::groups::{push_completion_metrics, truncated};
@@ -164,10 +164,10 @@ impl Run {
             let scores = move |_: &[RewardInput<'_>]| {
                 Ok(found.iter().map(|x| Some(*x).filter(|x| !x.is_nan())).collect::<Vec<_>>())
             };
-            all = all.with_shaping(
+            all = all.with_transform(
                 name.as_str().unwrap(),
                 FnReward::new(scores),
-                Shaping { weight, ..Shaping::default() },
+                ScoreTransform { weight, ..ScoreTransform::default() },
             );
         }
         let (prompts, row) = (self.prompts(update), Value::Null);

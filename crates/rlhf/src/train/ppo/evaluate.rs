@@ -52,7 +52,7 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let sampling = self.config.sampling();
         // The same draws each time: where two evaluations differ, the policy does.
-        let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
+        let (responses, _) = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
         let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(false) };
@@ -149,7 +149,7 @@ impl PpoTrainer {
     /// Greedy responses to the sample prompts, with their scores.
     pub(super) fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
         let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
+        let (responses, _) = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
         let asked = self.sample_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let (scores, components) = self.whole_scores(&asked, &responses)?;

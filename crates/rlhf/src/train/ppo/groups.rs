@@ -19,7 +19,7 @@ use tch::Tensor;
 
 impl PpoTrainer {
     /// Adds the groups of a batch to its experience, the baselines of ReMax, and the mask of responses that did not stop.
-    pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &Batch, scored: &Scored) -> Result<()> {
+    pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &mut Batch, scored: &Scored) -> Result<()> {
         let unscored = scored.unscored().into_iter().enumerate().filter(|(_, unscored)| *unscored);
         e.unscored = unscored.map(|(row, _)| row).collect();
         if self.config.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum {
@@ -54,7 +54,8 @@ impl PpoTrainer {
             }
             let rows = self.cursor.take(wanted);
             // The number of the batch is part of the key of its random draws.
-            let (rows, responses) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
+            let (rows, responses, sampling) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
+            batch.sampling += sampling;
             let more = self.score_rows(&rows, &responses)?;
             batch.rows.extend(rows);
             batch.responses.extend(responses);
@@ -74,12 +75,13 @@ impl PpoTrainer {
     }
 
     /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalized as the scores that are trained on are; NaN where
-    /// no reward gave one.
-    fn greedy_scores(&mut self, batch: &Batch) -> Result<Tensor> {
+    /// no reward gave one. Adds their sampling to the batch's.
+    fn greedy_scores(&mut self, batch: &mut Batch) -> Result<Tensor> {
         let size = self.config.advantage.num_generations;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
+        let (responses, sampling) = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
+        batch.sampling += sampling;
         let asked: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
         let asked: Vec<_> = asked.iter().collect();
         let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, ScoreUse::Baseline)?;

@@ -19,7 +19,6 @@ use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::unsupervised::Unsupervised;
-use crate::run::event::Rollout;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
@@ -28,7 +27,6 @@ use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
-use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 impl PpoTrainer {
@@ -113,9 +111,6 @@ impl PpoTrainer {
             stop,
             stop_strings,
             kept: KeptResponses::new(config.mask.min_response_length),
-            shown: Vec::new(),
-            sampling: Cell::default(),
-            rollout: Rollout::default(),
             recorded: None,
             last_metrics: Metrics::default(),
             checks: None,

@@ -6,17 +6,17 @@
 mod changes;
 mod compare;
 
-use super::{Batch, COMMAND, PpoTrainer};
+use super::{Batch, COMMAND, PpoTrainer, Timed};
 use crate::data::Prompt;
 use crate::dist::{World, as_ranks};
 use crate::generate::Response;
 use crate::metrics::Metrics;
 use crate::model::TokenSet;
 use crate::optim::micro_batch::MicroBatchSettings;
-use crate::reward::{ComponentScores, FnReward, Rewards, Scored, Shaping};
+use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
-use crate::run::checkpoint::{Change, Saved, name_of, numbered};
+use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
@@ -77,7 +77,7 @@ pub struct RecordedUpdate {
     /// The update, counted from 1.
     update: usize,
     rows: Vec<RolloutRow>,
-    record: Saved,
+    record: UpdateRecord,
     /// The checkpoint before the update; none before the first.
     from: Option<Saved>,
 }
@@ -97,14 +97,14 @@ impl RecordedUpdate {
         }
         let path = run.join(ROLLOUTS).join(file_name(update));
         let Rollout { rows, record } = read_rollout(&path, update)?;
-        let record = Saved::of_record(&path, record)?;
+        let record = UpdateRecord::read(&path, record)?;
         // An error of a file that is compared at the end ends the replay here.
         metrics_line(run, update)?;
         if record.state.update + 1 != update {
             let message = format!("expected the record of update {update}, found that of {}", record.state.update + 1);
             return Err(Error::invalid(path, message));
         }
-        let own = record.part("own").ok().and_then(Value::as_str);
+        let own = record.parts().part("own").ok().and_then(Value::as_str);
         if let Some(own) = own {
             return Err(Error::invalid(run, format!("the run had {own} of its caller, which its files do not have")));
         }
@@ -253,9 +253,9 @@ impl RecordedUpdate {
             // Sums depend on the number of threads.
             config.run.num_threads = usize::try_from(self.record.state.threads).ok();
         }
-        let commits = self.record.parsed("commits")?;
+        let commits = self.record.parts().parsed("commits")?;
         let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, commits)?;
-        let changed = trainer.inputs.changed(self.record.part("inputs")?);
+        let changed = trainer.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
             return Err(Error::invalid(&self.run, message));
@@ -277,25 +277,25 @@ impl RecordedUpdate {
         let named = crate::reward::specs(config)?.len();
         let mut rewards = Rewards::recorded();
         for RecordedReward { name, weight, .. } in self.rewards()?.into_iter().skip(named) {
-            let shaping = Shaping { weight: weight.unwrap_or(f64::NAN), ..Shaping::default() };
-            rewards = rewards.with_shaping(&name, FnReward::recorded(), shaping);
+            let transform = ScoreTransform { weight: weight.unwrap_or(f64::NAN), ..ScoreTransform::default() };
+            rewards = rewards.with_transform(&name, FnReward::recorded(), transform);
         }
         Ok(rewards)
     }
 
     fn rewards(&self) -> Result<Vec<RecordedReward>> {
-        self.record.parsed("rewards")
+        self.record.parts().parsed("rewards")
     }
 
     /// A count of the record.
     fn count(&self, name: &str) -> Result<usize> {
-        self.record.parsed(name)
+        self.record.parts().parsed(name)
     }
 
     /// Restores weights, optimizers and state before the update.
     fn restore(&self, trainer: &mut PpoTrainer, changes: &[Change]) -> Result<()> {
         if let Some(from) = &self.from {
-            let has_critic = self.record.setting("advantage_estimator").as_str() == Some("gae");
+            let has_critic = self.record.state.setting("advantage_estimator").as_str() == Some("gae");
             if trainer.config.needs_critic() && !has_critic {
                 return Err(Error::Usage(format!(
                     "advantage_estimator = gae: expected one without a value model: {} has none",
@@ -306,7 +306,7 @@ impl RecordedUpdate {
         }
         let (limit, device) = (MicroBatchSettings::from(&trainer.config.run), trainer.learner.policy.device());
         let tokens = &mut trainer.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, self.record.part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, self.record.parts().part("micro_batch").ok());
         let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
         if changes.iter().any(of_kl) {
             trainer.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
@@ -321,7 +321,7 @@ impl RecordedUpdate {
         let rows = &self.rows;
         let vocab = trainer.learner.policy.config().vocab_size;
         for (place, row) in (1..).zip(rows) {
-            let invalid = |message: String| Err(Error::invalid(&self.record.dir, format!("row {place}: {message}")));
+            let invalid = |message: String| Err(Error::invalid(&self.record.path, format!("row {place}: {message}")));
             let prompt: Option<&Prompt> = trainer.prompts.get(row.prompt_row);
             if prompt.is_none_or(|prompt| prompt.text != row.prompt) {
                 return invalid(format!(
@@ -356,6 +356,8 @@ impl RecordedUpdate {
             dropped: self.count("dropped")?,
             reused: self.count("reused")? > 0,
             warnings: Vec::new(),
+            // A replay samples none of them.
+            sampling: Timed::default(),
             sampled_groups: self.count("sampled_groups")?,
             replaced_groups: self.count("replaced_groups")?,
             recorded: Some(self.scores()?),
@@ -416,10 +418,10 @@ impl RecordedUpdate {
 fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> {
     let (sender, events) = channel();
     trainer.learner.observer = Some(sender);
-    let metrics = trainer.one_update(&|_| ());
+    let outcome = trainer.one_update(&|_| ());
     // Ends the events.
     trainer.learner.observer = None;
-    let metrics = metrics?;
+    let metrics = outcome?.metrics;
     trainer.progress.done += 1;
     Ok((metrics, tensors_of(events)))
 }

@@ -2,7 +2,7 @@
 
 use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
 use super::load::open;
-use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
+use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::BASE_MODEL;
 use crate::optim::Optimizer;
@@ -10,7 +10,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::{OPTIMIZER, Saved, is_due};
+use crate::run::checkpoint::{OPTIMIZER, PartStates, Saved, is_due};
 use crate::run::event::{Evaluation, Event, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Progress, RunSpec, Session, Trainee, take_snapshot};
@@ -111,7 +111,8 @@ impl PpoTrainer {
     /// Runs one update, and what is due after it.
     fn run_update(&mut self, session: &mut Session<'_>) -> Result<()> {
         let due = session.due(self);
-        let mut metrics = self.one_update(&|phase| session.console().phase(phase))?;
+        let outcome = self.one_update(&|phase| session.console().phase(phase))?;
+        let UpdateOutcome { mut metrics, shown, rollout } = outcome;
         let step = self.progress.done + 1;
         let episode = step * self.plan.batch_size;
         let evaluated: Result<Option<Evaluation>> = match due.evaluation {
@@ -125,11 +126,9 @@ impl PpoTrainer {
             metrics.extend(&evaluation.metrics);
         }
         session.emit(&Event::Update { step, metrics: &metrics })?;
-        let samples = std::mem::take(&mut self.shown);
-        if !samples.is_empty() {
-            session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &samples })?;
+        if !shown.is_empty() {
+            session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &shown })?;
         }
-        let rollout = std::mem::take(&mut self.rollout);
         if self.config.rollout_log.log_rollouts {
             let limit = self.config.rollout_log.rollouts_limit;
             session.emit(&Event::Rollout { step, limit, rollout: &rollout })?;
@@ -221,34 +220,34 @@ impl PpoTrainer {
     }
 
     /// Restores what [`PpoTrainer::state`] returned.
-    pub(super) fn load_state(&mut self, saved: &Saved) -> Result<()> {
-        let began = saved.part("own").ok().and_then(Value::as_str);
+    pub(super) fn load_state(&mut self, parts: &PartStates<'_>) -> Result<()> {
+        let began = parts.part("own").ok().and_then(Value::as_str);
         if began != self.own() {
             return Err(other_callbacks(began, self.own()));
         }
-        load_cursor(&mut self.cursor, saved, &self.config.run)?;
-        self.rewards.load_state(saved.part("rewards")?)?;
-        self.kl_controller.load_state(saved.part("kl_controller")?)?;
+        load_cursor(&mut self.cursor, parts.part("cursor")?, &self.config.run)?;
+        self.rewards.load_state(parts.part("rewards")?)?;
+        self.kl_controller.load_state(parts.part("kl_controller")?)?;
         // With --resume_with_changed_inputs rows and texts may be others, or of another number.
-        let has_changed = saved.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
+        let has_changed = parts.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
         if let Some(texts) = &mut self.learner.unsupervised {
-            texts.load_state(saved.part("unsupervised")?, has_changed)?;
+            texts.load_state(parts.part("unsupervised")?, has_changed)?;
         }
-        self.kept.load_state(saved.part("kept_answers").ok().filter(|_| !has_changed), self.prompts.len())?;
+        self.kept.load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.prompts.len())?;
         if self.config.score_scaling.use_score_scaling {
-            self.scaling.load_state(saved.part("scores")?)?;
+            self.scaling.load_state(parts.part("scores")?)?;
         }
-        if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, saved.part(LOSS_SCALE)) {
+        if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, parts.part(LOSS_SCALE)) {
             scaling.load_state(state)?;
         }
-        if let Ok(state) = saved.part("skips") {
+        if let Ok(state) = parts.part("skips") {
             self.skips.load_state(state);
         }
-        if let Ok(state) = saved.part("alarms") {
+        if let Ok(state) = parts.part("alarms") {
             self.alarms.load_state(state);
         }
-        self.num_tokens = saved.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
-        self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
+        self.num_tokens = parts.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
+        self.checks = parts.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
     }
 
@@ -324,7 +323,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        self.load_state(saved).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        self.load_state(&saved.parts()).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
         if let Some(ema) = &mut self.learner.ema {

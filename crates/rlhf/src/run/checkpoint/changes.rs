@@ -1,0 +1,271 @@
+//! Settings that a later run may change: of a run that resumes from it, starts again in its place, or replays one of its updates.
+
+use crate::dist::num_ranks;
+use crate::run::sizes::{GlobalSizes, SIZES, ranks_of};
+use crate::{Error, Result};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::fs;
+use std::path::Path;
+
+/// Settings that change no result: a resumed run may change them.
+pub(crate) const FREE: [&str; 43] = [
+    "output_dir",
+    "save_steps",
+    "save_total_limit",
+    "max_shard_size",
+    "report_to",
+    "tensorboard_tags",
+    "run_name",
+    "project",
+    "tracker_kwargs",
+    "log_model",
+    "num_threads", // the resulting number is compared
+    "disable_tqdm",
+    "no_report",
+    "num_sample_generations",
+    "eval_steps",
+    "num_eval_prompts", // but a best model that was found by other prompts is forgotten
+    "print_answers",
+    "print_answers_interval",
+    "enable_test_mode",
+    "test_stop_step",
+    "reward_batch_size",
+    "reward_concurrency",
+    "reward_timeout",
+    "reward_retries",
+    "no_checks",
+    "max_skipped_updates",
+    "on_alarm", // a rollback changes the result, but only of the updates after it
+    "max_rollbacks",
+    "log_rollouts",
+    "rollouts_limit",
+    "zero_stage",
+    "actor_zero_stage",
+    "critic_zero_stage",
+    "ds3_gather_for_generation",
+    "offload",
+    "offload_dir",
+    "dist_timeout",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_revision",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_always_push",
+];
+
+/// Settings of the length of a run: they may extend a finished run.
+pub(crate) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max_steps"];
+
+/// Settings on which only the best model depends; the one so far is forgotten where they change.
+pub(crate) const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
+
+/// Settings on which results depend by rounding at most: a resumed run may change them, with a warning.
+const ROUNDING: [&str; 5] = [
+    "device",
+    "gradient_checkpointing",
+    "max_tokens_per_micro_batch",
+    "local_rollout_forward_batch_size",
+    "per_device_eval_batch_size",
+];
+
+/// A setting that differs between two runs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Change {
+    pub(crate) name: String,
+    pub(crate) then: Value,
+    pub(crate) now: Value,
+}
+
+impl Change {
+    /// Returns the value of either run as error messages show it.
+    pub(crate) fn shown(&self) -> [String; 2] {
+        [shown(&self.then), shown(&self.now)]
+    }
+}
+
+/// Whether a run may be longer or shorter than the earlier one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Length {
+    /// It may: the earlier run is finished, and is extended.
+    MayChange,
+    /// Not before the earlier run is finished.
+    KeptUntilFinished,
+    /// It may not.
+    Kept,
+}
+
+/// The settings of an earlier run, which those of a later one are compared with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EarlierSettings<'a> {
+    /// The folder or the file that has them, as messages name it.
+    pub(super) place: &'a Path,
+    /// The version of rlhf that wrote them.
+    pub(super) version: &'a str,
+    /// The command of the run.
+    pub(super) command: &'a str,
+    /// Number of ranks.
+    pub(super) ranks: usize,
+    /// Every setting.
+    pub(super) config: &'a Map<String, Value>,
+    /// The working directory of relative paths among them.
+    pub(super) working_dir: Option<&'a Path>,
+}
+
+impl<'a> EarlierSettings<'a> {
+    /// Returns the settings `config` in the folder `place`, of which nothing else is known: the run was one of `command`, by this version
+    /// and with these ranks.
+    pub(crate) fn of_config(place: &'a Path, command: &'a str, config: &'a Map<String, Value>) -> Self {
+        let version = env!("CARGO_PKG_VERSION");
+        Self { place, version, command, ranks: num_ranks(), config, working_dir: None }
+    }
+
+    /// Returns the settings of `config` that differ from those of the run. A setting that only one version has cannot be compared.
+    ///
+    /// # Errors
+    /// If the settings cannot be written.
+    pub(crate) fn changes(&self, config: &impl Serialize) -> Result<Vec<Change>> {
+        let from = self.working_dir;
+        let change = |(name, now): (String, Value)| {
+            let then = self.config.get(&name).filter(|then| !is_same(then, &now, from))?.clone();
+            Some(Change { name, then, now })
+        };
+        Ok(settings(config)?.into_iter().filter_map(change).collect())
+    }
+
+    /// Checks that a run of `command` with the settings `config` keeps those that decide the result; returns warnings about harmless
+    /// differences.
+    ///
+    /// # Errors
+    /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
+    pub(crate) fn check(&self, command: &str, config: &impl Serialize, length: Length) -> Result<Vec<String>> {
+        self.check_with_ranks(command, &settings(config)?, num_ranks(), length)
+    }
+
+    /// Checks the settings `config` of a run of `ranks` ranks.
+    pub(super) fn check_with_ranks(
+        &self,
+        command: &str,
+        config: &Map<String, Value>,
+        ranks: usize,
+        length: Length,
+    ) -> Result<Vec<String>> {
+        let dir = self.place.display();
+        if self.command != command {
+            let message = format!("expected a checkpoint of `rlhf {command}`, found one of `rlhf {}`", self.command);
+            return Err(Error::invalid(self.place, message));
+        }
+        let same_sizes = self.check_sizes(config, ranks)?;
+        let mut warnings = Vec::new();
+        let mut refused = Vec::new();
+        for (name, now) in config {
+            // A setting that only one version has cannot be compared.
+            let from = self.working_dir;
+            let Some(then) = self.config.get(name).filter(|then| !is_same(then, now, from)) else { continue };
+            let (then, now) = (shown(then), shown(now));
+            match name.as_str() {
+                name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
+                name if same_sizes && SIZES.contains(&name) => {}
+                name if length == Length::MayChange && LENGTH.contains(&name) => {}
+                name if ROUNDING.contains(&name) => warnings.push(format!(
+                    "{name} = {now}: it was {then} before {dir}, so that results may differ by rounding"
+                )),
+                name => refused.push((name.to_string(), then, now)),
+            }
+        }
+        if let [(name, then, now), more @ ..] = refused.as_slice() {
+            let more: Vec<&str> = more.iter().map(|(name, ..)| name.as_str()).collect();
+            let mut more = if more.is_empty() { String::new() } else { format!("; so does {}", more.join(", ")) };
+            if LENGTH.contains(&name.as_str()) && length == Length::KeptUntilFinished {
+                more.push_str("; only a finished run can be extended");
+            }
+            return Err(Error::Usage(format!(
+                "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
+            )));
+        }
+        warnings.extend(self.passes_warning(config, ranks));
+        let version = env!("CARGO_PKG_VERSION");
+        if self.version != version {
+            warnings.push(format!("{dir} was written by rlhf {}, and this is {version}", self.version));
+        }
+        Ok(warnings)
+    }
+
+    /// Returns whether the batch sizes over all ranks are those of the checkpoint.
+    ///
+    /// # Errors
+    /// If they are not, and the settings that size a batch are not the same ones, or not for as many ranks.
+    fn check_sizes(&self, config: &Map<String, Value>, ranks: usize) -> Result<bool> {
+        let sizes = (GlobalSizes::of(self.config, self.ranks), GlobalSizes::of(config, ranks));
+        let (Some(then), Some(now)) = sizes else { return Ok(false) };
+        let has_own = |config: &Map<String, Value>| config.get("train_batch_size").is_some_and(Value::is_u64);
+        // Settings of the same kind are compared by name.
+        if then == now || (self.ranks == ranks && has_own(self.config) == has_own(config)) {
+            return Ok(then == now);
+        }
+        let dir = self.place.display();
+        let (expected, found) = (then.describe(self.ranks), now.describe(ranks));
+        let fix = then.fix();
+        Err(Error::Usage(format!("{found}: expected {expected}, as in {dir}: {fix}")))
+    }
+
+    /// Returns a warning if the rows of a pass, or the ranks, are others than before.
+    fn passes_warning(&self, config: &Map<String, Value>, ranks: usize) -> Option<String> {
+        let dir = self.place.display();
+        if self.ranks != ranks {
+            let (then, now) = (ranks_of(self.ranks), ranks_of(ranks));
+            return Some(format!("{now}: it was {then} before {dir}, so that results may differ by rounding"));
+        }
+        let rows = |config| GlobalSizes::rows_per_pass(config).map_or("any number of".into(), |rows| rows.to_string());
+        let (then, now) = (rows(self.config), rows(config));
+        GlobalSizes::of(self.config, 1)
+            .filter(|_| then != now)
+            .map(|_| format!("{now} rows per pass: it was {then} before {dir}, so that results may differ by rounding"))
+    }
+}
+
+/// Returns the settings of a run by name.
+pub(in crate::run) fn settings(config: &impl Serialize) -> Result<Map<String, Value>> {
+    match serde_json::to_value(config) {
+        Ok(Value::Object(settings)) => Ok(settings),
+        Ok(_) => Ok(Map::new()),
+        Err(e) => Err(Error::Usage(format!("the settings cannot be written to a checkpoint: {e}"))),
+    }
+}
+
+/// Returns whether two values of a setting are the same; a path may be written in another way, and relative to another folder
+/// than `from`.
+fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
+    if let (Value::Array(then), Value::Array(now)) = (then, now) {
+        return then.len() == now.len() && then.iter().zip(now).all(|(then, now)| is_same(then, now, from));
+    }
+    let place = |value: &Value, from: &Path| fs::canonicalize(from.join(value.as_str()?)).ok();
+    then == now
+        || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
+}
+
+/// Returns a setting as error messages show it.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_path_is_the_same_from_another_working_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("rows.jsonl"), "").unwrap();
+        let whole = json!([dir.path().join("rows.jsonl")]);
+        assert!(is_same(&json!(["rows.jsonl"]), &whole, Some(dir.path())));
+        assert!(!is_same(&json!(["rows.jsonl"]), &whole, None));
+        assert!(!is_same(&json!(["rows.jsonl", "x"]), &whole, Some(dir.path())));
+    }
+}
