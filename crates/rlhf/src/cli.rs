@@ -58,7 +58,7 @@ pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
-use self::layers::{resolve, translated};
+use self::layers::{Translated, resolve, translated};
 use self::plan::{PLAN, PlanTask};
 use self::replay::{REPLAY, ReplayTask};
 use self::setting::{Setting, with_defaults};
@@ -158,7 +158,10 @@ fn with_settings(
 ) -> Result<Task, Stop> {
     let name = command.get_name();
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    let preset = translated(command, flags, file, &mut settings, messages);
+    let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
+    // The last one of a flag wins.
+    let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
+    let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
     settings.retain(|setting| !setting.values.is_empty());

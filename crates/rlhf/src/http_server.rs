@@ -7,7 +7,7 @@ use crate::{Error, Result};
 use axum::Router;
 use axum::extract::Request;
 use axum::http::uri::{Authority, Uri};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -210,10 +210,12 @@ fn is_of_this_machine(headers: &HeaderMap) -> bool {
     let host = headers
         .get(header::HOST)
         .is_none_or(|host| Authority::try_from(host.as_bytes()).is_ok_and(|authority| is_loopback(authority.host())));
-    let origin = headers.get(header::ORIGIN).is_none_or(|origin| {
-        Uri::try_from(origin.as_bytes()).is_ok_and(|origin| origin.host().is_some_and(is_loopback))
-    });
-    host && origin
+    host && headers.get(header::ORIGIN).is_none_or(is_loopback_origin)
+}
+
+/// Returns whether a page of this `Origin` is of a loopback address.
+pub(crate) fn is_loopback_origin(origin: &HeaderValue) -> bool {
+    Uri::try_from(origin.as_bytes()).is_ok_and(|origin| origin.host().is_some_and(is_loopback))
 }
 
 fn is_loopback(host: &str) -> bool {

@@ -184,7 +184,7 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
     }
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
     let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
-    let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command));
+    let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command)).or_else(|| trl::hint(name));
     let near = nearest(name, flags).filter(|_| hint.is_none());
     let tip = match (hint, near) {
         (Some(hint), _) => format!("; {hint}"),

@@ -11,6 +11,7 @@ use rlhf::flag::Refusals;
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
+use super::errors::Messages;
 use super::setting::Setting;
 use super::{openrlhf, trl};
 
@@ -156,14 +157,16 @@ type Given = BTreeMap<&'static str, Vec<String>>;
 /// Removes the flags of the table of `command` from the file's `settings`, and finds those on the command line. The settings that they
 /// stand for are appended to `settings`; a flag of ours on the command line still wins.
 ///
-/// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting.
+/// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting. Returns a
+/// setting that wins over the command line.
 pub(super) fn translate(
     command: &str,
     preset: Option<Preset>,
     flags: &ArgMatches,
     settings: &mut Vec<Setting>,
-    refusals: &mut Refusals,
-) {
+    messages: &mut Messages,
+) -> Option<Setting> {
+    let refusals = &mut messages.refusals;
     let is_chat = preset == Some(Preset::DeepspeedChat);
     let given = given(command, is_chat, flags, settings);
     if !is_chat {
@@ -177,7 +180,7 @@ pub(super) fn translate(
             };
             refusals.refuse(line, [*name]);
         }
-        return;
+        return None;
     }
     for (name, values) in &given {
         let value = values.first().map_or("none", String::as_str).to_ascii_lowercase();
@@ -193,9 +196,7 @@ pub(super) fn translate(
         }
     }
     let of_adapters = adapters(command, &given, refusals);
-    if command != "ppo" {
-        check_rate(&of_adapters, flags, settings, refusals);
-    }
+    let forced = rate_of_adapters((command, &of_adapters, &given), flags, settings, &mut messages.notes);
     let together = of_adapters.into_iter().chain(switches(&given));
     settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
@@ -216,6 +217,7 @@ pub(super) fn translate(
         // DeepSpeed-Chat's engine configuration has another window than DeepSpeed's default.
         default(settings, "loss_scale_window", "100");
     }
+    forced
 }
 
 /// Returns the row of a flag of `command`.
@@ -325,16 +327,31 @@ fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'sta
     settings
 }
 
-/// Refuses a learning rate beside that of adapters: in DeepSpeed-Chat it is of the other weights, and here all have one.
-fn check_rate(adapters: &[(&'static str, String)], flags: &ArgMatches, settings: &[Setting], refusals: &mut Refusals) {
-    let [peft, _, _, rate] = POLICY;
-    let of = |key: &str| adapters.iter().find(|(other, _)| *other == key);
-    let is_set = on_line(flags, rate) || settings.iter().any(|setting| setting.key == rate);
-    if let (Some(_), Some((_, own)), true) = (of(peft), of(rate), is_set) {
-        let line =
-            format!("{rate} beside lora_dim: adapters have lora_learning_rate, which is {own}: leave {rate} out");
-        refusals.refuse(line, [rate]);
+/// Returns the learning rate of adapters where another one is set: in DeepSpeed-Chat that trains the other weights, of which none are
+/// trained here. It is noted.
+fn rate_of_adapters(
+    (command, adapters, given): (&str, &[(&'static str, String)], &Given),
+    flags: &ArgMatches,
+    settings: &[Setting],
+    notes: &mut Vec<String>,
+) -> Option<Setting> {
+    let is_set = |key: &str| on_line(flags, key) || settings.iter().any(|setting| setting.key == key);
+    let models: &[(&str, [&str; 4], bool)] = match command {
+        "ppo" => &[
+            ("actor_learning_rate", POLICY, given.contains_key("actor_learning_rate")),
+            ("critic_learning_rate", CRITIC, given.contains_key("critic_learning_rate")),
+        ],
+        _ => &[("learning_rate", POLICY, is_set("learning_rate"))],
+    };
+    let mut forced = None;
+    for (name, [peft, _, _, rate], is_set) in models {
+        let of = |key: &str| adapters.iter().find(|(other, _)| *other == key).map(|(_, value)| value);
+        if let (Some("true"), Some(own), true) = (of(peft).map(String::as_str), of(rate), is_set) {
+            notes.push(format!("{name} has no effect: adapters have lora_learning_rate, which is {own}"));
+            forced = (name == rate).then(|| Setting::new(*rate, vec![own.clone()]));
+        }
     }
+    forced
 }
 
 fn is_on(values: &[String]) -> bool {
@@ -471,11 +488,6 @@ mod tests {
         assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
         for (command, own, message) in [
             ("sft", "--lora_dim 8", "lora_dim = 8 without only_optimize_lora = true trains embeddings"),
-            (
-                "sft",
-                "--lora_dim 8 --only_optimize_lora --learning_rate 1e-3",
-                "learning_rate beside lora_dim: adapters have lora_learning_rate, which is 5e-4: leave learning_rate out",
-            ),
             ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
             ("sft", "--dropout 0.1", "dropout = 0.1: a model's own dropout is not applied here"),
             ("reward", "--add_eot_token", "add_eot_token = true: a token that the tokenizer lacks is not added"),

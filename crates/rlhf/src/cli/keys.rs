@@ -3,7 +3,7 @@
 use clap::{Arg, Command};
 
 use super::errors::nearest;
-use super::openrlhf;
+use super::{openrlhf, trl};
 
 /// Flags that are not keys of a configuration file.
 pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
@@ -58,7 +58,7 @@ impl<'c> Keys<'c> {
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
-        if let Some(hint) = openrlhf::hint(key) {
+        if let Some(hint) = openrlhf::hint(key).or_else(|| trl::hint(key)) {
             return format!("unknown key `{key}`; {hint}");
         }
         let hint = match (self.nearest(key), &self.place(key).0[..]) {

@@ -12,24 +12,32 @@ use super::errors::{Messages, Stop};
 use super::setting::Setting;
 use super::{deepspeed_chat, groups, trl};
 
-/// Replaces flags of other systems among `settings`, and those on the command line, by our settings. Returns the settings of the preset.
+/// The settings of another system, beside those of the file.
+pub(super) struct Translated {
+    /// The defaults of its preset.
+    pub(super) preset: Vec<Setting>,
+    /// A setting that wins over the command line.
+    pub(super) forced: Option<Setting>,
+}
+
+/// Replaces flags of other systems among `settings`, and those on the command line, by our settings.
 pub(super) fn translated(
     command: &Command,
     flags: &ArgMatches,
     path: Option<&Path>,
     settings: &mut Vec<Setting>,
     messages: &mut Messages,
-) -> Vec<Setting> {
+) -> Translated {
     let name = command.get_name();
     let has_preset = command.get_arguments().any(|arg| arg.get_id() == "preset");
     let preset = if has_preset { preset_of(flags, settings) } else { None };
     if groups::has(name) {
         groups::translate(flags, settings);
     }
-    deepspeed_chat::translate(name, preset, flags, settings, &mut messages.refusals);
+    let forced = deepspeed_chat::translate(name, preset, flags, settings, messages);
     let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(name, flag);
     trl::translate(&trl::Flags { command, flags, path, is_foreign: &is_chat }, settings, messages);
-    of_preset(name, preset, settings)
+    Translated { preset: of_preset(name, preset, settings), forced }
 }
 
 /// Builds and checks the configuration of `preset` and `settings`; the settings win.

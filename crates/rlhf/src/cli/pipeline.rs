@@ -14,7 +14,7 @@ use super::commands::PIPELINE;
 use super::config_file::read_config;
 use super::errors::{Messages, Stop};
 use super::keys::{Keys, NOT_SETTINGS};
-use super::layers::{resolve, translated};
+use super::layers::{Translated, resolve, translated};
 use super::setting::{Setting, set_default, with_defaults};
 use super::trl;
 
@@ -160,7 +160,7 @@ impl File<'_> {
         let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
         found.extend(nulls);
         let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
-        let preset = translated(command, &flags, None, &mut found, messages);
+        let Translated { preset, .. } = translated(command, &flags, None, &mut found, messages);
         found.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {

@@ -84,6 +84,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         TRAIN,
         &[
             "dataset_num_proc",
+            "dataset_batch_size",
             "dataset_streaming",
             "streaming",
             "dataloader_num_workers",
@@ -130,6 +131,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "torch_compile_mode",
             "torchdynamo",
             "use_liger_kernel",
+            "use_liger",
+            "use_liger_loss",
             "liger_kernel_config",
             "use_cache",
             "torch_empty_cache_steps",
@@ -285,6 +288,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "vllm_importance_sampling_cap",
         ],
     ),
+    (Only(OFF, "the KL is that of a whole response"), &["rloo"], &["token_level_kl"]),
     (Only(UNSET, "responses are not constrained"), GROUPS, &["vllm_structured_outputs_regex"]),
     (
         Only(
@@ -328,6 +332,21 @@ const ALIASES: [(&str, &str); 6] = [
     ("test_split_size", "eval_split_size"),
     ("no_cuda", "use_cpu"),
 ];
+
+/// Names that TRL has, or had, and their place here.
+const HINTS: [(&[&str], &str); 3] = [
+    (&["rloo_k"], "its name is num_generations"),
+    (&["env"], "set the variables in the environment of the command"),
+    (
+        &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
+        "rlhf launch starts ranks: rlhf launch --help",
+    ),
+];
+
+/// Returns the place of a name of TRL that is no flag and no key.
+pub(super) fn hint(name: &str) -> Option<String> {
+    HINTS.iter().find(|(names, _)| names.contains(&name)).map(|(_, hint)| (*hint).to_string())
+}
 
 /// The flag of TRL's `step()` that has the best model pushed: a map of the arguments of `push_to_hub`.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
@@ -426,13 +445,18 @@ struct Given {
 }
 
 impl Given {
-    /// The value as one word; `none` if it is empty.
-    fn word(&self) -> String {
+    /// The value as it is set; `none` if it is empty.
+    fn shown(&self) -> String {
         match &self.values[..] {
             [] => "none".to_string(),
             [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
             several => several.join(" "),
         }
+    }
+
+    /// The value as one word in lower case.
+    fn word(&self) -> String {
+        self.shown().to_ascii_lowercase()
     }
 }
 
@@ -511,7 +535,7 @@ impl Flags<'_> {
     fn note_or_refuse(&self, given: &[Given], messages: &mut Messages) {
         let mut noted: Vec<(&str, Vec<&str>)> = Vec::new();
         for given in given {
-            let value = given.word();
+            let value = given.shown();
             match to(self.command.get_name(), given.flag) {
                 Some(Noted(why)) => match noted.iter_mut().find(|(other, _)| *other == why) {
                     Some((_, names)) => names.push(given.flag),

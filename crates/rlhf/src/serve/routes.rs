@@ -2,7 +2,7 @@
 
 use super::api::{ApiError, Endpoint, Request, Served};
 use super::engine::{Job, Reply};
-use crate::http_server::{BodyError, json_response, read_body};
+use crate::http_server::{BodyError, is_loopback_origin, json_response, read_body};
 use axum::extract::{self, Path, State};
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::Next;
@@ -37,9 +37,10 @@ pub(super) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-/// Lets pages of this machine read responses: the server refuses requests of all other pages before.
+/// Lets pages of this machine read responses, whatever address the server has.
 async fn share_with_pages(request: extract::Request, next: Next) -> Response {
-    let Some(origin) = request.headers().get(header::ORIGIN).cloned() else { return next.run(request).await };
+    let origin = request.headers().get(header::ORIGIN).filter(|origin| is_loopback_origin(origin)).cloned();
+    let Some(origin) = origin else { return next.run(request).await };
     let asks =
         request.method() == Method::OPTIONS && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
     let mut response = if asks { StatusCode::NO_CONTENT.into_response() } else { next.run(request).await };

@@ -238,11 +238,13 @@ impl PpoConfig {
             let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
                            where per_device_generation_batch_size is set";
             expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
+            let (made, batches_made) = (self.generation.generation_batches, batch_size.div_ceil(responses.max(1)));
+            let hint = format!("generation_batches = {} makes as many", made.saturating_mul(batches_made));
             expect(
                 batch_size <= responses,
                 &batches.product(&[]),
                 batch_size,
-                &format!("at most the {responses} responses of an update"),
+                &format!("at most the {responses} responses of an update; {hint}"),
             )?;
             return Ok((responses, batch_size));
         }
