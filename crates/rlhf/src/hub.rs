@@ -208,7 +208,7 @@ impl fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// Reads the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE`, with
+    /// Reads the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) and `SSL_CERT_FILE`, with
     /// their usual defaults.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var_os(name))
@@ -234,7 +234,7 @@ impl Hub {
                 .or_else(saved_token)
                 .filter(|token| !token.is_empty()),
             certificates: var("SSL_CERT_FILE").map(PathBuf::from),
-            offline: text("HF_HUB_OFFLINE").is_some_and(yes),
+            offline: text("HF_HUB_OFFLINE").or_else(|| text("TRANSFORMERS_OFFLINE")).is_some_and(yes),
             pause: Duration::from_millis(500),
             timeout: Duration::from_secs(60),
         }
@@ -548,6 +548,7 @@ mod tests {
         for (value, offline) in [("1", true), ("true", true), ("YES", true), ("On", true), ("no", false), ("2", false)]
         {
             assert_eq!(hub(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
+            assert_eq!(hub(&[("TRANSFORMERS_OFFLINE", value)]).offline, offline, "{value}");
         }
     }
 

@@ -442,6 +442,17 @@ fn documented(heading: &str) -> Vec<Documented> {
 }
 
 #[test]
+fn an_update_of_which_no_response_counts_has_no_metric_of_a_loss() {
+    let scratch = Scratch::new();
+    let none_stops = "--response_length 4 --stop_token eos --min_new_tokens 4 --mask_truncated_completions";
+    scratch.succeeds(&format!("{PPO} {none_stops} --output_dir masked"));
+    for line in scratch.metrics("masked") {
+        let null: Vec<&String> = line.iter().filter_map(|(name, value)| value.is_null().then_some(name)).collect();
+        assert!(null.is_empty() && !line.contains_key("loss/policy_avg"), "{null:?}");
+    }
+}
+
+#[test]
 fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
     let scratch = Scratch::new();
     for split in ["train", "test"] {

@@ -20,7 +20,8 @@ pub struct OptimizerConfig {
     /// Learning-rate schedule after the warm-up.
     #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
     pub lr_scheduler_type: LrSchedulerType,
-    /// Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training.
+    /// Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and with `grpo` and
+    /// `rloo`.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
     pub warmup_steps: usize,
     /// Warm-up as a share of all updates, rounded up.

@@ -22,7 +22,8 @@ impl Learner {
             self.policy_metrics(m, &steps, plan.parts(e.rows()));
         }
         let has_critic = !matches!(self.value, ValueModel::None);
-        if has_critic {
+        // Where no response counts there is no loss to average.
+        if has_critic && steps.all.iter().any(|step| step.value_slots > 0.0) {
             m.push("loss/value_avg", steps.per_value(|s| s.value_loss));
             m.push("val/clipfrac_avg", steps.per_value(|s| s.value_clipped));
         }
