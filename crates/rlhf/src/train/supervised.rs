@@ -113,7 +113,7 @@ pub(super) fn start_training<H: ModelHead>(
     model.set_gradient_checkpointing(run.gradient_checkpointing);
     model.shard(&World::of_process(), run.dist.zero_stage);
     let place = run.state_place();
-    let built = Optimizer::of_model(model.trainable_params(), model.shards(), optimizer, place.as_ref())?;
+    let built = Optimizer::of_model(model, optimizer, place.as_ref())?;
     Ok(built.with_seed(run.seed))
 }
 
