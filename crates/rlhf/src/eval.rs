@@ -21,7 +21,7 @@ mod summary;
 pub use results::{ResultRow, Verdict};
 pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
-use crate::data::{Columns, Dataset, Files, Prompt};
+use crate::data::{Dataset, Prompt};
 use crate::hub;
 use crate::reward::{Rewards, Spec, Warn, resolve};
 use crate::run::Console;
@@ -191,13 +191,8 @@ struct Task {
 impl Task {
     /// Reads the rows and checks them.
     fn read(config: &EvaluateConfig, models: &Models, specs: &[Spec]) -> Result<Self> {
-        let columns = Columns::parse(&config.dataset_columns)?;
-        let mut dataset = Dataset::from_files(&Files::find(
-            &config.dataset_name,
-            config.dataset_config.as_deref(),
-            &config.dataset_split,
-        )?)?
-        .with_columns(&columns)?;
+        let columns = config.split.columns()?;
+        let mut dataset = Dataset::from_files(&config.split.find(&config.dataset_name)?)?.with_columns(&columns)?;
         dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
         let wanted = dataset.rows().count().min(config.num_prompts.unwrap_or(usize::MAX));
         let most = config.max_judgements.map(|most| most / config.judgements_per_prompt());

@@ -22,7 +22,7 @@
 //! | TRL's `step(queries, responses, scores)` | [`compat::step::StepTrainer`] |
 //! | DeepSpeed-Chat's `generate_experience` and `train_rlhf` | [`compat::engine::RlhfEngine`] |
 //! | supervised fine-tuning, reward models | [`train::sft`], [`train::reward_model`] |
-//! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`tokenizer::Tokenizer`] |
+//! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`model::PretrainedModel`] for both, [`tokenizer::Tokenizer`] |
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |

@@ -13,7 +13,7 @@ mod state;
 pub use settings::{LrSchedulerType, Optim, OptimizerConfig};
 
 use crate::dist::World;
-use crate::model::{Param, Shards};
+use crate::model::{ModelHead, Param, PretrainedModel, Shards};
 use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
@@ -98,17 +98,17 @@ impl Optimizer {
         Self { seed, ..self }
     }
 
-    /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With a place to `offload` to, the
+    /// Creates an optimizer of the trained parameters of a model, which may be divided over ranks. With a place to `offload` to, the
     /// state is in memory for steps only; a divided state of a model on a GPU is in the memory of the host, where the step is computed.
     ///
     /// # Errors
     /// If the state has no room there.
-    pub fn of_model<'a>(
-        params: impl IntoIterator<Item = &'a Param>,
-        shards: &Shards,
+    pub fn of_model<H: ModelHead>(
+        model: &PretrainedModel<H>,
         config: &OptimizerConfig,
         offload: Option<&Offload>,
     ) -> Result<Self> {
+        let (params, shards) = (model.trainable_params(), model.shards());
         Ok(match shards.stage() {
             None => Self::build(params, config, offload)?,
             Some(stage) if !stage.shards_optimizer() => {

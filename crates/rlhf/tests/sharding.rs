@@ -52,8 +52,7 @@ fn learn(model: &mut CausalLm, stage: ZeroStage, offload: bool, dir: &Path) -> L
     model.set_trainable(true);
     model.shard(&World::single(), stage);
     let place = offload.then(|| Offload::to(dir));
-    let mut optimizer =
-        Optimizer::of_model(model.trainable_params(), model.shards(), &optimizer(), place.as_ref()).unwrap();
+    let mut optimizer = Optimizer::of_model(model, &optimizer(), place.as_ref()).unwrap();
     let norms = (0..3).map(|_| {
         for rows in [0..2, 2..3] {
             let (sequences, spans) = (&SEQUENCES[rows.clone()], &spans()[rows]);
@@ -231,8 +230,7 @@ fn classifiers_and_value_heads_are_divided_too() {
         let (mut policy, head) = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(5)).unwrap().into_parts();
         policy.set_trainable(true);
         policy.shard(&World::single(), stage);
-        let mut optimizer =
-            Optimizer::of_model(policy.trainable_params(), policy.shards(), &optimizer(), None).unwrap();
+        let mut optimizer = Optimizer::of_model(&policy, &optimizer(), None).unwrap();
         let spans = spans();
         for _ in 0..2 {
             let batch = rlhf::model::JointBatch {

@@ -5,7 +5,7 @@ use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use rlhf::data::{Columns, Dataset, RowReader};
+use rlhf::data::{Dataset, RowReader};
 use rlhf::dist::World;
 use rlhf::run::announce;
 use rlhf::safe_text::{lines, one_line};
@@ -28,9 +28,7 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     let world = World::of_process();
     world.on_main(|| check_output_file(config))?;
     let rows = match &config.dataset_name {
-        Some(name) => {
-            world.agree(RowReader::open_config(name, config.dataset_config.as_deref(), &config.dataset_split))?
-        }
+        Some(name) => world.agree(config.split.find(name).and_then(|files| RowReader::of_files(&files)))?,
         None => {
             let input: Box<dyn Read> = match world.is_main() && is_terminal(config) {
                 true => Box::new(Typed::new(io::stdin(), io::stderr())),
@@ -39,7 +37,7 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
             RowReader::lines("standard input", BufReader::new(OfMain { input, world }), json)
         }
     };
-    Ok(rows.with_columns(Columns::parse(&config.dataset_columns)?))
+    Ok(rows.with_columns(config.split.columns()?))
 }
 
 /// Returns whether rows are typed at rank 0's terminal, so that each is processed at once.

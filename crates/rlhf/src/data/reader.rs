@@ -31,21 +31,20 @@ impl RowReader {
     /// # Errors
     /// If there is no such file, or a file that cannot be streamed is malformed.
     pub fn open(name: &Path, split: &str) -> Result<Self> {
-        Self::open_config(name, None, split)
+        Self::of_files(&Files::find(name, None, split)?)
     }
 
-    /// [`RowReader::open`] of the configuration (folder) `config`, if several have the split.
+    /// Reads the rows of these files.
     ///
     /// # Errors
-    /// As [`RowReader::open`]; if several folders have the split and none is named.
-    pub fn open_config(name: &Path, config: Option<&str>, split: &str) -> Result<Self> {
-        let files = Files::find(name, config, split)?;
+    /// As [`RowReader::open`].
+    pub fn of_files(files: &Files) -> Result<Self> {
         let columns = Columns::default();
         let whole = |path: &Path| matches!(format(path), Some("json" | "csv" | "parquet"));
         match files.paths.as_slice() {
             [path] if !whole(path) => Ok(Self::lines(path, open_text(path)?, true)),
             _ => {
-                let Dataset { name, rows } = Dataset::from_files(&files)?;
+                let Dataset { name, rows } = Dataset::from_files(files)?;
                 Ok(Self { name, source: RowSource::Rows(rows.into_iter()), columns })
             }
         }

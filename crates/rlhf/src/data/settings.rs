@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{ArgAction, Args, ValueEnum};
 use serde::Serialize;
 
-use super::Columns;
+use super::{Columns, Files};
 use crate::Result;
 use crate::flag::{DATA, NONE, Setting, above_zero, all, at_least_one, expect, no_effect, optional, usage};
 
@@ -16,6 +16,39 @@ const SPLIT_SEED: u64 = 42;
 
 /// Default split to evaluate on.
 pub(crate) const TEST: &str = "test";
+
+/// The part of a dataset that a command without training reads.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SplitConfig {
+    /// Configuration (folder) of the dataset to use, if several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub dataset_config: std::option::Option<String>,
+    /// Split of a dataset that is a folder or on the hub.
+    #[arg(long, help_heading = DATA, default_value = TEST)]
+    pub dataset_split: String,
+    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
+    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    pub dataset_columns: Vec<String>,
+}
+
+impl SplitConfig {
+    /// Finds the files of the dataset `name`, a path or a name on the hub.
+    ///
+    /// # Errors
+    /// As [`Files::find`].
+    pub fn find(&self, name: &Path) -> Result<Files> {
+        Files::find(name, self.dataset_config.as_deref(), &self.dataset_split)
+    }
+
+    /// Parses the columns.
+    ///
+    /// # Errors
+    /// As [`Columns::parse`].
+    pub fn columns(&self) -> Result<Columns> {
+        Columns::parse(&self.dataset_columns)
+    }
+}
 
 /// A training run's datasets, and the rows held out for evaluation.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]

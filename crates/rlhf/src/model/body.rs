@@ -168,26 +168,14 @@ impl Body {
         }
     }
 
-    /// Prepares weights that were just read for training: merges an adapter that is already there into `adapted_head` and the
-    /// layers. The base of a new adapter is held in the dtype that it is computed in, `lm_head` included.
+    /// Checks that what is trained can be.
     ///
     /// # Errors
     /// If quantized weights would be trained.
-    pub(super) fn prepare(
-        &mut self,
-        trains: Trains,
-        adapted_head: Option<&mut Linear>,
-        lm_head: Option<&mut Linear>,
-    ) -> Result<()> {
+    pub(super) fn check_trains(&self, trains: Trains) -> Result<()> {
         if self.quantization().is_some() && !matches!(trains, Trains::Adapter) {
             let model = self.origin.as_ref().map_or("the model".into(), |dir| dir.display().to_string());
             return Err(Error::Usage(format!("{model}: {TRAINS_QUANTIZED}")));
-        }
-        self.merge_adapter(adapted_head);
-        match trains {
-            Trains::Adapter => self.hold_as_computed(lm_head),
-            Trains::All => self.hold_as_f32(),
-            Trains::AllInBf16 => self.hold_in_bf16(),
         }
         Ok(())
     }
@@ -213,7 +201,7 @@ impl Body {
     }
 
     /// Holds every tensor in f32.
-    fn hold_as_f32(&mut self) {
+    pub(super) fn hold_as_f32(&mut self) {
         self.hold_as(|_| Kind::Float);
         (self.kind, self.trains_in_bf16) = (Kind::Float, false);
     }
@@ -387,11 +375,8 @@ impl Body {
         }
     }
 
-    /// Merges the adapter and rounds the model to the dtypes of its base, for saving; `lm_head` is a head of its own.
-    pub(super) fn merge_rounded(&mut self, adapted_head: Option<&mut Linear>, lm_head: Option<&mut Linear>) {
-        let originals = std::mem::take(&mut self.originals);
-        self.merge_adapter(adapted_head);
-        self.hold_as_computed(lm_head);
+    /// Rounds the parameters that were trained in full, but for heads, to the dtypes of `originals`, the base's values of them.
+    pub(super) fn round_as(&mut self, originals: &[(String, Tensor)]) {
         for param in self.params.iter_mut().filter(|param| !lora::is_head(&param.name)) {
             if let Some((_, original)) = originals.iter().find(|(name, _)| *name == param.name) {
                 param.tensor.set_data(&param.tensor.detach().to_kind(original.kind()));

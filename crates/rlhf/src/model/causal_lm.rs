@@ -2,22 +2,22 @@
 
 use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
-use super::body::{Body, Gathered, Hidden, Loaded, Trains};
+use super::body::{Body, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::FINAL_LOGITS_BIAS;
 use super::kv_cache::KvCache;
+use super::linear::Linear;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora;
 use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
+use super::pretrained::{ModelHead, PretrainedModel};
 use super::sampled::Sampled;
 use super::shape::Shape;
-use super::shard::{PassKind, Shards};
-use super::{Dtype, ModelOptions, Precision, Quantization};
-use crate::dist::{World, ZeroStage};
-use crate::offload::Offload;
-use crate::weights::{self, Checkpoint, replace_files};
+use super::shard::PassKind;
+use super::{Dtype, ModelOptions, Precision};
+use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -37,10 +37,34 @@ use tch_ext::on_device;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
-pub struct CausalLm {
-    pub(super) body: Body,
-    pub(super) lm_head: LmHead,
+pub type CausalLm = PretrainedModel<LmHead>;
+
+impl ModelHead for LmHead {
+    fn linear(&self) -> Option<&Linear> {
+        Some(&self.linear)
+    }
+
+    fn linear_mut(&mut self) -> Option<&mut Linear> {
+        Some(&mut self.linear)
+    }
+
+    fn saved_config(&self, config: &ModelConfig, eos: Option<i64>, pad: Option<i64>) -> ModelConfig {
+        config.for_causal_lm(eos, pad)
+    }
+
+    fn saved_generation(&self, config: &ModelConfig, eos: &[i64], pad: Option<i64>) -> Option<Value> {
+        let mut generation = config.generation();
+        let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
+        if !eos.is_empty() {
+            let ids = match eos {
+                [only] => serde_json::json!(only),
+                several => serde_json::json!(several),
+            };
+            generation.insert("eos_token_id".into(), ids);
+        }
+        generation.extend(pad.map(|pad| ("pad_token_id".into(), pad.into())));
+        Some(generation.into())
+    }
 }
 
 impl CausalLm {
@@ -119,9 +143,9 @@ impl CausalLm {
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
         let rounded = builder.has_rounded();
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
-        let lm_head = LmHead::new(head, &config, compute);
+        let head = LmHead::new(head, &config, compute);
         let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
-        Ok((Self { body, lm_head }, extra))
+        Ok((Self { body, head }, extra))
     }
 
     /// Adds a new adapter, drawn from `seed`, and freezes the other weights. The adapter has no effect until it is trained.
@@ -166,7 +190,7 @@ impl CausalLm {
         }
         if !tied || !unties || self.body.adapter.is_some() {
             let added = add(self);
-            self.lm_head.linear.drop_copies();
+            self.head.linear.drop_copies();
             return added;
         }
         let (config, compute) = (self.body.config.clone(), self.body.decoder.compute);
@@ -174,27 +198,15 @@ impl CausalLm {
         // It shares the memory of the embedding until one of the two gets memory of its own.
         let weight = embedding.detach();
         let [tied, own] = [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
-        self.lm_head = own;
+        self.head = own;
         self.body.config.untie();
         self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true, embedding: false });
         let added = add(self);
         if added.is_err() {
-            (self.body.config, self.lm_head) = (config, tied);
+            (self.body.config, self.head) = (config, tied);
             self.body.params.pop();
         }
         added
-    }
-
-    /// Merges the adapter, if there is one, into the weights. The sums are computed and held in f32, so a low-precision model is
-    /// saved in f32 unless [`CausalLm::hold_as_computed`] rounds it again.
-    pub fn merge_adapter(&mut self) {
-        self.body.merge_adapter(None);
-    }
-
-    /// Merges the adapter and rounds the model to the dtypes of its base, for saving.
-    pub(crate) fn merge_rounded(&mut self) {
-        let own_head = !self.body.config.tie_word_embeddings;
-        self.body.merge_rounded(None, own_head.then_some(&mut self.lm_head.linear));
     }
 
     /// Swaps the memory of the trained parameters and that of `weights`, which are in their order and may have another float dtype. The
@@ -207,50 +219,6 @@ impl CausalLm {
             weight.shallow_clone().set_data(&own);
             tch_ext::bump_version(&param.tensor);
         }
-    }
-
-    /// Whether the model has an adapter.
-    pub fn has_adapter(&self) -> bool {
-        self.body.adapter.is_some()
-    }
-
-    /// Holds each matrix in the dtype of its product, where that takes no more memory: a frozen model returns the same numbers,
-    /// bit for bit. Norms, embeddings, trainable weights and weights shared with another model stay as they are. The model is
-    /// saved with the rounded weights.
-    pub fn hold_as_computed(&mut self) {
-        let own_head = !self.body.config.tie_word_embeddings;
-        self.body.hold_as_computed(own_head.then_some(&mut self.lm_head.linear));
-    }
-
-    /// Holds matrices and embeddings of at least 4096 elements in bf16, also while they are trained by
-    /// [`Optim::AdamwBf16`](crate::optim::Optim::AdamwBf16), and other tensors in f32. Called before the model is made trainable.
-    pub fn hold_in_bf16(&mut self) {
-        self.body.hold_in_bf16();
-        self.lm_head.linear.drop_copies();
-    }
-
-    /// Prepares weights that were just read for training: merges an adapter that is already there, and holds the weights as `trains` says.
-    ///
-    /// # Errors
-    /// If quantized weights would be trained.
-    pub(crate) fn prepare(&mut self, trains: Trains) -> Result<()> {
-        let own_head = !self.body.config.tie_word_embeddings;
-        self.body.prepare(trains, None, own_head.then_some(&mut self.lm_head.linear))
-    }
-
-    /// Whether tensors were rounded to the configured dtype when they were read.
-    pub(crate) fn was_rounded(&self) -> bool {
-        self.body.rounded
-    }
-
-    /// Whether holding the weights in bf16, in which they are trained, has changed numbers.
-    pub(crate) fn was_rounded_to_train(&self) -> bool {
-        self.body.rounded_to_train
-    }
-
-    /// The dtype that the adapter's base was rounded to, if the run has to save that base because no folder holds it.
-    pub(crate) fn rounded_base(&self) -> Option<Kind> {
-        self.body.rounded_base()
     }
 
     /// The model without its adapter: a view of the same weights, and of the base's values of modules that are saved with the
@@ -326,11 +294,6 @@ impl CausalLm {
         Ok(model)
     }
 
-    /// The model's configuration.
-    pub fn config(&self) -> &ModelConfig {
-        &self.body.config
-    }
-
     /// Whether the same tokens give the same numbers, up to f32 rounding, in any batch and while decoding. True if the model computes in
     /// f32 throughout, on the CPU (a GPU chooses its kernels by the shape of the batch), and its rotary angles do not depend on
     /// the length of the text.
@@ -340,50 +303,14 @@ impl CausalLm {
             && !self.config().has_length_dependent_rope()
     }
 
-    /// The format of quantized weights of linear layers, if there are any.
-    pub fn quantization(&self) -> Option<Quantization> {
-        self.body.quantization()
-    }
-
-    /// The device of the weights.
-    pub fn device(&self) -> Device {
-        self.body.device
-    }
-
-    /// The parameters in the order of the model; those of an adapter come last.
-    pub fn params(&self) -> &[Param] {
-        &self.body.params
-    }
-
-    /// The parameters that require gradients: after [`CausalLm::set_trainable`] all of them, or those of the adapter.
-    pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
-        self.body.trainable_params()
-    }
-
-    /// Sets whether the weights require gradients; if there is an adapter, whether the adapter's weights do.
-    pub fn set_trainable(&mut self, trainable: bool) {
-        self.body.set_trainable(trainable);
-    }
-
-    /// Sets whether training stores only the input of each layer and recomputes the layer in the backward pass: less memory,
-    /// about a third more work, the same gradients.
-    pub fn set_gradient_checkpointing(&mut self, on: bool) {
-        self.body.gradient_checkpointing = on;
-    }
-
-    /// Activation bytes per token of a forward pass with gradients, about.
-    pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        self.body.activation_bytes(gradient_checkpointing)
-    }
-
     /// Logits at every position, one `[length, vocab]` f32 tensor per sequence. Holds all of them in memory, so this is for
     /// small inputs.
     ///
     /// # Errors
     /// If a sequence is empty, too long, or contains an id outside the vocabulary.
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
-        let (layout, hidden) = self.body.hidden(sequences, Some(&self.lm_head.linear))?;
-        Ok(self.lm_head.forward(&hidden.states).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
+        let (layout, hidden) = self.body.hidden(sequences, Some(&self.head.linear))?;
+        Ok(self.head.forward(&hidden.states).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
     }
 
     /// Logits at the positions of the batch's spans, M in all, row after row: `[M, vocab]` f32, all of them in memory.
@@ -392,7 +319,7 @@ impl CausalLm {
     /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn logits_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
         self.body.check_spans(batch, 0)?;
-        Ok(self.lm_head.forward(&self.hidden_at(batch, 0)?.states).to_kind(Kind::Float))
+        Ok(self.head.forward(&self.hidden_at(batch, 0)?.states).to_kind(Kind::Float))
     }
 
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
@@ -432,10 +359,10 @@ impl CausalLm {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(batch, 1)?;
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
-        let targets = Targets::new(&self.lm_head, sequences, spans, options)?;
+        let targets = Targets::new(&self.head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
         let hidden = self.hidden_at(batch, -1)?;
-        Ok(self.lm_head.logprobs_of(&hidden.states, &targets))
+        Ok(self.head.logprobs_of(&hidden.states, &targets))
     }
 
     /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
@@ -455,10 +382,10 @@ impl CausalLm {
     ) -> Result<TokenLogprobs> {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(batch, 1)?;
-        let targets = Targets::new(&self.lm_head, sequences, spans, options.into())?;
+        let targets = Targets::new(&self.head, sequences, spans, options.into())?;
         let mut found = None;
-        self.body.backward(batch, -1, Some(&self.lm_head.linear), |hidden| {
-            let (logprobs, gradient) = self.lm_head.logprobs_gradient(hidden, &targets, loss);
+        self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
+            let (logprobs, gradient) = self.head.logprobs_gradient(hidden, &targets, loss);
             found = Some(logprobs);
             gradient
         })?;
@@ -484,7 +411,7 @@ impl CausalLm {
         sampled.check(batch.spans.iter().map(|span| span.len() as i64).sum())?;
         tch::no_grad(|| {
             let (hidden, others) = (self.hidden_at(batch, -1)?, other.hidden_at(batch, -1)?);
-            Ok(self.lm_head.kl_at(&hidden.states, (&other.lm_head, &others.states), sampled))
+            Ok(self.head.kl_at(&hidden.states, (&other.head, &others.states), sampled))
         })
     }
 
@@ -507,7 +434,7 @@ impl CausalLm {
         let ids = on_device(&ids, self.device());
         tch::no_grad(|| {
             let hidden = self.hidden_at(batch, -1)?;
-            Ok(self.lm_head.top_logprobs(&hidden.states, &ids, k))
+            Ok(self.head.top_logprobs(&hidden.states, &ids, k))
         })
     }
 
@@ -520,18 +447,18 @@ impl CausalLm {
         // Of a head that only a pass holds the distributions have a copy.
         let divided = self.body.shards().are_params_divided() || self.body.offloaded.get().is_some();
         if batch.sequences.is_empty() && !divided {
-            return Ok(Distributions::none(&self.lm_head));
+            return Ok(Distributions::none(&self.head));
         }
         if batch.sequences.is_empty() {
             let span = 1..2;
             let batch = Batch::new(&[[0, 0]], std::slice::from_ref(&span)).with_prompts(Some(&[1]));
             let pass = tch::no_grad(|| self.hidden_at(batch, -1))?;
-            return Ok(Distributions::new(&self.lm_head, &pass.states, &[], true));
+            return Ok(Distributions::new(&self.head, &pass.states, &[], true));
         }
         self.body.check_spans(batch, 1)?;
         let hidden = tch::no_grad(|| self.hidden_at(batch, -1))?;
         let lens: Vec<i64> = batch.spans.iter().map(|span| span.len() as i64).collect();
-        Ok(Distributions::new(&self.lm_head, &hidden.states, &lens, divided))
+        Ok(Distributions::new(&self.head, &hidden.states, &lens, divided))
     }
 
     /// Starts decoding: reads the prompts into a cache that `new_tokens` tokens per row can be appended to.
@@ -547,9 +474,9 @@ impl CausalLm {
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);
-        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
+        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
         let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None)?;
-        Ok((cache, self.lm_head.forward(&hidden)))
+        Ok((cache, self.head.forward(&hidden)))
     }
 
     /// Reads the rows of a cache again whose rotary angles change at this step, as transformers does; `logits` `[rows, vocab]` are those
@@ -572,117 +499,20 @@ impl CausalLm {
     /// If the model is divided over ranks, and a rank has ended or does not respond.
     pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let logits = {
-            let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
-            self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache)?)
+            let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
+            self.head.forward(&self.body.decoder.forward_step(tokens, cache)?)
         };
         self.read_outgrown(cache, logits)
     }
 
     /// [`Body::hidden_at`] for the LM head.
     pub(super) fn hidden_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, shift: i64) -> Result<Hidden<'_>> {
-        self.body.hidden_at(batch, shift, Some(&self.lm_head.linear))
-    }
-
-    /// Divides the model over the ranks of `world`, by a stage of ZeRO: gradients, optimizer state and parameters; a frozen model at
-    /// stage 3 only. All ranks have the same weights and call this at the same point. To be called once, after
-    /// [`CausalLm::set_trainable`] and [`CausalLm::hold_as_computed`], as dtypes and trained parameters are fixed then.
-    ///
-    /// Results, gradients and saved files stay the same, up to the rounding of sums. From stage 2 on, gradients come from
-    /// functions such as [`CausalLm::logprobs_backward`] only, and at stage 3 the tensors of [`CausalLm::params`] have memory
-    /// only while [`CausalLm::gathered`] holds them.
-    pub fn shard(&self, world: &World, stage: ZeroStage) {
-        self.lm_head.linear.drop_copies();
-        self.body.shard(world, stage);
-    }
-
-    /// Gathers parameters that are divided over ranks until the guard is dropped, so that passes need not: for the generation of
-    /// many tokens. Called by all ranks at the same point; does nothing below stage 3.
-    ///
-    /// # Errors
-    /// If a rank has ended or does not respond.
-    pub fn gathered(&self) -> Result<Gathered<'_>> {
-        self.body.gathered(Some(&self.lm_head.linear))
-    }
-
-    /// Offloads the weights of a frozen model between its passes, but for those that it shares with another model. Results stay
-    /// the same. `name` is the model's in errors. Does nothing if they are offloaded already, or divided over ranks.
-    ///
-    /// # Errors
-    /// If there is no room for them.
-    pub fn offload(&self, place: &Offload, name: &str) -> Result<()> {
-        self.lm_head.linear.drop_copies();
-        self.body.offload(place, name)
-    }
-
-    /// Holds the weights of a model that is offloaded in memory until the guard is dropped: for several passes, or a look at
-    /// [`CausalLm::params`], which are only there while it holds them.
-    ///
-    /// # Errors
-    /// If the device has no memory for them.
-    pub fn loaded(&self) -> Result<Loaded<'_>> {
-        self.body.loaded(Some(&self.lm_head.linear))
-    }
-
-    /// The division of the model over ranks.
-    pub fn shards(&self) -> &Shards {
-        self.body.shards()
-    }
-
-    /// Writes the base of an adapter to `dir` if no folder holds it; adapters saved later refer to `dir`.
-    ///
-    /// # Errors
-    /// If a file cannot be written.
-    pub(crate) fn keep_base(
-        &mut self,
-        dir: &Path,
-        eos: &[i64],
-        pad: Option<i64>,
-        max_shard_bytes: usize,
-    ) -> Result<()> {
-        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
-        self.body.keep_base(dir, &config, max_shard_bytes)
+        self.body.hidden_at(batch, shift, Some(&self.head.linear))
     }
 
     /// Sets the generation settings that [`CausalLm::save_pretrained`] writes, by the names of transformers' generation
     /// configuration; they replace the loaded ones.
     pub fn set_generation(&mut self, settings: Map<String, Value>) {
         self.body.config.set_generation(settings);
-    }
-
-    /// Reads the trained weights that [`CausalLm::save_pretrained`] wrote to `dir` into this model.
-    ///
-    /// # Errors
-    /// If they are missing or do not fit this model.
-    pub(crate) fn load_trained(&mut self, dir: &Path) -> Result<()> {
-        self.body.load_trained(dir, |_| None)
-    }
-
-    /// Writes `config.json`, `generation_config.json` and the weights to `dir`, in the format of transformers.
-    ///
-    /// With an adapter, writes the adapter as PEFT does. The base stays in the folder it was read from; it is written to
-    /// `dir/base_model` if it was not read from a folder or has changed since.
-    ///
-    /// `eos` and `pad` are written if they are given: all of `eos` end a generated text, and the first is appended to texts in training.
-    /// Weights of more than `max_shard_bytes` are split into several files.
-    ///
-    /// # Errors
-    /// If a file cannot be written; the folder then keeps its previous content.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
-        let _loaded = self.loaded()?;
-        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
-        let mut generation = config.generation();
-        let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
-        if !eos.is_empty() {
-            let ids = match eos {
-                [only] => serde_json::json!(only),
-                several => serde_json::json!(several),
-            };
-            generation.insert("eos_token_id".into(), ids);
-        }
-        generation.extend(pad.map(|pad| ("pad_token_id".into(), pad.into())));
-        replace_files(dir, |dir| {
-            self.body.save(dir, &config, max_shard_bytes, |_| None)?;
-            weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
-        })
     }
 }

@@ -1,26 +1,24 @@
 //! Sequence classifiers: reward models and value models.
 
+use super::ModelOptions;
 use super::adapter_folder::AdapterFolder;
 use super::batch::{Batch, shared_lens};
-use super::body::{Body, Gathered, Loaded, Trains};
+use super::body::Body;
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::{DropoutRows, is_in_head};
 use super::lora_config::LoraConfig;
-use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
-use super::shape::{HeadActivation, HeadNames, Pooling};
-use super::shard::Shards;
-use super::{ModelOptions, Quantization};
-use crate::dist::{World, ZeroStage};
+use super::params::{Builder, DEEPSPEED_CHAT, Init, Source};
+use super::pretrained::{ModelHead, PretrainedModel};
+use super::shape::{Family, HeadActivation, HeadNames, Pooling};
 use crate::flag::Setting;
-use crate::offload::Offload;
-use crate::weights::{Checkpoint, replace_files};
+use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use serde::Serialize;
 use std::ops::Range;
 use std::path::Path;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// Names of known linear heads: transformers', and DeepSpeed-Chat's.
 pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
@@ -73,10 +71,12 @@ impl Setting for ClassifierFormat {
 /// # Ok(())
 /// # }
 /// ```
+pub type SequenceClassifier = PretrainedModel<ClassifierHead>;
+
+/// The head of a sequence classifier: hidden states to a logit per label, of which the score is chosen.
 #[derive(Debug)]
-pub struct SequenceClassifier {
-    body: Body,
-    head: Head,
+pub struct ClassifierHead {
+    layers: Head,
     labels: Vec<String>,
     chosen: Label,
     new_head: bool,
@@ -85,6 +85,29 @@ pub struct SequenceClassifier {
     format: ClassifierFormat,
 }
 
+impl ModelHead for ClassifierHead {
+    fn adapted(&mut self) -> Option<&mut Linear> {
+        self.layers.inner()
+    }
+
+    fn saved_config(&self, config: &ModelConfig, eos: Option<i64>, pad: Option<i64>) -> ModelConfig {
+        match self.format {
+            ClassifierFormat::Transformers => config.for_sequence_classifier(&self.labels, eos, pad),
+            ClassifierFormat::DeepspeedChat => config.for_causal_lm(eos, pad),
+        }
+    }
+
+    fn stored_name(&self, family: &Family, name: &str) -> Option<String> {
+        match self.format {
+            ClassifierFormat::Transformers => None,
+            ClassifierFormat::DeepspeedChat => {
+                name.strip_prefix(family.names.prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
+            }
+        }
+    }
+}
+
+/// The layers of a classifier's head.
 #[derive(Debug)]
 pub(super) enum Head {
     /// A linear head, applied at any position.
@@ -122,10 +145,10 @@ impl SequenceClassifier {
             let own_head = folder.holds_head()?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
             if own_head {
-                folder.check_holds(&std::mem::take(&mut model.drawn))?;
+                folder.check_holds(&std::mem::take(&mut model.head.drawn))?;
             }
             model.put_adapter(&folder)?;
-            model.new_head &= !own_head;
+            model.head.new_head &= !own_head;
             return Ok(model);
         }
         let config = ModelConfig::from_dir(dir)?.of_classifier();
@@ -175,22 +198,8 @@ impl SequenceClassifier {
         let new_head = new_head.is_some();
         let origin = (!config.is_part()).then(|| dir.to_path_buf());
         let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
-        Ok(Self { body, head, labels, chosen, new_head, drawn, format })
-    }
-
-    /// The format of quantized weights of linear layers, if there are any.
-    pub fn quantization(&self) -> Option<Quantization> {
-        self.body.quantization()
-    }
-
-    /// The device of the weights.
-    pub fn device(&self) -> Device {
-        self.body.device
-    }
-
-    /// The model's configuration.
-    pub fn config(&self) -> &ModelConfig {
-        &self.body.config
+        let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format };
+        Ok(Self { body, head })
     }
 
     /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full, with those of its layers
@@ -201,10 +210,10 @@ impl SequenceClassifier {
     pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
         self.check_names()?;
         // No folder has these, so they are saved with the adapter.
-        let drawn = self.drawn.iter().filter(|layer| !is_in_head(layer)).cloned();
+        let drawn = self.head.drawn.iter().filter(|layer| !is_in_head(layer)).cloned();
         let modules_to_save = config.modules_to_save.iter().cloned().chain(drawn).collect();
         let config = LoraConfig { modules_to_save, ..config.clone() };
-        self.body.add_adapter(self.head.inner(), &config, seed, true)
+        self.body.add_adapter(self.head.layers.inner(), &config, seed, true)
     }
 
     /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.
@@ -219,11 +228,11 @@ impl SequenceClassifier {
 
     fn put_adapter(&mut self, folder: &AdapterFolder) -> Result<()> {
         self.check_names()?;
-        self.body.load_adapter(self.head.inner(), folder, true)
+        self.body.load_adapter(self.head.layers.inner(), folder, true)
     }
 
     fn check_names(&self) -> Result<()> {
-        match self.format {
+        match self.head.format {
             ClassifierFormat::DeepspeedChat => Err(Error::Run(
                 "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
                  transformers gives it these"
@@ -236,7 +245,7 @@ impl SequenceClassifier {
     /// The format in which the model is saved: that of the folder it was loaded from, or the one that was
     /// [set](SequenceClassifier::set_format).
     pub fn format(&self) -> ClassifierFormat {
-        self.format
+        self.head.format
     }
 
     /// Sets the format in which the model is saved; the weights do not change.
@@ -244,7 +253,7 @@ impl SequenceClassifier {
     /// # Errors
     /// For DeepSpeed-Chat's format if the model is an encoder, has several labels or an adapter.
     pub fn set_format(&mut self, format: ClassifierFormat) -> Result<()> {
-        if format == self.format {
+        if format == self.head.format {
             return Ok(());
         }
         if format == ClassifierFormat::DeepspeedChat && self.body.adapter.is_some() {
@@ -252,7 +261,7 @@ impl SequenceClassifier {
                 "reward_format = deepspeed-chat: this format has no adapters; merge it first".into(),
             ));
         }
-        if !matches!((&self.head, self.labels.len()), (Head::Score(_), 1)) {
+        if !matches!((&self.head.layers, self.head.labels.len()), (Head::Score(_), 1)) {
             return Err(Error::Run("reward_format = deepspeed-chat: expected a decoder with one label".into()));
         }
         let [old, new] = match format {
@@ -261,76 +270,20 @@ impl SequenceClassifier {
         };
         let heads = self.body.params.iter_mut().filter(|param| param.name == old);
         heads.for_each(|param| param.name = new.into());
-        self.format = format;
+        self.head.format = format;
         // The folder has other names, so an adapter would not find its base there.
         self.body.origin = None;
         Ok(())
     }
 
-    /// Merges the adapter, if there is one, as [`super::CausalLm::merge_adapter`].
-    pub fn merge_adapter(&mut self) {
-        self.body.merge_adapter(self.head.inner());
-    }
-
-    /// As [`super::CausalLm::merge_rounded`].
-    pub(crate) fn merge_rounded(&mut self) {
-        self.body.merge_rounded(self.head.inner(), None);
-    }
-
-    /// As [`super::CausalLm::hold_as_computed`]; the head's product is always computed in f32.
-    pub fn hold_as_computed(&mut self) {
-        self.body.hold_as_computed(None);
-    }
-
-    /// As [`super::CausalLm::hold_in_bf16`]; heads stay in f32.
-    pub fn hold_in_bf16(&mut self) {
-        self.body.hold_in_bf16();
-    }
-
-    /// As [`super::CausalLm::prepare`].
-    pub(crate) fn prepare(&mut self, trains: Trains) -> Result<()> {
-        self.body.prepare(trains, self.head.inner(), None)
-    }
-
-    /// As [`super::CausalLm::was_rounded`].
-    pub(crate) fn was_rounded(&self) -> bool {
-        self.body.rounded
-    }
-
-    /// As [`super::CausalLm::was_rounded_to_train`].
-    pub(crate) fn was_rounded_to_train(&self) -> bool {
-        self.body.rounded_to_train
-    }
-
-    /// As [`super::CausalLm::rounded_base`].
-    pub(crate) fn rounded_base(&self) -> Option<Kind> {
-        self.body.rounded_base()
-    }
-
-    /// The parameters, in the order of the model; those of an adapter come last.
-    pub fn params(&self) -> &[Param] {
-        &self.body.params
-    }
-
-    /// The parameters that require gradients: after [`SequenceClassifier::set_trainable`] all of them, or those of the adapter and
-    /// the head.
-    pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
-        self.body.trainable_params()
-    }
-
     /// The names of the labels.
     pub fn labels(&self) -> &[String] {
-        &self.labels
-    }
-
-    /// Sets whether the weights require gradients; if there is an adapter, whether the adapter's and the head's weights do.
-    pub fn set_trainable(&mut self, trainable: bool) {
-        self.body.set_trainable(trainable);
+        &self.head.labels
     }
 
     /// Whether the score head was newly initialized, so that its scores mean nothing before training.
     pub fn has_new_head(&self) -> bool {
-        self.new_head
+        self.head.new_head
     }
 
     /// Checks that the model has one score per position of its decoder, as a value model must.
@@ -339,7 +292,7 @@ impl SequenceClassifier {
     /// If it is an encoder or has several labels.
     pub fn check_values(&self, dir: &Path) -> Result<()> {
         self.config().check_decoder(dir)?;
-        match self.labels.len() {
+        match self.head.labels.len() {
             1 => Ok(()),
             found => Err(Error::invalid(dir, format!("expected a classifier with one label, found {found}"))),
         }
@@ -353,20 +306,20 @@ impl SequenceClassifier {
     /// # Errors
     /// If there is no such label, or if there are several labels and `label` is `None`; `dir` is the model's folder.
     pub fn choose_label(&mut self, label: Option<&str>, dir: &Path) -> Result<()> {
-        let known = self.labels.join(", ");
+        let known = self.head.labels.join(", ");
         let at = |name: &str| {
-            let by_name = self.labels.iter().position(|label| label == name);
-            let by_number = || name.parse().ok().filter(|&i: &usize| i < self.labels.len());
+            let by_name = self.head.labels.iter().position(|label| label == name);
+            let by_number = || name.parse().ok().filter(|&i: &usize| i < self.head.labels.len());
             by_name.or_else(by_number).map(|i| i as i64)
         };
-        self.chosen = match label {
-            None if self.labels.len() == 1 => Label::One(0),
+        self.head.chosen = match label {
+            None if self.head.labels.len() == 1 => Label::One(0),
             None => {
                 let message = format!(
                     "the classifier has {} labels: {known}; choose one, or a difference such as {}-{}, with --reward_label",
-                    self.labels.len(),
-                    self.labels[1],
-                    self.labels[0]
+                    self.head.labels.len(),
+                    self.head.labels[1],
+                    self.head.labels[0]
                 );
                 return Err(Error::invalid(dir, message));
             }
@@ -425,54 +378,10 @@ impl SequenceClassifier {
 
     /// The head of a model that passes [`SequenceClassifier::check_values`].
     fn value_head(&self) -> Result<&Head> {
-        match (self.config().causal, self.labels.len()) {
-            (true, 1) => Ok(&self.head),
+        match (self.config().causal, self.head.labels.len()) {
+            (true, 1) => Ok(&self.head.layers),
             _ => Err(Error::Run("a value at a position: expected a decoder with one label".into())),
         }
-    }
-
-    /// As [`super::CausalLm::set_gradient_checkpointing`].
-    pub fn set_gradient_checkpointing(&mut self, on: bool) {
-        self.body.gradient_checkpointing = on;
-    }
-
-    /// As [`super::CausalLm::shard`].
-    pub fn shard(&self, world: &World, stage: ZeroStage) {
-        self.body.shard(world, stage);
-    }
-
-    /// As [`super::CausalLm::gathered`].
-    ///
-    /// # Errors
-    /// As that.
-    pub fn gathered(&self) -> Result<Gathered<'_>> {
-        self.body.gathered(None)
-    }
-
-    /// As [`super::CausalLm::offload`].
-    ///
-    /// # Errors
-    /// As that.
-    pub fn offload(&self, place: &Offload, name: &str) -> Result<()> {
-        self.body.offload(place, name)
-    }
-
-    /// As [`super::CausalLm::loaded`].
-    ///
-    /// # Errors
-    /// As that.
-    pub fn loaded(&self) -> Result<Loaded<'_>> {
-        self.body.loaded(None)
-    }
-
-    /// The division of the model over ranks.
-    pub fn shards(&self) -> &Shards {
-        self.body.shards()
-    }
-
-    /// As [`super::CausalLm::activation_bytes`].
-    pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        self.body.activation_bytes(gradient_checkpointing)
     }
 
     /// The logits of each sequence: at its last token, for an encoder at its first or of the mean over its tokens; of an
@@ -484,13 +393,13 @@ impl SequenceClassifier {
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
         if self.config().is_encoder_decoder() {
             let twice = ReadTwice::new(sequences);
-            return Ok(self.head.forward(&self.body.hidden_at(twice.batch(), 0, None)?.states));
+            return Ok(self.head.layers.forward(&self.body.hidden_at(twice.batch(), 0, None)?.states));
         }
         let spans = self.read_at(sequences);
         let tokens = sequences.iter().map(|sequence| sequence.as_ref().len()).sum();
         let shared = shared_lens(sequences.iter().map(AsRef::as_ref), tokens);
         let batch = Batch::new(sequences, &spans).sharing(shared.as_deref());
-        Ok(self.head.forward(&self.pooled(&self.body.hidden_at(batch, 0, None)?.states, &spans)))
+        Ok(self.head.layers.forward(&self.pooled(&self.body.hidden_at(batch, 0, None)?.states, &spans)))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
@@ -515,13 +424,13 @@ impl SequenceClassifier {
         if self.config().is_encoder_decoder() {
             let twice = ReadTwice::new(sequences);
             return self.body.backward(twice.batch().with_dropout(dropout), 0, None, |hidden| {
-                loss(&self.chosen_of(&self.head.forward(hidden))).backward();
+                loss(&self.chosen_of(&self.head.layers.forward(hidden))).backward();
                 hidden.grad()
             });
         }
         let spans = self.read_at(sequences);
         self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
-            loss(&self.chosen_of(&self.head.forward(&self.pooled(hidden, &spans)))).backward();
+            loss(&self.chosen_of(&self.head.layers.forward(&self.pooled(hidden, &spans)))).backward();
             hidden.grad()
         })
     }
@@ -529,7 +438,7 @@ impl SequenceClassifier {
     /// The position of each sequence at which the head is applied.
     fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
         let lens = sequences.iter().map(|s| s.as_ref().len());
-        match self.head {
+        match self.head.layers {
             Head::Score(_) => lens.map(|len| len.saturating_sub(1)..len).collect(),
             Head::Dense { .. } => match self.config().pooling {
                 Pooling::First => lens.map(|_| 0..1).collect(),
@@ -549,52 +458,10 @@ impl SequenceClassifier {
     }
 
     fn chosen_of(&self, logits: &Tensor) -> Tensor {
-        match self.chosen {
+        match self.head.chosen {
             Label::One(i) => logits.select(1, i),
             Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
         }
-    }
-
-    /// As [`super::CausalLm::keep_base`].
-    pub(crate) fn keep_base(
-        &mut self,
-        dir: &Path,
-        eos: &[i64],
-        pad: Option<i64>,
-        max_shard_bytes: usize,
-    ) -> Result<()> {
-        let config = self.config().for_sequence_classifier(&self.labels, eos.first().copied(), pad);
-        self.body.keep_base(dir, &config, max_shard_bytes)
-    }
-
-    /// As [`super::CausalLm::load_trained`].
-    pub(crate) fn load_trained(&mut self, dir: &Path) -> Result<()> {
-        let stored = self.stored_names();
-        self.body.load_trained(dir, stored)
-    }
-
-    /// Returns a tensor's name in the file where it differs.
-    fn stored_names(&self) -> impl Fn(&str) -> Option<String> + use<> {
-        let renamed = self.format == ClassifierFormat::DeepspeedChat;
-        let prefix = renamed.then_some(self.config().family.names.prefix);
-        move |name| prefix.and_then(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
-    }
-
-    /// Writes `config.json` and the weights to `dir`, in its [format](SequenceClassifier::format).
-    ///
-    /// Without a `pad`, the configuration names eos as pad: transformers scores no batch without one.
-    ///
-    /// # Errors
-    /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
-        let eos = eos.first().copied();
-        replace_files(dir, |dir| {
-            if self.format == ClassifierFormat::Transformers {
-                let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
-                return self.body.save(dir, &config, max_shard_bytes, |_| None);
-            }
-            self.body.save(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, self.stored_names())
-        })
     }
 }
 

@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 /// A linear layer. Takes input of any float dtype; computes and returns its product in the dtype `compute`, whatever the dtype of
 /// its weight.
 #[derive(Debug)]
-pub(crate) struct Linear {
+pub struct Linear {
     /// The name of its weight without `.weight`.
     name: String,
     weight: Matrix,

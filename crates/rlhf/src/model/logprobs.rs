@@ -85,7 +85,7 @@ impl From<f64> for LogprobOptions<'_> {
 
 /// The head of a causal language model: hidden states to logits over the vocabulary.
 #[derive(Debug)]
-pub(super) struct LmHead {
+pub struct LmHead {
     pub(super) linear: Linear,
     /// Factor of hidden states.
     scale: f64,

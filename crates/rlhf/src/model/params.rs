@@ -153,7 +153,7 @@ impl<'a> Builder<'a> {
 
     /// The weight of the linear layer `base` if it is quantized: in the checkpoint, in the model whose memory is shared, or because
     /// weights are quantized when they are loaded. A plain weight is `[out, in]`, or `[in, out]` if `transposed`.
-    pub(crate) fn quantized(
+    pub(super) fn quantized(
         &mut self,
         base: &str,
         widths: [i64; 2],

@@ -200,7 +200,7 @@ impl ValueHead {
         let (joint, targets) = Self::joint(lm, batch, options)?;
         let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans).with_prompts(batch.prompt_lens), 0)?;
         let values = self.values_of(&hidden.states.index_select(0, &joint.values));
-        Ok((lm.lm_head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
+        Ok((lm.head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
     }
 
     /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
@@ -220,11 +220,11 @@ impl ValueHead {
         let JointSpans { spans, tokens, values } = &joint;
         let mut found = None;
         let rows = Batch::new(batch.sequences, spans).with_prompts(batch.prompt_lens);
-        lm.body.backward(rows, 0, Some(&lm.lm_head.linear), |hidden| {
+        lm.body.backward(rows, 0, Some(&lm.head.linear), |hidden| {
             let read = hidden.index_select(0, values).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
             let (logprobs, of_tokens) =
-                lm.lm_head.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
+                lm.head.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
             found = Some(logprobs);
             hidden.zeros_like().index_add(0, values, &read.grad()).index_add(0, tokens, &of_tokens)
         })?;
@@ -239,7 +239,7 @@ impl ValueHead {
         let rows = |spans| Batch::new(batch.sequences, spans).with_prompts(batch.prompt_lens);
         lm.body.check_spans(rows(batch.token_spans), 1)?;
         lm.body.check_spans(rows(batch.value_spans), 0)?;
-        let targets = Targets::new(&lm.lm_head, batch.sequences, batch.token_spans, options)?;
+        let targets = Targets::new(&lm.head, batch.sequences, batch.token_spans, options)?;
         Ok((JointSpans::new(&batch, lm.device()), targets))
     }
 

@@ -8,7 +8,7 @@ use super::{
     Machine, PROGRAM_LATER, Phase, PhaseKind, Plan, PlanOptions, PlannedMemory, PlannedModel, PlannedTime, PlannedWork,
     Remedy, Role,
 };
-use crate::data::{Columns, Dataset, RowReader};
+use crate::data::{Dataset, RowReader};
 use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{Dtype, Held, Holding, ModelSizes, QuantType, Quantization, uses_kernels};
 use crate::settings::GenerateConfig;
@@ -235,7 +235,7 @@ impl<'c> Generation<'c> {
 /// The rows with the prompts.
 fn dataset(config: &GenerateConfig) -> Result<Dataset> {
     let mut reader = match &config.rows.dataset_name {
-        Some(name) => RowReader::open_config(name, config.rows.dataset_config.as_deref(), &config.rows.dataset_split)?,
+        Some(name) => RowReader::of_files(&config.rows.split.find(name)?)?,
         None if !config.prompts.is_empty() => RowReader::arguments(&config.prompts),
         None => {
             return Err(Error::Usage(
@@ -243,7 +243,7 @@ fn dataset(config: &GenerateConfig) -> Result<Dataset> {
             ));
         }
     };
-    reader = reader.with_columns(Columns::parse(&config.rows.dataset_columns)?);
+    reader = reader.with_columns(config.rows.split.columns()?);
     let name = config.rows.dataset_name.as_deref().unwrap_or(Path::new("prompt"));
     let rows = reader.next(usize::MAX)?;
     let rows = rows.ok_or_else(|| Error::invalid(name, "expected at least one row, found an empty dataset"))?;

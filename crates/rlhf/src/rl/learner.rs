@@ -2,8 +2,8 @@
 
 use crate::dist::{World, ZeroStage};
 use crate::model::{
-    CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards,
-    TokenLogprobs, ValueModel,
+    CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, ModelHead, PretrainedModel,
+    SequenceClassifier, Shards, TokenLogprobs, ValueModel,
 };
 use crate::offload::Offload;
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
@@ -242,9 +242,9 @@ impl Learner {
         if let Some(value) = value.model_mut() {
             value.shard(&world, settings.value_stage);
         }
-        let of_value = |value| value_optimizer(value, &settings.value_optimizer, &settings, place);
+        let of_value = |value| optimizer_of(value, &settings.value_optimizer, &settings, place);
         Ok(Self {
-            policy_optimizer: policy_optimizer(&policy, &settings.policy_optimizer, &settings, place)?,
+            policy_optimizer: optimizer_of(&policy, &settings.policy_optimizer, &settings, place)?,
             value_optimizer: value.model().map(of_value).transpose()?,
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
@@ -266,8 +266,8 @@ impl Learner {
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
         let in_memory = "a state that stays in memory needs no file";
-        self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
-        let of_value = |model| value_optimizer(model, value, &self.settings, None).expect(in_memory);
+        self.policy_optimizer = optimizer_of(&self.policy, policy, &self.settings, None).expect(in_memory);
+        let of_value = |model| optimizer_of(model, value, &self.settings, None).expect(in_memory);
         self.value_optimizer = self.value.model().map(of_value);
         (self.settings.policy_optimizer, self.settings.value_optimizer) = (policy.clone(), value.clone());
         self
@@ -903,24 +903,13 @@ fn passes<'a>(
     micro_batches(rows, most_rows, most_tokens, |row| (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0)))
 }
 
-fn policy_optimizer(
-    policy: &CausalLm,
+fn optimizer_of<H: ModelHead>(
+    model: &PretrainedModel<H>,
     config: &OptimizerConfig,
     settings: &LearnerSettings,
     place: Option<&Offload>,
 ) -> Result<Optimizer> {
-    let optimizer = Optimizer::of_model(policy.trainable_params(), policy.shards(), config, place)?;
-    Ok(optimizer.with_seed(settings.seed))
-}
-
-fn value_optimizer(
-    value: &SequenceClassifier,
-    config: &OptimizerConfig,
-    settings: &LearnerSettings,
-    place: Option<&Offload>,
-) -> Result<Optimizer> {
-    let optimizer = Optimizer::of_model(value.trainable_params(), value.shards(), config, place)?;
-    Ok(optimizer.with_seed(settings.seed))
+    Ok(Optimizer::of_model(model, config, place)?.with_seed(settings.seed))
 }
 
 /// The order of an update's rows in each of its epochs, as [`Learner::optimize`] takes them.

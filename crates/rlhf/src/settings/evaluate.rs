@@ -10,7 +10,7 @@ use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
 use crate::Result;
-use crate::data::Columns;
+use crate::data::SplitConfig;
 use crate::flag::{
     DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, all, at_least_one, defaults, expect, no_effect, optional,
     usage,
@@ -43,15 +43,10 @@ pub struct EvaluateConfig {
     /// Dataset with the prompts: a file, a folder or a hub name.
     #[arg(long, help_heading = DATA)]
     pub dataset_name: PathBuf,
-    /// Configuration (folder) of the dataset to use, if several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub dataset_config: std::option::Option<String>,
-    /// Split of a dataset that is a folder or on the hub.
-    #[arg(long, help_heading = DATA, default_value = "test")]
-    pub dataset_split: String,
-    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
-    #[arg(long, help_heading = DATA, value_delimiter = ',')]
-    pub dataset_columns: Vec<String>,
+    /// Its split and its columns.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub split: SplitConfig,
     /// Number of prompts, from the start of the dataset [default: all].
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
     pub num_prompts: std::option::Option<usize>,
@@ -231,7 +226,7 @@ impl EvaluateConfig {
             self.num_prompts.map_or(Ok(()), |count| at_least_one("num_prompts", count)),
             expect(!self.output_dir.as_os_str().is_empty(), "output_dir", "\"\"", "a folder"),
             at_least_one("batch_size", self.batch_size),
-            Columns::parse(&self.dataset_columns).map(drop),
+            self.split.columns().map(drop),
             self.compute.check(),
             self.generate(&self.model_name_or_path, &self.model_revision).check(),
         ])

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::compute::ComputeConfig;
 use crate::Result;
-use crate::data::Columns;
+use crate::data::SplitConfig;
 use crate::flag::{DATA, NONE, RUN, all, at_least_one, optional};
 
 /// Input, output and computation of `generate`, `logprobs` and `score`.
@@ -17,15 +17,10 @@ pub struct RowsConfig {
     /// Dataset to read rows from: a file, a folder or a hub name [default: standard input].
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
-    /// Configuration (folder) of the dataset to use, if several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub dataset_config: std::option::Option<String>,
-    /// Split of a dataset that is a folder or on the hub.
-    #[arg(long, help_heading = DATA, default_value = "test")]
-    pub dataset_split: String,
-    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
-    #[arg(long, help_heading = DATA, value_delimiter = ',')]
-    pub dataset_columns: Vec<String>,
+    /// Its split and its columns.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub split: SplitConfig,
     /// File to write to [default: standard output].
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub output_file: std::option::Option<PathBuf>,
@@ -45,10 +40,6 @@ pub struct RowsConfig {
 
 impl RowsConfig {
     pub(super) fn check(&self) -> Result<()> {
-        all([
-            at_least_one("batch_size", self.batch_size),
-            Columns::parse(&self.dataset_columns).map(drop),
-            self.compute.check(),
-        ])
+        all([at_least_one("batch_size", self.batch_size), self.split.columns().map(drop), self.compute.check()])
     }
 }

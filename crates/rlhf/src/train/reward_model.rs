@@ -1,17 +1,13 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::supervised::{Loaded, Sums, Supervised, UpdateRows, Words, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{
-    BASE_MODEL, Batch, DropoutRows, ModelConfig, ModelOptions, Param, SequenceClassifier, Shards, Trains,
-};
-use crate::optim::Optimizer;
+use crate::model::{Batch, ClassifierHead, DropoutRows, ModelConfig, ModelOptions, SequenceClassifier, Trains};
 use crate::optim::micro_batch::micro_batches;
-use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
 use crate::settings::{PairLoss, RewardConfig, Stage};
@@ -68,7 +64,7 @@ fn load_run<'a>(
     config: &'a RewardConfig,
     opening: Opening,
     hub: &AskedHub,
-) -> Result<(Ranking<'a>, Loaded<'a, RewardConfig>)> {
+) -> Result<(Ranking<'a>, Loaded<'a, RewardConfig, ClassifierHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
@@ -76,13 +72,10 @@ fn load_run<'a>(
     let (mut model, tokenizer, pads) = load_trained(config, model_dir)?;
 
     let read = |dataset: &Dataset| read_pairs(dataset, config, model.config(), &tokenizer, pads.as_ref());
-    let (train_data, eval_data) = sources.read(config.run.seed, Stage::Reward)?;
-    let mut inputs = Inputs::default();
-    inputs.rows("dataset_name", &config.data.describe(), &train_data);
-    inputs.rows("rows held out", &config.data.describe(), &eval_data);
+    let Data { train, eval, first_row, mut inputs } =
+        Data::read(&sources, &config.data, config.run.seed, Stage::Reward)?;
     inputs.model("model_name_or_path", model_dir)?;
-    let first_row = train_data.first().and_then(|dataset| dataset.rows().next().cloned());
-    let (train_pairs, eval_pairs) = (gather(&train_data, read)?, gather(eval_data.as_slice(), read)?);
+    let (train_pairs, eval_pairs) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let num_pairs = train_pairs.rows.len();
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
@@ -94,9 +87,7 @@ fn load_run<'a>(
         model.rounded_base(),
     ));
 
-    model.set_trainable(true);
-    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
-    model.shard(&World::of_process(), config.run.dist.zero_stage);
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let words = Words {
         model: Some(model_dir.clone()),
         base_model: Some(&config.model_name_or_path),
@@ -110,6 +101,8 @@ fn load_run<'a>(
         commands: commands_to_score(&config.run.output_dir, first_row.as_ref()).into(),
     };
     let loaded = Loaded {
+        model,
+        tokenizer,
         opening,
         spec: RunSpec {
             command: COMMAND,
@@ -120,13 +113,7 @@ fn load_run<'a>(
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
         },
-        optimizer: Optimizer::of_model(
-            model.trainable_params(),
-            model.shards(),
-            &config.optimizer,
-            config.run.state_place().as_ref(),
-        )?
-        .with_seed(config.run.seed),
+        optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_pairs.cursor(config.run.seed, &config.data),
         num_rows: num_pairs,
@@ -135,8 +122,7 @@ fn load_run<'a>(
         warnings,
         words,
     };
-    let eval_pairs = eval_pairs.rows;
-    Ok((Ranking { config, model, tokenizer, pads, train_pairs, eval_pairs }, loaded))
+    Ok((Ranking { config, pads, train_pairs, eval_pairs: eval_pairs.rows }, loaded))
 }
 
 /// Loads the model in `dir` for training, and adds the adapter and the format that the settings have.
@@ -313,41 +299,24 @@ impl Measured {
 /// The metrics of an evaluation.
 const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"];
 
-/// The model with its pairs.
+/// The pairs of a run.
 ///
 /// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley
 /// and Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`].
 /// The loss of an update is the mean over its pairs, for any size of the micro-batches.
 struct Ranking<'a> {
     config: &'a RewardConfig,
-    model: SequenceClassifier,
-    tokenizer: Tokenizer,
     pads: Option<Pads>,
     train_pairs: Gathered<Pair>,
     eval_pairs: Vec<Pair>,
 }
 
 impl Supervised for Ranking<'_> {
+    type Head = ClassifierHead;
     type Sums = Totals;
 
-    fn device(&self) -> Device {
-        self.model.device()
-    }
-
-    fn params(&self) -> &[Param] {
-        self.model.params()
-    }
-
-    fn shards(&self) -> &Shards {
-        self.model.shards()
-    }
-
-    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        self.model.activation_bytes(gradient_checkpointing)
-    }
-
-    fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
-        let (config, model, pads) = (self.config, &self.model, self.pads.as_ref());
+    fn backward(&self, model: &SequenceClassifier, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+        let (config, pads) = (self.config, self.pads.as_ref());
         let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
         pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let per_pair = pairs.len() as f64 / batch.loss_scale;
@@ -381,29 +350,14 @@ impl Supervised for Ranking<'_> {
         Ok(())
     }
 
-    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()> {
-        let sums = measure(&self.model, &self.eval_pairs, self.pads.as_ref(), self.config, world)?;
+    fn evaluate(&self, model: &SequenceClassifier, world: &World, metrics: &mut Metrics) -> Result<()> {
+        let sums = measure(model, &self.eval_pairs, self.pads.as_ref(), self.config, world)?;
         sums.push_as(metrics, EVAL_METRICS);
         Ok(())
     }
 
     fn has_eval_rows(&self) -> bool {
         !self.eval_pairs.is_empty()
-    }
-
-    fn write(&self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.model.save_pretrained(dir, eos, pad, self.config.run.max_shard_size.0)?;
-        self.tokenizer.save_pretrained(dir)
-    }
-
-    fn write_base(&mut self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.model.keep_base(&dir.join(BASE_MODEL), eos, pad, self.config.run.max_shard_size.0)
-    }
-
-    fn load_trained(&mut self, dir: &Path) -> Result<()> {
-        self.model.load_trained(dir)
     }
 }
 

@@ -1,13 +1,12 @@
 //! Supervised fine-tuning: a language model is trained on demonstrations.
 
-use super::supervised::{Loaded, Sums, Supervised, UpdateRows, Words, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
-use crate::optim::Optimizer;
+use crate::model::{Batch, CausalLm, DropoutRows, LmHead, ModelConfig};
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
@@ -53,20 +52,16 @@ fn load_run<'a>(
     config: &'a SftConfig,
     opening: Opening,
     hub: &AskedHub,
-) -> Result<(FineTuning<'a>, Loaded<'a, SftConfig>)> {
+) -> Result<(FineTuning<'a>, Loaded<'a, SftConfig, LmHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let Parts { mut model, tokenizer, model_dir, files, warning } = load(config)?;
 
     let max_length = max_row_length(config, model.config())?;
-    let (train_data, eval_data) = sources.read(config.run.seed, Stage::Sft)?;
-    let mut inputs = Inputs::default();
-    inputs.rows("dataset_name", &config.data.describe(), &train_data);
-    inputs.rows("rows held out", &config.data.describe(), &eval_data);
+    let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Sft)?;
     inputs.extend(files);
-    let first_row = train_data.first().and_then(|dataset| dataset.rows().next().cloned());
-    let (train_rows, eval_rows) = read_rows(config, [&train_data, eval_data.as_slice()], &tokenizer, max_length)?;
+    let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, max_length)?;
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
@@ -81,9 +76,7 @@ fn load_run<'a>(
         model.rounded_base(),
     ));
 
-    model.set_trainable(true);
-    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
-    model.shard(&World::of_process(), config.run.dist.zero_stage);
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");
     let words = Words {
         model: model_dir,
@@ -98,6 +91,8 @@ fn load_run<'a>(
         commands: vec![command_to_try(&config.run.output_dir, first_row.as_ref(), None)],
     };
     let loaded = Loaded {
+        model,
+        tokenizer,
         opening,
         spec: RunSpec {
             command: COMMAND,
@@ -108,13 +103,7 @@ fn load_run<'a>(
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
         },
-        optimizer: Optimizer::of_model(
-            model.trainable_params(),
-            model.shards(),
-            &config.optimizer,
-            config.run.state_place().as_ref(),
-        )?
-        .with_seed(config.run.seed),
+        optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_rows.cursor(config.run.seed, &config.data),
         num_rows: num_blocks,
@@ -123,7 +112,7 @@ fn load_run<'a>(
         warnings,
         words,
     };
-    Ok((FineTuning { config, model, tokenizer, train_rows, eval_rows: eval_rows.rows }, loaded))
+    Ok((FineTuning { config, train_rows, eval_rows: eval_rows.rows }, loaded))
 }
 
 /// Returns the paths that a run reads, as its settings name them.
@@ -315,40 +304,23 @@ fn read_dataset(
     Ok((rows, warnings))
 }
 
-/// The model with its rows.
+/// The rows of a run.
 ///
 /// The loss of an update is the mean negative log-likelihood over all of its tokens in the loss, for any size of the
 /// micro-batches.
 struct FineTuning<'a> {
     config: &'a SftConfig,
-    model: CausalLm,
-    tokenizer: Tokenizer,
     /// Blocks of rows.
     train_rows: Gathered<Vec<Demonstration>>,
     eval_rows: Vec<Demonstration>,
 }
 
 impl Supervised for FineTuning<'_> {
+    type Head = LmHead;
     type Sums = Totals;
 
-    fn device(&self) -> Device {
-        self.model.device()
-    }
-
-    fn params(&self) -> &[Param] {
-        self.model.params()
-    }
-
-    fn shards(&self) -> &Shards {
-        self.model.shards()
-    }
-
-    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        self.model.activation_bytes(gradient_checkpointing)
-    }
-
-    fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
-        let (config, model) = (self.config, &self.model);
+    fn backward(&self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+        let config = self.config;
         // A block is a row of `max_length` tokens.
         let most_rows = config.batches().rows_per_pass();
         let (most_rows, most_tokens) = match config.packing {
@@ -387,29 +359,14 @@ impl Supervised for FineTuning<'_> {
         Some(rows.map(|row| row.tokens.len()).sum())
     }
 
-    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()> {
+    fn evaluate(&self, model: &CausalLm, world: &World, metrics: &mut Metrics) -> Result<()> {
         let batch_size = self.config.per_device_eval_batch_size;
-        metrics.push("eval_loss", evaluate(&self.model, &self.eval_rows, batch_size, world)?);
+        metrics.push("eval_loss", evaluate(model, &self.eval_rows, batch_size, world)?);
         Ok(())
     }
 
     fn has_eval_rows(&self) -> bool {
         !self.eval_rows.is_empty()
-    }
-
-    fn write(&self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.model.save_pretrained(dir, eos, pad, self.config.run.max_shard_size.0)?;
-        self.tokenizer.save_pretrained(dir)
-    }
-
-    fn write_base(&mut self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.model.keep_base(&dir.join(BASE_MODEL), eos, pad, self.config.run.max_shard_size.0)
-    }
-
-    fn load_trained(&mut self, dir: &Path) -> Result<()> {
-        self.model.load_trained(dir)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Training with one optimizer step per update, the loop of SFT and of the reward model.
 
 use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
-use crate::data::Cursor;
+use crate::data::{Cursor, Dataset, Sources};
 use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Param, Shards};
+use crate::model::{BASE_MODEL, ModelHead, PretrainedModel, Shards};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::optim::{Optimizer, learning_rate};
@@ -15,7 +15,8 @@ use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
 use crate::run::sinks::console::Console;
-use crate::settings::OptimizerConfig;
+use crate::settings::{DataConfig, OptimizerConfig, RunConfig, Stage};
+use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -23,27 +24,22 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tch::Device;
 
-/// A model with its rows: batch, loss and metrics.
+/// The rows that a model is trained on: batch, loss and metrics.
 pub(super) trait Supervised {
+    type Head: ModelHead;
     type Sums: Sums;
-
-    fn device(&self) -> Device;
-
-    fn params(&self) -> &[Param];
-
-    /// The division of the model over ranks.
-    fn shards(&self) -> &Shards;
-
-    /// Activation bytes per token, with gradient checkpointing or without.
-    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize;
 
     /// Forward and backward passes over this rank's part of the rows of an update; accumulates gradients and adds to the sums.
     ///
     /// # Errors
     /// If the model refuses a row.
-    fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Self::Sums) -> Result<()>;
+    fn backward(
+        &self,
+        model: &PretrainedModel<Self::Head>,
+        batch: &UpdateRows<'_>,
+        sums: &mut Self::Sums,
+    ) -> Result<()>;
 
     /// Returns the number of tokens of the rows at these places, where it is among the metrics.
     fn num_tokens(&self, _rows: &[usize]) -> Option<usize> {
@@ -54,28 +50,10 @@ pub(super) trait Supervised {
     ///
     /// # Errors
     /// If the model refuses a row, on any rank.
-    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()>;
+    fn evaluate(&self, model: &PretrainedModel<Self::Head>, world: &World, metrics: &mut Metrics) -> Result<()>;
 
     /// Returns whether there are held-out rows.
     fn has_eval_rows(&self) -> bool;
-
-    /// Writes model and tokenizer to an empty folder.
-    ///
-    /// # Errors
-    /// If a file cannot be written.
-    fn write(&self, dir: &Path) -> Result<()>;
-
-    /// Writes the base of an adapter below the output folder `dir`, unless it is there.
-    ///
-    /// # Errors
-    /// If a file cannot be written.
-    fn write_base(&mut self, dir: &Path) -> Result<()>;
-
-    /// Restores the trained weights from a checkpoint.
-    ///
-    /// # Errors
-    /// If they are not there, or of another model.
-    fn load_trained(&mut self, dir: &Path) -> Result<()>;
 }
 
 /// Sums since the last line of metrics.
@@ -122,8 +100,52 @@ pub(super) struct UpdateRows<'a> {
     pub(super) world: &'a World,
 }
 
+/// Makes a loaded model trainable, divides it over the ranks, and returns its optimizer.
+///
+/// # Errors
+/// If the optimizer's state has no room where it is offloaded.
+pub(super) fn start_training<H: ModelHead>(
+    model: &mut PretrainedModel<H>,
+    run: &RunConfig,
+    optimizer: &OptimizerConfig,
+) -> Result<Optimizer> {
+    model.set_trainable(true);
+    model.set_gradient_checkpointing(run.gradient_checkpointing);
+    model.shard(&World::of_process(), run.dist.zero_stage);
+    let place = run.state_place();
+    let built = Optimizer::of_model(model, optimizer, place.as_ref())?;
+    Ok(built.with_seed(run.seed))
+}
+
+/// The data of a run.
+pub(super) struct Data {
+    pub(super) train: Vec<Dataset>,
+    pub(super) eval: Option<Dataset>,
+    /// The first row to train on.
+    pub(super) first_row: Option<Value>,
+    /// Digests of the rows.
+    pub(super) inputs: Inputs,
+}
+
+impl Data {
+    /// Reads the files that `sources` found for `config`.
+    ///
+    /// # Errors
+    /// If a file is malformed, which the message names.
+    pub(super) fn read(sources: &Sources<'_>, config: &DataConfig, seed: u64, stage: Stage) -> Result<Self> {
+        let (train, eval) = sources.read(seed, stage)?;
+        let mut inputs = Inputs::default();
+        inputs.rows("dataset_name", &config.describe(), &train);
+        inputs.rows("rows held out", &config.describe(), &eval);
+        let first_row = train.first().and_then(|dataset| dataset.rows().next().cloned());
+        Ok(Self { train, eval, first_row, inputs })
+    }
+}
+
 /// A loaded run, ready to begin.
-pub(super) struct Loaded<'a, C> {
+pub(super) struct Loaded<'a, C, H> {
+    pub(super) model: PretrainedModel<H>,
+    pub(super) tokenizer: Tokenizer,
     pub(super) opening: Opening,
     pub(super) spec: RunSpec<'a, C>,
     pub(super) optimizer: Optimizer,
@@ -160,15 +182,32 @@ pub(super) struct Words<'a> {
     pub(super) commands: Vec<Vec<String>>,
 }
 
-/// Trains and saves the model of `task`.
+/// Trains the loaded model on the rows of `task` and saves it.
 ///
 /// # Errors
 /// If the output folder is refused or a file cannot be written; if a gradient is not finite, after saving the last complete update.
-pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>, console: Console) -> Result<()> {
-    let Loaded { opening, spec, optimizer, schedule, cursor, num_rows, commits, inputs, warnings, words } = loaded;
+pub(super) fn train<T: Supervised, C: Serialize>(
+    task: T,
+    loaded: Loaded<'_, C, T::Head>,
+    console: Console,
+) -> Result<()> {
+    let Loaded {
+        model,
+        tokenizer,
+        opening,
+        spec,
+        optimizer,
+        schedule,
+        cursor,
+        num_rows,
+        commits,
+        inputs,
+        warnings,
+        words,
+    } = loaded;
     let limit = MicroBatchSettings::from(spec.run);
     let world = World::of_process();
-    let max_tokens = limit.max_tokens(task.device(), task.params(), |on| task.activation_bytes(on));
+    let max_tokens = limit.max_tokens(model.device(), model.params(), |on| model.activation_bytes(on));
     let max_tokens = world.min_count(max_tokens)?;
     let mut taken = cursor.clone();
     let mut run = Run {
@@ -179,7 +218,9 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
         sums: T::Sums::default(),
         max_tokens,
         tokens_seen: task.num_tokens(&[]),
-        trained: trained_share(task.params()),
+        trained: trained_share(model.params()),
+        model,
+        tokenizer,
         task,
         world,
         spec: &spec,
@@ -205,6 +246,8 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
 
 /// A run of SFT or of a reward model.
 struct Run<'a, T: Supervised, C> {
+    model: PretrainedModel<T::Head>,
+    tokenizer: Tokenizer,
     task: T,
     spec: &'a RunSpec<'a, C>,
     words: &'a Words<'a>,
@@ -239,7 +282,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
             let mut metrics = Metrics::default();
             metrics.push("step", 0.0);
             metrics.push("epoch", 0.0);
-            self.task.evaluate(&self.world, &mut metrics)?;
+            self.task.evaluate(&self.model, &self.world, &mut metrics)?;
             session.emit(&Event::Update { step: 0, metrics: &metrics })?;
         }
         // Sums are restored from a checkpoint, times are not: the first line of a resumed run has those of its own updates.
@@ -258,7 +301,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
                 let last = stopping || step == self.spec.num_updates;
                 if (due.evaluation || last) && self.task.has_eval_rows() {
                     session.console().phase("evaluating");
-                    self.task.evaluate(&self.world, &mut metrics)?;
+                    self.task.evaluate(&self.model, &self.world, &mut metrics)?;
                 }
                 session.emit(&Event::Update { step, metrics: &metrics })?;
                 line = Some(metrics);
@@ -285,7 +328,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
         if !self.world.is_main() {
             self.sums = T::Sums::default();
         }
-        self.world.agree(self.task.backward(&batch, &mut self.sums))?;
+        self.world.agree(self.task.backward(&self.model, &batch, &mut self.sums))?;
         self.sums.sum_over(&self.world)?;
         let (peak, schedule) = self.schedule;
         let lr = learning_rate(peak, schedule, done, self.spec.num_updates);
@@ -334,17 +377,24 @@ impl<T: Supervised, C> Run<'_, T, C> {
         metrics
     }
 
+    /// Writes model and tokenizer to an empty folder.
+    fn write(&self, dir: &Path) -> Result<()> {
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        self.model.save_pretrained(dir, eos, pad, self.spec.run.max_shard_size.0)?;
+        self.tokenizer.save_pretrained(dir)
+    }
+
     /// Reports what the run trains, on what, and how.
     fn report_title(&self, session: &Session<'_>) {
         let (spec, words, console) = (self.spec, self.words, session.console());
-        let mut facts = Vec::from(describe_machine(spec.run, self.schedule.1.optim, self.task.device()));
+        let mut facts = Vec::from(describe_machine(spec.run, self.schedule.1.optim, self.model.device()));
         facts.push(("updates", updates_fact(spec.num_updates, self.progress.done)));
         facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.num_rows, words.unit)));
         facts.extend(words.facts.iter().cloned());
         facts.push(("tokenizer", words.tokenizer.clone()));
         facts.push(("trained parameters", self.trained.clone()));
         let limit = MicroBatchSettings::from(spec.run);
-        facts.push(("micro-batches", limit.describe(self.max_tokens, |on| self.task.activation_bytes(on))));
+        facts.push(("micro-batches", limit.describe(self.max_tokens, |on| self.model.activation_bytes(on))));
         let from = words.model.as_ref().map_or("random weights".into(), |dir| dir.display().to_string());
         console.title(&format!("rlhf {}: {from} into {}", spec.command, spec.run.output_dir.display()), &facts);
         words.notes.iter().for_each(|note| console.note(note));
@@ -365,7 +415,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn state(&self) -> Map<String, Value> {
-        let mut state = fixed_state(self.spec.run, self.task.device(), self.max_tokens, &self.commits, &self.inputs);
+        let mut state = fixed_state(self.spec.run, self.model.device(), self.max_tokens, &self.commits, &self.inputs);
         state.insert("cursor".into(), self.cursor.state());
         state.insert("since".into(), json!(self.sums));
         state.insert("recorded".into(), self.progress.recorded.into());
@@ -381,9 +431,9 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
             scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         }
         self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
-        self.task.load_trained(&saved.dir)?;
+        self.model.load_trained(&saved.dir)?;
         let limit = MicroBatchSettings::from(self.spec.run);
-        self.max_tokens = limit.resumed_tokens(self.task.device(), self.max_tokens, saved.part("micro_batch").ok());
+        self.max_tokens = limit.resumed_tokens(self.model.device(), self.max_tokens, saved.part("micro_batch").ok());
         Ok(())
     }
 
@@ -396,34 +446,36 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn write_models(&self, dir: &Path) -> Result<()> {
-        self.task.write(dir)?;
-        Shards::end_serving(&[self.task.shards()])
+        self.write(dir)?;
+        Shards::end_serving(&[self.model.shards()])
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
         self.optimizer.save(&dir.join(OPTIMIZER))?;
-        Shards::end_serving(&[self.task.shards()])
+        Shards::end_serving(&[self.model.shards()])
     }
 
     fn share_models(&self) -> Result<()> {
-        Shards::serve(&[self.task.shards()])
+        Shards::serve(&[self.model.shards()])
     }
 
     fn share_optimizers(&self) -> Result<()> {
-        Shards::serve(&[self.task.shards()])
+        Shards::serve(&[self.model.shards()])
     }
 
     fn end_sharing(&self) -> Result<()> {
-        Shards::end_serving(&[self.task.shards()])
+        Shards::end_serving(&[self.model.shards()])
     }
 
     fn is_sharded(&self) -> bool {
-        let divided = self.task.shards().stage().is_some_and(ZeroStage::shards_optimizer);
+        let divided = self.model.shards().stage().is_some_and(ZeroStage::shards_optimizer);
         self.world.size() > 1 && divided
     }
 
     fn write_bases(&mut self) -> Result<()> {
-        self.task.write_base(&self.spec.run.output_dir)
+        let run = self.spec.run;
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        self.model.keep_base(&run.output_dir.join(BASE_MODEL), eos, pad, run.max_shard_size.0)
     }
 
     fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
@@ -448,8 +500,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
             ("updates", self.progress.done.to_string()),
         ];
         let Words { base_model, is_adapter, .. } = *words;
-        replace_files(dir, |dir| self.task.write(dir))?;
-        Shards::end_serving(&[self.task.shards()])?;
+        replace_files(dir, |dir| self.write(dir))?;
+        Shards::end_serving(&[self.model.shards()])?;
         Card { command: spec.command, base_model, is_adapter, facts: &facts }.write(dir)
     }
 }
