@@ -58,7 +58,7 @@ pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
-use self::layers::{Translated, resolve, translated};
+use self::layers::{Translated, resolve, translated, without_nulls};
 use self::plan::{PLAN, PlanTask};
 use self::replay::{REPLAY, ReplayTask};
 use self::setting::{Setting, with_defaults};
@@ -164,7 +164,7 @@ fn with_settings(
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
-    settings.retain(|setting| !setting.values.is_empty());
+    without_nulls(&mut settings);
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {
         settings.push(Setting::new("output_dir", vec![".".into()]));

@@ -476,7 +476,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let Task::Sft(sft) = parse_words(&words("sft", "--print_loss --learning_rate 3e-4")).unwrap() else { panic!() };
-        assert_eq!((sft.data.dataset_name.len(), sft.max_length, sft.optimizer.warmup_steps), (2, 128, 7));
+        assert_eq!((sft.data.dataset_name.len(), sft.max_length, sft.optimizer.warmup_steps), (2, Some(128), 7));
         assert_eq!((sft.learning_rate, sft.optimizer.weight_decay, sft.plan(16).unwrap().num_updates), (3e-4, 0.1, 4));
         assert_eq!((sft.completion_only_loss, sft.run.bf16, sft.run.offload.offloads_optimizer()), (false, true, true));
         assert_eq!((sft.run.tracking.report_to.as_slice(), sft.run.seed), (&[ReportTo::Tensorboard][..], 9));

@@ -40,6 +40,19 @@ pub(super) fn translated(
     Translated { preset: of_preset(name, preset, settings), forced }
 }
 
+/// Settings with a default, of which null is a value too.
+const NULL_IS_NONE: [&str; 1] = ["max_length"];
+
+/// Removes the settings that a file sets to null: they have their defaults, but for those of which null is a value.
+pub(super) fn without_nulls(settings: &mut Vec<Setting>) {
+    for setting in settings.iter_mut().filter(|setting| NULL_IS_NONE.contains(&setting.key.as_str())) {
+        if setting.values.is_empty() {
+            setting.values.push(NONE.into());
+        }
+    }
+    settings.retain(|setting| !setting.values.is_empty());
+}
+
 /// Builds and checks the configuration of `preset` and `settings`; the settings win.
 ///
 /// A value of the preset that is refused because of what the user has set has no effect in this run: it is left out, with a note.
@@ -144,6 +157,16 @@ mod tests {
         assert_eq!((config.response_length, config.learning_rate), (plain.response_length, plain.learning_rate));
         assert_eq!((config.advantage.num_generations, config.loss.loss_type), (8, plain.loss.loss_type));
         assert_eq!((config.stop_token, plain.stop_token), (None, Some(StopToken::Eos)));
+        // As in TRL, no limit but the model's.
+        let words = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"];
+        let Task::Sft(config) = with_file("max_length: null\n", &words).unwrap() else { panic!() };
+        assert_eq!(config.max_length, None);
+        let Task::Sft(config) = parse_words(&[&words[..], &["--max_length", "none"]].concat()).unwrap() else {
+            panic!()
+        };
+        assert_eq!(config.max_length, None);
+        let Task::Sft(config) = parse_words(&words).unwrap() else { panic!() };
+        assert_eq!(config.max_length, Some(1024));
     }
 
     #[test]

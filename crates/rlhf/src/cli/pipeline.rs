@@ -14,7 +14,7 @@ use super::commands::PIPELINE;
 use super::config_file::read_config;
 use super::errors::{Messages, Stop};
 use super::keys::{Keys, NOT_SETTINGS};
-use super::layers::{Translated, resolve, translated};
+use super::layers::{Translated, resolve, translated, without_nulls};
 use super::setting::{Setting, set_default, with_defaults};
 use super::trl;
 
@@ -161,7 +161,7 @@ impl File<'_> {
         found.extend(nulls);
         let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
         let Translated { preset, .. } = translated(command, &flags, None, &mut found, messages);
-        found.retain(|setting| !setting.values.is_empty());
+        without_nulls(&mut found);
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {
                 found.push(Setting { key: key.into(), line: 0, values: vec![value] });

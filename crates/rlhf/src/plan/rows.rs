@@ -127,7 +127,7 @@ impl Rows {
     fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
         let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
         tokenizer.set_encoder_decoder(false);
-        let max_length = config.max_length.min(models.context());
+        let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         let (train, _) = sources.read(config.run.seed, Stage::Reward)?;
         let (mut lens, mut pairs) = (Vec::new(), Vec::new());

@@ -234,13 +234,13 @@ mod tests {
     fn the_presets_of_deepspeed_chats_first_two_steps_have_its_defaults() {
         let config = SftConfig::with_preset(Preset::DeepspeedChat, "m", "d", "o");
         config.check().unwrap();
-        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (1e-3, 512, 1.0));
+        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (1e-3, Some(512), 1.0));
         assert_eq!((config.optimizer.lr_scheduler_type, config.completion_only_loss), (LrSchedulerType::Cosine, false));
         assert_eq!((config.optimizer.adam_beta2, config.optimizer.max_grad_norm), (0.95, Some(1.0)));
         assert_eq!((config.plan(160).unwrap().num_updates, config.run.seed), (10, 1234));
         let config = RewardConfig::with_preset(Preset::DeepspeedChat, "m", "d", "o");
         config.check().unwrap();
-        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (5e-5, 512, 1.0));
+        assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (5e-5, Some(512), 1.0));
         assert_eq!((config.pair_loss, config.num_padding_at_beginning), (PairLoss::Tokens, Some(1)));
         assert_eq!((config.new_reward_head, config.plan(160).unwrap().num_updates), (true, 10));
         assert_eq!(SftConfig::with_preset(Preset::Trl, "m", "d", "o"), SftConfig::new("m", "d", "o"));

@@ -48,9 +48,9 @@ pub struct RewardConfig {
     /// With `pair_loss = tokens`, number of padding tokens in a text before the one that ends it [default: those at its start].
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
     pub num_padding_at_beginning: std::option::Option<usize>,
-    /// Maximum tokens of a row. Pairs with a longer side are dropped, with a warning of their number.
-    #[arg(long, help_heading = DATA, default_value_t = 1024)]
-    pub max_length: usize,
+    /// Maximum tokens of a row; none: those of the model. Pairs with a longer side are dropped, with a warning of their number.
+    #[arg(long, help_heading = DATA, default_value = "1024", value_parser = optional::<usize>)]
+    pub max_length: std::option::Option<usize>,
 
     /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's second
     /// step, whose flags are accepted too.
@@ -151,7 +151,7 @@ impl RewardConfig {
                 "\"\"",
                 "a folder, as only eval_only = true needs none",
             ),
-            at_least_one("max_length", self.max_length),
+            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
             self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),

@@ -49,9 +49,9 @@ pub struct SftConfig {
     /// Column with a text to train on as a whole.
     #[arg(long, help_heading = DATA, default_value = "text")]
     pub dataset_text_field: String,
-    /// Maximum tokens of a row; longer rows are truncated at their end.
-    #[arg(long, help_heading = DATA, default_value_t = 1024)]
-    pub max_length: usize,
+    /// Maximum tokens of a row, which is truncated at its end; none: those of the model.
+    #[arg(long, help_heading = DATA, default_value = "1024", value_parser = optional::<usize>)]
+    pub max_length: std::option::Option<usize>,
     /// Pack whole rows into blocks of `max_length` tokens; batch sizes count blocks.
     #[arg(long, help_heading = DATA, default_value_t = false)]
     pub packing: bool,
@@ -174,7 +174,7 @@ impl SftConfig {
         all([
             start,
             self.data.check(self.eval_dataset_name.as_deref()),
-            at_least_one("max_length", self.max_length),
+            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
             self.peft.check(),

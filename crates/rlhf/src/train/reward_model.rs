@@ -218,7 +218,7 @@ pub(super) fn read_pairs(
     tokenizer: &Tokenizer,
     pads: Option<&Pads>,
 ) -> Result<(Vec<Pair>, Vec<String>)> {
-    let max_length = config.max_length.min(shape.max_position_embeddings);
+    let max_length = config.max_length.unwrap_or(usize::MAX).min(shape.max_position_embeddings);
     let read = leave_out_long(dataset.pairs(tokenizer, shape.causal)?, max_length, dataset.path())?;
     check_margins(&read.0, config.pair_loss, dataset.path())?;
     pads.map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
@@ -461,7 +461,7 @@ impl Pads {
             let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
             Error::Usage(format!("{message}; tokens_unpadded needs none"))
         })?;
-        let width = config.max_length.min(shape.max_position_embeddings);
+        let width = config.max_length.unwrap_or(usize::MAX).min(shape.max_position_embeddings);
         Ok(Self { id, skipped: config.num_padding_at_beginning, width })
     }
 

@@ -246,7 +246,7 @@ fn tokenizer_warning(tokenizer: &Tokenizer, own: &Path, dir: &Path) -> Result<Op
 pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<usize> {
     let most = model.max_position_embeddings;
     if !model.is_encoder_decoder() {
-        return Ok(config.max_length.min(most));
+        return Ok(config.max_length.unwrap_or(most).min(most));
     }
     let refused = [
         ("packing = true: expected false", config.packing),
@@ -258,7 +258,7 @@ pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<
             "{setting} for an encoder-decoder: each row is a prompt for the encoder and a response, which is learned, for the decoder"
         ))),
         // The decoder reads a start token before the response.
-        None => Ok(config.max_length.min(most.saturating_sub(1))),
+        None => Ok(config.max_length.unwrap_or(most).min(most.saturating_sub(1))),
     }
 }
 
@@ -324,7 +324,10 @@ impl Supervised for FineTuning<'_> {
         // A block is a row of `max_length` tokens.
         let most_rows = config.batches().rows_per_pass();
         let (most_rows, most_tokens) = match config.packing {
-            true => (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(config.max_length))),
+            true => {
+                let width = max_row_length(config, model.config())?;
+                (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(width)))
+            }
             false => (most_rows, batch.max_tokens),
         };
         let mut rows: Vec<&Demonstration> = batch.rows.iter().flat_map(|&block| &self.train_rows.rows[block]).collect();
