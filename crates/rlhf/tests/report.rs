@@ -97,6 +97,41 @@ fn several_runs_are_drawn_over_one_another_with_the_settings_that_differ() {
 }
 
 #[test]
+fn of_runs_of_different_commands_the_settings_that_two_have_are_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let differences = |settings: &[&str]| {
+        let runs = settings.iter().enumerate().map(|(at, settings)| {
+            let run = dir.path().join(at.to_string());
+            std::fs::create_dir_all(&run).unwrap();
+            std::fs::write(run.join("metrics.jsonl"), "{\"step\":1,\"loss\":0.5}\n").unwrap();
+            std::fs::write(run.join("config.yaml"), settings).unwrap();
+            run
+        });
+        let mut config = ReportConfig::new(runs);
+        config.output = Some(dir.path().join("x.html"));
+        let page = std::fs::read_to_string(report(&config).unwrap().path).unwrap();
+        let (_, section) = page.split_once("<section id=\"differences\">").unwrap();
+        section.split_once("</section>").unwrap().0.to_string()
+    };
+    let names = |section: &str| -> Vec<String> {
+        let rows = section.split("<th scope=\"row\">").skip(1);
+        rows.map(|row| row.split('<').next().unwrap().to_string()).collect()
+    };
+    let (ppo, grpo) = ("seed: 1\nkl_coef: 0.1\nvf_coef: 1\nlam: 1\n", "seed: 1\nkl_coef: 0.2\nbeta: 0\nlam: 1\n");
+    let sft = "seed: 2\npacking: true\noutput_dir: c\n";
+    let all = differences(&[ppo, grpo, sft]);
+    assert_eq!(names(&all), ["seed", "kl_coef"]);
+    let left_out =
+        "<p class=\"note\">Settings that only one of these runs has, as those of its command alone, are left out (";
+    // vf_coef, beta, packing, output_dir.
+    assert!(all.contains(&format!("{left_out}4); ")) && all.contains("\u{2013}"), "{all}");
+    let none = differences(&["seed: 1\nlam: 1\n", "seed: 1\nbeta: 0\n"]);
+    assert!(none.contains("<p>None, but the folder.</p>") && none.contains(&format!("{left_out}2); ")), "{none}");
+    let same = differences(&[ppo, &ppo.replace("lam: 1", "lam: 0.9")]);
+    assert!(names(&same) == ["lam"] && !same.contains("left out"), "{same}");
+}
+
+#[test]
 fn a_run_that_is_stopped_early_leaves_a_report_too() {
     let scratch = Scratch::new();
     let [policy, reward, prompts, out] = ["policy", "reward", "prompts.jsonl", "out"].map(|name| scratch.path(name));
