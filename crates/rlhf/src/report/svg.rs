@@ -167,6 +167,8 @@ impl Curve<'_> {
         self.start_path(page, class);
         let (steps, numbers): (Vec<f64>, Vec<f64>) = values.iter().copied().unzip();
         page.raw("\" data-label=\"").text(&self.label);
+        // Between its points the curve has others, which the page lacks.
+        page.raw(if values.len() < self.points.len() { "\" data-thinned=\"" } else { "" });
         page.raw("\" data-x=\"").text(join(&steps, 12)).raw("\" data-y=\"").text(join(&numbers, 6));
         page.raw("\" d=\"").text(path(&values, x, y)).raw("\"/>");
         if let Some(smooth) = smooth {
@@ -406,6 +408,16 @@ mod tests {
         }
         points[9].1 = 1.0;
         assert!(!draw(&points).contains("dot"));
+    }
+
+    #[test]
+    fn a_thinned_curve_is_known_as_one() {
+        let points: Vec<Point> = (0..300).map(|at| (f64::from(at), f64::from(at % 7))).collect();
+        for (columns, is_thinned) in [(100, true), (200, false)] {
+            let mut page = Html::default();
+            curve(&points).draw(&mut page, columns);
+            assert_eq!(page.finish().contains(" data-label=\"a\" data-thinned=\"\" data-x=\""), is_thinned);
+        }
     }
 
     #[test]
