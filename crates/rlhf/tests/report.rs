@@ -7,8 +7,10 @@ use rlhf::settings::{PpoConfig, ReportConfig};
 use rlhf::train::ppo::PpoTrainer;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Texts that must be shown as they are, and change nothing else of the page.
@@ -94,6 +96,94 @@ fn several_runs_are_drawn_over_one_another_with_the_settings_that_differ() {
     let (_, loss) = page.split_once("<b>Loss: training rows</b>").or_else(|| page.split_once("<b>Loss</b>")).unwrap();
     let (loss, _) = loss.split_once("</figure>").unwrap();
     assert_eq!(loss.matches("data-label=").count(), 2, "{loss}");
+}
+
+#[test]
+fn of_runs_of_different_commands_the_settings_that_two_have_are_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let differences = |settings: &[&str]| {
+        let runs = settings.iter().enumerate().map(|(at, settings)| {
+            let run = dir.path().join(at.to_string());
+            std::fs::create_dir_all(&run).unwrap();
+            std::fs::write(run.join("metrics.jsonl"), "{\"step\":1,\"loss\":0.5}\n").unwrap();
+            std::fs::write(run.join("config.yaml"), settings).unwrap();
+            run
+        });
+        let mut config = ReportConfig::new(runs);
+        config.output = Some(dir.path().join("x.html"));
+        let page = std::fs::read_to_string(report(&config).unwrap().path).unwrap();
+        let (_, section) = page.split_once("<section id=\"differences\">").unwrap();
+        section.split_once("</section>").unwrap().0.to_string()
+    };
+    let names = |section: &str| -> Vec<String> {
+        let rows = section.split("<th scope=\"row\">").skip(1);
+        rows.map(|row| row.split('<').next().unwrap().to_string()).collect()
+    };
+    let (ppo, grpo) = ("seed: 1\nkl_coef: 0.1\nvf_coef: 1\nlam: 1\n", "seed: 1\nkl_coef: 0.2\nbeta: 0\nlam: 1\n");
+    let sft = "seed: 2\npacking: true\noutput_dir: c\n";
+    let all = differences(&[ppo, grpo, sft]);
+    assert_eq!(names(&all), ["seed", "kl_coef"]);
+    let left_out =
+        "<p class=\"note\">Settings that only one of these runs has, as those of its command alone, are left out (";
+    // vf_coef, beta, packing, output_dir.
+    assert!(all.contains(&format!("{left_out}4); ")) && all.contains("\u{2013}"), "{all}");
+    let none = differences(&["seed: 1\nlam: 1\n", "seed: 1\nbeta: 0\n"]);
+    assert!(none.contains("<p>None, but the folder.</p>") && none.contains(&format!("{left_out}2); ")), "{none}");
+    let same = differences(&[ppo, &ppo.replace("lam: 1", "lam: 0.9")]);
+    assert!(names(&same) == ["lam"] && !same.contains("left out"), "{same}");
+}
+
+/// Returns the JSON that an expression on the script of the page is, by Node.js, if that is installed.
+fn by_script(expression: &str) -> Option<Value> {
+    let script = concat!(
+        "const document = { getElementById: () => null, querySelectorAll: () => [] };\n",
+        "const IntersectionObserver = class {};\n",
+        include_str!("../src/report/page.js")
+    );
+    let child = Command::new("node").arg("-").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    if child.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        crate::support::say("without Node.js the script of the page is not tested");
+        return None;
+    }
+    let mut child = child.unwrap();
+    let whole = format!("{script}\nconsole.log(JSON.stringify({expression}));\n");
+    child.stdin.take().unwrap().write_all(whole.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{expression}");
+    Some(serde_json::from_slice(&output.stdout).unwrap())
+}
+
+#[test]
+fn the_pointer_takes_the_nearest_update_of_all_curves_and_the_values_of_that_alone() {
+    let curve = |label: &str, updates: &[u32], thinned: bool| json!({"label": label, "thinned": thinned, "x": updates, "y": updates});
+    let (short, long): (Vec<u32>, Vec<u32>) = ((1..=20).collect(), (1..=100).collect());
+    let shown = |curves: &[Value], wanted: f64| {
+        let chart = json!({"curves": curves, "marks": [{"label": "no_stop", "x": 60}]});
+        let found =
+            by_script(&format!("[updateAt({chart}, {wanted}), pointsAt({chart}, updateAt({chart}, {wanted}))]"))?;
+        let points = found[1].as_array().unwrap().iter();
+        let points = points.map(|point| format!("{} {}", point["label"].as_str().unwrap(), point["update"])).collect();
+        Some((found[0].as_f64().unwrap(), points))
+    };
+    let seeds = [curve("a", &short, false), curve("b", &short, false), curve("c", &long, false)];
+    let rare = [curve("a", &long, false), curve("held-out", &[10, 20], false)];
+    let thinned = [curve("a", &[1, 40, 58, 65], true), curve("b", &[1, 30, 50], true)];
+    let cases: [(&[Value], f64, f64, &[&str]); 8] = [
+        (&seeds, 20.4, 20.0, &["a 20", "b 20", "c 20"]),
+        (&seeds, 20.6, 21.0, &["c 21"]),
+        (&seeds, 400.0, 100.0, &["c 100"]),
+        (&rare, 12.8, 13.0, &["a 13"]),
+        (&rare, 10.2, 10.0, &["a 10", "held-out 10"]),
+        // A thinned curve has other updates as well, within its own; a mark is at its own update.
+        (&thinned, 31.0, 30.0, &["a 40", "b 30"]),
+        (&thinned, 60.4, 60.0, &["a 58"]),
+        (&thinned, 64.0, 65.0, &["a 65"]),
+    ];
+    for (curves, wanted, update, points) in cases {
+        let Some(found) = shown(curves, wanted) else { return };
+        let points: Vec<String> = points.iter().copied().map(String::from).collect();
+        assert_eq!(found, (update, points), "{wanted}");
+    }
 }
 
 #[test]

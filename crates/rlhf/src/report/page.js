@@ -17,6 +17,7 @@ function chartOf(svg) {
     const curves = [...svg.querySelectorAll("path[data-x]")].map(path => ({
       label: path.dataset.label,
       colour: [...path.classList].find(name => /^k\d$/.test(name)),
+      thinned: path.hasAttribute("data-thinned"),
       x: numbers(path.dataset.x),
       y: numbers(path.dataset.y),
     }));
@@ -37,6 +38,21 @@ function nearest(values, wanted) {
   return best;
 }
 
+// The update nearest to `wanted` at which a curve has a point, or a mark is.
+function updateAt({ curves, marks }, wanted) {
+  const all = [...curves, ...marks].flatMap(({ x }) => x);
+  return all[nearest(all, wanted)];
+}
+
+// The points of the curves that have one at this update. A thinned curve has its nearest one, within its own updates.
+function pointsAt({ curves }, update) {
+  return curves.flatMap(({ label, colour, thinned, x, y }) => {
+    const at = nearest(x, update);
+    const isThere = x[at] === update || thinned && x[0] < update && update < x[x.length - 1];
+    return isThere ? [{ label, colour, update: x[at], value: y[at] }] : [];
+  });
+}
+
 function element(parent, name, attributes) {
   const node = parent.appendChild(document.createElementNS(SVG, name));
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -50,13 +66,12 @@ function point(svg, update) {
   const x = chart.x(update);
   if (x < chart.left - 1 || x > chart.right + 1) return [];
   element(cursor, "line", { x1: x, x2: x, y1: chart.top, y2: chart.bottom });
-  const values = chart.curves.map(({ label, colour, x, y }) => {
-    const at = nearest(x, update);
-    if (Number.isFinite(y[at])) element(cursor, "circle", { class: colour, cx: chart.x(x[at]), cy: chart.y(y[at]), r: 3.5 });
-    return { label, colour, update: x[at], value: y[at] };
-  });
+  const points = pointsAt(chart, update);
+  for (const { colour, update, value } of points) {
+    if (Number.isFinite(value)) element(cursor, "circle", { class: colour, cx: chart.x(update), cy: chart.y(value), r: 3.5 });
+  }
   svg.appendChild(cursor);
-  return values;
+  return points;
 }
 
 function show(event) {
@@ -64,17 +79,16 @@ function show(event) {
   const box = svg.getBoundingClientRect();
   const chart = chartOf(svg);
   const wanted = chart.update((event.clientX - box.left) / box.width * svg.viewBox.baseVal.width);
-  const { x } = chart.curves[0];
-  const update = x[nearest(x, wanted)];
+  const update = updateAt(chart, wanted);
   for (const other of inView) if (other !== svg) point(other, update);
-  const values = point(svg, update);
-  tip.replaceChildren(`update ${update}`, ...values.map(({ label, colour, value }) => {
+  const points = point(svg, update);
+  tip.replaceChildren(`update ${update}`, ...points.map(({ label, colour, update: own, value }) => {
     const row = document.createElement("div");
-    const text = Number.isFinite(value) ? String(value) : "not finite";
+    const text = (Number.isFinite(value) ? String(value) : "not finite") + (own === update ? "" : ` at update ${own}`);
     row.className = "key " + colour;
     row.append(document.createElement("i"), label ? `${label} ${text}` : text);
     return row;
-  }), ...chart.marks.filter(mark => x[nearest(x, mark.x)] === update).map(({ label, x }) => {
+  }), ...chart.marks.filter(mark => mark.x === update).map(({ label, x }) => {
     const row = document.createElement("div");
     row.className = "bad";
     row.append(`! ${label} at update ${x}`);

@@ -159,20 +159,30 @@ fn verdicts(page: &mut Html, runs: &[Run]) {
     page.raw("</section>\n");
 }
 
-/// Writes the settings in which several runs differ.
+/// Writes the settings that at least two of several runs have, with different values. The others are counted: runs of different commands
+/// have hundreds of them.
 fn differences(page: &mut Html, runs: &[Run]) {
     if runs.len() < 2 {
         return;
     }
-    let differing: Vec<&str> = setting_names(runs)
+    let values = |name: &str| runs.iter().filter_map(|run| run.setting(name)).collect::<Vec<_>>();
+    let (of_one, shared): (Vec<&str>, Vec<&str>) =
+        setting_names(runs).into_iter().partition(|name| values(name).len() == 1);
+    let differing: Vec<&str> = shared
         .into_iter()
         .filter(|name| *name != "output_dir")
-        .filter(|name| runs.iter().any(|run| run.setting(name) != runs[0].setting(name)))
+        .filter(|name| values(name).windows(2).any(|pair| pair[0] != pair[1]))
         .collect();
     page.raw("<section id=\"differences\">\n<h2>Settings that differ</h2>\n");
     match differing.is_empty() {
         true => drop(page.raw("<p>None, but the folder.</p>\n")),
         false => settings_table(page, runs, &differing),
+    }
+    if !of_one.is_empty() {
+        page.raw(
+            "<p class=\"note\">Settings that only one of these runs has, as those of its command alone, are left out (",
+        );
+        page.text(of_one.len()).raw("); they are in the <a href=\"#configuration\">configuration</a>.</p>\n");
     }
     page.raw("</section>\n");
 }

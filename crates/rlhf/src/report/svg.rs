@@ -154,14 +154,21 @@ impl AlarmMark {
 }
 
 impl Curve<'_> {
-    /// Draws the values, and over them, if there are many, their moving average.
+    /// Draws the values, and over them, if there are many, their moving average; a single value is a dot.
     fn draw(&self, page: &mut Html, x: &Axis, y: &Axis, columns: usize) {
         let values = thinned(self.points, x.domain, columns);
-        let smooth = (self.points.len() >= SMOOTHED_FROM).then(|| smoothed(self.points));
-        let class = if smooth.is_some() { "each" } else { "line" };
+        let is_dot = values.iter().filter(|point| point.1.is_finite()).count() == 1;
+        let smooth = (self.points.len() >= SMOOTHED_FROM && !is_dot).then(|| smoothed(self.points));
+        let class = match &smooth {
+            Some(_) => "each",
+            None if is_dot => "line dot",
+            None => "line",
+        };
         self.start_path(page, class);
         let (steps, numbers): (Vec<f64>, Vec<f64>) = values.iter().copied().unzip();
         page.raw("\" data-label=\"").text(&self.label);
+        // Between its points the curve has others, which the page lacks.
+        page.raw(if values.len() < self.points.len() { "\" data-thinned=\"" } else { "" });
         page.raw("\" data-x=\"").text(join(&steps, 12)).raw("\" data-y=\"").text(join(&numbers, 6));
         page.raw("\" d=\"").text(path(&values, x, y)).raw("\"/>");
         if let Some(smooth) = smooth {
@@ -383,6 +390,34 @@ mod tests {
         }
         let path = page.split(" d=\"").last().unwrap().split('"').next().unwrap();
         assert_eq!(path.matches('M').count(), 2, "{path}");
+    }
+
+    #[test]
+    fn a_curve_with_a_single_value_is_a_full_dot() {
+        let draw = |points: &[Point]| {
+            let mut page = Html::default();
+            curve(points).draw(&mut page, 100);
+            page.finish()
+        };
+        let mut points: Vec<Point> = (1..20).map(|at| (f64::from(at), f64::NAN)).collect();
+        points[0].1 = 0.5;
+        // Also where other updates have no value.
+        for points in [&points[..1], &points[..]] {
+            let page = draw(points);
+            assert!(page.contains("<path class=\"line dot k1\"") && !page.contains("smooth"), "{page}");
+        }
+        points[9].1 = 1.0;
+        assert!(!draw(&points).contains("dot"));
+    }
+
+    #[test]
+    fn a_thinned_curve_is_known_as_one() {
+        let points: Vec<Point> = (0..300).map(|at| (f64::from(at), f64::from(at % 7))).collect();
+        for (columns, is_thinned) in [(100, true), (200, false)] {
+            let mut page = Html::default();
+            curve(&points).draw(&mut page, columns);
+            assert_eq!(page.finish().contains(" data-label=\"a\" data-thinned=\"\" data-x=\""), is_thinned);
+        }
     }
 
     #[test]

@@ -55,6 +55,12 @@ const HEIGHT_WITH_UPDATES: u16 = 9;
 /// Columns of the last value of a metric.
 const VALUE: u16 = 11;
 
+/// Columns of the name of a metric, at least, in a terminal of 40 columns or more.
+const NAME: u16 = 12;
+
+/// Columns of the list of metrics beside names and values: two edges, and a column between.
+const BETWEEN: u16 = 3;
+
 /// Lines by which a sample is scrolled.
 const PAGE: usize = 5;
 
@@ -173,7 +179,9 @@ impl View {
         .areas(frame.area());
         frame.render_widget(Paragraph::new(head), top);
         self.curves(frame, charts);
-        let [left, right] = Layout::horizontal([Constraint::Fill(2), Constraint::Fill(3)]).areas(body);
+        // Names have room first; a third of the width stays with the sample.
+        let list = (NAME + VALUE + BETWEEN).min(body.width.saturating_mul(2) / 3).max(body.width.saturating_mul(2) / 5);
+        let [left, right] = Layout::horizontal([Constraint::Length(list), Constraint::Fill(1)]).areas(body);
         self.metrics(frame, left);
         self.newest_sample(frame, right);
         frame.render_widget(
@@ -216,8 +224,7 @@ impl View {
     /// Draws the last value of each metric.
     fn metrics(&self, frame: &mut Frame<'_>, area: Rect) {
         let metrics = self.live.run.metrics.iter().skip(self.metric);
-        // Two edges, and a column between.
-        let names = area.width.saturating_sub(VALUE + 3);
+        let names = area.width.saturating_sub(VALUE + BETWEEN);
         let rows = metrics.filter_map(|series| {
             let (_, value) = series.points.last()?;
             // The ends of names differ, their beginnings are those of groups.
@@ -274,15 +281,18 @@ fn samples(run: &Run) -> Vec<(&Prompt, &Response)> {
     all
 }
 
-/// Draws the values of a metric, and over them, if there are many, their moving average.
+/// Draws the values of a metric, and over them, if there are many, their moving average. Values that are not drawn leave a gap.
 fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
-    let drawn: Vec<Point> = points.iter().copied().filter(|point| point.1.abs() < LARGEST).collect();
+    let drawn: Vec<Point> = points.iter().map(|&(x, y)| (x, if y.abs() < LARGEST { y } else { f64::NAN })).collect();
     let smooth = if drawn.len() >= SMOOTHED_FROM { smoothed(&drawn) } else { Vec::new() };
     let x = Axis::x(drawn.iter().map(|point| point.0)).domain;
     let y = Axis::y(drawn.iter().map(|point| point.1)).domain;
     let dataset = |style: Style| Dataset::default().marker(Marker::Braille).graph_type(GraphType::Line).style(style);
     let each = if smooth.is_empty() { Style::new().cyan() } else { Style::new().dark_gray() };
-    let datasets = vec![dataset(each).data(&drawn), dataset(Style::new().cyan()).data(&smooth)];
+    let datasets = parts(&drawn)
+        .map(|part| dataset(each).data(part))
+        .chain(parts(&smooth).map(|part| dataset(Style::new().cyan()).data(part)))
+        .collect();
     let axis = |domain: [f64; 2], has_labels: bool| {
         let labels = domain.iter().filter(|_| has_labels).map(|value| number(*value, 4));
         widgets::Axis::default().bounds(domain).labels(labels).style(Style::new().dark_gray())
@@ -295,6 +305,11 @@ fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
     let chart =
         Chart::new(datasets).block(block).x_axis(axis(x, area.height >= HEIGHT_WITH_UPDATES)).y_axis(axis(y, true));
     frame.render_widget(chart, area);
+}
+
+/// Returns the parts of a curve between its gaps.
+fn parts(points: &[Point]) -> impl Iterator<Item = &[Point]> {
+    points.split(|point| point.1.is_nan()).filter(|part| !part.is_empty())
 }
 
 #[cfg(test)]
@@ -379,7 +394,7 @@ mod tests {
         let press = |view: &mut View, code: KeyCode| assert!(view.press(KeyEvent::from(code)).is_continue());
         let first = screen(&view, 60, 30);
         has(&first, &["Sample 1 of 3", "line 0 of it", "\u{2026}", "/scores", "PgDn scroll"]);
-        has(&screen(&view, 50, 30), &[" Entropy ", " KL ", "\u{2026}cores"]);
+        has(&screen(&view, 50, 30), &[" Entropy ", " KL ", "\u{2026}tive/scores"]);
         assert!(!first.contains("line 39"), "{first}");
         for _ in 0..20 {
             press(&mut view, KeyCode::PageDown);
@@ -404,6 +419,38 @@ mod tests {
         view.live = LiveRun::open(dir.path()).unwrap();
         has(&screen(&view, 60, 30), &["Sample 1 of 2"]);
         assert_eq!([end_of("ab/cd", 5), end_of("ab/cd", 3), end_of("ab", 0)], ["ab/cd", "\u{2026}cd", ""]);
+    }
+
+    #[test]
+    fn a_gap_of_a_metric_is_one_of_its_curve() {
+        let dir = tempfile::tempdir().unwrap();
+        let drawn = |gap: std::ops::Range<u32>| {
+            let line =
+                |step: u32| format!("{}\n", json!({"step": step, "loss": (!gap.contains(&step)).then_some(1.0)}));
+            fs::write(dir.path().join("metrics.jsonl"), (1..=20).map(line).collect::<String>()).unwrap();
+            let shown = screen(&View::open(dir.path()).unwrap(), 80, 24);
+            let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
+            let row = shown.lines().find(|row| row.contains(is_dot)).unwrap_or_else(|| panic!("no curve in\n{shown}"));
+            row.trim_matches(|c| !is_dot(c)).to_string()
+        };
+        let (whole, parted) = (drawn(0..0), drawn(8..14));
+        assert!(!whole.contains(' ') && parted.contains("     "), "{whole}\n{parted}");
+        assert_eq!(whole.chars().count(), parted.chars().count(), "the ends are drawn");
+        let [gap, one] = [f64::NAN, 1.0];
+        let points = [gap, one, gap, gap, one, one].map(|y| (2.0, y));
+        assert_eq!(parts(&points).map(<[Point]>::len).collect::<Vec<_>>(), [1, 2]);
+    }
+
+    #[test]
+    fn names_of_metrics_have_twelve_columns_in_a_narrow_terminal() {
+        let dir = tempfile::tempdir().unwrap();
+        write_run(dir.path(), 12);
+        let view = View::open(dir.path()).unwrap();
+        let names = ["objective/kl 0.5", "\u{2026}tive/scores 1.2", "\u{2026}onse_length 20"];
+        has(&screen(&view, 40, 30), &names);
+        has(&screen(&view, 60, 30), &names);
+        // The sample has a third.
+        has(&screen(&view, 30, 30), &["\u{2026}cores 1.2", "update"]);
     }
 
     #[test]
