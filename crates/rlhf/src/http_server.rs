@@ -23,9 +23,11 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 /// Time that open connections have to end once the server is stopped.
@@ -231,30 +233,45 @@ pub(crate) fn json_response(status: u16, value: &Value) -> Response {
 
 /// Sends server-sent events to one client, from any thread.
 #[derive(Clone, Debug)]
-pub(crate) struct Events(mpsc::UnboundedSender<Event>);
+pub(crate) struct Events {
+    sender: mpsc::Sender<Event>,
+    /// Set once the client has left [`MOST_EVENTS`] unread.
+    is_behind: Arc<AtomicBool>,
+}
+
+/// Most events that wait for a client. One that reads nothing would fill the memory.
+const MOST_EVENTS: usize = 16_384;
 
 impl Events {
     /// Creates a sender of events, and the stream that a page returns as its response. The response ends when the sender and its clones
     /// are dropped.
     pub(crate) fn channel() -> (Self, EventStream) {
-        let (sender, receiver) = mpsc::unbounded_channel();
-        (Self(sender), EventStream(receiver))
+        let (sender, receiver) = mpsc::channel(MOST_EVENTS);
+        (Self { sender, is_behind: Arc::default() }, EventStream(receiver))
     }
 
-    /// Sends an event with this data: JSON, or other text without carriage returns. Returns false once the client is gone.
+    /// Sends an event with this data: JSON, or other text without carriage returns. Returns false once the client is gone, or has left
+    /// too many events unread.
     pub(crate) fn send(&self, data: &str) -> bool {
-        self.0.send(Event::default().data(data)).is_ok()
+        if self.is_closed() {
+            return false;
+        }
+        let sent = self.sender.try_send(Event::default().data(data));
+        if matches!(sent, Err(TrySendError::Full(_))) {
+            self.is_behind.store(true, Ordering::Relaxed);
+        }
+        sent.is_ok()
     }
 
-    /// Returns whether the client is gone.
+    /// Returns whether the client is gone, or counts as gone.
     pub(crate) fn is_closed(&self) -> bool {
-        self.0.is_closed()
+        self.sender.is_closed() || self.is_behind.load(Ordering::Relaxed)
     }
 }
 
 /// The events of one response.
 #[derive(Debug)]
-pub(crate) struct EventStream(mpsc::UnboundedReceiver<Event>);
+pub(crate) struct EventStream(mpsc::Receiver<Event>);
 
 /// To be called on the server's thread, whose timer it uses. A comment is sent every 15 s without events, so that proxies keep the
 /// connection open.
@@ -296,6 +313,17 @@ mod tests {
             let found = headers(&[(header::HOST, "127.0.0.1"), (header::ORIGIN, origin)]);
             assert!(!is_of_this_machine(&found), "{origin}");
         }
+    }
+
+    #[test]
+    fn a_client_that_reads_no_event_counts_as_gone() {
+        let (events, stream) = Events::channel();
+        assert!((0..MOST_EVENTS).all(|_| events.send("{}")) && !events.is_closed());
+        assert!(!events.send("{}") && events.is_closed() && !events.send("{}"));
+        drop(stream);
+        let (events, stream) = Events::channel();
+        drop(stream);
+        assert!(events.is_closed() && !events.send("{}"));
     }
 
     /// A server with these limits, whose page returns the body of a request.

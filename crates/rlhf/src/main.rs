@@ -87,7 +87,7 @@ fn run(task: &Task) -> Result<u8> {
         }
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again to stop at once")),
         // It stops at once, and nothing is lost.
-        Task::Watch(_) => stop_on_signals(None),
+        Task::Watch(_) => stop_on_signals(None).and_then(|()| end_at_hangup()),
         Task::Eval(_) if is_main() => end_on_signals(Some("stopped; the same command continues the evaluation")),
         Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => end_on_signals(None),
         _ => Ok(()),
@@ -204,6 +204,18 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
             {
                 announce(&format!("\n{}", if is_complete() { COMPLETE } else { message }));
             }
+        }
+    })?;
+    Ok(())
+}
+
+/// Installs a handler: a second after its terminal is gone the process ends, as waiting for a key there never does.
+fn end_at_hangup() -> io::Result<()> {
+    let mut signals = Signals::new(stopping_signals().filter(|&signal| signal == SIGHUP))?;
+    std::thread::Builder::new().name("hangup".into()).spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            std::thread::sleep(Duration::from_secs(1));
+            tch_ext::exit_at_once(128 + signal);
         }
     })?;
     Ok(())

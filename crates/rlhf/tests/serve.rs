@@ -368,13 +368,6 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
             json!("temperature"),
             "temperature = -1",
         ),
-        (
-            TEXT,
-            json!({"model": "policy", "prompt": "a", "temperature": 1e-9}),
-            400,
-            json!("temperature"),
-            "from 0.0001",
-        ),
         (TEXT, json!({"model": "policy", "prompt": "a", "top_p": 1.5}), 400, json!("top_p"), "top_p = 1.5"),
         (TEXT, json!({"model": "policy", "prompt": ""}), 400, json!("prompt"), "at least one token"),
         (TEXT, json!({"model": "policy", "prompt": [5, 352]}), 400, json!("prompt"), "token id 352"),
@@ -448,6 +441,31 @@ fn pages_of_other_sites_reach_no_model_on_loopback() {
     for headers in ["Host: localhost\r\n", "Origin: http://localhost:3000\r\n"] {
         assert_eq!(Answer::read(server.open("GET", "/v1/models", headers, "")).status, 200, "{headers}");
     }
+    // A page of this machine asks before it posts, and may read the response.
+    let origin = "Origin: http://localhost:3000\r\n";
+    let allowed = "access-control-allow-origin: http://localhost:3000";
+    let asked =
+        format!("{origin}Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: content-type\r\n");
+    let asked = Answer::read(server.open("OPTIONS", TEXT, &asked, ""));
+    assert!(asked.status == 204 && asked.head.contains(allowed), "{}", asked.head);
+    assert!(asked.head.contains("access-control-allow-methods: GET, POST"), "{}", asked.head);
+    let body = json!({"model": "policy", "prompt": "a", "max_tokens": 2}).to_string();
+    let answer = Answer::read(server.open("POST", TEXT, origin, &body));
+    assert!(answer.status == 200 && answer.head.contains(allowed), "{}", answer.head);
+    assert!(!server.get("/v1/models").head.contains("access-control"));
+}
+
+#[test]
+fn a_temperature_near_zero_is_greedy_and_a_top_k_of_minus_one_is_none() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch);
+    let text = |settings: Value| {
+        let mut body = json!({"prompt": "ab", "max_tokens": 8, "seed": 5});
+        body.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
+        server.completes(TEXT, body).json()["choices"][0]["text"].clone()
+    };
+    assert_eq!(text(json!({"temperature": 1e-9})), text(json!({"temperature": 0})));
+    assert_eq!(text(json!({"top_k": -1})), text(json!({"top_k": 0})));
 }
 
 #[test]

@@ -105,6 +105,11 @@ fn the_text_of_a_token_has_its_space_and_a_special_token_its_name() {
         let eos = tokenizer.eos().unwrap();
         let name = tokenizer.token_text(ids.last().copied(), eos).unwrap();
         assert!(name.starts_with('<') && name.ends_with('>'), "{model}: {name:?}");
+        // Bytes in the middle of a character are no empty text.
+        let ids = tokenizer.encode_verbatim("a\u{1f3ac}\u{65e5}").unwrap();
+        for pair in ids.windows(2) {
+            assert!(!tokenizer.token_text(Some(pair[0]), pair[1]).unwrap().is_empty(), "{model}: {pair:?}");
+        }
     }
 }
 

@@ -31,10 +31,11 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
     };
     for Entry { mut setting, error } in entries {
         let name = keys.canonical(&setting.key);
-        // Of two names of a flag, as in a whole configuration of TRL, one may be null.
+        // Of two names of a flag, as in a whole configuration of TRL, one may be null, or both may have one value.
         let earlier = settings.iter().position(|earlier| earlier.key == name);
         let is_null = setting.values.is_empty() && error.is_none();
-        if earlier.is_some() && is_null {
+        let is_same = earlier.is_some_and(|place| error.is_none() && settings[place].values == setting.values);
+        if earlier.is_some() && is_null || is_same {
             continue;
         }
         let nulled = earlier.filter(|&place| settings[place].values.is_empty());
@@ -98,7 +99,7 @@ fn refused(
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::testing::{file_error, parse_words};
+    use crate::cli::testing::{PPO, file_error, parse_words, with_file};
 
     #[test]
     fn an_unknown_key_names_the_file_the_line_and_the_nearest_key() {
@@ -111,6 +112,15 @@ mod tests {
             "run.yaml:1: unknown key `zzz`; `rlhf ppo --help` lists the flags, whose names are the keys"
         );
         assert!(file_error("config: other.yaml\n").starts_with("run.yaml:1: unknown key `config`"));
+    }
+
+    #[test]
+    fn two_names_of_a_flag_may_have_the_same_value() {
+        for text in ["gradient_checkpointing: true\nactivation_checkpointing: true\n", "kl-coef: 1\ninit_kl_coef: 1\n"]
+        {
+            let file = with_file(text, &PPO);
+            assert!(file.is_ok(), "{text}: {file:?}");
+        }
     }
 
     #[test]

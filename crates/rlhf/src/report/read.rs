@@ -140,6 +140,9 @@ impl Run {
         if let Some(at) = runs.iter().position(|run| run.metrics.is_empty()) {
             let found = match runs[at].damage.first() {
                 Some(damage) => format!("none ({damage})"),
+                None if dirs[at].join("evaluation.json").is_file() => {
+                    "an evaluation: its summary.json has the results".into()
+                }
                 None => format!("no line of metrics in its {METRICS} yet"),
             };
             return Err(Error::invalid(&dirs[at], format!("expected a run with updates, found {found}")));

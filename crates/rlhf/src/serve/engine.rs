@@ -173,7 +173,10 @@ impl Engine {
                 // Clients do not need to know the folder of the model.
                 let of_template = |error: Error| match error {
                     Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
-                    other => ApiError::invalid("messages", other.to_string()),
+                    other => {
+                        let folder = format!("{}/", self.dir.display());
+                        ApiError::invalid("messages", one_line(&other.to_string()).replace(&folder, ""))
+                    }
                 };
                 let (text, tokens) = encoded.map_err(of_template)?;
                 (tokens, text)
