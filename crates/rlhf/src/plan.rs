@@ -17,8 +17,10 @@ mod work;
 use crate::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
 use crate::dist::as_ranks;
 use crate::optim::OptimizerConfig;
+use crate::reward::{Spec, specs};
 use crate::settings::{GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
+use crate::train::ppo;
 use crate::{Error, Result};
 use members::Models;
 use memory::Job;
@@ -397,12 +399,29 @@ pub fn generation(config: &GenerateConfig, options: &PlanOptions) -> Result<Plan
     generating::plan(config, options)
 }
 
+/// Refuses what PPO refuses before it loads weights, by its settings and the configurations of its models.
+fn check_ppo(run: &PlannedRun, models: &Models) -> Result<()> {
+    let PlannedRun::Ppo(config) = run else { return Ok(()) };
+    ppo::check_eval_prompts(config)?;
+    let specs = specs(config)?;
+    ppo::check_rewards(config, specs.iter().map(Spec::name))?;
+    ppo::check_reward_models(config, &specs, &config.sft_model_path)?;
+    let (most, shared) = (models.policy().num_hidden_layers - 1, config.legacy.num_shared_layers.unwrap_or(0));
+    match shared as i64 <= most || config.peft.use_peft {
+        true => Ok(()),
+        false => Err(Error::Usage(format!(
+            "num_shared_layers = {shared}: expected at most {most}, so that at least one layer is trained"
+        ))),
+    }
+}
+
 /// [`plan`] of a run whose models may be those that earlier stages will write.
 fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<Plan> {
     as_ranks(options.ranks * options.machines, || {
         run.check()?;
         let device = device_of(run.run().device)?;
         let models = Models::find(run, made)?;
+        check_ppo(run, &models)?;
         let rows = Rows::read(run, &models)?;
         let machine = Machine::find(device, options);
         let job = Job::new(run, &models, &rows, machine)?;

@@ -173,7 +173,7 @@ fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<St
 ///
 /// # Errors
 /// If there are none.
-fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
+pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
     let (Some(every), false) = (eval.eval_steps, sources.has_eval()) else { return Ok(()) };
     if data.dataset_train_split == data.dataset_test_split {
         return Err(crate::Error::Usage(format!(

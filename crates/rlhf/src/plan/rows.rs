@@ -9,6 +9,7 @@ use crate::model::{PassTokens, SourceTokens, shared_lens};
 use crate::optim::micro_batch::micro_batches;
 use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::tokenizer::Tokenizer;
+use crate::train::check_held_out;
 use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::leave_out_long;
 use crate::train::sft::{into_blocks, learned, max_row_length, shorten};
@@ -96,6 +97,7 @@ impl Rows {
         }
         let max_length = max_row_length(config, models.policy())?;
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        check_held_out(&config.eval, &sources, &config.data)?;
         let (train, _) = sources.read(config.run.seed, Stage::Sft)?;
         let mut lens = Vec::new();
         let mut blocks = Vec::new();
@@ -129,6 +131,7 @@ impl Rows {
         tokenizer.set_encoder_decoder(false);
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        check_held_out(&config.eval, &sources, &config.data)?;
         let (train, _) = sources.read(config.run.seed, Stage::Reward)?;
         let (mut lens, mut pairs) = (Vec::new(), Vec::new());
         for dataset in &train {
@@ -155,6 +158,7 @@ impl Rows {
         let limit = PromptLimit::new(&config.prompt_length, of_models)?;
         let (prompts, lens, notes) = match Sources::find(&config.data, None) {
             Ok(sources) => {
+                check_held_out(&config.eval, &sources, &config.data)?;
                 let (prompts, lens) = read_prompts(&sources, config, models, limit)?;
                 (prompts, lens, Vec::new())
             }

@@ -267,11 +267,10 @@ impl EvalConfig {
                 None => Ok(()),
             };
         };
-        let needs =
-            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: it is not computed otherwise"));
+        let needs = |what: &str, why: &str| usage(format!("metric_for_best_model = {metric} needs {what}: {why}"));
         match (self.eval_steps, save_steps) {
-            (None, _) if is_eval_metric(metric) => needs("eval_steps"),
-            (None, None) => needs("eval_steps or save_steps"),
+            (None, _) if is_eval_metric(metric) => needs("eval_steps", "it is not computed otherwise"),
+            (None, None) => needs("eval_steps or save_steps", "models are compared at their updates"),
             // Other names are checked after the first update; these could only be checked after the first evaluation.
             _ if is_eval_metric(metric) => {
                 let is = |name: &&str| metric == name || name.ends_with('/') && metric.starts_with(name);

@@ -37,8 +37,8 @@ use crate::{Error, Result};
 use evaluate::ReportedScores;
 pub(crate) use load::Loaded;
 use load::open;
-pub(in crate::train) use load::{Ends, check_reward_models, check_rewards, check_sync, find_texts, read_prompts};
-pub(crate) use load::{check_encoder_decoder, check_same_kind, prompt_limit};
+pub(in crate::train) use load::{Ends, check_sync, find_texts, read_prompts};
+pub(crate) use load::{check_encoder_decoder, check_reward_models, check_rewards, check_same_kind, prompt_limit};
 use replay::RecordedScores;
 pub use replay::{Differing, RecordedUpdate, Replayed};
 use std::fmt;
@@ -325,7 +325,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
 }
 
 /// Refuses a number of prompts that no evaluation uses; callers of the library may evaluate without `eval_steps`.
-pub(super) fn check_eval_prompts(config: &PpoConfig) -> Result<()> {
+pub(crate) fn check_eval_prompts(config: &PpoConfig) -> Result<()> {
     if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
         let found = config.num_eval_prompts;
         return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));

@@ -534,7 +534,7 @@ pub(in crate::train) fn read_prompts(
 }
 
 /// Refuses a run that has no reward, or chooses the best model by one that it has not; `names` are those of its rewards.
-pub(in crate::train) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
+pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
     if names.is_empty() {
         let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
@@ -552,7 +552,7 @@ pub(in crate::train) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterat
 }
 
 /// Refuses the `policy`, a folder or a name, as its own reward model.
-pub(in crate::train) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: &Path) -> Result<()> {
+pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: &Path) -> Result<()> {
     match rewards.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy)) {
         Some(same) => Err(Error::Usage(format!(
             "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
