@@ -158,7 +158,7 @@ impl Decoder {
             (Some(bias), Some(base)) => {
                 let init = Init::Normal(std * (shape.hidden_size as f64).powf(-0.5));
                 let sizes = [bias.buckets, shape.num_attention_heads];
-                Some(b.embedding(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
+                Some(b.bias_table(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
             }
             _ => None,
         };
