@@ -154,7 +154,7 @@ impl CausalLm {
     fn untied_for(&mut self, modules: &[String], add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let names = &self.body.config.family.names;
         let embedding = format!("{}.weight", names.embed);
-        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_module(name, modules));
+        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_saved(names, name, modules));
         let tied = self.body.config.tie_word_embeddings;
         // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
         if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
