@@ -159,7 +159,7 @@ impl Body {
                 None
             }
             HeadNames::Score if config.is_sequence_classifier() => Some("score"),
-            _ => Some(names.lm_head.trim_end_matches(".weight")),
+            _ => Some(names.saved_in_peft(names.lm_head.trim_end_matches(".weight"))),
         };
         (kept, head)
     }
