@@ -1,7 +1,7 @@
 //! Causal language models.
 
 use super::adapter_folder::AdapterFolder;
-use super::batch::Batch;
+use super::batch::{Batch, Ends};
 use super::body::{Body, Gathered, Hidden, Loaded, Trains};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
@@ -507,7 +507,7 @@ impl CausalLm {
         let ids = on_device(&ids, self.device());
         tch::no_grad(|| {
             let hidden = self.hidden_at(batch, -1)?;
-            Ok(self.lm_head.top_logprobs(&hidden.states, &ids, k))
+            self.lm_head.top_logprobs(&hidden.states, &ids, k, batch.ends)
         })
     }
 
@@ -537,18 +537,31 @@ impl CausalLm {
     /// Starts decoding: reads the prompts into a cache that `new_tokens` tokens per row can be appended to.
     ///
     /// Returns the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
-    pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], new_tokens: usize) -> Result<(KvCache, Tensor)> {
-        self.read(prompts, |width| width + new_tokens)
+    ///
+    /// # Errors
+    /// If `ends` ends the pass.
+    pub(crate) fn prefill<S: AsRef<[i64]>>(
+        &self,
+        prompts: &[S],
+        new_tokens: usize,
+        ends: Ends<'_>,
+    ) -> Result<(KvCache, Tensor)> {
+        self.read(prompts, |width| width + new_tokens, ends)
     }
 
     /// [`CausalLm::prefill`] with a cache whose rows have the capacity that `capacity` returns for the longest of them.
-    fn read<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: impl FnOnce(usize) -> usize) -> Result<(KvCache, Tensor)> {
+    fn read<S: AsRef<[i64]>>(
+        &self,
+        prompts: &[S],
+        capacity: impl FnOnce(usize) -> usize,
+        ends: Ends<'_>,
+    ) -> Result<(KvCache, Tensor)> {
         let layout = self.body.layout_of_prompts(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);
         let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
-        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None)?;
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None, ends)?;
         Ok((cache, self.lm_head.forward(&hidden)))
     }
 
@@ -559,7 +572,7 @@ impl CausalLm {
         if rows.is_empty() {
             return Ok(logits);
         }
-        let (again, new) = self.read(&sequences, |_| cache.capacity())?;
+        let (again, new) = self.read(&sequences, |_| cache.capacity(), Ends::NEVER)?;
         cache.replace_rows(&rows, &again);
         let rows = on_device(&rows, logits.device());
         Ok(logits.index_copy(0, &rows, &new))
