@@ -1042,6 +1042,8 @@ def lora_checks(work):
     for family, target in later.items():
         targets = [target, "o_proj"]
         cases.append((family, ("own targets", (["--lora_target_modules", *targets], {"target_modules": targets})), False))
+    head = (["--lora_modules_to_save", "lm_head"], {"modules_to_save": ["lm_head"]})  # `embed_out` in the files of its models
+    cases.append(("gpt_neox", ("head in full", head), False))
     for family in ("t5", "t5, gated"):
         cases.append((family, ("the family's targets", ([], {})), False))
     dora = (["--lora_target_modules", "all-linear", "--use_dora"], {"target_modules": "all-linear", "use_dora": True})

@@ -6,7 +6,7 @@ pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
 use crate::flag::expect;
-use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, uses_kernels};
+use crate::model::{CausalLm, Ends, KvCache, TokenSet, TopLogprobs, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -296,11 +296,26 @@ pub fn generate_with<P: AsRef<[i64]>>(
     config: &GenerationConfig,
     mut each: impl FnMut(&Token) -> ControlFlow<()>,
 ) -> Result<Vec<Response>> {
-    let steps = match model.device() {
+    generate_by(steps_of(model), model, prompts, config, &mut each, Ends::NEVER)
+}
+
+/// [`generate_with`], which is asked between the layers of a pass over prompts too whether it `ends`. It then is an error.
+pub(crate) fn generate_until<P: AsRef<[i64]>>(
+    model: &CausalLm,
+    prompts: &[P],
+    config: &GenerationConfig,
+    mut each: impl FnMut(&Token) -> ControlFlow<()>,
+    ends: Ends<'_>,
+) -> Result<Vec<Response>> {
+    generate_by(steps_of(model), model, prompts, config, &mut each, ends)
+}
+
+/// Number of steps after which tokens are read from the model's device.
+fn steps_of(model: &CausalLm) -> usize {
+    match model.device() {
         Device::Cuda(_) => STEPS_ON_GPU,
         _ => 1,
-    };
-    generate_by(steps, model, prompts, config, &mut each)
+    }
 }
 
 /// [`generate`] with the prompts divided over the ranks of `world`, which all pass the same ones; each gets all responses. All
@@ -329,6 +344,7 @@ fn generate_by<P: AsRef<[i64]>>(
     prompts: &[P],
     config: &GenerationConfig,
     each: &mut Each<'_>,
+    ends: Ends<'_>,
 ) -> Result<Vec<Response>> {
     config.check()?;
     let context = model.config().max_position_embeddings;
@@ -351,14 +367,18 @@ fn generate_by<P: AsRef<[i64]>>(
     let per_prompt = config.num_return_sequences;
     let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * per_prompt];
     let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
-    for batch in batches(&lens, config) {
+    let batches = if config.max_new_tokens == 0 { Vec::new() } else { batches(&lens, config) };
+    for batch in batches {
         let mut ended = false;
         let mut each = |token: &Token| {
             let flow = each(token);
             ended |= flow.is_break();
             flow
         };
-        let done = tch::no_grad(|| generate_batch(steps, model, prompts, &batch, config, &mut each))?;
+        let done = tch::no_grad(|| {
+            let prefill = Prefill::new(model, prompts, &batch, config, ends)?;
+            generate_batch(steps, prefill, &mut each)
+        })?;
         let rows = batch.iter().flat_map(|prompt| prompt * per_prompt..(prompt + 1) * per_prompt);
         for (row, response) in rows.zip(done) {
             responses[row] = Some(response);
@@ -367,7 +387,7 @@ fn generate_by<P: AsRef<[i64]>>(
             break;
         }
     }
-    // Responses that were not started because `each` ended the generation are empty.
+    // Responses without tokens, or that were not started because `each` ended the generation, are empty.
     Ok(responses.into_iter().map(|response| response.unwrap_or_else(|| Response::empty(config))).collect())
 }
 
@@ -380,21 +400,11 @@ fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
     order.chunks(at_once).map(<[usize]>::to_vec).collect()
 }
 
-/// Generates the responses to the prompts `batch`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
+/// Generates the responses to the prompts of `prefill`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
 /// Reads results from the device every `steps` steps. Ends early, with the responses of the parts so far, if `each` ends the generation.
-fn generate_batch<P: AsRef<[i64]>>(
-    steps: usize,
-    model: &CausalLm,
-    prompts: &[P],
-    batch: &[usize],
-    config: &GenerationConfig,
-    each: &mut Each<'_>,
-) -> Result<Vec<Response>> {
-    let count = batch.len() * config.num_return_sequences;
-    if config.max_new_tokens == 0 {
-        return Ok(vec![Response::empty(config); count]);
-    }
-    let mut prefill = Prefill::new(model, prompts, batch, config)?;
+fn generate_batch(steps: usize, mut prefill: Prefill<'_>, each: &mut Each<'_>) -> Result<Vec<Response>> {
+    let config = prefill.config;
+    let count = prefill.batch.len() * config.num_return_sequences;
     let parts = count.div_ceil(config.batch_size.max(1));
     let rows: Vec<usize> = (0..count).collect();
     let mut responses = Vec::with_capacity(count);
@@ -428,9 +438,10 @@ impl<'a> Prefill<'a> {
         prompts: &'a [P],
         batch: &'a [usize],
         config: &'a GenerationConfig,
+        ends: Ends<'_>,
     ) -> Result<Self> {
         let prompts: Vec<&[i64]> = batch.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
-        let (cache, logits) = model.prefill(&prompts, config.max_new_tokens)?;
+        let (cache, logits) = model.prefill(&prompts, config.max_new_tokens, ends)?;
         Ok(Self { model, config, batch, prompts, cache: Some(cache), logits })
     }
 
@@ -886,12 +897,15 @@ mod tests {
                 GenerationConfig { stop_strings: Some(strings), min_new_tokens: 2, ..plain },
             ];
             for (i, config) in settings.iter().enumerate() {
-                let expected = generate_by(1, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
+                let expected =
+                    generate_by(1, &model, &prompts(), config, &mut |_| ControlFlow::Continue(()), Ends::NEVER)
+                        .unwrap();
                 let early = |r: &Response| r.finish == FinishReason::Stop && r.tokens.len() < config.max_new_tokens;
                 assert_eq!(expected.iter().any(early), ![0, 1].contains(&i), "{name}, settings {i}: who stops early");
                 for steps in [3, 16] {
                     let found =
-                        generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
+                        generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(()), Ends::NEVER)
+                            .unwrap();
                     for (found, expected) in found.iter().zip(&expected) {
                         let what = format!("{name}, settings {i}: {steps} steps");
                         assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{what}");
@@ -964,6 +978,49 @@ mod tests {
     }
 
     #[test]
+    fn a_pass_over_prompts_ends_between_layers_once_no_one_waits_for_it() {
+        use std::cell::Cell;
+        let (model, _) = golden_model("gpt_neox");
+        let config = GenerationConfig::new(Sampling::at_temperature(0.7), 4);
+        let expected = generate(&model, &prompts(), &config).unwrap();
+        let layers = model.config().num_hidden_layers as usize;
+        let (asked, most) = (Cell::new(0), Cell::new(usize::MAX));
+        let is_over = || {
+            asked.set(asked.get() + 1);
+            asked.get() > most.get()
+        };
+        let mut tokens = 0;
+        let mut until = || {
+            let each = |_: &Token| {
+                tokens += 1;
+                ControlFlow::Continue(())
+            };
+            let found = generate_until(&model, &prompts(), &config, each, Ends::when(&is_over));
+            (found, std::mem::take(&mut tokens))
+        };
+        let (found, _) = until();
+        assert_eq!((found.unwrap(), asked.get() % layers), (expected, 0));
+        asked.set(0);
+        most.set(1);
+        let (found, tokens) = until();
+        let error = found.unwrap_err().to_string();
+        assert!(error.contains("ended before its last layer") && tokens == 0 && asked.get() == 2, "{error}");
+        let span = 1..5;
+        let sequence = [[5i64, 6, 7, 8, 9]];
+        let batch = Batch::new(&sequence, std::slice::from_ref(&span));
+        let whole = Alternatives::on_host(&model.top_logprobs(batch, 2).unwrap());
+        asked.set(0);
+        most.set(usize::MAX);
+        assert_eq!(Alternatives::on_host(&model.top_logprobs(batch.ending_when(&is_over), 2).unwrap()), whole);
+        // The last question is before the logits.
+        for most_asked in [1, asked.get() - 1] {
+            asked.set(0);
+            most.set(most_asked);
+            assert!(model.top_logprobs(batch.ending_when(&is_over), 2).is_err());
+        }
+    }
+
+    #[test]
     fn a_batch_has_whole_groups_or_one_group() {
         let lens = [3, 1, 2, 1, 5];
         let of = |num_return_sequences, batch_size| {
@@ -988,8 +1045,9 @@ mod tests {
         };
         let (prompts, batch) = (prompts(), [4, 8]);
         let mut all = |_: &Token| ControlFlow::Continue(());
-        let expected = tch::no_grad(|| generate_batch(1, &model, &prompts, &batch, &config, &mut all)).unwrap();
-        let mut prefill = tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config)).unwrap();
+        let read = || tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config, Ends::NEVER)).unwrap();
+        let expected = tch::no_grad(|| generate_batch(1, read(), &mut all)).unwrap();
+        let mut prefill = read();
         let mut found = Vec::new();
         for rows in [0..3, 3..4, 4..9, 9..14] {
             let rows: Vec<usize> = rows.collect();
@@ -1014,7 +1072,7 @@ mod tests {
         let prompts: [&[i64]; 5] = [&[5], &[6, 7, 8], &[9, 200], &[10], &[200]];
         for steps in [1, 3, 16] {
             let config = GenerationConfig::new(Sampling::at_temperature(0.7), 5);
-            let error = generate_by(steps, &model, &prompts, &config, &mut |_| ControlFlow::Continue(()));
+            let error = generate_by(steps, &model, &prompts, &config, &mut |_| ControlFlow::Continue(()), Ends::NEVER);
             let error = error.unwrap_err().to_string();
             assert!(error.starts_with("prompt 4: the model's logits are not finite"), "{error}");
         }

@@ -34,8 +34,8 @@ mod shard;
 mod value_head;
 
 pub(crate) use adapter_folder::AdapterFolder;
-pub(crate) use batch::shared_lens;
 pub use batch::{Batch, JointBatch};
+pub(crate) use batch::{Ends, shared_lens};
 pub(crate) use batches::{batches, in_batches, joined};
 pub(crate) use body::Trains;
 pub use body::{Gathered, Loaded};

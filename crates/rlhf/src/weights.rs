@@ -632,7 +632,11 @@ pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
         dir if dir.exists() => "a file in place of the folder",
         _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
-    Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
+    // The form `task:model` of TRL's scripts names a pipeline of transformers.
+    let tasks = ["sentiment-analysis:", "text-classification:"];
+    let alone = dir.to_str().and_then(|name| tasks.iter().find_map(|task| name.strip_prefix(task)));
+    let hint = alone.map_or(String::new(), |model| format!("; give the model alone: --reward_model_path {model}"));
+    Error::invalid(dir, format!("expected a model folder with a {name}, found {found}{hint}"))
 }
 
 /// A hint with the names of the adapters in subfolders of `dir`, where PEFT saves several adapters of one model; `None` if there

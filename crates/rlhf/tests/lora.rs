@@ -227,6 +227,69 @@ fn adapters_of_embeddings_heads_and_tokens_give_pefts_logits_and_are_saved_as_mo
 }
 
 #[test]
+fn the_head_of_gpt_neox_is_saved_under_pefts_name_and_read_under_that_and_its_own() {
+    let name = |of: &str, end: &str| format!("base_model.model.{of}.{end}");
+    for given in ["lm_head", "embed_out"] {
+        let mut trained = model("gpt_neox");
+        trained.add_adapter(&LoraConfig { modules_to_save: vec![given.into()], ..config() }, 1).unwrap();
+        trained.set_trainable(true);
+        stir(trained.params());
+        let head = trained.trainable_params().find(|param| param.name == "embed_out.weight").unwrap();
+        let _ = tch::no_grad(|| head.tensor.shallow_clone().g_mul_scalar_(2.0));
+        let expected = tch::no_grad(|| trained.logits(&IDS).unwrap().remove(0));
+        let out = tempfile::tempdir().unwrap();
+        trained.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let check = |dir: &Path| {
+            let described = read_json(&dir.join("adapter_config.json"));
+            assert_eq!(described["modules_to_save"], json!(["lm_head"]), "{given}");
+            let file = Checkpoint::open_file(&dir.join("adapter_model.safetensors")).unwrap();
+            let saved: Vec<&str> = file.names().filter(|name| !name.contains("lora_")).collect();
+            assert_eq!(saved, [name("lm_head", "weight")], "{given}");
+            let opened = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+            assert_close(given, &opened.logits(&IDS).unwrap()[0], &expected, 0.0);
+        };
+        check(out.path());
+        // A folder of earlier versions has the name of the model's files.
+        let (old, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut described = read_json(&out.path().join("adapter_config.json"));
+        described["modules_to_save"] = json!(["embed_out"]);
+        std::fs::write(old.path().join("adapter_config.json"), described.to_string()).unwrap();
+        let file = Checkpoint::open_file(&out.path().join("adapter_model.safetensors")).unwrap();
+        let read = |of: &str| (of.replace("lm_head", "embed_out"), file.read(of, Device::Cpu, Kind::Float).unwrap());
+        let tensors: Vec<(String, Tensor)> = file.names().map(read).collect();
+        Tensor::write_safetensors(&tensors, old.path().join("adapter_model.safetensors")).unwrap();
+        let opened = CausalLm::from_pretrained(old.path(), ModelOptions::default()).unwrap();
+        assert_close("the old name", &opened.logits(&IDS).unwrap()[0], &expected, 0.0);
+        opened.save_pretrained(again.path(), &[0], None, usize::MAX).unwrap();
+        check(again.path());
+        // Classifiers have no such head.
+        SequenceClassifier::from_pretrained(out.path(), Some(1), ModelOptions::default()).unwrap();
+    }
+    // So has a product of low rank for the head.
+    let own = model("gpt_neox");
+    let base = own.params().iter().find(|param| param.name == "embed_out.weight").unwrap().tensor.detach();
+    let &[rows, width] = base.size().as_slice() else { panic!() };
+    let plain = Checkpoint::open_file(&adapter("gpt_neox").join("adapter_model.safetensors")).unwrap();
+    let mut described = read_json(&adapter("gpt_neox").join("adapter_config.json"));
+    let (r, alpha) = (described["r"].as_i64().unwrap(), described["lora_alpha"].as_f64().unwrap());
+    let waves = |sizes: [i64; 2]| Tensor::arange(sizes[0] * sizes[1], (Kind::Float, Device::Cpu)).sin().view(sizes);
+    let (a, b) = (waves([r, width]), waves([rows, r]));
+    for of in ["lm_head", "embed_out"] {
+        let dir = tempfile::tempdir().unwrap();
+        described["target_modules"] = json!(["query_key_value", of]);
+        std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
+        let read = |name: &str| (name.to_string(), plain.read(name, Device::Cpu, Kind::Float).unwrap());
+        let mut tensors: Vec<(String, Tensor)> = plain.names().map(read).collect();
+        tensors.extend([(name(of, "lora_A.weight"), a.copy()), (name(of, "lora_B.weight"), b.copy())]);
+        Tensor::write_safetensors(&tensors, dir.path().join("adapter_model.safetensors")).unwrap();
+        let mut opened = model("gpt_neox");
+        opened.load_adapter(dir.path()).unwrap();
+        let head = opened.params().iter().find(|param| param.name == "embed_out.weight").unwrap();
+        assert_close(of, &head.tensor, &(&base + b.matmul(&a) * (alpha / r as f64)), 1e-6);
+    }
+}
+
+#[test]
 fn changed_embeddings_that_do_not_fit_are_one_line() {
     let refused = |name: &str, changes: &[(&str, Value)], tensors: &dyn Fn(&str) -> bool| {
         let dir = tempfile::tempdir().unwrap();

@@ -924,6 +924,21 @@ fn file(dir: &Path) -> Vec<(String, Tensor)> {
 type Named = Vec<(String, Tensor)>;
 
 #[test]
+fn weight_decay_spares_norms_and_all_tensors_named_a_bias_as_in_transformers() {
+    // The others are those of `Trainer.get_decay_parameter_names` of transformers 5.23, which selects no vector of these families.
+    for name in ["t5", "mt5", "bart", "gpt_neox", "gpt2", "llama_untied"] {
+        let model = CausalLm::from_pretrained(&golden().join("models").join(name), ModelOptions::default()).unwrap();
+        for param in model.params() {
+            let is_spared = param.tensor.dim() == 1 || param.name.contains("bias");
+            assert_eq!(param.decay, !is_spared, "{name}: {}", param.name);
+        }
+        let is_table = |name: &str| name.ends_with("relative_attention_bias.weight");
+        let tables = model.params().iter().filter(|param| is_table(&param.name)).count();
+        assert_eq!(tables, if name.ends_with("t5") { 2 } else { 0 }, "{name}");
+    }
+}
+
+#[test]
 fn a_stored_head_that_differs_from_a_tied_embedding_is_kept_and_either_name_will_do() {
     let dir = golden().join("models/gpt2");
     let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();

@@ -834,6 +834,11 @@ fn invalid_rewards_are_refused_before_a_run_starts() {
         (&["--reward_url", "http://me:pass@host/"], 2, &["reward_url = host/", "without a password"]),
         (&["--reward", "model:nowhere"], 1, &["nowhere: ", "no such folder"]),
         (
+            &["--reward_model_path", "sentiment-analysis:lvwerra/distilbert-imdb"],
+            1,
+            &["no such folder", "; give the model alone: --reward_model_path lvwerra/distilbert-imdb"],
+        ),
+        (
             &["--reward", "json", "--reward_timeout", "0"],
             2,
             &["reward_timeout = 0: expected a number of seconds above 0"],

@@ -9,17 +9,18 @@ use super::families::FAMILIES;
 use super::linear::Linear;
 use super::lora::{
     Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, heads_of, is_below, is_head, is_in_head,
-    is_in_module,
+    is_saved,
 };
 use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, lists_of, pefts_index};
 use super::params::Param;
-use super::shape::Family;
+use super::shape::{Family, Names};
 use crate::hub;
 use crate::weights::{self, Checkpoint, TensorSpec, pretty, read_json, write_text};
 use crate::{Error, Result};
 use embeddings::{By, Changed, EMBEDDING_ENDS, TOKENS_END};
 use remainder::{Remainder, doubled};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
@@ -212,8 +213,8 @@ impl AdapterFolder {
         self.expect("task_type", |v| v.is_null() || tasks.iter().any(|task| v == task), expected)
     }
 
-    /// The content of `adapter_config.json`, with the path under which the base was found. For a language model's adapter on a
-    /// classifier of `family`, the content with which it will be saved: `modules` are those of the base that it saves.
+    /// The content of `adapter_config.json`, with the path under which the base was found and PEFT's names of modules. For a language
+    /// model's adapter on a classifier of `family`, the content with which it will be saved: `modules` are those of the base that it saves.
     pub(super) fn described(&self, family: &Family, classifier: bool, modules: &[String]) -> Map<String, Value> {
         let mut described = self.described.clone();
         if classifier && self.check_task(true).is_err() {
@@ -221,6 +222,11 @@ impl AdapterFolder {
             let saved = modules.iter().map(String::as_str).chain(heads.iter().copied());
             described.insert("task_type".into(), "SEQ_CLS".into());
             described.insert("modules_to_save".into(), saved.collect());
+        }
+        if let Some(Value::Array(saved)) = described.get_mut("modules_to_save") {
+            for module in saved {
+                *module = module.as_str().map_or(Value::Null, |name| family.names.saved_in_peft(name).into());
+            }
         }
         let named = described.get("base_model_name_or_path").and_then(Value::as_str).map(PathBuf::from);
         if let Some(name) = named.filter(|name| !name.is_dir())
@@ -377,17 +383,19 @@ impl AdapterFolder {
         let lacks_prefix = family.names.encoder.is_some() && !of_own.any(|name| name.starts_with(prefix));
         let dropped = if lacks_prefix { prefix } else { "" };
         let (device, remainder) = (target.device, self.remainder);
-        let mut tensors = AdapterTensors { weights: &weights, device, remainder, dropped, lists, read, problems };
+        let names = &family.names;
+        let mut tensors =
+            AdapterTensors { weights: &weights, names, device, remainder, dropped, lists, read, problems };
         let mut adapters = Vec::new();
         for linear in linears {
             if let Some(adapter) = tensors.adapter(linear, &config, &sizes)? {
                 adapters.push((linear, adapter));
             }
         }
-        let lm_head = family.names.lm_head;
         // Classifiers have no LM head, and one of PEFT's names of heads.
         let (heads, modules): (Vec<String>, Vec<String>) = config.modules_to_save.iter().cloned().partition(|module| {
-            classifier && (HEADS.contains(&module.as_str()) || is_in_module(lm_head, std::slice::from_ref(module)))
+            classifier
+                && (HEADS.contains(&module.as_str()) || is_saved(names, names.lm_head, std::slice::from_ref(module)))
         });
         let of_base = LoraConfig { modules_to_save: modules, ..config };
         let params = || target.params.iter().map(|param| param.name.as_str());
@@ -398,7 +406,9 @@ impl AdapterFolder {
             let name = tensors.stored_name(&param.name);
             let of_head = is_head(&param.name) && (saves(&param.name) || weights.shape(&name).is_some());
             let changed = param.name.strip_suffix(".weight");
-            if let Some(changed) = self.changed.iter().find(|of| Some(of.module.as_str()) == changed) {
+            let is_changed =
+                |of: &&Changed| changed.is_some_and(|own| of.module == own || of.module == names.in_peft(own));
+            if let Some(changed) = self.changed.iter().find(is_changed) {
                 let value = tensors.changed(changed, param, sizes.of(&changed.module))?;
                 values.extend(value.map(|value| (param.name.clone(), value)));
             } else if (of_head || saved.contains(&param.name))
@@ -408,7 +418,7 @@ impl AdapterFolder {
             }
         }
         if classifier || (target.tied && ties(&self.described)) {
-            tensors.read.push(stored_name(lm_head));
+            tensors.read.push(tensors.stored_name(names.lm_head));
         }
         tensors.finish(&self.dir)?;
         let mut params = Vec::new();
@@ -456,6 +466,7 @@ fn whole(value: &Value) -> Option<usize> {
 /// Reads the tensors of an adapter's file and collects the problems.
 struct AdapterTensors<'a> {
     weights: &'a Checkpoint,
+    names: &'static Names,
     device: Device,
     remainder: Option<Remainder>,
     /// Prefix of the model's names that the file's lack.
@@ -470,7 +481,7 @@ struct AdapterTensors<'a> {
 impl AdapterTensors<'_> {
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> String {
-        stored_name(name.strip_prefix(self.dropped).unwrap_or(name))
+        name_in(self.weights, self.names, name.strip_prefix(self.dropped).unwrap_or(name))
     }
 
     /// The tensor `name` in f32; `None`, with a problem, if it is missing or has another shape.
@@ -583,20 +594,26 @@ pub(super) fn open_weights(dir: &Path) -> Result<Checkpoint> {
     Checkpoint::open_file(&dir.join(WEIGHTS))
 }
 
-/// The name of a parameter in an adapter's file.
+/// The name of a parameter in the file of an adapter of a family with these `names`: PEFT's, or the model's own if the file has only that.
+pub(super) fn name_in(file: &Checkpoint, names: &Names, name: &str) -> String {
+    let [pefts, own] = [names.in_peft(name).as_ref(), name].map(stored_name);
+    if file.shape(&pefts).is_none() && file.shape(&own).is_some() { own } else { pefts }
+}
+
+/// The name in an adapter's file of a parameter that PEFT has under `name`.
 pub(super) fn stored_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
 /// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`, `params` are the stored parameters with
-/// their names, `tensor` returns a parameter's values.
+/// PEFT's names, `tensor` returns a parameter's values.
 pub(super) fn save(
     dir: &Path,
     described: &Map<String, Value>,
-    params: &[(&str, &Param)],
+    params: &[(Cow<'_, str>, &Param)],
     mut tensor: impl FnMut(&Param) -> Result<Tensor>,
 ) -> Result<()> {
-    let spec = |(name, param): &(&str, &Param)| TensorSpec {
+    let spec = |(name, param): &(Cow<'_, str>, &Param)| TensorSpec {
         name: stored_name(name),
         kind: Kind::Float,
         shape: param.tensor.size(),

@@ -1,9 +1,38 @@
 //! Batches of ragged sequences: the tokens of one pass and the positions whose results are computed.
 
 use super::lora::DropoutRows;
+use crate::{Error, Result};
+use std::fmt;
 use std::ops::Range;
 use tch::{Device, Tensor};
 use tch_ext::on_device;
+
+/// A question that is asked between the layers of a forward pass: whether the pass ends, since no one waits for its results any more.
+#[derive(Clone, Copy)]
+pub(crate) struct Ends<'a>(Option<&'a dyn Fn() -> bool>);
+
+impl<'a> Ends<'a> {
+    /// A pass that is always completed.
+    pub(crate) const NEVER: Self = Self(None);
+
+    pub(crate) fn when(is_over: &'a dyn Fn() -> bool) -> Self {
+        Self(Some(is_over))
+    }
+
+    /// Fails if the pass ends. A model that is divided over ranks needs the same answer on all of them.
+    pub(crate) fn check(self) -> Result<()> {
+        match self.0 {
+            Some(is_over) if is_over() => Err(Error::Run("the forward pass was ended before its last layer".into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Ends<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Ends::when" } else { "Ends::NEVER" })
+    }
+}
 
 /// Sequences of one pass and, for each, the span of positions whose results are computed.
 #[derive(Debug)]
@@ -19,6 +48,8 @@ pub struct Batch<'a, S> {
     pub(super) prompt_lens: Option<&'a [usize]>,
     /// Dropout before the adapters; backward passes only.
     pub(super) dropout: Option<&'a DropoutRows>,
+    /// Whether a forward pass ends before its last layer.
+    pub(super) ends: Ends<'a>,
 }
 
 /// Tokens are computed once for several sequences where that leaves out at least this share of all: below it, copying the keys and values
@@ -50,7 +81,8 @@ impl<S> Copy for Batch<'_, S> {}
 impl<'a, S> Batch<'a, S> {
     /// A batch of whole sequences without padding or dropout; one span per sequence, in positions of that sequence.
     pub fn new(sequences: &'a [S], spans: &'a [Range<usize>]) -> Self {
-        Self { sequences, spans, unpadded_lens: None, shared_lens: None, prompt_lens: None, dropout: None }
+        let (unpadded_lens, shared_lens, prompt_lens, dropout) = (None, None, None, None);
+        Self { sequences, spans, unpadded_lens, shared_lens, prompt_lens, dropout, ends: Ends::NEVER }
     }
 
     /// Sets the number of tokens of each sequence's prompt: the encoder of an encoder-decoder reads the prompt, and its decoder the start
@@ -87,6 +119,11 @@ impl<'a, S> Batch<'a, S> {
             }
         }
         Self { shared_lens, ..self }
+    }
+
+    /// Ends a forward pass between its layers once `is_over` returns true; the pass then is an error.
+    pub(crate) fn ending_when(self, is_over: &'a dyn Fn() -> bool) -> Self {
+        Self { ends: Ends::when(is_over), ..self }
     }
 
     /// Applies dropout before the adapters of the model.

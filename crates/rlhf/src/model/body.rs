@@ -1,7 +1,7 @@
 //! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
 use super::adapter_folder::{AdapterFolder, AdapterTarget};
-use super::batch::Batch;
+use super::batch::{Batch, Ends};
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
 use super::layout::{Layout, rounded};
@@ -543,7 +543,7 @@ impl Body {
         self.check(Batch::new(sequences, &[]))?;
         let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = Layout::new(sequences, self.device);
-        let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None))?;
+        let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None, Ends::NEVER))?;
         Ok((layout, Hidden { states, _pass: pass }))
     }
 
@@ -558,7 +558,7 @@ impl Body {
         let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = self.layout_of(&batch.with_dropout(None), shift);
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
-        let states = self.without_graph(|| self.decoder.forward(&layout, None, Some(&rows), None))?;
+        let states = self.without_graph(|| self.decoder.forward(&layout, None, Some(&rows), None, batch.ends))?;
         Ok(Hidden { states: states.narrow(0, 0, count), _pass: pass })
     }
 

@@ -1,7 +1,7 @@
 //! Causal language models.
 
 use super::adapter_folder::AdapterFolder;
-use super::batch::Batch;
+use super::batch::{Batch, Ends};
 use super::body::{Body, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
@@ -178,7 +178,7 @@ impl CausalLm {
     fn untied_for(&mut self, modules: &[String], add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let names = &self.body.config.family.names;
         let embedding = format!("{}.weight", names.embed);
-        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_module(name, modules));
+        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_saved(names, name, modules));
         let tied = self.body.config.tie_word_embeddings;
         // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
         if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
@@ -434,7 +434,7 @@ impl CausalLm {
         let ids = on_device(&ids, self.device());
         tch::no_grad(|| {
             let hidden = self.hidden_at(batch, -1)?;
-            Ok(self.head.top_logprobs(&hidden.states, &ids, k))
+            self.head.top_logprobs(&hidden.states, &ids, k, batch.ends)
         })
     }
 
@@ -464,18 +464,31 @@ impl CausalLm {
     /// Starts decoding: reads the prompts into a cache that `new_tokens` tokens per row can be appended to.
     ///
     /// Returns the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
-    pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], new_tokens: usize) -> Result<(KvCache, Tensor)> {
-        self.read(prompts, |width| width + new_tokens)
+    ///
+    /// # Errors
+    /// If `ends` ends the pass.
+    pub(crate) fn prefill<S: AsRef<[i64]>>(
+        &self,
+        prompts: &[S],
+        new_tokens: usize,
+        ends: Ends<'_>,
+    ) -> Result<(KvCache, Tensor)> {
+        self.read(prompts, |width| width + new_tokens, ends)
     }
 
     /// [`CausalLm::prefill`] with a cache whose rows have the capacity that `capacity` returns for the longest of them.
-    fn read<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: impl FnOnce(usize) -> usize) -> Result<(KvCache, Tensor)> {
+    fn read<S: AsRef<[i64]>>(
+        &self,
+        prompts: &[S],
+        capacity: impl FnOnce(usize) -> usize,
+        ends: Ends<'_>,
+    ) -> Result<(KvCache, Tensor)> {
         let layout = self.body.layout_of_prompts(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);
         let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
-        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None)?;
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None, ends)?;
         Ok((cache, self.head.forward(&hidden)))
     }
 
@@ -486,7 +499,7 @@ impl CausalLm {
         if rows.is_empty() {
             return Ok(logits);
         }
-        let (again, new) = self.read(&sequences, |_| cache.capacity())?;
+        let (again, new) = self.read(&sequences, |_| cache.capacity(), Ends::NEVER)?;
         cache.replace_rows(&rows, &again);
         let rows = on_device(&rows, logits.device());
         Ok(logits.index_copy(0, &rows, &new))

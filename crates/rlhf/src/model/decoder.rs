@@ -1,5 +1,6 @@
 //! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
+use super::batch::Ends;
 use super::kv_cache::KvCache;
 use super::layout::{Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
@@ -158,7 +159,7 @@ impl Decoder {
             (Some(bias), Some(base)) => {
                 let init = Init::Normal(std * (shape.hidden_size as f64).powf(-0.5));
                 let sizes = [bias.buckets, shape.num_attention_heads];
-                Some(b.embedding(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
+                Some(b.bias_table(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
             }
             _ => None,
         };
@@ -259,13 +260,15 @@ impl Decoder {
     /// packed order, or at all tokens. Fills `cache` if there is one.
     ///
     /// # Errors
-    /// If the parameters are divided over ranks, and a rank has ended or does not respond; as all functions of passes.
+    /// If `ends` ends the pass; if the parameters are divided over ranks, and a rank has ended or does not respond, as all functions of
+    /// passes.
     pub(crate) fn forward(
         &self,
         layout: &Layout,
         mut cache: Option<&mut KvCache>,
         rows: Option<&Tensor>,
         dropout: Option<&Dropout>,
+        ends: Ends<'_>,
     ) -> Result<Tensor> {
         if let Some(cache) = &mut cache {
             cache.begin_sequences(layout);
@@ -273,7 +276,7 @@ impl Decoder {
         let memory = match (&self.encoder, &layout.source) {
             (Some(encoder), Some(source)) => {
                 let dropout = dropout.map(|dropout| dropout.over(&source.layout.lens));
-                Some(Memory { states: encoder.forward(&source.layout, None, None, dropout.as_ref())?, dropout })
+                Some(Memory { states: encoder.forward(&source.layout, None, None, dropout.as_ref(), ends)?, dropout })
             }
             _ => None,
         };
@@ -281,6 +284,7 @@ impl Decoder {
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
         (pass.bias, pass.memory) = (self.bias(layout), memory);
         for i in 0..self.layers.len() {
+            ends.check()?;
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, rows);
         }
@@ -317,7 +321,7 @@ impl Decoder {
         if options.gradient_checkpointing || self.shards.are_gradients_divided() {
             return self.backward_by_layer(layout, rows, options, gradient_of);
         }
-        let hidden = self.forward(layout, None, Some(rows), options.dropout)?;
+        let hidden = self.forward(layout, None, Some(rows), options.dropout, Ends::NEVER)?;
         tch_ext::backward(&hidden, &gradient_of(&hidden));
         Ok(())
     }

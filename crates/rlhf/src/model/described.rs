@@ -463,8 +463,9 @@ impl ModelSizes {
     fn with_saved(&self, holding: Holding<'_>) -> Result<(Vec<TensorSize>, Vec<String>)> {
         let mut tensors = self.tensors.clone();
         let Holding::Adapted(lora) = holding else { return Ok((tensors, Vec::new())) };
-        let tied = self.tied().map(|at| (at, self.config.family.names.lm_head));
-        let is_saved = |name: &str| lora::is_in_module(name, &lora.modules_to_save);
+        let names = &self.config.family.names;
+        let tied = self.tied().map(|at| (at, names.lm_head));
+        let is_saved = |name: &str| lora::is_saved(names, name, &lora.modules_to_save);
         if let Some((at, lm_head)) = tied.filter(|(at, lm_head)| is_saved(lm_head) || is_saved(&tensors[*at].name)) {
             tensors.push(TensorSize { name: lm_head.into(), ..tensors[at].clone() });
             tensors[at].role = TensorRole::Other;

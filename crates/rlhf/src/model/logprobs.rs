@@ -1,6 +1,7 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
+use super::batch::Ends;
 use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
@@ -277,18 +278,19 @@ impl LmHead {
     }
 
     /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
-    pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize) -> TopLogprobs {
+    pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize, ends: Ends<'_>) -> Result<TopLogprobs> {
         let slices = self.slices(hidden.size()[0]).map(|range| {
+            ends.check()?;
             let logits = self.forward(&rows_of(hidden, &range));
-            TopLogprobs::of(&logits, &rows_of(ids, &range), k)
+            Ok(TopLogprobs::of(&logits, &rows_of(ids, &range), k))
         });
-        let slices: Vec<TopLogprobs> = slices.collect();
+        let slices: Vec<TopLogprobs> = slices.collect::<Result<_>>()?;
         let all = |f: fn(&TopLogprobs) -> &Tensor| Tensor::cat(&slices.iter().map(f).collect::<Vec<_>>(), 0);
-        TopLogprobs {
+        Ok(TopLogprobs {
             logprobs: all(|slice| &slice.logprobs),
             top_ids: all(|slice| &slice.top_ids),
             top_logprobs: all(|slice| &slice.top_logprobs),
-        }
+        })
     }
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is

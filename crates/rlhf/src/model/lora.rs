@@ -1,7 +1,7 @@
 //! Low-rank adapters (LoRA and DoRA): small trained tensors beside frozen weights, and the dropout before them.
 
 use super::params::Param;
-use super::shape::Family;
+use super::shape::{Family, Names};
 use crate::Result;
 use crate::rng::{Purpose, Stream};
 use std::cell::RefCell;
@@ -51,6 +51,11 @@ pub(super) fn is_below(name: &str, module: &str) -> bool {
 pub(super) fn is_in_module(name: &str, modules: &[impl AsRef<str>]) -> bool {
     let mut parents = name.match_indices('.').map(|(at, _)| &name[..at]);
     parents.any(|parent| modules.iter().any(|module| parent.ends_with(module.as_ref())))
+}
+
+/// Whether the tensor or layer `name` is part of one of the modules `modules`, by its name in the files of a model or by that in PEFT's.
+pub(super) fn is_saved(names: &Names, name: &str, modules: &[impl AsRef<str>]) -> bool {
+    is_in_module(name, modules) || is_in_module(&names.in_peft(name), modules)
 }
 
 /// Whether the tensor or layer is part of a head that is trained in full, which gets no adapter. The ends of the names of modules count, as

@@ -1,7 +1,7 @@
 //! The settings of low-rank adapters: their flags, the layers that they select, and their form in PEFT's files.
 
 use super::families::FAMILIES;
-use super::lora::{HEADS, LayerSize, heads_of, is_in_module};
+use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_saved};
 use super::shape::Family;
 use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
 use crate::weights::brief;
@@ -75,7 +75,8 @@ impl LoraConfig {
         let number = |x: f64| if x.fract() == 0.0 { json!(x as i64) } else { json!(x) };
         let saved = self.modules_to_save.iter().map(String::as_str).filter(|name| !HEADS.contains(name));
         let heads: &[&str] = if classifier { heads_of(family) } else { &[] };
-        let saved: Vec<&str> = saved.chain(heads.iter().copied()).collect();
+        let saved: Vec<&str> =
+            saved.map(|name| family.names.saved_in_peft(name)).chain(heads.iter().copied()).collect();
         let ranks: Map<String, Value> = self.rank_pattern.iter().map(|(name, r)| (name.clone(), json!(r))).collect();
         let alphas: Map<String, Value> =
             self.alpha_pattern.iter().map(|(name, alpha)| (name.clone(), number(*alpha))).collect();
@@ -191,7 +192,8 @@ impl LoraConfig {
         classifier: bool,
     ) -> Result<Vec<String>> {
         let params: Vec<&str> = params.collect();
-        let is_found = |module: &String| params.iter().any(|name| is_in_module(name, std::slice::from_ref(module)));
+        let names = &family.names;
+        let is_found = |module: &String| params.iter().any(|name| is_saved(names, name, std::slice::from_ref(module)));
         let is_head = |module: &str| classifier && HEADS.contains(&module);
         let mut modules = self.modules_to_save.iter();
         if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || is_found(module))) {
@@ -202,9 +204,9 @@ impl LoraConfig {
                 last_parts(modules)
             )));
         }
-        let saved = params.into_iter().filter(|name| is_in_module(name, &self.modules_to_save));
+        let saved = params.into_iter().filter(|name| is_saved(names, name, &self.modules_to_save));
         let saved: Vec<String> = saved.map(str::to_string).collect();
-        let experts = family.names.experts;
+        let experts = names.experts;
         if let Some(name) = saved.iter().find(|name| experts.is_some_and(|experts| experts.has(name))) {
             return Err(Error::Usage(format!(
                 "lora_modules_to_save: expected modules of {} outside its MLPs, found one with `{name}`: PEFT's names of experts \

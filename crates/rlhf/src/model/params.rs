@@ -17,7 +17,7 @@ pub struct Param {
     /// The tensor, in the dtype that it is held in; shares memory with the model. A quantized weight is its codes, and has the tensors
     /// beside it as further parameters.
     pub tensor: Tensor,
-    /// Whether weight decay applies. It does not apply to biases and norms, as in TRL.
+    /// Whether weight decay applies. It does not apply to norms and biases, those of attention by distance among them, as in transformers.
     pub decay: bool,
     /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
     pub embedding: bool,
@@ -371,6 +371,13 @@ impl<'a> Builder<'a> {
                 read.unwrap_or_else(|| Tensor::zeros([0], (self.kind(), self.device)))
             }
         })
+    }
+
+    /// [`Builder::embedding`] of biases by distance, which transformers spares weight decay as it does all tensors named a bias.
+    pub(crate) fn bias_table(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let tensor = self.embedding(name, shape, init)?;
+        self.params.last_mut().expect("it was just kept").decay = false;
+        Ok(tensor)
     }
 
     /// [`Builder::tensor`] of an embedding.

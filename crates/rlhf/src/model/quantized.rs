@@ -840,6 +840,13 @@ mod tests {
             let options = ModelOptions { quantization: Some(other), ..ModelOptions::default() };
             assert_eq!(save(options), config["quantization_config"]);
         }
+        // transformers renames GPT-NeoX's head when it reads a model, and looks for the new name.
+        let dir = tempfile::tempdir().unwrap();
+        with_quantized("gpt_neox", dir.path(), &|layer| layer.ends_with("dense_h_to_4h"), format);
+        let model = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        let skipped = described(out.path())["llm_int8_skip_modules"].as_array().unwrap().clone();
+        assert!(skipped.contains(&json!("lm_head")) && !skipped.contains(&json!("embed_out")), "{skipped:?}");
     }
 
     #[test]

@@ -54,12 +54,13 @@ impl Body {
             described.sort_keys();
         }
         let trained = self.params.iter().filter(|param| self.is_trained(&param.name));
-        let mut stored: Vec<(&str, &Param)> = trained.map(|param| (param.name.as_str(), param)).collect();
+        let names = &self.config.family.names;
+        let mut stored: Vec<_> = trained.map(|param| (names.in_peft(&param.name), param)).collect();
         // PEFT stores an embedding that stays tied under the head's name too.
         if self.config.tie_word_embeddings && adapter_folder::ties(&described) {
-            let names = &self.config.family.names;
             let embedding = stored.iter().find(|(name, _)| name.strip_suffix(".weight") == Some(names.embed));
-            stored.extend(embedding.map(|(_, param)| (names.lm_head, *param)).into_iter().collect::<Vec<_>>());
+            let of_head = embedding.map(|(_, param)| (names.in_peft(names.lm_head), *param));
+            stored.extend(of_head);
         }
         let mut gathered = self.shards().by_name(true);
         adapter_folder::save(dir, &described, &stored, |param| {
@@ -158,7 +159,7 @@ impl Body {
                 None
             }
             HeadNames::Score if config.is_sequence_classifier() => Some("score"),
-            _ => Some(names.lm_head.trim_end_matches(".weight")),
+            _ => Some(names.saved_in_peft(names.lm_head.trim_end_matches(".weight"))),
         };
         (kept, head)
     }
@@ -184,7 +185,7 @@ impl Body {
         let is_read = |name: &str| !adapter || self.is_trained(name);
         let read = |name: &str, tensor: &Tensor| {
             let name = match adapter {
-                true => adapter_folder::stored_name(name),
+                true => adapter_folder::name_in(&file, &self.config.family.names, name),
                 false => stored(name).unwrap_or_else(|| name.to_string()),
             };
             let (expected, found) = (tensor.size(), file.shape(&name));

@@ -2,6 +2,7 @@
 
 use crate::{Error, Result};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::Path;
 
 /// Maximum of a size: far above any model's, and small enough that products do not overflow.
@@ -15,6 +16,9 @@ const MOST_EXPERTS: i64 = 100_000;
 
 /// Maximum number of layers, so that a hostile file cannot make building take hours, or memory for lists of its layers.
 pub(super) const MOST_LAYERS: i64 = 10_000;
+
+/// The LM head's module in transformers.
+const LM_HEAD: &str = "lm_head";
 
 /// End of the names of transformers' classes of sequence classifiers.
 const CLASSIFIER: &str = "ForSequenceClassification";
@@ -528,7 +532,7 @@ pub(crate) struct Names {
     pub(crate) cross: Option<CrossNames>,
     /// Names of the encoder's stack, which has the embedding of the decoder.
     pub(crate) encoder: Option<&'static Names>,
-    /// Full name of the LM head's weight.
+    /// Full name of the LM head's weight in the files of a model; see [`Names::in_peft`].
     pub(crate) lm_head: &'static str,
     /// Whether linear weights are stored as `[in, out]` instead of `[out, in]`.
     pub(crate) transposed: bool,
@@ -558,6 +562,22 @@ impl HeadNames {
 }
 
 impl Names {
+    /// The name in transformers, and so in the files of PEFT, of the module or tensor that has this name in the files of a model. The LM
+    /// head is `lm_head` in every family: transformers 5 renames GPT-NeoX's `embed_out` when it reads a model.
+    pub(crate) fn in_peft<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        let rest = name.strip_prefix(self.lm_head.trim_end_matches(".weight"));
+        match rest.filter(|rest| !self.lm_head.is_empty() && (rest.is_empty() || rest.starts_with('.'))) {
+            Some(rest) => format!("{LM_HEAD}{rest}").into(),
+            None => name.into(),
+        }
+    }
+
+    /// The name for PEFT of a module that is trained in full; `module` is the end of its name, in the files of a model or in PEFT's.
+    pub(crate) fn saved_in_peft<'n>(&self, module: &'n str) -> &'n str {
+        let selects_head = self.lm_head.trim_end_matches(".weight").ends_with(module);
+        if selects_head && !LM_HEAD.ends_with(module) { LM_HEAD } else { module }
+    }
+
     /// Whether the linear layer of this name is quantized when weights are: as in transformers, neither experts with their router nor the
     /// output of T5's MLPs, whose numbers are large.
     pub(crate) fn quantizes(&self, layer: &str) -> bool {

@@ -3,15 +3,16 @@
 use super::api::{ApiError, Endpoint, Prompt, Request};
 use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
-use crate::generate::{Alternatives, GenerationConfig, Token, generate_with};
+use crate::generate::{Alternatives, GenerationConfig, Token, generate_until};
 use crate::http_server::{EventStream, Events};
-use crate::model::{Batch, CausalLm};
+use crate::model::{Batch, CausalLm, Ends};
 use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;
+use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -229,14 +230,17 @@ impl Engine {
         }
         let mut open = choices.len();
         let mut failed = None;
+        let sink = RefCell::new(sink);
+        // Also asked during the pass over the prompts, which takes minutes for long ones on a CPU.
+        let is_over = || stop_requested() || sink.borrow().is_gone();
         let each = |token: &Token| {
-            if stop_requested() || sink.is_gone() {
+            if is_over() {
                 return ControlFlow::Break(());
             }
             let choice = &mut choices[token.response];
             let was_finished = choice.is_finished();
             match choice.push(token) {
-                Ok(delta) => sink.add(token.response, delta),
+                Ok(delta) => sink.borrow_mut().add(token.response, delta),
                 Err(error) => {
                     failed = Some(error);
                     return ControlFlow::Break(());
@@ -246,9 +250,11 @@ impl Engine {
             if open == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         // A panic is libtorch's: memory that a request of this size does not get. The model is as before.
-        let ran = catch_unwind(AssertUnwindSafe(|| generate_with(&self.model, prompts, generation, each)));
+        let ends = Ends::when(&is_over);
+        let ran = catch_unwind(AssertUnwindSafe(|| generate_until(&self.model, prompts, generation, each, ends)));
         match (ran, failed) {
             (Ok(Ok(_)), None) => {}
+            (Ok(Err(_)), _) if is_over() => return Err(ApiError::unavailable("the server stops")),
             (Ok(Ok(_)), Some(error)) | (Ok(Err(error)), _) => return Err(refused(error)),
             (Err(_), _) => return Err(ApiError::internal("the model failed: is there memory for this request?")),
         }
@@ -256,7 +262,7 @@ impl Engine {
             return Err(ApiError::unavailable("the server stops"));
         }
         for (index, choice) in choices.iter_mut().enumerate().filter(|(_, choice)| !choice.is_finished()) {
-            sink.add(index, choice.end());
+            sink.borrow_mut().add(index, choice.end());
         }
         let prompt = prompts.iter().map(Vec::len).sum();
         Ok(Usage { prompt, completion: choices.iter().map(|choice| choice.tokens).sum() })
@@ -270,15 +276,19 @@ impl Engine {
         sink: &mut Sink<'_>,
     ) -> Result<(), ApiError> {
         for (at, (prompt, text)) in prompts.iter().zip(texts).enumerate() {
-            if stop_requested() || sink.is_gone() {
+            let is_over = || stop_requested() || sink.is_gone();
+            if is_over() {
                 return Err(ApiError::unavailable("the server stops"));
             }
             let tokens = match request.logprobs {
                 None => Vec::new(),
                 Some(k) => {
-                    let found = catch_unwind(AssertUnwindSafe(|| self.alternatives(prompt, k)));
+                    let found = catch_unwind(AssertUnwindSafe(|| self.alternatives(prompt, k, &is_over)));
                     let found =
                         found.map_err(|_| ApiError::internal("the model failed: is there memory for this prompt?"))?;
+                    if found.is_err() && is_over() {
+                        return Err(ApiError::unavailable("the server stops"));
+                    }
                     let tokens = found.and_then(|found| prompt_tokens(&self.tokenizer, prompt, &found));
                     tokens.map_err(|error| ApiError::internal(error.to_string()))?
                 }
@@ -290,13 +300,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns the alternatives of all tokens of a prompt but the first.
-    fn alternatives(&self, prompt: &[i64], k: usize) -> Result<Vec<Alternatives>> {
+    /// Returns the alternatives of all tokens of a prompt but the first; an error if the pass `is_over` before its end.
+    fn alternatives(&self, prompt: &[i64], k: usize, is_over: &dyn Fn() -> bool) -> Result<Vec<Alternatives>> {
         if prompt.len() < 2 {
             return Ok(Vec::new());
         }
         let span = 1..prompt.len();
-        Ok(Alternatives::on_host(&self.model.top_logprobs(Batch::new(&[prompt], std::slice::from_ref(&span)), k)?))
+        let prompt = [prompt];
+        let batch = Batch::new(&prompt, std::slice::from_ref(&span)).ending_when(is_over);
+        Ok(Alternatives::on_host(&self.model.top_logprobs(batch, k)?))
     }
 }
 
