@@ -58,7 +58,7 @@ pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
-use self::layers::{Translated, resolve, translated, without_nulls};
+use self::layers::{Translated, name_nulls, resolve, translated};
 use self::plan::{PLAN, PlanTask};
 use self::replay::{REPLAY, ReplayTask};
 use self::setting::{Setting, with_defaults};
@@ -158,13 +158,14 @@ fn with_settings(
 ) -> Result<Task, Stop> {
     let name = command.get_name();
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    name_nulls(&mut settings);
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
-    without_nulls(&mut settings);
+    settings.retain(|setting| !setting.values.is_empty());
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {
         settings.push(Setting::new("output_dir", vec![".".into()]));

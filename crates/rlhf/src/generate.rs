@@ -6,7 +6,7 @@ pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
 use crate::flag::expect;
-use crate::model::{CausalLm, Ends, KvCache, TokenSet, TopLogprobs, uses_kernels};
+use crate::model::{CausalLm, KvCache, StopCheck, TokenSet, TopLogprobs, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -296,7 +296,7 @@ pub fn generate_with<P: AsRef<[i64]>>(
     config: &GenerationConfig,
     mut each: impl FnMut(&Token) -> ControlFlow<()>,
 ) -> Result<Vec<Response>> {
-    generate_by(steps_of(model), model, prompts, config, &mut each, Ends::NEVER)
+    generate_by(steps_of(model), model, prompts, config, &mut each, StopCheck::NEVER)
 }
 
 /// [`generate_with`], which is asked between the layers of a pass over prompts too whether it `ends`. It then is an error.
@@ -305,7 +305,7 @@ pub(crate) fn generate_until<P: AsRef<[i64]>>(
     prompts: &[P],
     config: &GenerationConfig,
     mut each: impl FnMut(&Token) -> ControlFlow<()>,
-    ends: Ends<'_>,
+    ends: StopCheck<'_>,
 ) -> Result<Vec<Response>> {
     generate_by(steps_of(model), model, prompts, config, &mut each, ends)
 }
@@ -344,7 +344,7 @@ fn generate_by<P: AsRef<[i64]>>(
     prompts: &[P],
     config: &GenerationConfig,
     each: &mut Each<'_>,
-    ends: Ends<'_>,
+    ends: StopCheck<'_>,
 ) -> Result<Vec<Response>> {
     config.check()?;
     let context = model.config().max_position_embeddings;
@@ -401,7 +401,7 @@ fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
 }
 
 /// Generates the responses to the prompts of `prefill`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
-/// Reads results from the device every `steps` steps. Ends early, with the responses of the parts so far, if `each` ends the generation.
+/// Reads results from the device every `steps` steps. StopCheck early, with the responses of the parts so far, if `each` ends the generation.
 fn generate_batch(steps: usize, mut prefill: Prefill<'_>, each: &mut Each<'_>) -> Result<Vec<Response>> {
     let config = prefill.config;
     let count = prefill.batch.len() * config.num_return_sequences;
@@ -438,7 +438,7 @@ impl<'a> Prefill<'a> {
         prompts: &'a [P],
         batch: &'a [usize],
         config: &'a GenerationConfig,
-        ends: Ends<'_>,
+        ends: StopCheck<'_>,
     ) -> Result<Self> {
         let prompts: Vec<&[i64]> = batch.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
         let (cache, logits) = model.prefill(&prompts, config.max_new_tokens, ends)?;
@@ -898,14 +898,20 @@ mod tests {
             ];
             for (i, config) in settings.iter().enumerate() {
                 let expected =
-                    generate_by(1, &model, &prompts(), config, &mut |_| ControlFlow::Continue(()), Ends::NEVER)
+                    generate_by(1, &model, &prompts(), config, &mut |_| ControlFlow::Continue(()), StopCheck::NEVER)
                         .unwrap();
                 let early = |r: &Response| r.finish == FinishReason::Stop && r.tokens.len() < config.max_new_tokens;
                 assert_eq!(expected.iter().any(early), ![0, 1].contains(&i), "{name}, settings {i}: who stops early");
                 for steps in [3, 16] {
-                    let found =
-                        generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(()), Ends::NEVER)
-                            .unwrap();
+                    let found = generate_by(
+                        steps,
+                        &model,
+                        &prompts(),
+                        config,
+                        &mut |_| ControlFlow::Continue(()),
+                        StopCheck::NEVER,
+                    )
+                    .unwrap();
                     for (found, expected) in found.iter().zip(&expected) {
                         let what = format!("{name}, settings {i}: {steps} steps");
                         assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{what}");
@@ -995,7 +1001,7 @@ mod tests {
                 tokens += 1;
                 ControlFlow::Continue(())
             };
-            let found = generate_until(&model, &prompts(), &config, each, Ends::when(&is_over));
+            let found = generate_until(&model, &prompts(), &config, each, StopCheck::when(&is_over));
             (found, std::mem::take(&mut tokens))
         };
         let (found, _) = until();
@@ -1004,7 +1010,7 @@ mod tests {
         most.set(1);
         let (found, tokens) = until();
         let error = found.unwrap_err().to_string();
-        assert!(error.contains("ended before its last layer") && tokens == 0 && asked.get() == 2, "{error}");
+        assert!(error.contains("ended before its result was complete") && tokens == 0 && asked.get() == 2, "{error}");
         let span = 1..5;
         let sequence = [[5i64, 6, 7, 8, 9]];
         let batch = Batch::new(&sequence, std::slice::from_ref(&span));
@@ -1045,7 +1051,7 @@ mod tests {
         };
         let (prompts, batch) = (prompts(), [4, 8]);
         let mut all = |_: &Token| ControlFlow::Continue(());
-        let read = || tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config, Ends::NEVER)).unwrap();
+        let read = || tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config, StopCheck::NEVER)).unwrap();
         let expected = tch::no_grad(|| generate_batch(1, read(), &mut all)).unwrap();
         let mut prefill = read();
         let mut found = Vec::new();
@@ -1072,7 +1078,8 @@ mod tests {
         let prompts: [&[i64]; 5] = [&[5], &[6, 7, 8], &[9, 200], &[10], &[200]];
         for steps in [1, 3, 16] {
             let config = GenerationConfig::new(Sampling::at_temperature(0.7), 5);
-            let error = generate_by(steps, &model, &prompts, &config, &mut |_| ControlFlow::Continue(()), Ends::NEVER);
+            let error =
+                generate_by(steps, &model, &prompts, &config, &mut |_| ControlFlow::Continue(()), StopCheck::NEVER);
             let error = error.unwrap_err().to_string();
             assert!(error.starts_with("prompt 4: the model's logits are not finite"), "{error}");
         }

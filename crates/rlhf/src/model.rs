@@ -35,7 +35,7 @@ mod value_head;
 
 pub(crate) use adapter_folder::AdapterFolder;
 pub use batch::{Batch, JointBatch};
-pub(crate) use batch::{Ends, shared_lens};
+pub(crate) use batch::{StopCheck, shared_lens};
 pub(crate) use batches::{batches, in_batches, joined};
 pub(crate) use body::Trains;
 pub use body::{Gathered, Loaded};

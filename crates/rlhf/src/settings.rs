@@ -232,7 +232,8 @@ mod tests {
         assert_settings(
             &SftConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
+                "preset": "trl", "model_name_or_path": "m", "model_revision": "main", "config_name": null, "tokenizer_name": null,
+                "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
                 "chat_template_path": null,
@@ -242,7 +243,8 @@ mod tests {
         assert_settings(
             &RewardConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
+                "preset": "trl", "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d",
+                "eval_dataset_name": null,
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
                 "pair_loss": "sequence", "reward_format": null, "num_padding_at_beginning": null, "eval_only": false,

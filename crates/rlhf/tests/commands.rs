@@ -2,9 +2,11 @@
 
 use crate::cli::{Ran, Scratch, json_lines};
 use crate::support::{Tensors, golden};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 use tch::Tensor;
 
 const TOLERANCE: f64 = 2e-5;
@@ -583,4 +585,30 @@ fn a_bare_prompt_that_a_chat_model_ends_at_once_hints_at_the_template() {
     let hint = hints(&line);
     assert!(hint.contains("--apply_chat_template") && hint.lines().count() == 1, "{hint}");
     assert_eq!(hints(&format!("{line} --apply_chat_template")), "");
+}
+
+#[test]
+fn a_signal_names_the_rows_written_so_far_and_leaves_no_empty_file() {
+    let scratch = Scratch::new();
+    let prompts: Vec<Value> = (0..20_000).map(|_| json!({"prompt": "a"})).collect();
+    scratch.write("many.jsonl", &lines(&prompts));
+    let parts = || {
+        let files = std::fs::read_dir(scratch.path("")).unwrap().map(|file| file.unwrap().path());
+        files.filter(|path| path.extension().is_some_and(|end| end == "part")).collect::<Vec<_>>()
+    };
+    let line = "generate --model_name_or_path policy --dataset_name many.jsonl --max_new_tokens 2 --batch_size 2 \
+                --output_file out.jsonl";
+    let mut child = scratch.command(line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    while !parts().iter().any(|part| std::fs::metadata(part).is_ok_and(|file| file.len() > 0)) {
+        assert!(started.elapsed() < Duration::from_secs(60) && child.try_wait().unwrap().is_none());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    let [part] = &parts()[..] else { panic!("{:?}", parts()) };
+    let name = part.file_name().unwrap().to_string_lossy().into_owned();
+    assert_eq!((ran.code, scratch.path("out.jsonl").exists()), (130, false), "{}", ran.stderr);
+    assert!(ran.stderr.contains(&format!("note: the rows written so far are in {name}")), "{}", ran.stderr);
+    assert!(!json_lines(&std::fs::read_to_string(part).unwrap()).is_empty());
 }

@@ -493,9 +493,9 @@ fn a_run_that_does_not_fit_is_shown_with_remedies() {
     assert!(number(&lora["saves"]) > 60e6);
     let four = remedies.iter().find(|remedy| remedy["change"] == "--use_peft --load_in_4bit").unwrap();
     assert_eq!(four["effect"], json!("trains adapters alone, frozen weights have 4 bits"));
-    // What the plan of that run says.
+    // The plan of that run has it too; the program itself takes a little more or less each time.
     let taken = planned(&scratch, &memory, &format!("{line} --use_peft --load_in_4bit"));
-    assert_eq!(four["peak"], taken["memory"]["peak"]);
+    assert!((number(&four["peak"]) - number(&taken["memory"]["peak"])).abs() < 2e6, "{four} {}", taken["memory"]);
     assert!(number(&four["peak"]) < number(&lora["peak"]), "{four} {lora}");
     let table = scratch.succeeds(&format!("plan --calibrate=false {memory} {line}"));
     for words in [

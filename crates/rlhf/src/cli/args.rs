@@ -202,7 +202,9 @@ fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
         return Some("replay has the settings of the run, which its flags change".into());
     }
     // transformers has such a flag beside each that is on by default.
-    if let Some(flag) = name.strip_prefix("no_").filter(|flag| has(command, flag)) {
+    let is_switch = |arg: &&Arg| arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "BOOL"));
+    let switch = |flag: &&str| command.get_arguments().filter(is_switch).any(|arg| is_named(arg, flag));
+    if let Some(flag) = name.strip_prefix("no_").filter(switch) {
         return Some(format!("write --{flag} false"));
     }
     // Commands that read rows can be planned or started as ranks.

@@ -1,5 +1,6 @@
 //! The configuration file: its keys are the names of flags, and each value must be accepted by its flag.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use rlhf::Result;
@@ -29,12 +30,14 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
             return std::mem::take(refusals).end().map(|()| settings);
         }
     };
+    let mut spelled = BTreeMap::new();
     for Entry { mut setting, error } in entries {
         let name = keys.canonical(&setting.key);
         // Of two names of a flag, as in a whole configuration of TRL, one may be null, or both may have one value.
         let earlier = settings.iter().position(|earlier| earlier.key == name);
         let is_null = setting.values.is_empty() && error.is_none();
-        let is_same = earlier.is_some_and(|place| error.is_none() && settings[place].values == setting.values);
+        let is_same = earlier.is_some_and(|place| error.is_none() && settings[place].values == setting.values)
+            && spelled.get(&name).is_some_and(|earlier| *earlier != setting.key);
         if earlier.is_some() && is_null || is_same {
             continue;
         }
@@ -44,7 +47,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         match refused(keys, &setting, error, is_set) {
             Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
             None => {
-                setting.key = name;
+                spelled.insert(name.clone(), std::mem::replace(&mut setting.key, name));
                 settings.push(setting);
             }
         }
@@ -127,6 +130,7 @@ mod tests {
     fn each_error_of_the_file_is_one_line_with_its_place() {
         for (text, message) in [
             ("seed: 1\nseed: 2\n", "run.yaml:2: `seed` is set twice"),
+            ("seed: 1\nseed: 1\n", "run.yaml:2: `seed` is set twice"),
             ("kl-coef: 1\nkl_coef: 2\n", "run.yaml:2: `kl_coef` is set twice"),
             ("\nseed: abc\n", "run.yaml:2: `seed`: expected a whole number, 0 or more, found `abc`"),
             ("kl_coef: .inf\n", "run.yaml:1: `kl_coef`: expected a number, found `.inf`"),

@@ -155,7 +155,7 @@ pub(super) fn with_flags(command: Command) -> Command {
 type Given = BTreeMap<&'static str, Vec<String>>;
 
 /// Removes the flags of the table of `command` from the file's `settings`, and finds those on the command line. The settings that they
-/// stand for are appended to `settings`; a flag of ours on the command line still wins.
+/// stand for are appended to `settings`; a flag of ours on the command line still wins, but for the one that is returned.
 ///
 /// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting. Returns a
 /// setting that wins over the command line.
@@ -196,7 +196,10 @@ pub(super) fn translate(
         }
     }
     let of_adapters = adapters(command, &given, refusals);
-    let forced = rate_of_adapters((command, &of_adapters, &given), flags, settings, &mut messages.notes);
+    let is_set = |name: &str| {
+        given.contains_key(name) || on_line(flags, name) || settings.iter().any(|setting| setting.key == name)
+    };
+    let forced = rate_of_adapters(command, &of_adapters, is_set, &mut messages.notes);
     let together = of_adapters.into_iter().chain(switches(&given));
     settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
@@ -275,7 +278,7 @@ fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
-/// What the name of a flag of a model begins with; and our settings of its adapters, and of its learning rate.
+/// Prefix of a model's flags, and our settings of its adapters and of its learning rate.
 type OfModel = (&'static str, [&'static str; 4]);
 
 const POLICY: [&str; 4] = ["use_peft", "lora_r", "lora_target_modules", "learning_rate"];
@@ -327,28 +330,27 @@ fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'sta
     settings
 }
 
-/// Returns the learning rate of adapters where another one is set: in DeepSpeed-Chat that trains the other weights, of which none are
-/// trained here. It is noted.
+/// Notes a learning rate beside that of adapters: in DeepSpeed-Chat it is of the weights that are no adapters, which are not trained here,
+/// or, as the head of a reward model, with the adapters' rate. Returns that rate where it has to win over the command line.
 fn rate_of_adapters(
-    (command, adapters, given): (&str, &[(&'static str, String)], &Given),
-    flags: &ArgMatches,
-    settings: &[Setting],
+    command: &str,
+    adapters: &[(&'static str, String)],
+    is_set: impl Fn(&str) -> bool,
     notes: &mut Vec<String>,
 ) -> Option<Setting> {
-    let is_set = |key: &str| on_line(flags, key) || settings.iter().any(|setting| setting.key == key);
-    let models: &[(&str, [&str; 4], bool)] = match command {
-        "ppo" => &[
-            ("actor_learning_rate", POLICY, given.contains_key("actor_learning_rate")),
-            ("critic_learning_rate", CRITIC, given.contains_key("critic_learning_rate")),
-        ],
-        _ => &[("learning_rate", POLICY, is_set("learning_rate"))],
+    let prefixes: &[(&str, [&str; 4])] = match command {
+        "ppo" => &[("actor_", POLICY), ("critic_", CRITIC)],
+        _ => &[("", POLICY)],
     };
+    let of = |key: &str| adapters.iter().find(|(other, _)| *other == key).map(|(_, value)| value);
+    let has_adapters = |peft: &str| of(peft).is_some_and(|value| value == "true");
     let mut forced = None;
-    for (name, [peft, _, _, rate], is_set) in models {
-        let of = |key: &str| adapters.iter().find(|(other, _)| *other == key).map(|(_, value)| value);
-        if let (Some("true"), Some(own), true) = (of(peft).map(String::as_str), of(rate), is_set) {
-            notes.push(format!("{name} has no effect: adapters have lora_learning_rate, which is {own}"));
-            forced = (name == rate).then(|| Setting::new(*rate, vec![own.clone()]));
+    for (prefix, [.., rate]) in prefixes.iter().filter(|(_, [peft, ..])| has_adapters(peft)) {
+        let name = format!("{prefix}learning_rate");
+        if let Some(own) = of(rate).filter(|_| is_set(&name)) {
+            notes
+                .push(format!("{name} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {own}"));
+            forced = forced.or_else(|| (name == *rate).then(|| Setting::new(*rate, vec![own.clone()])));
         }
     }
     forced
@@ -491,7 +493,6 @@ mod tests {
             ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
             ("sft", "--dropout 0.1", "dropout = 0.1: a model's own dropout is not applied here"),
             ("reward", "--add_eot_token", "add_eot_token = true: a token that the tokenizer lacks is not added"),
-            ("reward", "--preset grpo", "invalid value 'grpo' for '--preset <PRESET>'"),
         ] {
             let error = parse_words(&words(command, own)).unwrap_err();
             assert!(error.contains(message), "{error}");

@@ -250,8 +250,8 @@ mod tests {
         let Task::Ppo(config) = found.task else { panic!() };
         assert_eq!((config.stop_token, config.stop_token_id), (None, Some(3)));
         assert!(found.notes[0].starts_with("`stop_token` of the preset is left out: "), "{:?}", found.notes);
-        // A null of the file is the default of `rlhf ppo`.
+        // A null of the file is the default of the command.
         let Task::Ppo(config) = with_file("loss_type: null\n", &least("grpo")).unwrap() else { panic!() };
-        assert_eq!(config.loss.loss_type, LossType::Bnpo);
+        assert_eq!(config.loss.loss_type, LossType::Dapo);
     }
 }

@@ -41,16 +41,16 @@ pub(super) fn translated(
 }
 
 /// Settings with a default, of which null is a value too.
-const NULL_IS_NONE: [&str; 1] = ["max_length"];
+const NULL_IS_NONE: [&str; 3] = ["max_length", "judge_temperature", "judge_max_tokens"];
 
-/// Removes the settings that a file sets to null: they have their defaults, but for those of which null is a value.
-pub(super) fn without_nulls(settings: &mut Vec<Setting>) {
-    for setting in settings.iter_mut().filter(|setting| NULL_IS_NONE.contains(&setting.key.as_str())) {
-        if setting.values.is_empty() {
-            setting.values.push(NONE.into());
+/// Makes null of a file the value `none` where it is one, also in a section. Any other null is the default.
+pub(super) fn name_nulls(settings: &mut [Setting]) {
+    for Setting { key, values, .. } in settings {
+        let name = key.rsplit('.').next().unwrap_or_default();
+        if values.is_empty() && NULL_IS_NONE.contains(&name) {
+            values.push(NONE.into());
         }
     }
-    settings.retain(|setting| !setting.values.is_empty());
 }
 
 /// Builds and checks the configuration of `preset` and `settings`; the settings win.
@@ -87,7 +87,7 @@ pub(super) fn resolve<C>(
 /// Returns the preset that the flags name, or else the file's `settings`.
 pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
     let of_flag = || flags.get_one::<Preset>("preset").copied();
-    let of_file = || settings.iter().find(|setting| setting.key == "preset")?.values.first();
+    let of_file = || settings.iter().rev().find(|setting| setting.key == "preset")?.values.first();
     match flags.value_source("preset") {
         Some(ValueSource::CommandLine) => of_flag(),
         _ => of_file().and_then(|name| Preset::from_str(name, false).ok()).or_else(of_flag),
@@ -148,8 +148,17 @@ mod tests {
 
     #[test]
     fn null_is_the_default_of_the_preset_unless_it_is_a_value() {
-        let words =
-            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward", "length", "--output_dir", "o"];
+        let words = [
+            "grpo",
+            "--model_name_or_path",
+            "m",
+            "--dataset_name",
+            "d",
+            "--reward",
+            "length:target=4",
+            "--output_dir",
+            "o",
+        ];
         let text =
             "max_completion_length: null\nnum_generations: null\nloss_type: ~\nlearning_rate:\nstop_token: null\n";
         let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };

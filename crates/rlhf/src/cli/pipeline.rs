@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Command, FromArgMatches};
+use clap::{Command, FromArgMatches, ValueEnum};
 use rlhf::Error;
 use rlhf::flag::Refusals;
 use rlhf::settings::{PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
@@ -14,9 +14,9 @@ use super::commands::PIPELINE;
 use super::config_file::read_config;
 use super::errors::{Messages, Stop};
 use super::keys::{Keys, NOT_SETTINGS};
-use super::layers::{Translated, resolve, translated, without_nulls};
+use super::layers::{Translated, name_nulls, resolve, translated};
 use super::setting::{Setting, set_default, with_defaults};
-use super::trl;
+use super::{deepspeed_chat, trl};
 
 /// Settings of the whole pipeline, which a section must not have.
 const OF_THE_PIPELINE: [&str; 4] =
@@ -49,7 +49,9 @@ pub(super) fn parse(
     let stages = Stage::ALL.map(|stage| command(stage.name()));
     let top = [command(PIPELINE)].into_iter().chain(stages).collect();
     let keys = Keys { top, sections: stages.to_vec() };
-    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut messages.refusals)?
+    let mut read = read_config(path, &keys, &mut messages.refusals)?;
+    name_nulls(&mut read);
+    let (settings, nulls): (Vec<Setting>, _) = read
         .into_iter()
         .partition(|setting| !setting.values.is_empty() || Stage::ALL.iter().any(|stage| stage.name() == setting.key));
     let file = File { path, stages, settings: &settings, nulls: &nulls };
@@ -136,8 +138,20 @@ impl File<'_> {
         // A flag of one stage does not go to a stage that knows it only as another system's flag.
         let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
         let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
-        let is_of_all =
-            |preset: &Setting| preset.values.iter().any(|name| Preset::OF_ALL_STEPS.iter().any(|of| of.name() == name));
+        let is_of_all = |preset: &Setting| {
+            let named = preset.values.iter().filter_map(|name| Preset::from_str(name, false).ok());
+            named.into_iter().any(|preset| Preset::OF_ALL_STEPS.contains(&preset))
+        };
+        // Flags of DeepSpeed-Chat above the sections are of the stages that have its preset, if one has.
+        let is_chat = |stage: &Stage| {
+            let preset = self
+                .own(*stage, "preset")
+                .or_else(|| self.find("preset").filter(|preset| *stage == Stage::Ppo || is_of_all(preset)));
+            preset.is_some_and(|preset| {
+                preset.values.iter().any(|name| Preset::from_str(name, false) == Ok(Preset::DeepspeedChat))
+            })
+        };
+        let of_other_steps = !is_chat(&stage) && Stage::ALL.iter().any(is_chat);
         let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(stage, key).is_some());
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
@@ -147,6 +161,7 @@ impl File<'_> {
                 || (stage == Stage::Ppo && key == "max_steps")
                 // Most presets are of PPO alone.
                 || (stage != Stage::Ppo && key == "preset" && !is_of_all(setting))
+                || (of_other_steps && deepspeed_chat::has(stage.name(), key))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };
@@ -161,7 +176,7 @@ impl File<'_> {
         found.extend(nulls);
         let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
         let Translated { preset, .. } = translated(command, &flags, None, &mut found, messages);
-        without_nulls(&mut found);
+        found.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {
                 found.push(Setting { key: key.into(), line: 0, values: vec![value] });
@@ -331,6 +346,31 @@ mod tests {
     use super::*;
     use crate::cli::Task;
     use crate::cli::testing::{parse_words, with_file};
+
+    #[test]
+    fn a_preset_of_all_stages_gives_way_to_that_of_a_section_and_its_flags_go_to_the_stages_that_have_it() {
+        let pipeline = |text: &str| {
+            let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+            match with_file(&format!("{least}{text}"), &["pipeline"]).unwrap() {
+                Task::Pipeline(config) => (config.sft.unwrap(), config.reward.unwrap(), config.ppo.unwrap()),
+                task => panic!("{task:?}"),
+            }
+        };
+        let (sft, reward, ppo) = pipeline("preset: deepspeed-chat\nmax_seq_len: 64\nsft: {preset: trl}\n");
+        assert_eq!((sft.preset, sft.learning_rate, sft.max_length), (Preset::Trl, 2e-5, Some(1024)));
+        assert_eq!((reward.learning_rate, reward.max_length, ppo.kl.kl_coef), (5e-5, Some(64), 0.1));
+        let own = "num_warmup_steps: 10\nenable_tensorboard: true\nppo: {preset: deepspeed-chat}\n";
+        let (sft, reward, ppo) = pipeline(own);
+        let warmup = [&sft.optimizer, &reward.optimizer, &ppo.optimizer].map(|optimizer| optimizer.warmup_steps);
+        assert_eq!((warmup, ppo.run.tracking.report_to.len(), sft.learning_rate), ([0, 0, 10], 1, 2e-5));
+        // A preset of PPO alone is not of the other stages.
+        let (sft, _, ppo) = pipeline("preset: trl-legacy\n");
+        assert_eq!((sft.preset, ppo.preset), (Preset::Trl, Preset::TrlLegacy));
+        let (sft, reward, _) = pipeline("max_length: null\nreward: {max_length: 7}\n");
+        assert_eq!((sft.max_length, reward.max_length), (None, Some(7)));
+        let (sft, reward, _) = pipeline("max_length: 7\nreward: {max_length: null}\n");
+        assert_eq!((sft.max_length, reward.max_length), (Some(7), None));
+    }
 
     #[test]
     fn a_pipeline_has_the_settings_of_all_stages_then_each_stages_own_then_links() {

@@ -191,7 +191,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Only(OFF, "float32 products keep full precision"), TRAIN, &["tf32"]),
     (Only(ZERO, "evaluations run every eval_steps from the start"), TRAIN, &["eval_delay"]),
-    (Noted("there is an evaluation before the first update in any case"), TRAIN, &["eval_on_start"]),
+    (Noted("with eval_steps there is an evaluation before the first update"), TRAIN, &["eval_on_start"]),
     (
         Only(OFF, "output_dir holds the last model, and the best one in its folder `best`"),
         TRAIN,

@@ -281,6 +281,8 @@ impl ChatJudge {
         // The key is removed before the text is shortened: one that is cut in two would not be found.
         match reply["choices"][0]["message"]["content"].as_str() {
             Some(content) => read_reply(content).map_or_else(|| nonsense(expected, &self.client.clean(content)), Ok),
+            // A model that reasons first may have no text yet.
+            None if reply["choices"][0]["finish_reason"] == "length" => nonsense(expected, ""),
             None => nonsense("`choices` with a message of text", &self.client.clean(&text)),
         }
     }

@@ -9,7 +9,7 @@ use super::families::FAMILIES;
 use super::linear::Linear;
 use super::lora::{
     Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, heads_of, is_below, is_head, is_in_head,
-    is_saved,
+    is_in_saved_module,
 };
 use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, lists_of, pefts_index};
 use super::params::Param;
@@ -395,7 +395,8 @@ impl AdapterFolder {
         // Classifiers have no LM head, and one of PEFT's names of heads.
         let (heads, modules): (Vec<String>, Vec<String>) = config.modules_to_save.iter().cloned().partition(|module| {
             classifier
-                && (HEADS.contains(&module.as_str()) || is_saved(names, names.lm_head, std::slice::from_ref(module)))
+                && (HEADS.contains(&module.as_str())
+                    || is_in_saved_module(names, names.lm_head, std::slice::from_ref(module)))
         });
         let of_base = LoraConfig { modules_to_save: modules, ..config };
         let params = || target.params.iter().map(|param| param.name.as_str());

@@ -9,9 +9,9 @@ use tch_ext::on_device;
 
 /// A question that is asked between the layers of a forward pass: whether the pass ends, since no one waits for its results any more.
 #[derive(Clone, Copy)]
-pub(crate) struct Ends<'a>(Option<&'a dyn Fn() -> bool>);
+pub(crate) struct StopCheck<'a>(Option<&'a dyn Fn() -> bool>);
 
-impl<'a> Ends<'a> {
+impl<'a> StopCheck<'a> {
     /// A pass that is always completed.
     pub(crate) const NEVER: Self = Self(None);
 
@@ -22,15 +22,17 @@ impl<'a> Ends<'a> {
     /// Fails if the pass ends. A model that is divided over ranks needs the same answer on all of them.
     pub(crate) fn check(self) -> Result<()> {
         match self.0 {
-            Some(is_over) if is_over() => Err(Error::Run("the forward pass was ended before its last layer".into())),
+            Some(is_over) if is_over() => {
+                Err(Error::Run("the forward pass was ended before its result was complete".into()))
+            }
             _ => Ok(()),
         }
     }
 }
 
-impl fmt::Debug for Ends<'_> {
+impl fmt::Debug for StopCheck<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "Ends::when" } else { "Ends::NEVER" })
+        f.write_str(if self.0.is_some() { "StopCheck::when" } else { "StopCheck::NEVER" })
     }
 }
 
@@ -49,7 +51,7 @@ pub struct Batch<'a, S> {
     /// Dropout before the adapters; backward passes only.
     pub(super) dropout: Option<&'a DropoutRows>,
     /// Whether a forward pass ends before its last layer.
-    pub(super) ends: Ends<'a>,
+    pub(super) ends: StopCheck<'a>,
 }
 
 /// Tokens are computed once for several sequences where that leaves out at least this share of all: below it, copying the keys and values
@@ -82,7 +84,7 @@ impl<'a, S> Batch<'a, S> {
     /// A batch of whole sequences without padding or dropout; one span per sequence, in positions of that sequence.
     pub fn new(sequences: &'a [S], spans: &'a [Range<usize>]) -> Self {
         let (unpadded_lens, shared_lens, prompt_lens, dropout) = (None, None, None, None);
-        Self { sequences, spans, unpadded_lens, shared_lens, prompt_lens, dropout, ends: Ends::NEVER }
+        Self { sequences, spans, unpadded_lens, shared_lens, prompt_lens, dropout, ends: StopCheck::NEVER }
     }
 
     /// Sets the number of tokens of each sequence's prompt: the encoder of an encoder-decoder reads the prompt, and its decoder the start
@@ -121,9 +123,9 @@ impl<'a, S> Batch<'a, S> {
         Self { shared_lens, ..self }
     }
 
-    /// Ends a forward pass between its layers once `is_over` returns true; the pass then is an error.
+    /// StopCheck a forward pass between its layers once `is_over` returns true; the pass then is an error.
     pub(crate) fn ending_when(self, is_over: &'a dyn Fn() -> bool) -> Self {
-        Self { ends: Ends::when(is_over), ..self }
+        Self { ends: StopCheck::when(is_over), ..self }
     }
 
     /// Applies dropout before the adapters of the model.

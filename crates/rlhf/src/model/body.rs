@@ -1,7 +1,7 @@
 //! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
 use super::adapter_folder::{AdapterFolder, AdapterTarget};
-use super::batch::{Batch, Ends};
+use super::batch::{Batch, StopCheck};
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
 use super::layout::{Layout, rounded};
@@ -91,7 +91,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Ends a backward pass.
+    /// StopCheck a backward pass.
     fn finish_backward(mut self) -> Result<()> {
         self.guard.take().map_or(Ok(()), RootGuard::finish_backward)
     }
@@ -543,7 +543,7 @@ impl Body {
         self.check(Batch::new(sequences, &[]))?;
         let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = Layout::new(sequences, self.device);
-        let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None, Ends::NEVER))?;
+        let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None, StopCheck::NEVER))?;
         Ok((layout, Hidden { states, _pass: pass }))
     }
 

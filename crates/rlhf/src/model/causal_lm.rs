@@ -1,7 +1,7 @@
 //! Causal language models.
 
 use super::adapter_folder::AdapterFolder;
-use super::batch::{Batch, Ends};
+use super::batch::{Batch, StopCheck};
 use super::body::{Body, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
@@ -12,6 +12,7 @@ use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogpr
 use super::lora;
 use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
+use super::pretrained::sealed::Sealed;
 use super::pretrained::{ModelHead, PretrainedModel};
 use super::sampled::Sampled;
 use super::shape::Shape;
@@ -38,6 +39,8 @@ use tch_ext::on_device;
 /// # }
 /// ```
 pub type CausalLm = PretrainedModel<LmHead>;
+
+impl Sealed for LmHead {}
 
 impl ModelHead for LmHead {
     fn linear(&self) -> Option<&Linear> {
@@ -178,7 +181,7 @@ impl CausalLm {
     fn untied_for(&mut self, modules: &[String], add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let names = &self.body.config.family.names;
         let embedding = format!("{}.weight", names.embed);
-        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_saved(names, name, modules));
+        let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_saved_module(names, name, modules));
         let tied = self.body.config.tie_word_embeddings;
         // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
         if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
@@ -471,7 +474,7 @@ impl CausalLm {
         &self,
         prompts: &[S],
         new_tokens: usize,
-        ends: Ends<'_>,
+        ends: StopCheck<'_>,
     ) -> Result<(KvCache, Tensor)> {
         self.read(prompts, |width| width + new_tokens, ends)
     }
@@ -481,7 +484,7 @@ impl CausalLm {
         &self,
         prompts: &[S],
         capacity: impl FnOnce(usize) -> usize,
-        ends: Ends<'_>,
+        ends: StopCheck<'_>,
     ) -> Result<(KvCache, Tensor)> {
         let layout = self.body.layout_of_prompts(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
@@ -499,7 +502,7 @@ impl CausalLm {
         if rows.is_empty() {
             return Ok(logits);
         }
-        let (again, new) = self.read(&sequences, |_| cache.capacity(), Ends::NEVER)?;
+        let (again, new) = self.read(&sequences, |_| cache.capacity(), StopCheck::NEVER)?;
         cache.replace_rows(&rows, &again);
         let rows = on_device(&rows, logits.device());
         Ok(logits.index_copy(0, &rows, &new))

@@ -10,6 +10,7 @@ use super::linear::{Linear, LinearShape, Norm};
 use super::lora::{DropoutRows, is_in_head};
 use super::lora_config::LoraConfig;
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Source};
+use super::pretrained::sealed::Sealed;
 use super::pretrained::{ModelHead, PretrainedModel};
 use super::shape::{Family, HeadActivation, HeadNames, Pooling};
 use crate::flag::Setting;
@@ -84,6 +85,8 @@ pub struct ClassifierHead {
     drawn: Vec<String>,
     format: ClassifierFormat,
 }
+
+impl Sealed for ClassifierHead {}
 
 impl ModelHead for ClassifierHead {
     fn adapted(&mut self) -> Option<&mut Linear> {

@@ -1,6 +1,6 @@
 //! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
-use super::batch::Ends;
+use super::batch::StopCheck;
 use super::kv_cache::KvCache;
 use super::layout::{Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
@@ -268,7 +268,7 @@ impl Decoder {
         mut cache: Option<&mut KvCache>,
         rows: Option<&Tensor>,
         dropout: Option<&Dropout>,
-        ends: Ends<'_>,
+        ends: StopCheck<'_>,
     ) -> Result<Tensor> {
         if let Some(cache) = &mut cache {
             cache.begin_sequences(layout);
@@ -321,7 +321,7 @@ impl Decoder {
         if options.gradient_checkpointing || self.shards.are_gradients_divided() {
             return self.backward_by_layer(layout, rows, options, gradient_of);
         }
-        let hidden = self.forward(layout, None, Some(rows), options.dropout, Ends::NEVER)?;
+        let hidden = self.forward(layout, None, Some(rows), options.dropout, StopCheck::NEVER)?;
         tch_ext::backward(&hidden, &gradient_of(&hidden));
         Ok(())
     }

@@ -465,7 +465,7 @@ impl ModelSizes {
         let Holding::Adapted(lora) = holding else { return Ok((tensors, Vec::new())) };
         let names = &self.config.family.names;
         let tied = self.tied().map(|at| (at, names.lm_head));
-        let is_saved = |name: &str| lora::is_saved(names, name, &lora.modules_to_save);
+        let is_saved = |name: &str| lora::is_in_saved_module(names, name, &lora.modules_to_save);
         if let Some((at, lm_head)) = tied.filter(|(at, lm_head)| is_saved(lm_head) || is_saved(&tensors[*at].name)) {
             tensors.push(TensorSize { name: lm_head.into(), ..tensors[at].clone() });
             tensors[at].role = TensorRole::Other;

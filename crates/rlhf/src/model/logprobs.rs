@@ -1,7 +1,7 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
-use super::batch::Ends;
+use super::batch::StopCheck;
 use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
@@ -278,7 +278,13 @@ impl LmHead {
     }
 
     /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
-    pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize, ends: Ends<'_>) -> Result<TopLogprobs> {
+    pub(super) fn top_logprobs(
+        &self,
+        hidden: &Tensor,
+        ids: &Tensor,
+        k: usize,
+        ends: StopCheck<'_>,
+    ) -> Result<TopLogprobs> {
         let slices = self.slices(hidden.size()[0]).map(|range| {
             ends.check()?;
             let logits = self.forward(&rows_of(hidden, &range));

@@ -54,7 +54,7 @@ pub(super) fn is_in_module(name: &str, modules: &[impl AsRef<str>]) -> bool {
 }
 
 /// Whether the tensor or layer `name` is part of one of the modules `modules`, by its name in the files of a model or by that in PEFT's.
-pub(super) fn is_saved(names: &Names, name: &str, modules: &[impl AsRef<str>]) -> bool {
+pub(super) fn is_in_saved_module(names: &Names, name: &str, modules: &[impl AsRef<str>]) -> bool {
     is_in_module(name, modules) || is_in_module(&names.in_peft(name), modules)
 }
 

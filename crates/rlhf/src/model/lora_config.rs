@@ -1,7 +1,7 @@
 //! The settings of low-rank adapters: their flags, the layers that they select, and their form in PEFT's files.
 
 use super::families::FAMILIES;
-use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_saved};
+use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_in_saved_module};
 use super::shape::Family;
 use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
 use crate::weights::brief;
@@ -193,7 +193,8 @@ impl LoraConfig {
     ) -> Result<Vec<String>> {
         let params: Vec<&str> = params.collect();
         let names = &family.names;
-        let is_found = |module: &String| params.iter().any(|name| is_saved(names, name, std::slice::from_ref(module)));
+        let is_found =
+            |module: &String| params.iter().any(|name| is_in_saved_module(names, name, std::slice::from_ref(module)));
         let is_head = |module: &str| classifier && HEADS.contains(&module);
         let mut modules = self.modules_to_save.iter();
         if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || is_found(module))) {
@@ -204,7 +205,7 @@ impl LoraConfig {
                 last_parts(modules)
             )));
         }
-        let saved = params.into_iter().filter(|name| is_saved(names, name, &self.modules_to_save));
+        let saved = params.into_iter().filter(|name| is_in_saved_module(names, name, &self.modules_to_save));
         let saved: Vec<String> = saved.map(str::to_string).collect();
         let experts = names.experts;
         if let Some(name) = saved.iter().find(|name| experts.is_some_and(|experts| experts.has(name))) {

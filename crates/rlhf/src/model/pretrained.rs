@@ -23,8 +23,8 @@ pub struct PretrainedModel<H> {
     pub(super) head: H,
 }
 
-/// The head of a [`PretrainedModel`]: [`LmHead`](super::LmHead) or [`ClassifierHead`](super::ClassifierHead).
-pub trait ModelHead {
+/// The head of a [`PretrainedModel`]: [`LmHead`](super::LmHead) or [`ClassifierHead`](super::ClassifierHead), and no other type.
+pub trait ModelHead: sealed::Sealed {
     /// The linear layer over the vocabulary, if it has one. Its products are computed in the dtype of the model's; those of other heads in
     /// f32.
     fn linear(&self) -> Option<&Linear> {
@@ -53,6 +53,11 @@ pub trait ModelHead {
     fn saved_generation(&self, _config: &ModelConfig, _eos: &[i64], _pad: Option<i64>) -> Option<Value> {
         None
     }
+}
+
+pub(super) mod sealed {
+    /// Keeps [`ModelHead`](super::ModelHead) to the heads of this crate.
+    pub trait Sealed {}
 }
 
 impl<H: ModelHead> PretrainedModel<H> {

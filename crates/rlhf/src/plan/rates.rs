@@ -7,8 +7,8 @@ use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use super::rows::Row;
 use crate::model::{
-    Batch, CausalLm, DropoutRows, Dtype, Ends, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes,
-    PassTokens, Precision, Trains,
+    Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
+    Precision, StopCheck, Trains,
 };
 use crate::settings::PpoConfig;
 use crate::{Error, Result};
@@ -266,7 +266,7 @@ impl Trial {
         let of_steps = |count: usize| {
             seconds(|| {
                 tch::no_grad(|| {
-                    let (mut cache, _) = self.model.prefill(&prompts, STEPS + 1, Ends::NEVER)?;
+                    let (mut cache, _) = self.model.prefill(&prompts, STEPS + 1, StopCheck::NEVER)?;
                     (0..count).try_for_each(|_| self.model.decode(&tokens, &mut cache).map(drop))
                 })
             })

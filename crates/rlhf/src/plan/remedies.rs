@@ -60,8 +60,11 @@ impl Edit {
 /// Returns the changes that lower the peak of `job`, the most effective first.
 pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Vec<Remedy> {
     let peak = job.memory().peak;
-    let mut found = Vec::new();
+    let mut found: Vec<Remedy> = Vec::new();
     let mut add = |change: String, edit: &Edit, machine: Machine| {
+        if found.iter().any(|known: &Remedy| known.change == change) {
+            return;
+        }
         let mut changed = run.clone();
         (edit.apply)(&mut changed);
         // A combination that the settings do not allow is no remedy.

@@ -134,9 +134,11 @@ impl Client {
         }
     }
 
-    /// Removes the token from a text of the service.
+    /// Removes the token, and what follows the ? of the address, from a text of the service.
     pub(crate) fn clean(&self, text: &str) -> String {
-        self.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
+        let query = self.url.split_once('?').map(|(_, query)| query).filter(|query| !query.is_empty());
+        let secrets = self.token.as_deref().into_iter().chain(query);
+        secrets.fold(text.to_string(), |text, secret| text.replace(secret, "..."))
     }
 }
 

@@ -5,7 +5,7 @@ use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
 use crate::generate::{Alternatives, GenerationConfig, Token, generate_until};
 use crate::http_server::{EventStream, Events};
-use crate::model::{Batch, CausalLm, Ends};
+use crate::model::{Batch, CausalLm, StopCheck};
 use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
@@ -175,7 +175,7 @@ impl Engine {
                 let of_template = |error: Error| match error {
                     Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
                     other => {
-                        let folder = format!("{}/", self.dir.display());
+                        let folder = format!("{}/", self.dir.display().to_string().trim_end_matches('/'));
                         ApiError::invalid("messages", one_line(&other.to_string()).replace(&folder, ""))
                     }
                 };
@@ -216,7 +216,7 @@ impl Engine {
         }
     }
 
-    /// Generates the responses into `sink`. Ends early if the client is gone.
+    /// Generates the responses into `sink`. StopCheck early if the client is gone.
     fn complete(&self, request: &Request, resolved: &Resolved, sink: &mut Sink<'_>) -> Result<Usage, ApiError> {
         let Resolved { prompts, echo, generation } = resolved;
         let begin = |index: usize| {
@@ -250,7 +250,7 @@ impl Engine {
             if open == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         // A panic is libtorch's: memory that a request of this size does not get. The model is as before.
-        let ends = Ends::when(&is_over);
+        let ends = StopCheck::when(&is_over);
         let ran = catch_unwind(AssertUnwindSafe(|| generate_until(&self.model, prompts, generation, each, ends)));
         match (ran, failed) {
             (Ok(Ok(_)), None) => {}

@@ -122,11 +122,9 @@ pub struct JudgeConfig {
     pub judge_template: std::option::Option<PathBuf>,
     /// Sampling temperature of the model at `judge_url`; `none` sends none.
     #[arg(long, help_heading = EVALUATION, default_value = "0", value_parser = optional::<f64>)]
-    #[serde(serialize_with = "number_or_none")]
     pub judge_temperature: std::option::Option<f64>,
     /// Maximum tokens of a verdict of the model at `judge_url`; `none` sends none.
     #[arg(long, help_heading = EVALUATION, default_value = "16", value_parser = optional::<usize>)]
-    #[serde(serialize_with = "number_or_none")]
     pub judge_max_tokens: std::option::Option<usize>,
     /// Concurrent requests to `judge_url`.
     #[arg(long, help_heading = EVALUATION, default_value_t = 4)]
@@ -320,14 +318,6 @@ impl<'a> From<&'a EvaluateConfig> for RewardSources<'a> {
     fn from(config: &'a EvaluateConfig) -> Self {
         let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
         Self { model, label, settings: &config.rewards }
-    }
-}
-
-/// Writes an unset value as `none`: a null in a file would leave the default, which is a number.
-fn number_or_none<T: Serialize, S: serde::Serializer>(value: &Option<T>, serializer: S) -> Result<S::Ok, S::Error> {
-    match value {
-        Some(value) => value.serialize(serializer),
-        None => serializer.serialize_str(NONE),
     }
 }
 

@@ -547,7 +547,8 @@ mod tests {
         assert_eq!(plan(Some(6), 4, 4, 2).unwrap().num_total_batches, 5);
         assert_eq!(
             usage_of(plan(Some(4), 1, 8, 1)),
-            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 responses of an update"
+            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 responses of an update; \
+             generation_batches = 2 makes as many"
         );
         assert_eq!(
             usage_of(plan(None, 2, 8, 1)),

@@ -149,22 +149,10 @@ impl Preset {
         }
     }
 
-    /// Returns the name, as on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Trl => "trl",
-            Self::TrlPpov2 => "trl-ppov2",
-            Self::TrlLegacy => "trl-legacy",
-            Self::DeepspeedChat => "deepspeed-chat",
-            Self::Grpo => "grpo",
-            Self::Rloo => "rloo",
-        }
-    }
-
     /// Parses the name of a preset of all steps.
     pub(super) fn of_all_steps() -> impl TypedValueParser<Value = Self> {
-        let names = PossibleValuesParser::new(Self::OF_ALL_STEPS.map(Self::name));
-        names.map(|name| Self::OF_ALL_STEPS.into_iter().find(|preset| preset.name() == name).unwrap_or(Self::Trl))
+        let values = Self::OF_ALL_STEPS.iter().filter_map(Self::to_possible_value);
+        PossibleValuesParser::new(values).map(|name| Self::from_str(&name, false).expect("it is a possible value"))
     }
 
     /// Returns true for the trainers of TRL that compare the responses of a group.
