@@ -6,7 +6,6 @@ use std::path::Path;
 use rlhf::Result;
 use rlhf::flag::Refusals;
 
-use super::errors::refusal;
 use super::keys::Keys;
 use super::setting::Setting;
 use super::trl::is_warmup_ratio;
@@ -93,10 +92,10 @@ fn refused(
     if keys.section(key).is_some() {
         return None;
     }
-    let Some(arg) = keys.flag(key) else {
+    if keys.flag(key).is_none() {
         return Some((keys.unknown(key), keys.nearest(key).map(String::from)));
-    };
-    let (value, expected) = values.iter().find_map(|value| Some((value, refusal(arg, value)?)))?;
+    }
+    let (value, expected) = values.iter().find_map(|value| Some((value, keys.refusal(key, value)?)))?;
     Some((format!("`{key}`: {expected}, found `{value}`"), flag()))
 }
 

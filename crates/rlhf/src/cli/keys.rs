@@ -2,7 +2,7 @@
 
 use clap::{Arg, Command};
 
-use super::errors::nearest;
+use super::errors::{nearest, refusal};
 use super::{openrlhf, trl};
 
 /// Flags that are not keys of a configuration file.
@@ -30,12 +30,27 @@ impl<'c> Keys<'c> {
         }
     }
 
+    /// Returns the flags that a key stands for: one of each command that has it.
+    fn flags(&self, key: &str) -> impl Iterator<Item = &'c Arg> {
+        let (commands, name) = self.place(key);
+        let flags = commands.into_iter().flat_map(Command::get_arguments);
+        let alias = move |arg: &Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
+        flags.filter(move |arg| (arg.get_id() == name || alias(arg)) && !NOT_SETTINGS.contains(&name))
+    }
+
     /// Returns the flag that a key stands for.
     pub(super) fn flag(&self, key: &str) -> Option<&'c Arg> {
-        let (commands, name) = self.place(key);
-        let mut flags = commands.into_iter().flat_map(Command::get_arguments);
-        let alias = |arg: &Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
-        flags.find(|arg| (arg.get_id() == name || alias(arg)) && !NOT_SETTINGS.contains(&name))
+        self.flags(key).next()
+    }
+
+    /// Returns what is expected of a key instead of `value`, if none of the commands that have it accepts that.
+    pub(super) fn refusal(&self, key: &str, value: &str) -> Option<String> {
+        let is_own = |arg: &&Arg| !trl::is_added(arg);
+        let all: Option<Vec<String>> = self.flags(key).filter(is_own).map(|arg| refusal(arg, value)).collect();
+        match all {
+            Some(all) => all.into_iter().next_back().or_else(|| refusal(self.flag(key)?, value)),
+            None => None,
+        }
     }
 
     /// Returns the name of a key's flag, with the section: the key may be an alias.
