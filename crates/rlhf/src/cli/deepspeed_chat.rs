@@ -350,7 +350,7 @@ fn rate_of_adapters(
         if let Some(own) = of(rate).filter(|_| is_set(&name)) {
             notes
                 .push(format!("{name} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {own}"));
-            forced = forced.or_else(|| (name == *rate).then(|| Setting::new(*rate, vec![own.clone()])));
+            forced = forced.or_else(|| (name == *rate).then(|| Setting::new(rate, vec![own.clone()])));
         }
     }
     forced
