@@ -998,6 +998,8 @@ def adapted(base, folder, classifier):
         model = load(auto_of(base), base)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of keys that are missing
+        # PEFT warns of untied heads too where a class could tie them.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
