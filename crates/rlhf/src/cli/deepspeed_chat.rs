@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::flag::Refusals;
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
@@ -155,7 +154,7 @@ pub(super) fn with_flags(command: Command) -> Command {
 type Given = BTreeMap<&'static str, Vec<String>>;
 
 /// Removes the flags of the table of `command` from the file's `settings`, and finds those on the command line. The settings that they
-/// stand for are appended to `settings`; a flag of ours on the command line still wins, but for the one that is returned.
+/// stand for are appended to `settings`; a flag of ours on the command line still wins.
 ///
 /// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting. Returns a
 /// setting that wins over the command line.
@@ -195,11 +194,10 @@ pub(super) fn translate(
             _ => {}
         }
     }
-    let of_adapters = adapters(command, &given, refusals);
     let is_set = |name: &str| {
         given.contains_key(name) || on_line(flags, name) || settings.iter().any(|setting| setting.key == name)
     };
-    let forced = rate_of_adapters(command, &of_adapters, is_set, &mut messages.notes);
+    let (of_adapters, forced) = adapters(command, &given, is_set, messages);
     let together = of_adapters.into_iter().chain(switches(&given));
     settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
@@ -284,8 +282,14 @@ type OfModel = (&'static str, [&'static str; 4]);
 const POLICY: [&str; 4] = ["use_peft", "lora_r", "lora_target_modules", "learning_rate"];
 const CRITIC: [&str; 4] = ["value_use_peft", "value_lora_r", "value_lora_target_modules", "value_learning_rate"];
 
-/// Translates adapters and learning rates. A model with adapters trains with the adapters' learning rate.
-fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
+/// Translates adapters and learning rates. A model with adapters trains with the adapters' learning rate, and another one that `is_set`
+/// for it has no effect, which is noted. Returns that of adapters where it wins over the command line.
+fn adapters(
+    command: &str,
+    given: &Given,
+    is_set: impl Fn(&str) -> bool,
+    messages: &mut Messages,
+) -> (Vec<(&'static str, String)>, Option<Setting>) {
     let models: &[OfModel] = match command {
         "ppo" => &[("actor_", POLICY), ("critic_", CRITIC)],
         _ => &[("", POLICY)],
@@ -293,12 +297,12 @@ fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'sta
     let value =
         |prefix: &str, what: &str| given.get(format!("{prefix}{what}").as_str()).and_then(|values| values.first());
     let adapters_alone = given.get("only_optimize_lora").is_some_and(|values| is_on(values));
-    let mut settings = Vec::new();
+    let (mut settings, mut forced) = (Vec::new(), None);
     for (prefix, [peft, r, targets, rate]) in models {
         let name = format!("{prefix}lora_dim");
         let rank = value(prefix, "lora_dim").map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
         let rank = rank.unwrap_or_else(|word| {
-            refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
+            messages.refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
             0
         });
         if rank > 0 && !adapters_alone {
@@ -306,17 +310,29 @@ fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'sta
                 "{name} = {rank} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
                  is not supported: set only_optimize_lora, or {name} = 0"
             );
-            refusals.refuse(line, [&name]);
+            messages.refusals.refuse(line, [&name]);
         }
         let own = |what: &str, default: &str| value(prefix, what).map_or(default, String::as_str).to_string();
         match rank {
             0 => settings.extend(value(prefix, "learning_rate").map(|own| (*rate, own.clone()))),
-            rank => settings.extend([
-                (*peft, "true".to_string()),
-                (*r, rank.to_string()),
-                (*targets, own("lora_module_name", "decoder.layers.")),
-                (*rate, own("lora_learning_rate", "5e-4")),
-            ]),
+            rank => {
+                let (other, lora_rate) = (format!("{prefix}learning_rate"), own("lora_learning_rate", "5e-4"));
+                if is_set(&other) {
+                    let name = format!("{prefix}lora_learning_rate");
+                    let note = format!("{other} has no effect beside adapters: {name} is their rate, {lora_rate}");
+                    messages.notes.push(note);
+                    // The flag has the name of our setting.
+                    if other == *rate {
+                        forced = Some(Setting::new(rate, vec![lora_rate.clone()]));
+                    }
+                }
+                settings.extend([
+                    (*peft, "true".to_string()),
+                    (*r, rank.to_string()),
+                    (*targets, own("lora_module_name", "decoder.layers.")),
+                    (*rate, lora_rate),
+                ]);
+            }
         }
     }
     let is_set = |settings: &[(&str, String)], key: &str| settings.iter().any(|(other, _)| *other == key);
@@ -327,33 +343,7 @@ fn adapters(command: &str, given: &Given, refusals: &mut Refusals) -> Vec<(&'sta
             settings.push((CRITIC[0], "false".into()));
         }
     }
-    settings
-}
-
-/// Notes a learning rate beside that of adapters: in DeepSpeed-Chat it is of the weights that are no adapters, which are not trained here,
-/// or, as the head of a reward model, with the adapters' rate. Returns that rate where it has to win over the command line.
-fn rate_of_adapters(
-    command: &str,
-    adapters: &[(&'static str, String)],
-    is_set: impl Fn(&str) -> bool,
-    notes: &mut Vec<String>,
-) -> Option<Setting> {
-    let prefixes: &[(&str, [&str; 4])] = match command {
-        "ppo" => &[("actor_", POLICY), ("critic_", CRITIC)],
-        _ => &[("", POLICY)],
-    };
-    let of = |key: &str| adapters.iter().find(|(other, _)| *other == key).map(|(_, value)| value);
-    let has_adapters = |peft: &str| of(peft).is_some_and(|value| value == "true");
-    let mut forced = None;
-    for (prefix, [.., rate]) in prefixes.iter().filter(|(_, [peft, ..])| has_adapters(peft)) {
-        let name = format!("{prefix}learning_rate");
-        if let Some(own) = of(rate).filter(|_| is_set(&name)) {
-            notes
-                .push(format!("{name} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {own}"));
-            forced = forced.or_else(|| (name == *rate).then(|| Setting::new(rate, vec![own.clone()])));
-        }
-    }
-    forced
+    (settings, forced)
 }
 
 fn is_on(values: &[String]) -> bool {
@@ -378,7 +368,7 @@ mod tests {
 
     use super::*;
     use crate::cli::Task;
-    use crate::cli::testing::{parse_words, ppo_error, with_file};
+    use crate::cli::testing::{parse_words, parsed, ppo_error, with_file};
 
     /// Parses a command line of the preset.
     fn chat(words: &str) -> Result<Task, String> {
@@ -497,6 +487,18 @@ mod tests {
             let error = parse_words(&words(command, own)).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
+        // In the script with adapters alone the learning rate is of no weight.
+        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3";
+        let found = parsed(&words("sft", own)).unwrap();
+        let Task::Sft(sft) = found.task else { panic!() };
+        assert_eq!((sft.learning_rate, sft.peft.lora_r), (5e-4, 128));
+        let note = "learning_rate has no effect beside adapters: lora_learning_rate is their rate, 5e-4";
+        assert!(found.notes.iter().any(|found| found == note), "{:?}", found.notes);
+        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
+        let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
+        assert_eq!(sft.learning_rate, 2e-4);
+        let error = parse_words(&["reward", "--preset", "grpo", "--model_name_or_path", "m"]).unwrap_err();
+        assert!(error.contains("invalid value 'grpo' for '--preset <NAME>'"), "{error}");
         let plain =
             ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--max_seq_len", "9"];
         assert_eq!(

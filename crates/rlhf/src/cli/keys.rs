@@ -47,10 +47,7 @@ impl<'c> Keys<'c> {
     pub(super) fn refusal(&self, key: &str, value: &str) -> Option<String> {
         let is_own = |arg: &&Arg| !trl::is_added(arg);
         let all: Option<Vec<String>> = self.flags(key).filter(is_own).map(|arg| refusal(arg, value)).collect();
-        match all {
-            Some(all) => all.into_iter().next_back().or_else(|| refusal(self.flag(key)?, value)),
-            None => None,
-        }
+        all?.pop().or_else(|| refusal(self.flag(key)?, value))
     }
 
     /// Returns the name of a key's flag, with the section: the key may be an alias.

@@ -98,13 +98,16 @@ pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Pres
 /// the default, which is the preset's.
 pub(super) fn of_preset(command: &str, preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
     let Some(preset) = preset else { return Vec::new() };
-    let (own, plain) = match command {
-        "sft" => (preset.sft_settings(), flag::command::<SftConfig>("sft")),
-        "reward" => (preset.reward_settings(), flag::command::<RewardConfig>("reward")),
-        _ => (preset.settings(), flag::command::<PpoConfig>("ppo")),
+    type Plain = fn() -> Command;
+    let (own, plain): (_, Plain) = match command {
+        "sft" => (preset.sft_settings(), || flag::command::<SftConfig>("sft")),
+        "reward" => (preset.reward_settings(), || flag::command::<RewardConfig>("reward")),
+        _ => (preset.settings(), || flag::command::<PpoConfig>("ppo")),
     };
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
+    // The flags are made for a null alone: there are hundreds.
     let is_optional = |key: &str| {
+        let plain = plain();
         let arg = plain.get_arguments().find(|arg| arg.get_id() == key);
         arg.is_some_and(|arg| arg.get_default_values().iter().any(|value| value == NONE))
     };

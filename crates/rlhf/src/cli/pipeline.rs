@@ -108,6 +108,16 @@ struct Parts<C> {
     check: fn(&C) -> rlhf::Result<()>,
 }
 
+/// Returns the preset that the setting `preset` names.
+fn named_preset(preset: &Setting) -> Option<Preset> {
+    preset.values.first().and_then(|name| Preset::from_str(name, false).ok())
+}
+
+/// Returns whether the setting `preset` names one that SFT and reward training have too.
+fn is_of_all_steps(preset: &Setting) -> bool {
+    named_preset(preset).is_some_and(|preset| Preset::OF_ALL_STEPS.contains(&preset))
+}
+
 impl File<'_> {
     fn placed(&self, line: u64, message: &str) -> String {
         format!("{}:{line}: {message}", self.path.display())
@@ -120,6 +130,12 @@ impl File<'_> {
     /// Returns the setting `key` of the section of `stage`.
     fn own(&self, stage: Stage, key: &str) -> Option<&Setting> {
         self.find(&format!("{stage}.{key}"))
+    }
+
+    /// Returns the preset of `stage`: its section's, or the one above the sections.
+    fn preset(&self, stage: Stage) -> Option<Preset> {
+        let shared = || self.find("preset").filter(|preset| stage == Stage::Ppo || is_of_all_steps(preset));
+        named_preset(self.own(stage, "preset").or_else(shared)?)
     }
 
     /// Returns the settings of the stage's preset; and the settings of all stages, then its own, then the `links` that neither sets,
@@ -138,19 +154,8 @@ impl File<'_> {
         // A flag of one stage does not go to a stage that knows it only as another system's flag.
         let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
         let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
-        let is_of_all = |preset: &Setting| {
-            let named = preset.values.iter().filter_map(|name| Preset::from_str(name, false).ok());
-            named.into_iter().any(|preset| Preset::OF_ALL_STEPS.contains(&preset))
-        };
         // Flags of DeepSpeed-Chat above the sections are of the stages that have its preset, if one has.
-        let is_chat = |stage: &Stage| {
-            let preset = self
-                .own(*stage, "preset")
-                .or_else(|| self.find("preset").filter(|preset| *stage == Stage::Ppo || is_of_all(preset)));
-            preset.is_some_and(|preset| {
-                preset.values.iter().any(|name| Preset::from_str(name, false) == Ok(Preset::DeepspeedChat))
-            })
-        };
+        let is_chat = |stage: &Stage| self.preset(*stage) == Some(Preset::DeepspeedChat);
         let of_other_steps = !is_chat(&stage) && Stage::ALL.iter().any(is_chat);
         let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(stage, key).is_some());
         let shared = |setting: &&Setting| {
@@ -160,7 +165,7 @@ impl File<'_> {
                 // The length of PPO is set otherwise, but with the presets `grpo` and `rloo`.
                 || (stage == Stage::Ppo && key == "max_steps")
                 // Most presets are of PPO alone.
-                || (stage != Stage::Ppo && key == "preset" && !is_of_all(setting))
+                || (stage != Stage::Ppo && key == "preset" && !is_of_all_steps(setting))
                 || (of_other_steps && deepspeed_chat::has(stage.name(), key))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others

@@ -515,7 +515,7 @@ impl Body {
     /// for those that it shares with another model. `name` is the model's in errors.
     ///
     /// # Errors
-    /// If there is no room for them.
+    /// If there is not enough memory or disk space for them.
     pub(super) fn offload(&self, place: &Offload, name: &str) -> Result<()> {
         let own = self.params.iter().skip(self.shared).map(|param| &param.tensor);
         if self.offloaded.get().is_some() || self.shards().are_params_divided() {

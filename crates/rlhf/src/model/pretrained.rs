@@ -15,8 +15,8 @@ use serde_json::Value;
 use std::path::Path;
 use tch::{Device, Kind};
 
-/// A transformer with a head: [`CausalLm`](super::CausalLm) or [`SequenceClassifier`](super::SequenceClassifier). The methods here are
-/// those of both.
+/// A transformer with a head: [`CausalLm`](super::CausalLm) or [`SequenceClassifier`](super::SequenceClassifier). Both have the methods
+/// of this type.
 #[derive(Debug)]
 pub struct PretrainedModel<H> {
     pub(super) body: Body,
@@ -193,7 +193,7 @@ impl<H: ModelHead> PretrainedModel<H> {
     /// the same. `name` is the model's in errors. Does nothing if they are offloaded already, or divided over ranks.
     ///
     /// # Errors
-    /// If there is no room for them.
+    /// If there is not enough memory or disk space for them.
     pub fn offload(&self, place: &Offload, name: &str) -> Result<()> {
         self.drop_copies_of_head();
         self.body.offload(place, name)

@@ -179,7 +179,7 @@ impl View {
         .areas(frame.area());
         frame.render_widget(Paragraph::new(head), top);
         self.curves(frame, charts);
-        // Names have room first; a third of the width stays with the sample.
+        // The list of metrics gets the width of its names; the sample keeps at least a third of the screen.
         let list = (NAME + VALUE + BETWEEN).min(body.width.saturating_mul(2) / 3).max(body.width.saturating_mul(2) / 5);
         let [left, right] = Layout::horizontal([Constraint::Length(list), Constraint::Fill(1)]).areas(body);
         self.metrics(frame, left);

@@ -103,7 +103,7 @@ pub(super) struct UpdateRows<'a> {
 /// Makes a loaded model trainable, divides it over the ranks, and returns its optimizer.
 ///
 /// # Errors
-/// If the optimizer's state has no room where it is offloaded.
+/// If there is not enough memory or disk space to offload the optimizer's state.
 pub(super) fn start_training<H: ModelHead>(
     model: &mut PretrainedModel<H>,
     run: &RunConfig,
