@@ -522,6 +522,86 @@ fn conversations_are_learned_whole_and_completions_alone() {
 }
 
 #[test]
+fn conversations_of_sharegpt_are_those_of_roles_and_contents() {
+    let from = |from: &str, value: &str| json!({"from": from, "value": value});
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]}),
+        json!({"conversations": [from("human", "hi"), from("gpt", "oh")]}),
+        json!({"messages": [from("user", "hi"), from("assistant", "oh")]}),
+        json!({"conversations": [turn("user", "hi"), turn("assistant", "oh")], "chosen": "else"}),
+    ]);
+    for read in [Dataset::demonstrations(&dataset, &tokenizer, true).unwrap(), {
+        let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
+        dataset.demonstrations_with(&tokenizer, &options).unwrap()
+    }] {
+        assert!(read[1..].iter().all(|row| *row == read[0]), "{read:?}");
+    }
+    let texts = dataset.texts(&tokenizer, 320, 64).unwrap();
+    assert!(texts[1..].iter().all(|text| *text == texts[0]), "{texts:?}");
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": [turn("user", "hi")], "chosen": [turn("assistant", "oh")], "rejected": [turn("assistant", "no")]}),
+        json!({"prompt": [from("human", "hi")], "chosen": [from("gpt", "oh")], "rejected": [from("gpt", "no")]}),
+    ]);
+    let pairs = dataset.pairs(&tokenizer, true).unwrap();
+    assert_eq!(pairs[0], pairs[1]);
+    let prompts = dataset.prompts(&tokenizer, 320, 64).unwrap();
+    assert_eq!((&prompts[0].tokens, &prompts[0].text), (&prompts[1].tokens, &prompts[1].text));
+}
+
+#[test]
+fn token_ids_are_learned_as_they_are_by_their_labels_or_masks() {
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"input_ids": [5, 6, 7, 8], "text": "else"}),
+        json!({"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100], "completion_mask": [0, 0, 0, 1]}),
+        json!({"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}),
+        json!({"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}),
+        json!({"input_ids": [5, 6, 7, 8], "assistant_masks": [false, true, false, true]}),
+        json!({"input_ids": [5, 6, 7, 8], "labels": [5, -100, -100, -100]}),
+    ]);
+    let learned = |completion_only: bool| {
+        let found = dataset.demonstrations(&tokenizer, completion_only).unwrap();
+        let places = |row: &Demonstration| {
+            assert_eq!((&row.tokens[..], row.prompt_len), (&[5, 6, 7, 8][..], 0));
+            let counts = |at: &usize| !row.masked.iter().any(|range| range.contains(at));
+            let places: Vec<usize> = (row.loss_start..4).filter(counts).collect();
+            assert_eq!(places.len(), row.loss_tokens());
+            places
+        };
+        found.iter().map(places).collect::<Vec<_>>()
+    };
+    // The first token of a text is predicted by nothing.
+    assert_eq!(learned(true), [vec![1, 2, 3], vec![2], vec![2, 3], vec![3], vec![1, 3], vec![]]);
+    assert_eq!(learned(false), [vec![1, 2, 3], vec![2], vec![1, 2, 3], vec![1, 3], vec![1, 3], vec![]]);
+    let options = DemonstrationOptions { vocab: 320, assistant_only: true, ..DemonstrationOptions::default() };
+    for (row, wanted) in [
+        (json!({"input_ids": []}), "field `input_ids`: expected at least one token id, found none"),
+        (json!({"input_ids": [5, 320]}), "field `input_ids`: expected ids below the vocabulary of 320, found 320"),
+        (json!({"input_ids": "5"}), "field `input_ids`: expected a list of token ids, found \"5\""),
+        (
+            json!({"input_ids": [5, 6], "labels": [5]}),
+            "field `labels`: expected as many numbers as `input_ids` has, 2, found 1",
+        ),
+        (
+            json!({"input_ids": [5, 6], "labels": [5, 7]}),
+            "field `labels`: expected -100 or the token id of the same place in `input_ids`, 6, found 7 at place 2",
+        ),
+        (
+            json!({"input_ids": [5, 6], "completion_mask": [0, "1"]}),
+            "field `completion_mask`: expected a list of whole numbers, found [0,\"1\"]",
+        ),
+        (
+            json!({"input_ids": [5, 6]}),
+            "expected a field `assistant_masks` with a list of 0 and 1, by which assistant_only_loss selects among `input_ids`, found \
+             `input_ids`",
+        ),
+    ] {
+        let (_, dataset, _dir) = rows(std::slice::from_ref(&row));
+        let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("line 1: {wanted}")), "{error}");
+    }
+}
+
+#[test]
 fn the_better_side_of_a_pair_is_learned_as_a_completion_is() {
     let chats = [turn("user", "hi"), turn("assistant", "oh")];
     let (tokenizer, dataset, _dir) = rows(&[

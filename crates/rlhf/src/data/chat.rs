@@ -28,7 +28,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
     for name in fields {
         let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
         let wrong = || Error::Run(expected(name, "a list of at least one message", row));
-        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+        conversation.extend(messages.ok_or_else(wrong)?.iter().map(with_role_and_content));
     }
     let mut variables = match field(row, "chat_template_kwargs") {
         None => Map::new(),
@@ -41,6 +41,27 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         variables.insert("tools".into(), tools);
     }
     Ok((conversation, variables))
+}
+
+/// Returns a message with `role` and `content`, where ShareGPT's datasets have `from` and `value`, and `human` and `gpt` among the roles.
+///
+/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
+fn with_role_and_content(message: &Value) -> Value {
+    let mut message = message.clone();
+    let Some(fields) = message.as_object_mut() else { return message };
+    for (name, of_chats) in [("from", "role"), ("value", "content")] {
+        if !fields.contains_key(of_chats)
+            && let Some(value) = fields.remove(name)
+        {
+            let value = match (of_chats, value.as_str()) {
+                ("role", Some("human")) => "user".into(),
+                ("role", Some("gpt")) => "assistant".into(),
+                _ => value,
+            };
+            fields.insert(of_chats.into(), value);
+        }
+    }
+    message
 }
 
 /// Returns the `tools` of a row, a list of objects or that list in JSON, as TRL passes it to the chat template.

@@ -2,11 +2,15 @@
 
 use super::chat::{conversation, encode_chat, encode_prompt_and_response};
 use super::dataset::Dataset;
-use super::row::{expected, field, text_field};
+use super::row::{expected, field, messages_field, text_field, token_ids};
 use crate::tokenizer::Tokenizer;
+use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
+
+/// The label of a token that is not in the loss.
+const NOT_LEARNED: i64 = -100;
 
 /// A text for supervised fine-tuning, and the tokens that enter the loss.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,21 +87,25 @@ pub struct DemonstrationOptions {
     pub assistant_only: bool,
     /// Field of texts that are in the loss as a whole.
     pub text_field: String,
+    /// Token ids of rows are below it: the vocabulary of the model.
+    pub vocab: i64,
 }
 
 impl Default for DemonstrationOptions {
     fn default() -> Self {
-        Self { completion_only: true, assistant_only: false, text_field: "text".into() }
+        Self { completion_only: true, assistant_only: false, text_field: "text".into(), vocab: i64::MAX }
     }
 }
 
 impl Dataset {
-    /// Returns the demonstrations of all rows: `prompt` and `completion`, or `prompt` and `chosen`; else `text`; else `messages`; else
-    /// `chosen`.
+    /// Returns the demonstrations of all rows: the token ids `input_ids`; else `prompt` and `completion`, or `prompt` and `chosen`; else
+    /// `text`; else `messages` or `conversations`; else `chosen`.
     ///
     /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings;
     /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer of an
-    /// encoder-decoder it never is, and a row has a prompt and a completion, both strings.
+    /// encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are taken as they are; those are in the
+    /// loss whose `labels` are not -100, or without labels those that `assistant_masks` and, with `completion_only`, `completion_mask` mark,
+    /// as in TRL's `SFTTrainer`.
     ///
     /// # Errors
     /// If a row has none of these forms, the tokenizer has no EOS token, or its chat template fails.
@@ -121,6 +129,11 @@ impl Dataset {
 }
 
 fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationOptions) -> Result<Demonstration> {
+    if !tokenizer.is_of_encoder_decoder()
+        && let Some(tokens) = token_ids(row, "input_ids", options.vocab)?
+    {
+        return tokenized(row, tokens, options);
+    }
     let Encoded { tokens, prompt_len, chat_fields } = encode(row, tokenizer, &options.text_field)?;
     // The first token cannot be predicted.
     let loss_start = if options.completion_only || tokenizer.is_of_encoder_decoder() { prompt_len.max(1) } else { 1 };
@@ -136,6 +149,65 @@ fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationO
     Ok(demonstration)
 }
 
+/// Returns the demonstration of a row with the token ids `tokens`.
+fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> Result<Demonstration> {
+    if tokens.is_empty() {
+        return Err(Error::Run("field `input_ids`: expected at least one token id, found none".into()));
+    }
+    let learned = match numbers(row, "labels", tokens.len())? {
+        Some(labels) => {
+            let of_another = |at: &usize| labels[*at] != NOT_LEARNED && labels[*at] != tokens[*at];
+            if let Some(at) = (0..tokens.len()).find(of_another) {
+                return Err(Error::Run(format!(
+                    "field `labels`: expected -100 or the token id of the same place in `input_ids`, {}, found {} at place {}",
+                    tokens[at],
+                    labels[at],
+                    at + 1
+                )));
+            }
+            labels.iter().map(|label| *label != NOT_LEARNED).collect()
+        }
+        None => {
+            let mut learned = vec![true; tokens.len()];
+            let completion = options.completion_only.then_some("completion_mask");
+            for name in completion.into_iter().chain(["assistant_masks"]) {
+                match numbers(row, name, tokens.len())? {
+                    Some(mask) => learned.iter_mut().zip(mask).for_each(|(learned, mark)| *learned &= mark != 0),
+                    None if name == "assistant_masks" && options.assistant_only => {
+                        let what = "a list of 0 and 1, by which assistant_only_loss selects among `input_ids`";
+                        return Err(Error::Run(expected(name, what, row)));
+                    }
+                    None => {}
+                }
+            }
+            learned
+        }
+    };
+    let mut demonstration = Demonstration { tokens, prompt_len: 0, loss_start: 1, masked: Vec::new() };
+    let at = |at: usize| at..at + 1;
+    demonstration.mask_others((1..learned.len()).filter(|&place| learned[place]).map(at).collect());
+    Ok(demonstration)
+}
+
+/// Returns the whole numbers in the field `name`, one for each of `len` tokens, or `None` if the row has no such field.
+fn numbers(row: &Value, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+    let Some(found) = field(row, name) else { return Ok(None) };
+    // Masks may be of booleans.
+    let number = |value: &Value| value.as_i64().or_else(|| value.as_bool().map(i64::from));
+    let numbers: Option<Vec<i64>> = found.as_array().and_then(|found| found.iter().map(number).collect());
+    match numbers {
+        Some(numbers) if numbers.len() == len => Ok(Some(numbers)),
+        Some(numbers) => Err(Error::Run(format!(
+            "field `{name}`: expected as many numbers as `input_ids` has, {len}, found {}",
+            numbers.len()
+        ))),
+        None => Err(Error::Run(format!(
+            "field `{name}`: expected a list of whole numbers, found {}",
+            brief(&found.to_string())
+        ))),
+    }
+}
+
 /// The tokens of a demonstration.
 struct Encoded {
     tokens: Vec<i64>,
@@ -147,7 +219,7 @@ struct Encoded {
 fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
     let is_whole_text = whole_text(row, text_name).is_some() || field(row, "prompt").is_none();
     // Messages are refused by the tokenizer.
-    if tokenizer.is_of_encoder_decoder() && is_whole_text && field(row, "messages").is_none() {
+    if tokenizer.is_of_encoder_decoder() && is_whole_text && messages_field(row).is_none() {
         let what = "a text for the encoder (and `completion`, the response)";
         return Err(Error::Run(expected("prompt", what, row)));
     }
@@ -162,7 +234,7 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
     let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new() };
     let chat = |(tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields };
     let no_form = || {
-        let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`)";
+        let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`, or token ids: `input_ids`)";
         Error::Run(expected(text_name, forms, row))
     };
     if let Some(value) = whole_text(row, text_name) {
@@ -172,8 +244,8 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
         };
     }
     let Some((name, response)) = response_field(row) else {
-        field(row, "messages").ok_or_else(no_form)?;
-        return Ok(chat((encode_chat(row, tokenizer, &["messages"], false)?.1, 0), vec!["messages"]));
+        let (name, _) = messages_field(row).ok_or_else(no_form)?;
+        return Ok(chat((encode_chat(row, tokenizer, &[name], false)?.1, 0), vec![name]));
     };
     // A completion needs a prompt; a `chosen` text may contain it.
     let has_prompt = name != "chosen" || field(row, "prompt").is_some();
@@ -200,7 +272,7 @@ fn whole_text<'r>(row: &'r Value, name: &str) -> Option<&'r Value> {
 
 /// Returns the response of a demonstration and the name of its field: `completion`, or `chosen` of a preference pair.
 fn response_field(row: &Value) -> Option<(&'static str, &Value)> {
-    let has_messages = field(row, "messages").is_some();
+    let has_messages = messages_field(row).is_some();
     let completion = field(row, "completion").map(|response| ("completion", response));
     completion.or_else(|| Some(("chosen", field(row, "chosen").filter(|_| !has_messages)?)))
 }

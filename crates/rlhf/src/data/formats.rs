@@ -13,7 +13,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Columns of lists. CSV cells are text, so in CSV files these are JSON.
-const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
+const LISTS: [&str; 8] = [
+    "prompt_ids",
+    "input_ids",
+    "completion_ids",
+    "labels",
+    "completion_mask",
+    "assistant_masks",
+    "messages",
+    "conversations",
+];
 
 /// Columns of numbers.
 const NUMBERS: [&str; 1] = ["margin"];

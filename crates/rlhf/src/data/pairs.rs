@@ -37,7 +37,7 @@ impl Dataset {
 /// Returns true if a row is a preference pair and has no field of another form.
 pub(super) fn is_pair(row: &Value) -> bool {
     let is_set = |name: &&str| field(row, name).is_some();
-    let others = ["completion", "completion_ids", "response", "text", "messages", "input_ids"];
+    let others = ["completion", "completion_ids", "response", "text", "messages", "conversations", "input_ids"];
     ["chosen", "rejected"].iter().all(is_set) && !others.iter().any(is_set)
 }
 

@@ -115,7 +115,7 @@ impl Dataset {
 /// run.
 pub(super) fn response_field(row: &Value) -> &'static str {
     let is_set = |name: &&str| field(row, name).is_some();
-    let others = ["completion", "text", "messages", "input_ids"];
+    let others = ["completion", "text", "messages", "conversations", "input_ids"];
     if is_set(&"response") && !others.iter().any(is_set) { "response" } else { "completion" }
 }
 

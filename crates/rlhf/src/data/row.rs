@@ -8,15 +8,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// The fields that rlhf reads, each with the fields that would take precedence over it, or be read along with it.
-pub(super) const FIELDS: [(&str, &[&str]); 13] = [
-    ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages"]),
-    ("prompt_ids", &["text", "messages"]),
-    ("input_ids", &["prompt_ids", "prompt", "completion_ids", "completion", "messages"]),
-    ("completion", &["completion_ids", "text", "messages", "input_ids"]),
-    ("completion_ids", &["text", "messages", "input_ids"]),
+pub(super) const FIELDS: [(&str, &[&str]); 17] = [
+    ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages", "conversations"]),
+    ("prompt_ids", &["text", "messages", "conversations"]),
+    ("input_ids", &["prompt_ids", "prompt", "completion_ids", "completion", "messages", "conversations"]),
+    ("labels", &[]),
+    ("completion_mask", &[]),
+    ("assistant_masks", &[]),
+    ("completion", &["completion_ids", "text", "messages", "conversations", "input_ids"]),
+    ("completion_ids", &["text", "messages", "conversations", "input_ids"]),
     ("messages", &["text", "input_ids", "completion_ids", "completion", "chosen"]),
-    ("text", &["messages", "input_ids", "completion_ids", "completion", "chosen"]),
-    ("chosen", &["text", "messages", "completion", "completion_ids"]),
+    ("conversations", &["messages", "text", "input_ids", "completion_ids", "completion", "chosen"]),
+    ("text", &["messages", "conversations", "input_ids", "completion_ids", "completion", "chosen"]),
+    ("chosen", &["text", "messages", "conversations", "completion", "completion_ids", "input_ids"]),
     ("rejected", &[]),
     ("margin", &[]),
     ("finish_reason", &[]),
@@ -92,6 +96,12 @@ pub(super) fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
 /// datasets.
 pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
     ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
+}
+
+/// Returns the conversation that a row is, with the name of its field: `messages`, or `conversations`, as ShareGPT's datasets have it.
+pub(crate) fn messages_field(row: &Value) -> Option<(&'static str, &Value)> {
+    let of = |name| Some((name, field(row, name)?));
+    of("messages").or_else(|| of("conversations").filter(|(_, found)| found.is_array()))
 }
 
 /// Returns the token ids in the field `name`, or `None` if the row has no such field.

@@ -4,14 +4,14 @@ use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
 use super::pairs::{Pair, is_pair, pair_of};
 use super::responses::{append_eos, is_sample_without_eos, prompt_and_completion, response_field};
-use super::row::{check_length, expected, field, token_ids};
+use super::row::{check_length, expected, field, messages_field, token_ids};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
 
 impl Dataset {
     /// Returns the token ids of the text of every row: a prompt and its completion as in [`Dataset::completions`], the token
-    /// ids `input_ids`, the string `text`, or the conversation `messages`. No EOS is appended. Whitespace after the last EOS of
+    /// ids `input_ids`, the string `text`, or the conversation `messages` or `conversations`. No EOS is appended. Whitespace after the last EOS of
     /// a conversation is removed, as in [`Dataset::pairs`].
     ///
     /// # Errors
@@ -55,8 +55,8 @@ fn text_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Vec<i64>> {
         let is_chat = field(row, "completion_ids").is_none() && row[name].is_array();
         return if is_chat { cut_after_eos(tokens, tokenizer) } else { Ok(tokens) };
     }
-    if field(row, "messages").is_some() {
-        return cut_after_eos(encode_chat(row, tokenizer, &["messages"], false)?.1, tokenizer);
+    if let Some((name, _)) = messages_field(row) {
+        return cut_after_eos(encode_chat(row, tokenizer, &[name], false)?.1, tokenizer);
     }
     if let Some(ids) = token_ids(row, "input_ids", vocab)? {
         return Ok(ids);

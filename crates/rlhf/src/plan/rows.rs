@@ -96,13 +96,14 @@ impl Rows {
             tokenizer.use_chat_template(file)?;
         }
         let max_length = max_row_length(config, models.policy())?;
+        let options = learned(config, models.policy().vocab_size);
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let (train, _) = sources.read(config.run.seed, Stage::Sft)?;
         let mut lens = Vec::new();
         let mut blocks = Vec::new();
         for dataset in &train {
-            let rows = dataset.demonstrations_with(&tokenizer, &learned(config))?;
+            let rows = dataset.demonstrations_with(&tokenizer, &options)?;
             let (rows, _) = shorten(rows, max_length, &tokenizer, dataset.path())?;
             let own = into_blocks(rows, config.packing.then_some(max_length));
             lens.push(own.len());

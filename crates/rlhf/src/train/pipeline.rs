@@ -448,9 +448,8 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     };
     let (mut tokenizer, _) = sft::load_tokenizer(config, &folders)?;
     sft::fit_tokenizer(&mut tokenizer, config, folders.model.as_deref(), &shape)?;
-    let max_length = sft::max_row_length(config, &shape)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Sft)?;
-    let (blocks, _) = sft::read_rows(config, [&train, eval.as_slice()], &tokenizer, max_length)?;
+    let (blocks, _) = sft::read_rows(config, [&train, eval.as_slice()], &tokenizer, &shape)?;
     config.plan_for(blocks.rows.len())?;
     Ok(Reading { tokenizer, shape })
 }
