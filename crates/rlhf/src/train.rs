@@ -13,7 +13,7 @@ use crate::data::{Cursor, Dataset, Sources};
 use crate::device::use_threads;
 use crate::dist::World;
 use crate::hub::Commits;
-use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param};
+use crate::model::{BASE_MODEL, Dtype, ModelHead, ModelOptions, Param, PretrainedModel};
 use crate::optim::Optim;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::report;
@@ -88,26 +88,27 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
 }
 
 /// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading to `dtype`, to the dtype
-/// in which they are trained, or where the base of an adapter is saved.
-fn roundings(
-    dir: &Path,
-    dtype: Dtype,
-    [was_rounded, to_train]: [bool; 2],
-    rounded_base: Option<tch::Kind>,
-) -> Vec<String> {
+/// in which they are trained, where the base of an adapter is saved, or where an adapter was merged into quantized weights.
+fn roundings<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>) -> Vec<String> {
     let (dir, mut found) = (dir.display(), Vec::new());
-    if to_train {
+    if model.was_merged_into_codes() {
+        found.push(format!(
+            "{dir}: its adapter was merged into weights that the files of its base hold quantized, which loses most of a small change: \
+             an adapter trained on a full-precision base by --load_in_4bit or --load_in_8bit keeps it"
+        ));
+    }
+    if model.was_rounded_to_train() {
         found.push(format!(
             "{dir}: optim = adamw_bf16 rounds weights that the files hold in another dtype to bfloat16: the run starts at the rounded ones"
         ));
     }
-    if was_rounded {
+    if model.was_rounded() {
         let name = dtype.name();
         found.push(format!(
             "{dir}: dtype = {name} rounds weights that the files hold in another: the run starts at the rounded ones"
         ));
     }
-    if let Some(kind) = rounded_base {
+    if let Some(kind) = model.rounded_base() {
         let name = Dtype::of(kind).name();
         found.push(format!(
             "{dir}: beside an adapter its weights are computed with in {name}, and {BASE_MODEL}, which the run saves, holds \

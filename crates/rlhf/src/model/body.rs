@@ -8,13 +8,14 @@ use super::layout::{Layout, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
-use super::params::Param;
+use super::params::{Files, Param};
 use super::quantized::Quantization;
 use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::uses_kernels;
 use crate::dist::{World, ZeroStage};
 use crate::offload::{InUse, Offload, Offloaded};
+use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::OnceCell;
@@ -38,6 +39,8 @@ pub(super) struct Body {
     pub(super) narrowed: bool,
     /// Whether [`Body::hold_in_bf16`] has changed numbers.
     pub(super) rounded_to_train: bool,
+    /// Whether an adapter was merged into weights whose files are quantized.
+    pub(super) merged_into_codes: bool,
     /// Number of leading parameters that share the memory of another model.
     pub(super) shared: usize,
     /// The folder that the weights were read from, while the weights are still those of the folder.
@@ -157,6 +160,7 @@ impl Body {
             rounded: false,
             narrowed: false,
             rounded_to_train: false,
+            merged_into_codes: false,
             shared: 0,
             origin: None,
             adapter: None,
@@ -373,6 +377,30 @@ impl Body {
             self.origin = None;
             self.set_trainable(false);
         }
+    }
+
+    /// Merges the adapter into those weights of the files that were quantized when they were read, before they are quantized again.
+    /// Does nothing for others.
+    ///
+    /// The values that codes stand for are on a grid, and most of what an adapter adds is smaller than half of its step: added to them it
+    /// is lost.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub(super) fn merge_before_quantizing(&mut self) -> Result<()> {
+        let Some(dir) = self.origin.as_ref().filter(|_| self.adapter.is_some() && self.quantization().is_some()) else {
+            return Ok(());
+        };
+        let checkpoint = Checkpoint::open(dir)?;
+        let names = &self.config.family.names;
+        let files = Files::new(&checkpoint, names);
+        for linear in self.decoder.linears_mut().filter(|linear| linear.is_quantized_with_adapter()) {
+            match files.plain(linear.name(), self.device)? {
+                Some(weight) => drop(linear.merge_into(&if names.transposed { weight.tr() } else { weight })),
+                None => self.merged_into_codes = true,
+            }
+        }
+        Ok(())
     }
 
     /// Rounds the parameters that were trained in full, but for heads, to the dtypes of `originals`, the base's values of them.

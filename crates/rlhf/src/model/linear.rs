@@ -251,14 +251,28 @@ impl Linear {
     /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32, or quantized again, as PEFT does.
     /// Returns whether the weight had lower precision and is held in f32 now.
     pub(crate) fn merge(&mut self) -> bool {
+        if self.adapter.is_none() {
+            return false;
+        }
+        let weight = tch::no_grad(|| self.weight.held());
+        self.merge_into(&weight)
+    }
+
+    /// [`Linear::merge`], with `weight`, f32 in the layout of the layer's, in place of the weight that is held.
+    pub(super) fn merge_into(&mut self, weight: &Tensor) -> bool {
         let Some(adapter) = self.adapter.take() else { return false };
         let sum = tch::no_grad(|| {
-            let sum = self.adapted(&self.weight.held(), &adapter);
+            let sum = self.adapted(weight, &adapter);
             let Some(magnitude) = &adapter.magnitude else { return sum };
             let norms = self.norms(&sum);
             sum * (magnitude.weight().view_as(&norms) / norms)
         });
         self.weight.replace(&sum)
+    }
+
+    /// Whether the layer has an adapter beside a quantized weight.
+    pub(super) fn is_quantized_with_adapter(&self) -> bool {
+        self.adapter.is_some() && self.quantization().is_some()
     }
 
     /// Converts weight and bias to the dtype of products, where that takes no more memory, except the tensors at the addresses

@@ -107,6 +107,28 @@ pub(crate) fn model_name(names: &Names, stored: &str) -> String {
     format!("{}{}", names.prefix, rest.unwrap_or(stored))
 }
 
+/// The weights of a checkpoint by their names in the model, as they are in its files.
+pub(super) struct Files<'a>(Builder<'a>, &'a Checkpoint);
+
+impl<'a> Files<'a> {
+    pub(super) fn new(checkpoint: &'a Checkpoint, names: &'static Names) -> Self {
+        Self(Builder::new(Source::Checkpoint(checkpoint), names, Device::Cpu, Some(Kind::Float)), checkpoint)
+    }
+
+    /// The weight of the linear layer `base`, in f32; `None` if it is quantized in the file.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or lacks it.
+    pub(super) fn plain(&self, base: &str, device: Device) -> Result<Option<Tensor>> {
+        let Self(builder, checkpoint) = self;
+        let stored = builder.stored_name(checkpoint, &format!("{base}.weight"));
+        if checkpoint.holds_codes(&stored) {
+            return Ok(None);
+        }
+        checkpoint.read(&stored, device, Kind::Float).map(Some)
+    }
+}
+
 impl<'a> Builder<'a> {
     pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, hold: Option<Kind>) -> Self {
         let stored_prefix = match source {

@@ -139,11 +139,13 @@ impl<H: ModelHead> PretrainedModel<H> {
     }
 
     /// Prepares weights that were just read for training: merges an adapter that is already there, and holds the weights as `trains` says.
+    /// Weights that were quantized when they were read are read again, and quantized with the adapter in them.
     ///
     /// # Errors
-    /// If quantized weights would be trained.
+    /// If quantized weights would be trained; if a file cannot be read.
     pub(crate) fn prepare(&mut self, trains: Trains) -> Result<()> {
         self.body.check_trains(trains)?;
+        self.body.merge_before_quantizing()?;
         self.merge_adapter();
         match trains {
             Trains::Adapter => self.hold_as_computed(),
@@ -161,6 +163,11 @@ impl<H: ModelHead> PretrainedModel<H> {
     /// Whether holding the weights in bf16, in which they are trained, has changed numbers.
     pub(crate) fn was_rounded_to_train(&self) -> bool {
         self.body.rounded_to_train
+    }
+
+    /// Whether [`PretrainedModel::prepare`] merged an adapter into weights whose files are quantized, which loses most of a small one.
+    pub(crate) fn was_merged_into_codes(&self) -> bool {
+        self.body.merged_into_codes
     }
 
     /// The dtype that the adapter's base was rounded to, if the run has to save that base because no folder holds it.

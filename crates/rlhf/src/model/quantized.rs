@@ -723,6 +723,7 @@ fn dynamic_code(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::body::Trains;
     use crate::model::{CausalLm, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier};
     use crate::optim::Optimizer;
     use crate::weights::Checkpoint;
@@ -813,6 +814,46 @@ mod tests {
             same(head, &open(out.path()).logits(&rows).unwrap(), &after);
             let skipped = &described(out.path())["llm_int8_skip_modules"];
             assert!(skipped.as_array().unwrap().contains(&json!(head)), "{skipped}");
+        }
+    }
+
+    #[test]
+    fn an_adapter_is_merged_into_the_weights_of_the_files_before_they_are_quantized() {
+        let nf4 = Quantization::FourBit { quant_type: QuantType::Nf4, nested: false };
+        for (name, format) in [("llama_untied", nf4), ("gpt2", nf4), ("llama_untied", Quantization::EightBit)] {
+            let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let dir = tempfile::tempdir().unwrap();
+            let mut plain = CausalLm::from_pretrained(&base, ModelOptions::default()).unwrap();
+            plain.add_adapter(&LoraConfig::default(), 1).unwrap();
+            for param in plain.params().iter().filter(|param| param.name.contains("lora_B")) {
+                let _ = tch::no_grad(|| param.tensor.shallow_clone().fill_(1e-3));
+            }
+            plain.save_pretrained(dir.path(), &[2], None, usize::MAX).unwrap();
+            plain.merge_adapter();
+
+            let options = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
+            let open = || CausalLm::from_pretrained(dir.path(), options).unwrap();
+            let (mut found, mut without) = (open(), open());
+            found.prepare(Trains::Adapter).unwrap();
+            without.merge_adapter();
+            let of = |model: &CausalLm, name: &str| {
+                model.params().iter().find(|param| param.name == name).unwrap().tensor.detach()
+            };
+            let (mut compared, mut kept) = (0, 0);
+            for param in found.params().iter().filter(|param| matches!(param.tensor.kind(), Kind::Uint8 | Kind::Int8)) {
+                let weight = of(&plain, &param.name);
+                let weight = if name == "gpt2" { weight.tr() } else { weight };
+                for (name, expected) in Quantized::new(&weight, format).parts(&param.name) {
+                    same(&name, &of(&found, &name), &expected);
+                }
+                compared += 1;
+                kept += i32::from(!param.tensor.equal(&of(&without, &param.name)));
+            }
+            assert!(
+                compared > 0 && kept > 0,
+                "{name}: {compared} weights, {kept} with other codes than a merge into codes"
+            );
+            assert!(!found.was_merged_into_codes());
         }
     }
 

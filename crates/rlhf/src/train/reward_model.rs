@@ -80,12 +80,7 @@ fn load_run<'a>(
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
-    warnings.extend(roundings(
-        model_dir,
-        config.run.dtype,
-        [model.was_rounded(), model.was_rounded_to_train()],
-        model.rounded_base(),
-    ));
+    warnings.extend(roundings(model_dir, config.run.dtype, &model));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let words = Words {

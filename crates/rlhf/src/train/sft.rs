@@ -61,20 +61,14 @@ fn load_run<'a>(
     let max_length = max_row_length(config, model.config())?;
     let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Sft)?;
     inputs.extend(files);
-    let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, max_length)?;
+    let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, model.config())?;
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
     warnings.extend(warning);
     warnings.extend(small_dataset(&config.data, num_blocks, plan.batch_size));
-    let started_from = model_dir.as_deref().or(config.config_name.as_deref()).unwrap_or(Path::new(""));
-    warnings.extend(roundings(
-        started_from,
-        config.run.dtype,
-        // Weights of a configuration alone are in no file.
-        [model.was_rounded(), model_dir.is_some() && model.was_rounded_to_train()],
-        model.rounded_base(),
-    ));
+    // Weights of a configuration alone are in no file.
+    warnings.extend(model_dir.iter().flat_map(|dir| roundings(dir, config.run.dtype, &model)));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");
@@ -262,7 +256,7 @@ pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<
     }
 }
 
-/// Reads the rows of `[train, eval]`, cut to `max_length`: those to train on, in blocks, and those that are held out.
+/// Reads the rows of `[train, eval]`, cut to what `model` and settings allow: those to train on, in blocks, and those that are held out.
 ///
 /// # Errors
 /// If a row is no demonstration, or none of a dataset is left.
@@ -270,9 +264,10 @@ pub(super) fn read_rows(
     config: &SftConfig,
     [train, eval]: [&[Dataset]; 2],
     tokenizer: &Tokenizer,
-    max_length: usize,
+    model: &ModelConfig,
 ) -> Result<(Gathered<Vec<Demonstration>>, Gathered<Demonstration>)> {
-    let read = |dataset: &Dataset| read_dataset(dataset, config, tokenizer, max_length);
+    let (max_length, options) = (max_row_length(config, model)?, learned(config, model.vocab_size));
+    let read = |dataset: &Dataset| read_dataset(dataset, tokenizer, &options, max_length);
     let blocks = |dataset: &Dataset| {
         let (rows, warnings) = read(dataset)?;
         Ok((into_blocks(rows, config.packing.then_some(max_length)), warnings))
@@ -286,11 +281,11 @@ pub(super) fn read_rows(
 /// If a row is no demonstration, or none is left.
 fn read_dataset(
     dataset: &Dataset,
-    config: &SftConfig,
     tokenizer: &Tokenizer,
+    options: &DemonstrationOptions,
     max_length: usize,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
-    let rows = dataset.demonstrations_with(tokenizer, &learned(config))?;
+    let rows = dataset.demonstrations_with(tokenizer, options)?;
     let ends = |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
     let endless = (!rows.iter().any(ends)).then(|| {
         let path = dataset.path().display();
@@ -373,12 +368,13 @@ impl Supervised for FineTuning<'_> {
     }
 }
 
-/// Returns which tokens of its rows a run has in the loss.
-pub(crate) fn learned(config: &SftConfig) -> DemonstrationOptions {
+/// Returns which tokens of its rows a run has in the loss, for a model with a vocabulary of `vocab`.
+pub(crate) fn learned(config: &SftConfig, vocab: i64) -> DemonstrationOptions {
     DemonstrationOptions {
         completion_only: config.completion_only_loss,
         assistant_only: config.assistant_only_loss,
         text_field: config.dataset_text_field.clone(),
+        vocab,
     }
 }
 

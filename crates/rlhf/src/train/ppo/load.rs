@@ -290,12 +290,7 @@ impl Loaded {
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
-        let mut notes = roundings(
-            &dir,
-            config.run.dtype,
-            [policy.was_rounded(), policy.was_rounded_to_train()],
-            policy.rounded_base(),
-        );
+        let mut notes = roundings(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
@@ -475,8 +470,7 @@ fn load_value(
         model.set_format(ClassifierFormat::Transformers)?;
         model.add_adapter(lora, config.run.seed)?;
     }
-    let notes =
-        roundings(dir, config.run.dtype, [model.was_rounded(), model.was_rounded_to_train()], model.rounded_base());
+    let notes = roundings(dir, config.run.dtype, &model);
     Ok((LoadedValue { model, dir: dir.to_path_buf() }, notes))
 }
 
