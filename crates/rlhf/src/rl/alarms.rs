@@ -219,17 +219,19 @@ impl Alarms {
         self.once(WarningKind::EqualScores, || message)
     }
 
-    /// Records the metrics of an update; returns new warnings.
-    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
+    /// Records the metrics of an update whose unmasked responses have `length` tokens on average; returns new warnings.
+    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics, length: f64) -> Vec<Warning> {
         // Another check reports numbers that are not finite.
         let finite = |name: &str| metrics.get(name).filter(|number| number.is_finite());
         let score = finite("objective/raw_scores").or(finite("objective/scores"));
         if let (Some(mean), Some(std)) = (score, finite("objective/scores_std")) {
             self.scores.observe(mean, std, rows(metrics));
         }
+        // KL and entropy are those of unmasked responses.
+        let per_token = |name: &str| finite(name).map(|number| number / length).filter(|number| number.is_finite());
         let found = [
-            self.runaway_kl(update, &finite),
-            self.low_entropy(update, &finite, score),
+            self.runaway_kl(update, per_token("objective/kl")),
+            self.low_entropy(update, per_token("objective/entropy"), score),
             self.length_limit(update, &finite),
             self.equal_scores(update, score),
             self.constant_reward(update, metrics),
@@ -319,8 +321,8 @@ impl Alarms {
         })
     }
 
-    fn runaway_kl(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
-        let kl = per_token("objective/kl", number)?;
+    fn runaway_kl(&mut self, update: usize, kl_per_token: Option<f64>) -> Option<Warning> {
+        let kl = kl_per_token?;
         let first = *self.first_kl.get_or_insert(kl);
         if kl - first <= MOST_KL_PER_TOKEN {
             return None;
@@ -335,13 +337,8 @@ impl Alarms {
         })
     }
 
-    fn low_entropy(
-        &mut self,
-        update: usize,
-        number: &dyn Fn(&str) -> Option<f64>,
-        score: Option<f64>,
-    ) -> Option<Warning> {
-        let entropy = per_token("objective/entropy", number)?;
+    fn low_entropy(&mut self, update: usize, per_token: Option<f64>, score: Option<f64>) -> Option<Warning> {
+        let entropy = per_token?;
         if entropy >= LEAST_ENTROPY || score.is_some_and(|score| self.scores.solved(score)) {
             return None;
         }
@@ -536,11 +533,6 @@ impl Stops {
     }
 }
 
-/// Returns a number per response as one per token, if there are tokens.
-fn per_token(name: &str, number: &dyn Fn(&str) -> Option<f64>) -> Option<f64> {
-    Some(number(name)? / number("val/response_length")?).filter(|number| number.is_finite())
-}
-
 /// Responses of the update with these metrics.
 fn rows(metrics: &Metrics) -> f64 {
     let rows = metrics.get("episode").zip(metrics.get("step")).map(|(episode, step)| episode / step);
@@ -573,6 +565,11 @@ mod tests {
         metrics(&[("objective/kl", kl), ("objective/entropy", entropy), ("val/response_length", 10.0)])
     }
 
+    /// The length of responses none of which is masked.
+    fn length(metrics: &Metrics) -> f64 {
+        metrics.get("val/response_length").unwrap_or(f64::NAN)
+    }
+
     fn kinds(warnings: &[Warning]) -> Vec<WarningKind> {
         warnings.iter().map(|warning| warning.kind).collect()
     }
@@ -581,7 +578,9 @@ mod tests {
     fn raised(mut alarms: Alarms, updates: impl IntoIterator<Item = Metrics>) -> Vec<(usize, WarningKind)> {
         let (limit, mut found) = (alarms.length_limit, Vec::new());
         for (update, metrics) in (1..).zip(updates) {
-            found.extend(alarms.of_metrics(update, &metrics).iter().map(|warning| (update, warning.kind)));
+            found.extend(
+                alarms.of_metrics(update, &metrics, length(&metrics)).iter().map(|warning| (update, warning.kind)),
+            );
             let mut resumed = Alarms::new(limit);
             resumed.load_state(&serde_json::from_str(&alarms.state().to_string()).unwrap());
             assert_eq!(resumed, alarms);
@@ -594,9 +593,9 @@ mod tests {
     fn a_runaway_kl_and_an_entropy_near_0_are_reported_once_each_also_over_a_checkpoint() {
         let mut alarms = Alarms::default();
         // 3 nats per token to another reference is the start of this run; as much again is not.
-        assert_eq!(alarms.of_metrics(1, &kl_and_entropy(30.0, 20.0)), []);
-        assert_eq!(alarms.of_metrics(2, &kl_and_entropy(39.0, 0.6)), []);
-        let found = alarms.of_metrics(3, &kl_and_entropy(41.0, 0.4));
+        assert_eq!(alarms.of_metrics(1, &kl_and_entropy(30.0, 20.0), 10.0), []);
+        assert_eq!(alarms.of_metrics(2, &kl_and_entropy(39.0, 0.6), 10.0), []);
+        let found = alarms.of_metrics(3, &kl_and_entropy(41.0, 0.4), 10.0);
         assert_eq!(kinds(&found), [WarningKind::RunawayKl, WarningKind::LowEntropy]);
         let kl = "update 3: the KL to the reference is 4.10 nats per token, 3.00 in the first update: ";
         assert!(found[0].message.starts_with(kl), "{}", found[0].message);
@@ -604,11 +603,11 @@ mod tests {
         let mut resumed = Alarms::default();
         resumed.load_state(&alarms.state());
         assert_eq!(resumed, alarms);
-        assert_eq!(resumed.of_metrics(4, &kl_and_entropy(400.0, 0.0)), []);
+        assert_eq!(resumed.of_metrics(4, &kl_and_entropy(400.0, 0.0), 10.0), []);
         let empty = metrics(&[("objective/kl", 0.0), ("objective/entropy", 0.0), ("val/response_length", 0.0)]);
-        assert_eq!(Alarms::default().of_metrics(1, &empty), [], "no tokens");
+        assert_eq!(Alarms::default().of_metrics(1, &empty, 0.0), [], "no tokens");
         // Another check reports values that are not a number.
-        assert_eq!(Alarms::default().of_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN)), []);
+        assert_eq!(Alarms::default().of_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN), 10.0), []);
         // A checkpoint of an earlier version has fewer parts.
         resumed.load_state(&json!({"told": ["runaway_kl"], "first_kl": 3.0, "unstopped": 7}));
         assert_eq!((resumed.raised.as_slice(), resumed.unstopped), (&[WarningKind::RunawayKl][..], 7));
@@ -689,8 +688,12 @@ mod tests {
         let constant = (1..=5).map(|step| update(step, 0.0, 0.4));
         assert_eq!(raised(Alarms::default(), constant), [(4, WarningKind::EqualScores)]);
         let mut alarms = Alarms::default();
-        let messages: Vec<Warning> =
-            (1..=4).flat_map(|step| alarms.of_metrics(step, &update(step, 0.0, 0.4))).collect();
+        let messages: Vec<Warning> = (1..=4)
+            .flat_map(|step| {
+                let metrics = update(step, 0.0, 0.4);
+                alarms.of_metrics(step, &metrics, length(&metrics))
+            })
+            .collect();
         let words = "update 4: the reward `format` has given all responses of each update the same score, 0 of late, in 256 responses";
         assert!(messages[0].message.starts_with(words), "{}", messages[0].message);
         // It is learned.
@@ -766,7 +769,8 @@ mod tests {
             let leaps = [&usual[..], &[10.0, 10.5]].concat();
             assert_eq!(raised(Alarms::default(), norms(&leaps)), [(12, WarningKind::GradientLeap)]);
             let mut alarms = Alarms::default();
-            let found: Vec<Warning> = norms(&leaps).iter().flat_map(|metrics| alarms.of_metrics(3, metrics)).collect();
+            let found: Vec<Warning> =
+                norms(&leaps).iter().flat_map(|metrics| alarms.of_metrics(3, metrics, length(metrics))).collect();
             let words = format!(
                 "update 3: {name} is 10.500, 10 times its median of late, 1.000: a few responses dominate the step of {model}"
             );

@@ -164,6 +164,13 @@ impl Experience {
         }
     }
 
+    /// Mean number of tokens of the responses that are not masked; NaN if all are.
+    pub(crate) fn mean_unmasked_length(&self) -> f64 {
+        let mask = &self.masks.response;
+        let number = |x: Tensor| x.sum(Kind::Double).double_value(&[]);
+        number(mask.shallow_clone()) / number(mask.any_dim(1, false))
+    }
+
     /// Total score of each row as a number, NaN where `unscored`.
     pub(crate) fn scored_totals(&self) -> Vec<f64> {
         self.clipped_totals(None)

@@ -83,11 +83,13 @@ impl KlConfig {
         match self.kl_estimator {
             KlEstimator::Full if self.use_bias_correction_kl => usage(
                 "use_bias_correction_kl = true with kl_estimator = full: it corrects an estimate from the sampled token, and the KL over the \
-                 vocabulary is none; expected use_bias_correction_kl = false, or k3, mse or abs",
+                 vocabulary is none; expected use_bias_correction_kl = false, or k1, k3, mse or abs",
             ),
+            // The gradient of a ratio times k1 is that of the KL on average.
+            KlEstimator::K1 if self.use_bias_correction_kl => Ok(()),
             KlEstimator::K1 => usage(
                 "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
-                 gradient is that of the KL, mse's on average, k3 or abs",
+                 gradient is that of the KL, mse's on average, k3 or abs, or use_bias_correction_kl = true",
             ),
             KlEstimator::K3 | KlEstimator::Abs | KlEstimator::Mse | KlEstimator::Full => Ok(()),
         }

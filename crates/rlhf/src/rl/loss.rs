@@ -736,6 +736,31 @@ mod tests {
     }
 
     #[test]
+    fn where_advantages_differ_by_token_each_token_has_the_gradient_of_its_own() {
+        let lengths = Tensor::from_slice(&[4f32, 4.0, 4.0, 4.0, 1.0, 3.0, 3.0, 3.0, 0.0, 0.0]);
+        for (importance, factor) in [
+            (ImportanceLevel::Token, lengths.ones_like()),
+            (ImportanceLevel::Sequence, lengths.ones_like()),
+            (ImportanceLevel::SequenceProduct, lengths.shallow_clone()),
+        ] {
+            let settings = LossSettings {
+                on_policy: true,
+                entropy_coef: 0.0,
+                kl_in_loss: None,
+                ..settings(CLIPPED, importance, LossAggregation::Tokens)
+            };
+            let mut x = tokens();
+            x.advantages = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5, -1.0, 2.0, -0.25, 4.0, 1.0, 1.0]);
+            let new = x.new.copy().set_requires_grad(true);
+            sliced(&x, &new, &x.entropy, &settings, None).backward();
+            // The ratios are 1; the last row is masked.
+            let counts = lengths.gt(0.0).to_kind(Kind::Float);
+            let gap = (new.grad() + &x.advantages * factor * counts / 8.0).abs().max().double_value(&[]);
+            assert!(gap < 1e-6, "{importance:?}: {gap:e}");
+        }
+    }
+
+    #[test]
     fn a_kl_over_the_vocabulary_needs_no_estimate_before_the_backward_pass() {
         let mut settings = settings(CLIPPED, ImportanceLevel::Sequence, LossAggregation::Tokens);
         settings.kl_in_loss = Some(KlEstimator::Full);

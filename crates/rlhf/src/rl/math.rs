@@ -69,12 +69,14 @@ pub fn masked_mean(x: &Tensor, mask: &Tensor) -> Tensor {
 /// `shift_mean: false` puts the mean back. With fewer than two counted numbers the variance counts as 0.
 /// Source: TRL f2cd577 `masked_whiten`.
 pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
-    let count = mask.sum(Kind::Float);
-    let mean = masked_sum(x, mask) / count.clamp_min(1.0);
-    let centered = keep(&(x - &mean), mask);
-    let variance = centered.square().sum(Kind::Float) / (count - 1.0).clamp_min(1.0);
+    // In f64: equal numbers less their mean in f32 are no zeros but rounding, which the division would make as large as any advantage.
+    let count = mask.sum(Kind::Double);
+    let mean = keep(&x.to_kind(Kind::Double), mask).sum(Kind::Double) / count.clamp_min(1.0);
+    let centered = keep(&(x.to_kind(Kind::Double) - &mean), mask);
+    let variance = centered.square().sum(Kind::Double) / (count - 1.0).clamp_min(1.0);
     let whitened = centered * (variance + 1e-8).rsqrt();
-    if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
+    let whitened = if shift_mean { whitened } else { keep(&(whitened + mean), mask) };
+    whitened.to_kind(x.kind())
 }
 
 /// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`; differentiable in `logprobs`.
@@ -336,9 +338,10 @@ impl Ratios {
     /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` what a token's
     /// log-probability adds to its logarithm, times the tokens of the response.
     ///
-    /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss,
-    /// as it does in every aggregation, the sum over tokens has that gradient if a token's ratio is
-    /// value (1 + factor (exp(log p - sg(log p)) - 1)), with sg for no gradient.
+    /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss and the
+    /// same advantage, the sum over tokens has that gradient if a token's ratio is
+    /// value (1 + factor (exp(log p - sg(log p)) - 1)), with sg for no gradient. Where advantages differ by token, each log-probability has
+    /// the gradient of its own token's advantage: Zheng et al. 2025, GSPO, eq. 13 and 14 (GSPO-token).
     pub fn of_sequences(self, logprobs: &Tensor, value: &Tensor, factor: &Tensor) -> Self {
         let ratio = value * (unit(logprobs) - 1.0) * factor + value;
         Self { ratio, ..self }
@@ -684,6 +687,16 @@ mod tests {
         let at = |position| rewards(&zeros, &scores, &[0, 2, 3], 0.1, position);
         assert_close(&at(ScorePosition::AfterStop), &rows(&[&[1., 0., 0.], &[0., 0., 2.], &[0., 0., 3.]]), 0.0);
         assert_close(&at(ScorePosition::LastToken), &rows(&[&[1., 0., 0.], &[0., 2., 0.], &[0., 0., 3.]]), 0.0);
+    }
+
+    #[test]
+    fn whitening_equal_numbers_gives_zeros_however_large_they_are() {
+        for number in [-181.0f32, -1811.4, 18114.3] {
+            let x = Tensor::full([30, 47], f64::from(number), (Kind::Float, Device::Cpu));
+            let mask = x.ones_like().to_kind(Kind::Bool);
+            assert_close(&whiten(&x, &mask, true), &x.zeros_like(), 0.0);
+            assert_close(&whiten(&x, &mask, false), &x, 0.0);
+        }
     }
 
     #[test]

@@ -255,7 +255,8 @@ impl PpoConfig {
         let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
         let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
         let range = &self.reward_clip_range;
-        let in_rewards = (!self.kl.kl_in_loss && self.kl.kl_coef != 0.0).then_some(self.kl.kl_coef);
+        let coefs = [("kl_coef", self.kl.kl_coef), ("kl_coef_end", self.kl.kl_coef_end.unwrap_or(0.0))];
+        let in_rewards = coefs.into_iter().find(|(_, coef)| !self.kl.kl_in_loss && *coef != 0.0);
         let found = [
             (!range.is_empty()).then(|| {
                 let range: Vec<String> = range.iter().map(f64::to_string).collect();
@@ -275,8 +276,8 @@ impl PpoConfig {
         for (name, found) in found.into_iter().flatten() {
             refusals.add(no_effect(name, found, why))?;
         }
-        if let Some(coef) = in_rewards {
-            refusals.add(no_effect("kl_coef", coef, &format!("{why}; kl_in_loss = true puts the KL into the loss")))?;
+        if let Some((name, coef)) = in_rewards {
+            refusals.add(no_effect(name, coef, &format!("{why}; kl_in_loss = true puts the KL into the loss")))?;
         }
         refusals.end()
     }

@@ -137,7 +137,8 @@ impl PpoTrainer {
         self.skips.record(steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         batch.warnings.extend(constant);
-        self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
+        self.warnings =
+            [batch.warnings, self.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())].concat();
         self.last_metrics.clone_from(&m);
         Ok(m)
     }

@@ -123,8 +123,8 @@ impl PpoTrainer {
         Ok(BatchScores { penalized, reported: ReportedScores { raw, summed, scored, ends }, shown })
     }
 
-    /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them. Scores of `training` are added to
-    /// the running moments of the scaling first. Returns them with the numbers of [`PpoTrainer::penalized`].
+    /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them, as [`PpoTrainer::penalized`] returns
+    /// them. Scores of `training` are added to the running moments of the scaling first.
     pub(super) fn trained_scores(
         &mut self,
         scored: &mut Scored,
@@ -132,12 +132,7 @@ impl PpoTrainer {
         training: bool,
     ) -> (Scores, Vec<usize>) {
         self.scaling.apply(scored, training);
-        let (mut penalized, ends) = self.penalized(scored, responses);
-        if let Some(penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
-            penalized.responses -= Tensor::from_slice(&penalties).to(penalized.responses.device());
-            penalized.responses = penalized.responses.to_kind(Kind::Float);
-        }
-        (penalized, ends)
+        self.penalized(scored, &scored.unscored(), responses)
     }
 
     /// Scores responses to the prompts `rows`, to train on them.
@@ -206,32 +201,42 @@ impl PpoTrainer {
         Ok((self.raw_scores(&scored, responses), scored.components))
     }
 
-    /// The whole score of each response without running moments, less the penalty, `[B]`: comparable over a run.
+    /// The whole score of each response without running moments, less the penalties, `[B]`: comparable over a run.
     pub(super) fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
         let raw = scored.raw.clone();
         let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new(), warning: None };
-        self.penalized(&whole, responses).0.responses
+        self.penalized(&whole, &scored.unscored(), responses).0.responses
     }
 
-    /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
-    /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too.
-    pub(super) fn penalized(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
+    /// Scores less the penalties of responses that did not stop or are too long, and how often each response holds a token that should end
+    /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too, and one that is `unscored` has no
+    /// score to be lowered.
+    fn penalized(&self, scored: &Scored, unscored: &[bool], responses: &[Response]) -> (Scores, Vec<usize>) {
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
         let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
-        let stopped: Vec<bool> = stopped.collect();
+        let spared: Vec<bool> = stopped.zip(unscored).map(|(stopped, unscored)| stopped || *unscored).collect();
         let mut scores = scored.to_scores(self.learner.policy.device());
         match self.config.missing_eos_penalty {
-            Some(penalty) => scores.responses = penalize_missing_stop(&scores.responses, &stopped, penalty),
+            Some(penalty) => scores.responses = penalize_missing_stop(&scores.responses, &spared, penalty),
             None if self.config.non_eos_penalty => {
                 let value = self.config.penalty_reward_value;
-                scores.responses = replace_missing_stop(&scores.responses, &stopped, value);
+                scores.responses = replace_missing_stop(&scores.responses, &spared, value);
                 // The penalty replaces all scores of a response, those of its tokens included.
-                let of_tokens = scores.tokens.iter_mut().flatten().zip(&stopped);
-                of_tokens.filter(|(_, stopped)| !**stopped).for_each(|(row, _)| row.fill(0.0));
+                let of_tokens = scores.tokens.iter_mut().flatten().zip(&spared);
+                of_tokens.filter(|(_, spared)| !**spared).for_each(|(row, _)| row.fill(0.0));
             }
             None => {}
+        }
+        if let Some(mut penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
+            penalties
+                .iter_mut()
+                .zip(unscored)
+                .filter(|(_, unscored)| **unscored)
+                .for_each(|(penalty, _)| *penalty = 0.0);
+            scores.responses -= Tensor::from_slice(&penalties).to(scores.responses.device());
+            scores.responses = scores.responses.to_kind(Kind::Float);
         }
         (scores, ends)
     }

@@ -408,9 +408,10 @@ impl Trainee for PpoTrainer {
         &["num_eval_prompts"]
     }
 
-    /// No update trains the policy during the warmup of the value model.
+    /// No update trains the policy during the warmup of the value model, nor one whose responses were all masked.
     fn may_lack_best_metric(&self) -> bool {
-        self.progress.done <= self.config.value.value_warmup_updates
+        let trains_nothing = self.last_metrics.get("objective/entropy").is_none();
+        trains_nothing || self.progress.done <= self.config.value.value_warmup_updates
     }
 }
 
