@@ -1011,7 +1011,7 @@ fn sft_and_a_reward_model_evaluate_on_the_way_and_keep_the_best_model() {
         scratch.succeeds(&run("", &format!("plain-{out}")));
         assert!(model("") == std::fs::read(scratch.path(&format!("plain-{out}/model.safetensors"))).unwrap());
         for (flags, words) in [
-            ("--eval_steps 2", "eval_steps = 2: expected rows that are held out"),
+            ("--eval_steps 2", "eval_steps = 2 (also set by eval_strategy): expected rows that are held out"),
             ("--metric_for_best_model eval_loss", "metric_for_best_model = eval_loss needs eval_steps"),
             ("--eval_steps 2 --metric_for_best_model eval_los", "metric_for_best_model = eval_los: expected "),
         ] {
