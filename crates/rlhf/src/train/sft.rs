@@ -9,6 +9,7 @@ use crate::metrics::Metrics;
 use crate::model::{Batch, CausalLm, DropoutRows, LmHead, ModelConfig};
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
+use crate::run::checkpoint::Epochs;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
@@ -102,6 +103,7 @@ fn load_run<'a>(
             logging_steps: config.logging_steps,
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
+            epochs: Epochs { per_update: plan.batch_size, len: num_blocks },
         },
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
