@@ -41,7 +41,7 @@ pub use checkpoint::has_checkpoint;
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use output_dir::CONFIG;
 pub use push::settings::{HubConfig, HubStrategy, HubToken};
-pub use settings::{CheckpointConfig, EvalConfig, Resume, RunConfig};
+pub use settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use sinks::console::{Console, announce, clear_bar};
 pub use tracking::{ReportTo, TensorboardTags, TrackingConfig};
 

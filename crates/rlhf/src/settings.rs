@@ -84,7 +84,7 @@ pub use crate::rl::unsupervised::UnsupervisedConfig;
 pub use crate::run::push::settings::{HubConfig, HubStrategy, HubToken};
 pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
-pub use crate::run::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig};
+pub use crate::run::settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 #[cfg(test)]

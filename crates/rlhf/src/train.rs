@@ -176,19 +176,20 @@ fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<St
 /// If there are none.
 pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
     let (Some(every), false) = (eval.eval_steps, sources.has_eval()) else { return Ok(()) };
+    let given = format!("eval_steps = {every} (also set by eval_strategy): expected rows that are held out, and");
+    let keep = "eval_split_size keeps some of the training rows for it";
     if data.dataset_train_split == data.dataset_test_split {
         return Err(crate::Error::Usage(format!(
-            "eval_steps = {every}: expected rows that are held out, and dataset_train_split = dataset_test_split = {}; \
-             eval_split_size keeps some of the training rows for it",
+            "{given} dataset_train_split = dataset_test_split = {}; {keep}",
             data.dataset_test_split
         )));
     }
-    Err(crate::Error::Usage(format!(
-        "eval_steps = {every}: expected rows that are held out, and dataset_name = {} has no split `{}`; eval_split_size \
-         keeps some of the training rows for it",
-        data.describe(),
-        data.dataset_test_split
-    )))
+    let remedy = match sources.likely_eval_split() {
+        Some(split) => format!("--dataset_test_split {split} evaluates on that split"),
+        None => keep.into(),
+    };
+    let (names, split) = (data.describe(), &data.dataset_test_split);
+    Err(crate::Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
 }
 
 /// Rows of several datasets, one after another.

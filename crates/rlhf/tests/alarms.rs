@@ -144,7 +144,7 @@ pub(crate) fn rolling_back(dir: &Path) -> PpoConfig {
     config.learning_rate = RATE;
     config.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
     config.optimizer.warmup_steps = 10;
-    config.run.checkpoints.save_steps = Some(2);
+    config.run.checkpoints.save_steps = Some(2.into());
     config.alarms.on_alarm = vec!["runaway_kl=rollback".into()];
     config.alarms.max_rollbacks = 9;
     config.run.tracking.report_to = vec![ReportTo::Tensorboard];
@@ -233,7 +233,7 @@ fn a_run_stops_after_its_last_rollback_and_without_a_checkpoint_to_return_to() {
         message.contains("runaway_kl (on_alarm = runaway_kl=rollback, but max_rollbacks = 1 of them are done)"),
         "{message}"
     );
-    let message = stopped(&|config| config.run.checkpoints.save_steps = Some(12));
+    let message = stopped(&|config| config.run.checkpoints.save_steps = Some(12.into()));
     assert!(
         message.contains("runaway_kl (on_alarm = runaway_kl=rollback, but there is no checkpoint before it)"),
         "{message}"

@@ -40,7 +40,7 @@ pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     config.optimizer.max_grad_norm = Some(1.0);
     config.rewards.reward = vec!["short=length:target=3".into()];
     config.rewards.reward_normalize = vec!["short=mean_std".into()];
-    config.eval.eval_steps = Some(2);
+    config.eval.eval_steps = Some(2.into());
     config.eval.metric_for_best_model = Some("eval/score".into());
     config.run.tracking.report_to = vec![ReportTo::Tensorboard];
     config
@@ -149,14 +149,14 @@ fn resumes_from_everywhere(updates: usize, run: impl Fn(&dyn Fn(&mut RunConfig))
     let mut whole = PathBuf::new();
     let out = std::cell::RefCell::new(&mut whole);
     run(&|run| {
-        run.checkpoints.save_steps = Some(1);
+        run.checkpoints.save_steps = Some(1.into());
         **out.borrow_mut() = run.output_dir.clone();
     });
     for stop in 1..updates {
         let dir = stopped(&whole, stop);
         run(&|run| {
             run.output_dir.clone_from(&dir);
-            run.checkpoints.save_steps = Some(updates);
+            run.checkpoints.save_steps = Some(updates.into());
             run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
         });
         assert_same(&dir, &whole, updates);
@@ -313,7 +313,7 @@ fn sft_and_a_reward_model_resume_to_the_same_bits_between_two_lines_of_metrics()
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, Some(4));
         config.peft.use_peft = true; // with dropout
         config.eval_dataset_name = Some(demos.clone());
-        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_loss".into()));
+        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3.into()), Some("eval_loss".into()));
         config.run.fp16 = true;
         config.run.loss_scale.initial_scale_power = 30;
         with(&mut config.run);
@@ -323,7 +323,7 @@ fn sft_and_a_reward_model_resume_to_the_same_bits_between_two_lines_of_metrics()
         let mut config = RewardConfig::new(models.join("gpt_neox_cls"), &pairs, dir.path().join("reward/whole"));
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, Some(4));
         config.eval_dataset_name = Some(pairs.clone());
-        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_margin".into()));
+        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3.into()), Some("eval_margin".into()));
         with(&mut config.run);
         rlhf::train::reward_model::reward(&config, Console::Silent).unwrap();
     });
@@ -1011,7 +1011,7 @@ fn sft_and_a_reward_model_evaluate_on_the_way_and_keep_the_best_model() {
         scratch.succeeds(&run("", &format!("plain-{out}")));
         assert!(model("") == std::fs::read(scratch.path(&format!("plain-{out}/model.safetensors"))).unwrap());
         for (flags, words) in [
-            ("--eval_steps 2", "eval_steps = 2: expected rows that are held out"),
+            ("--eval_steps 2", "eval_steps = 2 (also set by eval_strategy): expected rows that are held out"),
             ("--metric_for_best_model eval_loss", "metric_for_best_model = eval_loss needs eval_steps"),
             ("--eval_steps 2 --metric_for_best_model eval_los", "metric_for_best_model = eval_los: expected "),
         ] {
@@ -1022,6 +1022,31 @@ fn sft_and_a_reward_model_evaluate_on_the_way_and_keep_the_best_model() {
             ran.code != 0 && ran.stderr.contains("metric_for_best_model = los: expected a metric of the run, one of")
         );
     }
+}
+
+#[test]
+fn evaluations_and_checkpoints_are_due_with_the_updates_that_end_an_epoch() {
+    let scratch = Scratch::new();
+    let every = "--eval_strategy epoch --save_strategy epoch";
+    // The epochs of 6 rows end within the updates 2 and 3 of 4 rows each; the fourth is the last.
+    for (line, out, metric) in [
+        (format!("{SFT} --max_steps 4"), "sft", "eval_loss"),
+        (format!("{REWARD} --max_steps 4"), "reward-model", "eval_loss"),
+        (format!("{PPO} --total_episodes 16"), "ppo", "eval/score"),
+    ] {
+        let ran = scratch.run(&format!("{line} --eval_split_size 2 {every} --output_dir {out}"));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let lines = scratch.metrics(out);
+        let evaluated =
+            lines.iter().filter(|line| line.contains_key(metric)).map(|line| line["step"].as_u64().unwrap());
+        assert_eq!(evaluated.collect::<Vec<_>>(), [0, 2, 3, 4], "{out}");
+        let saved: Vec<usize> =
+            (1..=4).filter(|update| scratch.path(&format!("{out}/checkpoint-{update}")).is_dir()).collect();
+        assert_eq!(saved, [2, 3, 4], "{out}");
+        let config = scratch.read(&format!("{out}/config.yaml"));
+        assert!(config.contains("eval_steps: epoch\n") && config.contains("save_steps: epoch\n"), "{config}");
+    }
+    scratch.refuses(&format!("{SFT} --save_steps often"), 2, &["a whole number of updates, or epoch"]);
 }
 
 #[test]

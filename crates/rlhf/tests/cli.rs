@@ -711,6 +711,30 @@ fn rows_that_are_cut_or_left_out_are_counted() {
     );
 }
 
+#[test]
+fn rows_with_an_empty_text_are_left_out_and_counted_and_an_empty_completion_is_learned() {
+    let scratch = Scratch::new();
+    let sft = "sft --model_name_or_path policy --max_length 64 --max_steps 1 --report_to none";
+    scratch.write("texts.jsonl", "{\"text\": \"\"}\n{\"text\": \"once\"}\n{\"text\": \"\"}\n{\"text\": \"and\"}\n");
+    for packing in ["", " --packing"] {
+        let line = format!("{sft} --dataset_name texts.jsonl --per_device_train_batch_size 1{packing}");
+        let ran = scratch.run(&format!("{line} --output_dir out{}", packing.len()));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let warning = "texts.jsonl: 2 of 4 rows were left out: their text is empty";
+        assert!(ran.stderr.contains(warning) && !ran.stderr.contains("no token to learn"), "{}", ran.stderr);
+    }
+    scratch.write("empty.jsonl", "{\"text\": \"\"}\n{\"text\": \"\"}\n");
+    for command in [sft.to_string(), format!("plan --calibrate=false {sft}")] {
+        let line = format!("{command} --dataset_name empty.jsonl --output_dir none");
+        let words = "empty.jsonl: expected some text, found none: the texts of all 2 rows are empty";
+        scratch.refuses(&line, 1, &[words]);
+    }
+    scratch.write("stop.jsonl", "{\"prompt\": \"once\", \"completion\": \"\"}\n");
+    let ran =
+        scratch.run(&format!("{sft} --dataset_name stop.jsonl --per_device_train_batch_size 1 --output_dir stop"));
+    assert_eq!((ran.code, ran.stderr.contains("left out")), (0, false), "{}", ran.stderr);
+}
+
 // Bad input: settings.
 
 #[test]

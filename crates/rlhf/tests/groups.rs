@@ -175,7 +175,7 @@ fn a_run_without_a_critic_loads_trains_and_saves_none_and_without_a_kl_no_refere
         let mut config = config(dir.path());
         config.advantage.advantage_estimator = estimator;
         config.run.output_dir = dir.path().join(estimator.name());
-        config.run.checkpoints.save_steps = Some(1);
+        config.run.checkpoints.save_steps = Some(1.into());
         let mut trainer = PpoTrainer::from_config(&config).unwrap();
         assert!(trainer.reference.is_none() && matches!(trainer.learner.value, ValueModel::None), "{estimator:?}");
         trainer.train().unwrap();
@@ -466,7 +466,7 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         (
             |c| {
                 c.eval.metric_for_best_model = Some("eval/kl".into());
-                c.eval.eval_steps = Some(1);
+                c.eval.eval_steps = Some(1.into());
             },
             "metric_for_best_model = eval/kl: expected one of eval/score, eval/response_length",
         ),

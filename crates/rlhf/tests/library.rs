@@ -27,7 +27,7 @@ const VOCAB: i64 = 320;
 fn config(dir: &Path, out: &str) -> PpoConfig {
     let mut config = ppo_config(dir);
     config.run.output_dir = dir.join(out);
-    config.run.checkpoints.save_steps = Some(5);
+    config.run.checkpoints.save_steps = Some(5.into());
     config.reward_model_path = None;
     config.rewards = PpoConfig::without_reward("", "", "").rewards;
     config
@@ -124,7 +124,7 @@ fn a_watcher_receives_every_event_and_a_run_that_it_ends_anywhere_resumes_to_the
     let run = |out: &str, save_steps: usize, resume: bool| {
         let mut config = whole.clone();
         config.run.output_dir = dir.path().join(out);
-        config.run.checkpoints.save_steps = Some(save_steps);
+        config.run.checkpoints.save_steps = Some(save_steps.into());
         config.run.checkpoints.resume_from_checkpoint = resume.then_some(Resume::Latest);
         PpoTrainer::from_config(&config).unwrap()
     };

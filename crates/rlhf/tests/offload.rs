@@ -12,7 +12,7 @@ use std::path::Path;
 fn config(dir: &Path, name: &str, parts: &[OffloadPart]) -> PpoConfig {
     let mut config = ppo_config(dir);
     config.run.output_dir = dir.join(name);
-    config.run.checkpoints.save_steps = Some(1);
+    config.run.checkpoints.save_steps = Some(1.into());
     config.run.offload.offload = parts.to_vec();
     config
 }
@@ -121,7 +121,7 @@ fn a_run_resumes_to_the_same_bits_with_other_parts_in_memory_than_before() {
             let stopped = stopped(&from.run.output_dir, 2);
             let mut resumed = with("", &parts);
             resumed.run.output_dir.clone_from(&stopped);
-            resumed.run.checkpoints.save_steps = Some(5);
+            resumed.run.checkpoints.save_steps = Some(5.into());
             resumed.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
             run(&resumed);
             assert_same(&stopped, &whole.run.output_dir, 5);

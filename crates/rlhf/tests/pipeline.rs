@@ -346,7 +346,12 @@ fn everything_is_checked_before_the_first_stage_starts() {
             2,
             &["error: ppo: metric_for_best_model = eval/scores/mood: expected the name of a reward, one of model"],
         ),
-        ("ppo", "eval_steps: 1", 2, &["error: ppo: eval_steps = 1: expected rows that are held out"]),
+        (
+            "ppo",
+            "eval_steps: 1",
+            2,
+            &["error: ppo: eval_steps = 1 (also set by eval_strategy): expected rows that are held out"],
+        ),
         ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: rows.jsonl: line ", "reward `exact`", "truth"]),
         ("ppo", "num_mini_batches: 3", 2, &["broken.yaml:11: ppo: batch size = per_device_train_batch_size"]),
         ("reward", "dataset_name: bad.jsonl", 1, &["error: reward: bad.jsonl: line 1: expected a field `chosen`"]),

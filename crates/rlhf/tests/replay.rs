@@ -19,7 +19,7 @@ type Set = fn(&mut PpoConfig);
 fn recorded(dir: &Path) -> PpoConfig {
     let mut config = ppo_config(dir);
     config.rollout_log.log_rollouts = true;
-    config.run.checkpoints.save_steps = Some(1);
+    config.run.checkpoints.save_steps = Some(1.into());
     config
 }
 

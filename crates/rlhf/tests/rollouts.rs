@@ -131,7 +131,7 @@ fn groups_without_a_critic_or_a_reference_have_no_columns_of_theirs() {
 fn a_resumed_run_leaves_the_rollouts_of_an_uninterrupted_one_up_to_its_limit() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = logging(dir.path());
-    config.run.checkpoints.save_steps = Some(2);
+    config.run.checkpoints.save_steps = Some(2.into());
     ppo(&config, Console::Silent).unwrap();
     let whole = config.run.output_dir.clone();
     let names = |dir: &Path| {

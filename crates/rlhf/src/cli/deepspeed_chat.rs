@@ -475,7 +475,7 @@ mod tests {
         let own = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
                    --lora_module_name layers.";
         let Task::Reward(reward) = parse_words(&words("reward", own)).unwrap() else { panic!() };
-        assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5), Some(0)));
+        assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5.into()), Some(0)));
         assert_eq!((reward.peft.use_peft, reward.peft.lora_r, reward.learning_rate), (true, 8, 5e-4));
         assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
         for (command, own, message) in [

@@ -50,7 +50,7 @@ const COMMAND: &str = "the command decides what is done";
 const COMPUTED: &str = "it is computed from the other sizes";
 const OLD: &str = "it has no meaning for this program";
 
-const STRATEGY: &str = "expected steps or no";
+const STRATEGY: &str = "expected steps, epoch or no";
 
 /// The flags with the commands that have them, by treatment.
 const FLAGS: &[(To, &[&str], &[&str])] = &[
@@ -586,12 +586,15 @@ impl Flags<'_> {
                     settings.retain(|setting| setting.key != steps);
                     continue;
                 }
-                "no" | "false" | "none" => {
-                    format!("{strategy} = no and {steps} exclude each other: leave one of them out")
+                "epoch" if !self.on_line(steps) => {
+                    settings.retain(|setting| setting.key != steps);
+                    settings.push(Setting::new(steps, vec!["epoch".into()]));
+                    continue;
                 }
-                "epoch" => format!(
-                    "{strategy} = epoch: {STRATEGY}; with {steps} = N it is every N updates, such as those of an epoch"
-                ),
+                word @ ("no" | "false" | "none" | "epoch") => {
+                    let word = if word == "epoch" { word } else { "no" };
+                    format!("{strategy} = {word} and {steps} exclude each other: leave one of them out")
+                }
                 "best" if strategy == "save_strategy" => {
                     let metric = "metric_for_best_model";
                     if self.on_line(metric) || in_file(settings, metric).is_some() {
@@ -866,7 +869,7 @@ mod tests {
              --torch_dtype float32 --attn_implementation flash_attention_2 --trust_remote_code False --run_name tldr \
              --report_to none"
         ));
-        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(100), None));
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(100.into()), None));
         assert_eq!(
             notes,
             ["without effect here: logging_steps (each update is logged); \
@@ -880,7 +883,10 @@ mod tests {
             let Task::Ppo(mut config) = with_file(text, &least(name)).unwrap() else { panic!() };
             let Task::Ppo(mut plain) = parse_words(&least(name)).unwrap() else { panic!() };
             // The file has what differs from the defaults here.
-            assert_eq!((config.run.checkpoints.save_steps, config.run.gradient_checkpointing), (Some(500), true));
+            assert_eq!(
+                (config.run.checkpoints.save_steps, config.run.gradient_checkpointing),
+                (Some(500.into()), true)
+            );
             assert_eq!(config.run.dtype, rlhf::model::Dtype::Float32);
             config.run = plain.run.clone();
             (config.per_device_train_batch_size, plain.per_device_train_batch_size) = (None, None);
@@ -901,7 +907,7 @@ mod tests {
         );
         assert_eq!(config.advantage.scale_rewards, rlhf::settings::ScaleRewards::None);
         assert_eq!((config.rollout_log.print_answers, config.rollout_log.print_answers_interval), (true, 5));
-        assert_eq!((config.eval.eval_steps, config.plan(100).unwrap().batch_size), (Some(5), 32));
+        assert_eq!((config.eval.eval_steps, config.plan(100).unwrap().batch_size), (Some(5.into()), 32));
         assert_eq!(config.generation.max_steps, Some(20));
         let funcs =
             [&least("rloo")[..], &["--reward_funcs", "json", "length:9", "--reward_weights", "1", "0.5"]].concat();
@@ -969,7 +975,7 @@ mod tests {
         assert_eq!(hub.hub_strategy, rlhf::settings::HubStrategy::Best);
         assert_eq!(hub.hub_token.as_ref().map(|token| token.0.as_str()), Some("hf_secret"));
         assert_eq!(config.eval.metric_for_best_model.as_deref(), Some("objective/scores"));
-        assert_eq!((saves.save_steps, saves.save_total_limit), (Some(5), Some(1)));
+        assert_eq!((saves.save_steps, saves.save_total_limit), (Some(5.into()), Some(1)));
         for (kwargs, words) in [
             ("{token: hf_secret}", "expected a map of arguments"),
             ("{repo_id: me/x, token: [hf_secret]}", "`token`: expected a text"),
@@ -988,8 +994,11 @@ mod tests {
             let config = ppo(&words.split_whitespace().collect::<Vec<_>>());
             (config.eval.eval_steps, config.run.checkpoints.save_steps)
         };
-        assert_eq!(steps("--eval_strategy steps --save_strategy steps"), (Some(10), Some(500)));
-        assert_eq!(steps("--evaluation_strategy steps --save_steps 7"), (Some(10), Some(7)));
+        assert_eq!(steps("--eval_strategy steps --save_strategy steps"), (Some(10.into()), Some(500.into())));
+        assert_eq!(steps("--evaluation_strategy steps --save_steps 7"), (Some(10.into()), Some(7.into())));
+        let epoch = Some(rlhf::settings::Interval::Epoch);
+        assert_eq!(steps("--eval_strategy epoch --save_strategy epoch"), (epoch, epoch));
+        assert_eq!(steps("--eval_steps epoch --save_steps 7"), (epoch, Some(7.into())));
         assert_eq!(steps("--eval_strategy no --save_strategy no"), (None, None));
         assert_eq!(ppo(&["--use_cpu"]).run.device, rlhf::device::Device::Cpu);
         let sft = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"];
@@ -998,9 +1007,10 @@ mod tests {
         else {
             panic!()
         };
-        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(3), None));
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(3.into()), None));
         for (words, message) in [
-            ("--eval_strategy epoch", "eval_strategy = epoch: expected steps or no; with eval_steps = N it is every N"),
+            ("--eval_strategy epochs", "eval_strategy = epochs: expected steps, epoch or no"),
+            ("--eval_strategy epoch --eval_steps 3", "eval_strategy = epoch and eval_steps exclude each other"),
             ("--eval_strategy no --eval_steps 3", "eval_strategy = no and eval_steps exclude each other"),
             ("--save_strategy best", "save_strategy = best needs metric_for_best_model"),
             ("--use_cpu --device cuda", "use_cpu = true and device exclude each other"),

@@ -27,7 +27,10 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
     let mut conversation = Vec::new();
     for name in fields {
         let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
-        let wrong = || Error::Run(expected(name, "a list of at least one message", row));
+        let wrong = || {
+            let message = expected(name, "a list of at least one message", row);
+            Error::Run(format!("{message}{}", hint_of_whole(row, fields)))
+        };
         conversation.extend(messages.ok_or_else(wrong)?.iter().map(with_role_and_content));
     }
     let mut variables = match field(row, "chat_template_kwargs") {
@@ -62,6 +65,18 @@ fn with_role_and_content(message: &Value) -> Value {
         }
     }
     message
+}
+
+/// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.
+fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
+    match fields {
+        ["prompt", side @ ("chosen" | "rejected")]
+            if row["prompt"].is_string() && row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant") =>
+        {
+            format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none")
+        }
+        _ => String::new(),
+    }
 }
 
 /// Returns the `tools` of a row, a list of objects or that list in JSON, as TRL passes it to the chat template.

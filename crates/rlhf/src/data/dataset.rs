@@ -30,7 +30,7 @@ pub struct Dataset {
 
 impl Dataset {
     /// Reads `split` of the dataset `name`, as [`Files::find`] finds it: JSONL (one object per line; blank lines are skipped),
-    /// JSON (an array of objects), CSV (cells are text, except JSON lists in columns of token ids and messages) or Parquet.
+    /// JSON (an array of objects), CSV (cells are text, except JSON lists of token ids and messages in their columns) or Parquet.
     ///
     /// # Errors
     /// If there is no such file, a row is malformed, or there are no rows.

@@ -101,7 +101,8 @@ impl Dataset {
     /// Returns the demonstrations of all rows: the token ids `input_ids`; else `prompt` and `completion`, or `prompt` and `chosen`; else
     /// `text`; else `messages` or `conversations`; else `chosen`.
     ///
-    /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings;
+    /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings, but an empty text has
+    /// no tokens;
     /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer of an
     /// encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are taken as they are; those are in the
     /// loss whose `labels` are not -100, or without labels those that `assistant_masks` and, with `completion_only`, `completion_mask` mark,
@@ -239,7 +240,7 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
     };
     if let Some(value) = whole_text(row, text_name) {
         return match value.as_str().ok_or_else(no_form)? {
-            "" => Err(Error::Run(format!("field `{text_name}`: expected some text, found none"))),
+            "" => Ok(text((Vec::new(), 0))),
             whole => Ok(text(tokenizer.encode_pair("", whole)?)),
         };
     }

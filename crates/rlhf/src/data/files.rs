@@ -2,6 +2,7 @@
 
 use crate::hub::{Hub, files_below, is_hub_name};
 use crate::{Error, Result};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -10,6 +11,9 @@ const FORMATS: [&str; 7] = ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json
 
 /// Names of splits. A file with one of them in its name is not a whole dataset.
 const SPLITS: [&str; 8] = ["train", "test", "validation", "valid", "val", "dev", "eval", "unsupervised"];
+
+/// Words in the names of splits to evaluate on, such as `test_sft`, the likeliest first.
+const EVAL_SPLITS: [&str; 6] = ["validation", "valid", "val", "dev", "eval", "test"];
 
 /// The files of one split of a dataset, in the order of their rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +36,12 @@ impl Files {
     /// If there is no such file or folder, it has no such split, a shard is missing, or several folders have the split; errors
     /// of the hub.
     pub fn find(name: &Path, config: Option<&str>, split: &str) -> Result<Self> {
-        let found = Self::look_for(name, config, split, true)?;
+        Self::find_by_flag(name, config, split, "")
+    }
+
+    /// As [`Files::find`]; the error about a missing split names the `flag` that sets it.
+    pub(super) fn find_by_flag(name: &Path, config: Option<&str>, split: &str, flag: &str) -> Result<Self> {
+        let found = Self::look_for(name, config, split, Some(flag))?;
         Ok(found.expect("a missing split is an error"))
     }
 
@@ -41,20 +50,42 @@ impl Files {
     /// # Errors
     /// As [`Files::find`], except for a missing split.
     pub fn find_optional(name: &Path, config: Option<&str>, split: &str) -> Result<Option<Self>> {
-        if name.is_file() { Ok(None) } else { Self::look_for(name, config, split, false) }
+        if name.is_file() { Ok(None) } else { Self::look_for(name, config, split, None) }
     }
 
-    fn look_for(name: &Path, config: Option<&str>, split: &str, required: bool) -> Result<Option<Self>> {
-        let choose = |files: &BTreeSet<String>| match of_split(files, config, split) {
-            Ok(chosen) if chosen.is_empty() && required => {
+    /// Returns the split of a dataset that is most likely one to evaluate on, for messages; `None` also if its files cannot be listed.
+    pub(super) fn likely_eval_split(name: &Path, config: Option<&str>, train_split: &str) -> Option<String> {
+        let splits = RefCell::new(BTreeSet::new());
+        let record = |files: &BTreeSet<String>| {
+            splits.borrow_mut().extend(split_names(files, config));
+            Ok(Vec::new())
+        };
+        if name.is_dir() {
+            record(&files_below(name).ok()?).ok()?;
+        } else {
+            let (id, revision) = hub_name(name).filter(|_| !name.exists())?;
+            Hub::from_env().dataset(id, revision, &record).ok()?;
+        }
+        let splits = splits.into_inner();
+        let is_named = |split: &String, word: &str| split.split(['_', '-', '.']).any(|part| part == word);
+        EVAL_SPLITS
+            .iter()
+            .find_map(|word| splits.iter().find(|split| *split != train_split && is_named(split, word)))
+            .cloned()
+    }
+
+    /// Finds the files of `split`. A missing one is an error with `flag`, the flag that sets the split, which is empty if none does.
+    fn look_for(name: &Path, config: Option<&str>, split: &str, flag: Option<&str>) -> Result<Option<Self>> {
+        let choose = |files: &BTreeSet<String>| match (of_split(files, config, split), flag) {
+            (Ok(chosen), Some(flag)) if chosen.is_empty() => {
                 let message = match files.iter().find(|file| is_arrow(file)) {
                     Some(file) => not_arrow(file),
-                    None => format!("expected a split `{split}`, {}", splits_there(files, config)),
+                    None => format!("expected a split `{split}`, {}", splits_there(files, config, flag)),
                 };
                 Err(Error::invalid(name, message))
             }
-            Ok(chosen) => Ok(chosen),
-            Err(message) => Err(Error::invalid(name, message)),
+            (Ok(chosen), _) => Ok(chosen),
+            (Err(message), _) => Err(Error::invalid(name, message)),
         };
         let paths = if name.is_file() {
             if let Some(file) = name.file_name().and_then(|file| file.to_str()).filter(|file| is_arrow(file)) {
@@ -266,8 +297,8 @@ fn is_of_a_split(file: &str) -> bool {
     file.split(words).any(|word| SPLITS.contains(&word.to_ascii_lowercase().as_str()))
 }
 
-/// Lists the splits in the names of the files, for messages.
-fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
+/// Returns the splits in the names of the files, in the folder `config` if one is given.
+fn split_names(files: &BTreeSet<String>, config: Option<&str>) -> BTreeSet<String> {
     let folder = config.map(|config| format!("{config}/")).unwrap_or_default();
     let name = |file: &String| -> Option<String> {
         let file = file.strip_prefix(&folder)?;
@@ -277,7 +308,12 @@ fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
         let in_folder = SPLITS.iter().find(|split| parent.rsplit('/').next() == Some(**split));
         Some(in_folder.map_or(sharded.map_or(stem, |(split, _)| split), |split| split).to_string())
     };
-    let found: BTreeSet<String> = files.iter().filter_map(name).collect();
+    files.iter().filter_map(name).collect()
+}
+
+/// Lists the splits in the names of the files, for messages, and the `flag` that chooses another, if there is one.
+fn splits_there(files: &BTreeSet<String>, config: Option<&str>, flag: &str) -> String {
+    let found = split_names(files, config);
     if found.is_empty() {
         return match config {
             Some(config) => format!("found no file of rows in its folder {config}"),
@@ -285,7 +321,8 @@ fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
         };
     }
     let names: Vec<&str> = found.iter().map(String::as_str).collect();
-    format!("found {}", list(&names))
+    let choose = if flag.is_empty() { String::new() } else { format!("; choose by --{flag}") };
+    format!("found {}{choose}", list(&names))
 }
 
 /// Lists the first 8 names and the number of the others.
@@ -430,12 +467,35 @@ mod tests {
 
     #[test]
     fn the_error_for_a_missing_split_lists_the_splits_found() {
-        let there = |files: &[&str]| splits_there(&files.iter().map(ToString::to_string).collect(), None);
+        let named = |files: &[&str]| files.iter().map(ToString::to_string).collect();
+        let there = |files: &[&str]| splits_there(&named(files), None, "");
         assert_eq!(there(&["data/dev-00000-of-00001.parquet", "test.csv.gz", "x.py"]), "found `dev`, `test`");
         assert_eq!(there(&["default/train/0000.parquet"]), "found `train`");
+        let sft = named(&["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"]);
+        let wanted = "found `test_sft`, `train_sft`; choose by --dataset_train_split";
+        assert_eq!(splits_there(&sft, None, "dataset_train_split"), wanted);
         assert_eq!(
             there(&["README.md"]),
             "found no file of rows (jsonl, json, csv, parquet, jsonl.gz, json.gz, csv.gz)"
         );
+    }
+
+    #[test]
+    fn the_likeliest_split_to_evaluate_on_is_found_by_its_name() {
+        for (files, expected) in [
+            (&["train.jsonl", "validation.jsonl", "test_sft.jsonl"][..], Some("validation")),
+            (&["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"], Some("test_sft")),
+            (&["train.jsonl", "dev/0.jsonl"], Some("dev")),
+            (&["train.jsonl", "latest.jsonl"], None),
+            (&["test.jsonl"], Some("test")),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            for file in files {
+                std::fs::create_dir_all(dir.path().join(file).parent().unwrap()).unwrap();
+                std::fs::write(dir.path().join(file), "{}").unwrap();
+            }
+            assert_eq!(Files::likely_eval_split(dir.path(), None, "train").as_deref(), expected, "{files:?}");
+        }
+        assert_eq!(Files::likely_eval_split(Path::new("none.jsonl"), None, "train"), None);
     }
 }

@@ -24,6 +24,12 @@ const LISTS: [&str; 8] = [
     "conversations",
 ];
 
+/// Columns of text or of messages. A CSV cell is messages if it is a list in JSON of objects with a `role`.
+const TEXT_OR_MESSAGES: [&str; 4] = ["prompt", "completion", "chosen", "rejected"];
+
+/// Beginnings of messages in Python's form, which `to_csv` of datasets and pandas writes.
+const PYTHON_MESSAGES: [&str; 2] = ["[{'role'", "[{'content'"];
+
 /// Columns of numbers.
 const NUMBERS: [&str; 1] = ["margin"];
 
@@ -250,8 +256,19 @@ pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
         number if is_number => {
             serde_json::from_str(number).ok().filter(Value::is_number).ok_or_else(|| wrong("a number"))
         }
+        list if TEXT_OR_MESSAGES.contains(&name) && list.starts_with("[{") => {
+            if PYTHON_MESSAGES.iter().any(|start| list.starts_with(start)) {
+                return Err(wrong("a list in JSON"));
+            }
+            Ok(serde_json::from_str(list).ok().filter(are_messages).unwrap_or_else(|| text.into()))
+        }
         _ => Ok(text.into()),
     }
+}
+
+/// Returns true if `value` is a list of objects that have a `role` each.
+fn are_messages(value: &Value) -> bool {
+    value.as_array().is_some_and(|list| list.iter().all(|message| message.get("role").is_some()))
 }
 
 /// Returns true if CSV text that starts with a record ends within quotes.
@@ -434,6 +451,26 @@ mod tests {
         let first = json!({"prompt": "a, \"b\"\nc", "input_ids": [1, 2], "n": "007"});
         assert_eq!(values, [&first, &json!({"prompt": "[3]", "input_ids": [], "n": ""})]);
         assert_eq!(rows.iter().map(|row| row.place.to_string()).collect::<Vec<_>>(), ["line 2", "line 5"]);
+    }
+
+    #[test]
+    fn a_csv_cell_of_messages_in_json_is_read_as_messages_and_other_text_as_it_is() {
+        let messages = "[{\"role\": \"user\", \"content\": \"x\"}]";
+        for name in ["prompt", "completion", "chosen", "rejected"] {
+            let read = |text: &str| cell(name, text);
+            assert_eq!(read(messages), Ok(json!([{"role": "user", "content": "x"}])), "{name}");
+            assert_eq!(read(&format!("\n{messages} ")), read(messages));
+            for text in ["[{\"n\": 1}]", "[{\"role\": 1}, 2]", "[{x", "[]", "[1]", " {\"role\": 1}"] {
+                assert_eq!(read(text), Ok(text.into()), "{name}");
+            }
+            for text in ["[{'role': 'user', 'content': 'x'}]", "[{'content': 'x', 'role': 'user'}]"] {
+                let error = format!("field `{name}`: expected a list in JSON, found {text:?}");
+                assert_eq!(read(text), Err(error));
+            }
+        }
+        assert_eq!(cell("answer", messages), Ok(messages.into()), "a column of rewards is text");
+        let rows = csv("prompt,chosen\nq,\"[{\"\"role\"\": \"\"assistant\"\"}]\"\n").unwrap();
+        assert_eq!(rows[0].value, json!({"prompt": "q", "chosen": [{"role": "assistant"}]}));
     }
 
     #[test]

@@ -156,15 +156,38 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
                 .map(|name| format!("`{}`", brief(name)))
                 .collect();
             let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
-            let hint = likely_field(name, row).map(|other| {
-                let by_flag = if is_field(name) {
-                    format!("--dataset_columns {name}={other}")
-                } else {
-                    format!("rename it to `{name}`")
-                };
-                format!("; if `{other}` is it, {by_flag}")
-            });
-            format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())
+            format!("expected a field `{name}` with {what}, found {found}{}", hint(name, row))
+        }
+    }
+}
+
+/// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by it, and by the fields that are
+/// read along with it, and the flag that reads them.
+fn hint(name: &str, row: &Value) -> String {
+    if !is_field(name) {
+        return likely_field(name, row)
+            .map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
+    }
+    let own = [name];
+    // Without a field for the one that is needed, the others are no help.
+    let (needed, fields): (&str, &[&str]) = match name {
+        "text" if likely_field(name, row).is_none() => ("completion", &["prompt", "completion"]),
+        "chosen" | "rejected" => (name, &["prompt", "chosen", "rejected"]),
+        _ => (name, &own),
+    };
+    if likely_field(needed, row).is_none() {
+        return String::new();
+    }
+    let missing = fields.iter().filter(|name| field(row, name).is_none());
+    let found: Vec<(&str, &str)> = missing.filter_map(|name| Some((*name, likely_field(name, row)?))).collect();
+    let columns: Vec<String> = found.iter().map(|(name, other)| format!("{name}={other}")).collect();
+    let columns = columns.join(",");
+    match found.as_slice() {
+        [] => String::new(),
+        [(_, other)] => format!("; if `{other}` is it, --dataset_columns {columns}"),
+        [others @ .., (_, last)] => {
+            let others: Vec<String> = others.iter().map(|(_, other)| format!("`{other}`")).collect();
+            format!("; if {} and `{last}` are they, --dataset_columns {columns}", others.join(", "))
         }
     }
 }
@@ -179,8 +202,8 @@ const SYNONYMS: [(&str, &[&str]); 5] = [
     ("prompt", &["question", "instruction", "problem", "input", "text", "context"]),
     ("completion", &["response", "answer", "output", "solution", "target"]),
     ("text", &["content", "document", "review", "sentence", "body"]),
-    ("chosen", &["preferred", "accepted", "positive", "response_chosen"]),
-    ("rejected", &["dispreferred", "negative", "response_rejected"]),
+    ("chosen", &["preferred", "accepted", "positive", "response_chosen", "response_j"]),
+    ("rejected", &["dispreferred", "negative", "response_rejected", "response_k"]),
 ];
 
 /// Returns the field of `row` that is most likely meant by `name`: one with a similar name, else a synonym.
@@ -206,8 +229,42 @@ mod tests {
         assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
         assert_eq!(
             expected("text", "a string", &row),
-            "expected a field `text` with a string, found `question`, `answer`"
+            "expected a field `text` with a string, found `question`, `answer`; if `question` and `answer` are they, --dataset_columns \
+             prompt=question,completion=answer"
         );
         assert_eq!(likely_field("prompt", &json!({"text": 1, "Prompts": 1})), Some("Prompts"));
+    }
+
+    #[test]
+    fn the_error_for_a_missing_field_suggests_the_fields_that_are_read_along_with_it() {
+        for (name, row, wanted) in [
+            (
+                "text",
+                json!({"instruction": "", "output": ""}),
+                "; if `instruction` and `output` are they, --dataset_columns prompt=instruction,completion=output",
+            ),
+            (
+                "text",
+                json!({"prompt": "", "response": ""}),
+                "; if `response` is it, --dataset_columns completion=response",
+            ),
+            ("text", json!({"content": "", "answer": ""}), "; if `content` is it, --dataset_columns text=content"),
+            ("text", json!({"n": 1, "question": ""}), ""),
+            ("chosen", json!({"text": "", "rejected": ""}), ""),
+            (
+                "chosen",
+                json!({"question": "", "response_j": "", "response_k": ""}),
+                "; if `question`, `response_j` and `response_k` are they, --dataset_columns \
+                 prompt=question,chosen=response_j,rejected=response_k",
+            ),
+            (
+                "rejected",
+                json!({"chosen": "", "negative": ""}),
+                "; if `negative` is it, --dataset_columns rejected=negative",
+            ),
+            ("answer", json!({"Answers": 1}), "; if `Answers` is it, rename it to `answer`"),
+        ] {
+            assert_eq!(hint(name, &row), wanted);
+        }
     }
 }

@@ -38,7 +38,7 @@ impl SplitConfig {
     /// # Errors
     /// As [`Files::find`].
     pub fn find(&self, name: &Path) -> Result<Files> {
-        Files::find(name, self.dataset_config.as_deref(), &self.dataset_split)
+        Files::find_by_flag(name, self.dataset_config.as_deref(), &self.dataset_split, "dataset_split")
     }
 
     /// Parses the columns.
@@ -73,7 +73,7 @@ pub struct DataConfig {
     /// Split of the dataset to evaluate on; in PPO the sample tables show responses to its prompts.
     #[arg(long, help_heading = DATA, default_value = TEST)]
     pub dataset_test_split: String,
-    /// Number of rows to hold out for evaluation, or their share if below 1. No effect if the dataset has the split to evaluate on.
+    /// Number of rows to hold out for evaluation, or their share if below 1. Refused if the dataset has the split to evaluate on.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
     pub eval_split_size: std::option::Option<f64>,
     /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares are disjoint.

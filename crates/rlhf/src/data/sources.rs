@@ -7,7 +7,7 @@ use super::row::Row;
 use super::settings::{DataConfig, DataSplit, Stage, TEST};
 use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The files of a training run's datasets, located before anything slow starts.
 #[derive(Debug)]
@@ -27,10 +27,12 @@ impl<'c> Sources<'c> {
         let folder = config.dataset_config.as_deref();
         let (train_split, test_split) = (&config.dataset_train_split, &config.dataset_test_split);
         let names = &config.dataset_name;
-        let train = names.iter().map(|name| Files::find(name, folder, train_split)).collect::<Result<_>>()?;
+        let (by_train, by_test) = ("dataset_train_split", "dataset_test_split");
+        let train = |name: &PathBuf| Files::find_by_flag(name, folder, train_split, by_train);
+        let train = names.iter().map(train).collect::<Result<_>>()?;
         if let Some(name) = eval_dataset {
             let of_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
-            let eval = of_folder.map_or_else(|| Files::find(name, None, test_split), Ok)?;
+            let eval = of_folder.map_or_else(|| Files::find_by_flag(name, None, test_split, by_test), Ok)?;
             return Ok(Self { config, train, eval: vec![eval] });
         }
         let mut eval = Vec::new();
@@ -49,7 +51,7 @@ impl<'c> Sources<'c> {
             }
             // A split that was set must exist. A file has no splits, and `test` is only the default.
             (None, Some(name)) if eval.is_empty() && splits_differ && test_split != TEST => {
-                Files::find(name, folder, test_split)?;
+                Files::find_by_flag(name, folder, test_split, by_test)?;
             }
             _ => {}
         }
@@ -59,6 +61,12 @@ impl<'c> Sources<'c> {
     /// Returns true if there are rows to evaluate on.
     pub fn has_eval(&self) -> bool {
         !self.eval.is_empty() || self.config.eval_split_size.is_some()
+    }
+
+    /// Returns the split of the datasets that is most likely one to evaluate on, for messages.
+    pub(crate) fn likely_eval_split(&self) -> Option<String> {
+        let (folder, train_split) = (self.config.dataset_config.as_deref(), &self.config.dataset_train_split);
+        self.config.dataset_name.iter().find_map(|name| Files::likely_eval_split(name, folder, train_split))
     }
 
     /// Reads the training rows, one dataset per source, and the evaluation rows. With `eval_split_size`, `seed` selects the
@@ -125,7 +133,6 @@ fn hold_out(train: &mut [Dataset], size: f64, seed: u64) -> Result<Dataset> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::PathBuf;
 
     /// Data settings for these files.
     fn config(names: &[&Path]) -> DataConfig {
@@ -257,7 +264,12 @@ mod tests {
         data = config(&[&folder, &file]);
         data.dataset_test_split = "validation".into();
         let error = Sources::find(&data, None).unwrap_err().to_string();
-        assert!(error.ends_with("folder: expected a split `validation`, found `test`, `train`"), "{error}");
+        let wanted = "folder: expected a split `validation`, found `test`, `train`; choose by --dataset_test_split";
+        assert!(error.ends_with(wanted), "{error}");
+        data = config(&[&folder]);
+        data.dataset_train_split = "train_sft".into();
+        let error = Sources::find(&data, None).unwrap_err().to_string();
+        assert!(error.ends_with("found `test`, `train`; choose by --dataset_train_split"), "{error}");
     }
 
     #[test]

@@ -37,6 +37,13 @@ pub(super) enum Mark {
 /// Standard errors of the difference of two means up to which a change is noise.
 const STANDARD_ERRORS: f64 = 3.0;
 
+/// Standard deviation of normal noise over the median of its magnitudes: half of the values lie within 0.6745 standard deviations, the
+/// third quartile of the normal distribution, and this is one over that.
+const STD_PER_MEDIAN: f64 = 1.4826;
+
+/// Final loss, in first losses, from which on training made the model worse.
+const RISEN: f64 = 2.0;
+
 /// Values from which on a change can be told from noise.
 const FEW_VALUES: usize = 5;
 
@@ -51,7 +58,7 @@ const EQUAL_GROUPS: f64 = 0.1;
 struct Ends {
     first: f64,
     last: f64,
-    /// Standard error of their difference, estimated from the differences of consecutive values; NaN of fewer than two.
+    /// Standard error of their difference, estimated by [`spread_of_differences`]; NaN of fewer than two values.
     error: f64,
     /// Values of the whole run.
     values: usize,
@@ -81,9 +88,7 @@ impl Ends {
     /// Returns the means of the first and of the last `window` values, if there are so many.
     fn over(values: &[f64], window: usize) -> Option<Self> {
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-        // Unlike the deviation of all values, differences of neighbours hardly contain a trend.
-        let squares: Vec<f64> = values.windows(2).map(|pair| (pair[1] - pair[0]).powi(2)).collect();
-        let error = (mean(&squares) / window as f64).sqrt();
+        let error = spread_of_differences(values) / (window as f64).sqrt();
         let ends = || (mean(&values[..window]), mean(&values[values.len() - window..]));
         let (first, last) = (1..=values.len()).contains(&window).then(ends)?;
         Some(Self { first, last, error, values: values.len() })
@@ -110,6 +115,35 @@ impl Doubt {
             Self::Noise => "the change is within the noise of single updates",
         }
     }
+}
+
+/// Returns the standard deviation of the differences of consecutive values; NaN of fewer than two values. Unlike the deviation of all
+/// values, it hardly contains a trend.
+fn spread_of_differences(values: &[f64]) -> f64 {
+    let mut sizes: Vec<f64> = values.windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
+    sizes.sort_by(f64::total_cmp);
+    let count = sizes.len() as f64;
+    let root_mean_square = (sizes.iter().map(|size| size.powi(2)).sum::<f64>() / count).sqrt();
+    let median = match sizes.as_slice() {
+        [] => return f64::NAN,
+        sizes => (sizes[(sizes.len() - 1) / 2] + sizes[sizes.len() / 2]) / 2.0,
+    };
+    // One jump of the loss enlarges the root of the mean square many times, and the median not at all. The median of few differences is
+    // often too small by chance: with the second factor, found by simulation, it calls no more of normal noise a change than the root.
+    let robust = STD_PER_MEDIAN * (1.0 + 2.0 / count) * median;
+    // Values that are mostly equal have a median of 0, which says nothing about the others.
+    if robust > 0.0 { robust.min(root_mean_square) } else { root_mean_square }
+}
+
+/// Returns the first loss and the mean of the last ones if training made the model worse: they are [`RISEN`] times the first or more,
+/// and that is more than noise.
+fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
+    let first = *losses.first()?;
+    let last = Ends::over(losses, window(losses.len()))?.last;
+    // The first values of a loss that blows up are far smaller than the noise at the end: ratios are compared.
+    let logs: Vec<f64> = losses.iter().filter(|loss| **loss > 0.0).map(|loss| loss.ln()).collect();
+    let is_evident = logs.len() >= FEW_VALUES && (last / first).ln() >= STANDARD_ERRORS * spread_of_differences(&logs);
+    (first > 0.0 && last >= RISEN * first && is_evident).then_some((first, last))
 }
 
 /// Returns the finite values of a metric.
@@ -263,6 +297,14 @@ fn accuracy(run: &Run) -> Option<Finding> {
 
 fn loss(run: &Run) -> Option<Finding> {
     let ends = Ends::of(run, "loss")?;
+    if let Some((first, last)) = risen_loss(&finite(run, "loss")?) {
+        let (from, to) = (short(first), short(last));
+        let text = format!(
+            "The loss rose from {from} in the first update to {to} at the end: the model is worse than at the start. Try a lower \
+             learning_rate, such as a tenth."
+        );
+        return Some(finding(Mark::Bad, text));
+    }
     let Ends { first, last, .. } = ends;
     let doubt = ends.doubt();
     let (mark, verb) = match doubt {
@@ -411,6 +453,54 @@ mod tests {
     fn noise(seed: u64, len: usize) -> Vec<f64> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         (0..len).map(|_| StandardNormal.sample(&mut rng)).collect()
+    }
+
+    #[test]
+    fn a_jump_of_the_loss_does_not_hide_its_fall() {
+        let mut losses = vec![10.8, 5.1, 15.8, 9.4, 7.2, 6.1, 5.5, 5.2, 4.9, 4.7];
+        losses.extend((0..10).map(|at| 3.7 - 0.1 * f64::from(at)));
+        let found = words(&run(&[("loss", &losses)]));
+        assert_eq!(found, [(Mark::Good, "The loss fell from 7.95 to 2.85.".into())]);
+        // A value far out in a flat series hides no change and is none.
+        let mut flat = vec![1.0, 1.1, 1.0, 1.1, 1.0, 1.1, 1.0, 1.1, 1.0, 1.1];
+        flat[5] = 90.0;
+        assert_eq!(words(&run(&[("loss", &flat)]))[0].0, Mark::Neutral);
+    }
+
+    #[test]
+    fn a_loss_of_twice_the_first_or_more_is_bad_and_names_the_remedy() {
+        let of = |losses: &[f64]| words(&run(&[("loss", losses)])).remove(0);
+        let text = "The loss rose from 10.8 in the first update to 14100 at the end: the model is worse than at the start. Try a lower \
+                    learning_rate, such as a tenth.";
+        assert_eq!(of(&[10.8, 9121.0, 21007.0, 12840.0, 18022.0, 15533.0, 14061.0]), (Mark::Bad, text.into()));
+        // The mean of the first tenth has the jump, and the end is below it.
+        let jump =
+            [7.12, 73125.0, 36149.0, 35924.0].into_iter().chain((0..36).map(|at| 40000.0 - 800.0 * f64::from(at)));
+        let (mark, text) = of(&jump.collect::<Vec<_>>());
+        assert!(
+            mark == Mark::Bad && text.starts_with("The loss rose from 7.12 in the first update to 13200 at"),
+            "{text}"
+        );
+        // Losses that vary by such factors all the time have not risen.
+        assert_eq!(of(&[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]).0, Mark::Neutral);
+        // Three losses are too few.
+        assert_eq!(of(&[1.0, 100.0, 200.0]).0, Mark::Neutral);
+    }
+
+    #[test]
+    fn a_constant_series_has_no_noise_and_no_change() {
+        let of = |values: &[f64]| words(&run(&[("objective/scores", values)])).remove(0);
+        assert_eq!(of(&[2.0; 12]), (Mark::Neutral, "The score stayed at 2.".into()));
+        assert_eq!(spread_of_differences(&[2.0; 12]), 0.0);
+        // Of mostly equal values, the few others are the noise.
+        assert_eq!(of(&[0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).0, Mark::Neutral);
+        assert!(spread_of_differences(&[1.0]).is_nan());
+    }
+
+    #[test]
+    fn the_spread_is_the_standard_deviation_of_the_differences_of_normal_noise() {
+        let spread = spread_of_differences(&noise(7, 4000));
+        assert!((spread / 2.0_f64.sqrt() - 1.0).abs() < 0.05, "{spread}");
     }
 
     #[test]

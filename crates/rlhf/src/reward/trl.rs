@@ -125,6 +125,9 @@ fn example(kind: &str) -> &'static str {
     }
 }
 
+/// Columns in which datasets have a solution.
+const SOLUTIONS: [&str; 6] = ["solution", "answer", "ground_truth", "final_answer", "target", "label"];
+
 impl TrlFunction {
     /// Parses the function `kind` with its arguments, such as `max_len=100`. Those that TRL's functions have no defaults for have the
     /// values of `trl grpo`.
@@ -192,7 +195,20 @@ impl TrlFunction {
     /// # Errors
     /// If the column is missing, or is no text, number, or list of them.
     pub fn check_row(&self, row: &Value) -> Result<()> {
-        self.column().map_or(Ok(()), |column| references(row, column).map(drop))
+        let Some(column) = self.column() else { return Ok(()) };
+        references(row, column).map(drop).map_err(|error| match error {
+            Error::Run(message) if row.get(column).is_none() => Error::Run(format!("{message}{}", self.hint(row))),
+            other => other,
+        })
+    }
+
+    /// Returns the end of the error about a row without the column: the one that is probably meant, and how it is named.
+    fn hint(&self, row: &Value) -> String {
+        let Some(column) = SOLUTIONS.iter().find(|column| row.get(**column).is_some()) else { return String::new() };
+        match self {
+            Self::Accuracy { .. } => format!("; if `{column}` is it, --reward accuracy_reward:{column}"),
+            _ => format!("; if `{column}` is it, column={column} in the arguments of the reward"),
+        }
     }
 
     /// Returns the score of a response, and true if equality with its solution was undecided.
@@ -443,5 +459,13 @@ mod tests {
         }
         let missing = TrlFunction::parse("accuracy_reward", "").unwrap().check_row(&json!({"a": 1})).unwrap_err();
         assert!(missing.to_string().contains("expected a column `solution`"), "{missing}");
+        let named = |kind: &str, argument: &str| {
+            let function = TrlFunction::parse(kind, argument).unwrap();
+            function.check_row(&json!({"prompt": "p", "answer": "7"})).unwrap_err().to_string()
+        };
+        let found = named("accuracy_reward", "");
+        assert!(found.ends_with("found prompt, answer; if `answer` is it, --reward accuracy_reward:answer"), "{found}");
+        let found = named("get_cosine_scaled_reward", "max_len=9");
+        assert!(found.ends_with("; if `answer` is it, column=answer in the arguments of the reward"), "{found}");
     }
 }

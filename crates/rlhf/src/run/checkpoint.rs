@@ -26,7 +26,7 @@ pub(crate) use folders::{clear, folders, name_of, newest, numbered, places};
 pub(crate) use saved::{FinishedRun, Saved, UpdateRecord};
 pub(crate) use state::{PartStates, State};
 
-use crate::run::settings::RunConfig;
+use crate::run::settings::{Interval, RunConfig};
 use crate::weights::{pretty, write_text};
 use crate::{Error, Result};
 use folders::{remove, sizes};
@@ -57,7 +57,7 @@ pub(crate) struct Checkpoints {
     command: &'static str,
     config: Map<String, Value>,
     num_updates: usize,
-    every: Option<usize>,
+    every: Option<Interval>,
     limit: Option<usize>,
     /// The update of the last checkpoint that was written or tried.
     last: Option<usize>,
@@ -88,9 +88,9 @@ impl Checkpoints {
         self.keep_to_limit(done)
     }
 
-    /// Returns whether one is due after `done` updates: every `save_steps` updates, and after the last.
-    pub(crate) fn is_due(&self, done: usize) -> bool {
-        is_due(self.every, done, self.num_updates)
+    /// Returns whether one is due after `done` updates: by `save_steps`, and after the last.
+    pub(crate) fn is_due(&self, done: usize, epochs: Epochs) -> bool {
+        epochs.is_due(self.every, done, self.num_updates)
     }
 
     /// Returns the newest complete checkpoint of fewer than `done` updates.
@@ -130,7 +130,7 @@ impl Checkpoints {
     /// Returns whether a run that ends after `done` updates should leave one: it is not finished, or one is due; it did an update;
     /// and none was written or tried after it.
     pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
-        let due = done > 0 && (done < self.num_updates || self.is_due(done));
+        let due = done > 0 && (done < self.num_updates || self.every.is_some());
         due && self.last != Some(done) && Saved::read(&self.place(done)).is_err()
     }
 
@@ -195,6 +195,31 @@ impl Checkpoints {
     }
 }
 
+/// The epochs of a run, in rows of its data.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Epochs {
+    /// Rows that an update takes.
+    pub(crate) per_update: usize,
+    /// Rows of an epoch.
+    pub(crate) len: usize,
+}
+
+impl Epochs {
+    /// Returns whether `done` updates are due by `every`, or all of `total`; never without `every`.
+    pub(crate) fn is_due(self, every: Option<Interval>, done: usize, total: usize) -> bool {
+        match every {
+            Some(Interval::Updates(every)) => is_due(Some(every), done, total),
+            Some(Interval::Epoch) => done == total || done > 0 && self.after(done) > self.after(done - 1),
+            None => false,
+        }
+    }
+
+    /// Returns the number of whole epochs after `done` updates.
+    fn after(self, done: usize) -> u128 {
+        done as u128 * self.per_update as u128 / self.len.max(1) as u128
+    }
+}
+
 /// Returns whether `done` updates are a multiple of `every`, or all of `total`; never without `every`.
 pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
     every.is_some_and(|every| done.is_multiple_of(every) || done == total)
@@ -210,7 +235,7 @@ pub(super) mod tests {
 
     pub(in crate::run) fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };
-        run.checkpoints.save_steps = Some(2);
+        run.checkpoints.save_steps = Some(2.into());
         run.checkpoints.save_total_limit = limit;
         run.checkpoints.resume_from_checkpoint = resume;
         run
@@ -310,5 +335,20 @@ pub(super) mod tests {
         let run = run(dir.path(), Some(2), None);
         Checkpoints::new("sft", &run, &json!({}), 9).unwrap().tidy(6).unwrap();
         assert_eq!(sorted(dir.path()), ["checkpoint-4", "checkpoint-6", "checkpoint-8"]);
+    }
+
+    #[test]
+    fn an_epoch_ends_with_the_update_that_takes_its_last_row() {
+        let due = |per_update, len, every| {
+            let epochs = Epochs { per_update, len };
+            (0..=10).filter(|&done| epochs.is_due(every, done, 10)).collect::<Vec<_>>()
+        };
+        let epoch = Some(Interval::Epoch);
+        assert_eq!(due(4, 8, epoch), [2, 4, 6, 8, 10]);
+        // 10, 20, 30 and 40 rows are within the updates 3, 5, 8 and 10.
+        assert_eq!(due(4, 10, epoch), [3, 5, 8, 10]);
+        assert_eq!(due(16, 8, epoch), Vec::from_iter(1..=10), "an update of two epochs");
+        assert_eq!(due(1, 1000, epoch), [10], "the last update");
+        assert_eq!((due(4, 10, Some(Interval::Updates(4))), due(4, 10, None)), (vec![0, 4, 8, 10], vec![]));
     }
 }

@@ -29,14 +29,14 @@ use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
 use crate::run::best::Best;
-use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
+use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir, write_length};
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
-use crate::run::settings::{EvalConfig, RunConfig};
+use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
@@ -236,6 +236,7 @@ pub(crate) struct RunSpec<'a, C> {
     pub(crate) num_updates: usize,
     /// Most rows of data per update.
     pub(crate) batch_size: usize,
+    pub(crate) epochs: Epochs,
 }
 
 /// A locked output folder, and what the run in it starts from.
@@ -313,7 +314,8 @@ pub(crate) struct Session<'w> {
     /// Updates done at the start of the session.
     began_at: usize,
     num_updates: usize,
-    eval_steps: Option<usize>,
+    eval_steps: Option<Interval>,
+    epochs: Epochs,
     logging_steps: usize,
     /// The ranks of the run, which stop together.
     world: World,
@@ -385,6 +387,7 @@ impl<'w> Session<'w> {
             began_at: done,
             num_updates,
             eval_steps,
+            epochs: spec.epochs,
             logging_steps,
             world,
             compares_ranks,
@@ -439,7 +442,8 @@ impl<'w> Session<'w> {
     pub(crate) fn due(&self, trainee: &impl Trainee) -> Due {
         let (progress, total) = (trainee.progress(), self.num_updates);
         let done = progress.done + 1;
-        let (evaluation, checkpoint) = (is_due(self.eval_steps, done, total), self.checkpoints.is_due(done));
+        let evaluation = self.epochs.is_due(self.eval_steps, done, total);
+        let checkpoint = self.checkpoints.is_due(done, self.epochs);
         let compares = if self.eval_steps.is_some() { evaluation } else { checkpoint };
         let comparison = compares && progress.best.is_some();
         // The metric of a comparison, and the result of an evaluation, are always in a line.
@@ -915,6 +919,7 @@ mod tests {
                 logging_steps: 2,
                 num_updates: 9,
                 batch_size: 1,
+                epochs: Epochs { per_update: 1, len: 9 },
             };
             let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), Console::Silent)?;
             session.watch(|event| match event {
@@ -1010,7 +1015,7 @@ mod tests {
         let run = RunConfig { output_dir: dir.into(), ..defaults() };
         let mut config = Settings { run, eval: defaults() };
         config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
-        config.run.checkpoints.save_steps = Some(4);
+        config.run.checkpoints.save_steps = Some(4.into());
         config.eval.metric_for_best_model = Some("loss".into());
         config
     }
@@ -1022,6 +1027,7 @@ mod tests {
             began_at: 0,
             num_updates: 9,
             eval_steps: None,
+            epochs: Epochs { per_update: 1, len: 9 },
             world: World::single(),
             logging_steps: 1,
             compares_ranks: false,

@@ -1,5 +1,6 @@
 //! Settings of a run: output folder, seed, precision, reports, checkpoints, evaluation.
 
+use std::fmt::{self, Display};
 use std::path::PathBuf;
 
 use clap::Args;
@@ -166,10 +167,10 @@ impl RunConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct CheckpointConfig {
-    /// Save a checkpoint every this many updates (optimizer steps in SFT and reward training), and after the last. If unset, only a
-    /// run that stops early saves one.
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
-    pub save_steps: std::option::Option<usize>,
+    /// Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and after the last. If
+    /// unset, only a run that stops early saves one.
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_name = Interval::NAME, value_parser = optional::<Interval>)]
+    pub save_steps: std::option::Option<Interval>,
     /// Number of newest checkpoints to keep [default: all].
     #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
     pub save_total_limit: std::option::Option<usize>,
@@ -194,9 +195,60 @@ impl CheckpointConfig {
             } else {
                 Ok(())
             },
-            self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps)),
+            self.save_steps.map_or(Ok(()), |steps| steps.check("save_steps")),
             self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit)),
         ])
+    }
+}
+
+/// Updates between two checkpoints or evaluations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interval {
+    /// This many updates.
+    Updates(usize),
+    /// From the update that takes the last row of an epoch to the next such update.
+    Epoch,
+}
+
+impl Interval {
+    fn check(self, name: &str) -> Result<()> {
+        match self {
+            Self::Updates(updates) => at_least_one(name, updates),
+            Self::Epoch => Ok(()),
+        }
+    }
+}
+
+impl From<usize> for Interval {
+    fn from(updates: usize) -> Self {
+        Self::Updates(updates)
+    }
+}
+
+impl Setting for Interval {
+    const NAME: &'static str = "N";
+    const EXPECTED: &'static str = "a whole number of updates, or epoch";
+
+    fn read(text: &str) -> Option<Self> {
+        if text.eq_ignore_ascii_case("epoch") { Some(Self::Epoch) } else { usize::read(text).map(Self::Updates) }
+    }
+}
+
+impl Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Updates(updates) => updates.fmt(f),
+            Self::Epoch => f.write_str("epoch"),
+        }
+    }
+}
+
+impl Serialize for Interval {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Updates(updates) => updates.serialize(serializer),
+            Self::Epoch => serializer.serialize_str("epoch"),
+        }
     }
 }
 
@@ -230,10 +282,10 @@ pub(crate) fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalConfig {
-    /// Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), before the first, and
-    /// after the last.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
-    pub eval_steps: std::option::Option<usize>,
+    /// Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each `epoch`, before the
+    /// first, and after the last.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_name = Interval::NAME, value_parser = optional::<Interval>)]
+    pub eval_steps: std::option::Option<Interval>,
     /// Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation; without evaluations,
     /// every `save_steps`.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
@@ -257,8 +309,8 @@ pub(crate) const EVAL_SCORES: &str = "eval/scores/";
 impl EvalConfig {
     /// Checks every setting; `known` are the metrics of an evaluation, where one that ends with a slash is followed by a
     /// reward's name.
-    pub(crate) fn check(&self, save_steps: Option<usize>, known: &[&str]) -> Result<()> {
-        self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
+    pub(crate) fn check(&self, save_steps: Option<Interval>, known: &[&str]) -> Result<()> {
+        self.eval_steps.map_or(Ok(()), |steps| steps.check("eval_steps"))?;
         let Some(metric) = &self.metric_for_best_model else {
             return match self.greater_is_better {
                 Some(greater) => usage(format!(

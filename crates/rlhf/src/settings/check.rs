@@ -149,7 +149,7 @@ impl PpoConfig {
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.check_optimizer(),
             self.check_offload(),
-            self.alarms.check(self.run.checkpoints.save_steps),
+            self.alarms.check(self.run.checkpoints.save_steps.is_some()),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
@@ -685,7 +685,7 @@ mod tests {
                 |c| {
                     c.score_scaling.use_score_scaling = true;
                     c.eval.metric_for_best_model = Some("objective/scores".into());
-                    c.run.checkpoints.save_steps = Some(1);
+                    c.run.checkpoints.save_steps = Some(1.into());
                 },
                 "metric_for_best_model = objective/scores with use_score_scaling = true: these scores move",
             ),
@@ -947,8 +947,8 @@ mod tests {
     fn a_best_model_needs_something_that_looks_for_it() {
         type Change = fn(&mut PpoConfig);
         let changes: [(Change, &str); 6] = [
-            (|c| c.run.checkpoints.save_steps = Some(0), "save_steps = 0: expected at least 1"),
-            (|c| c.eval.eval_steps = Some(0), "eval_steps = 0: expected at least 1"),
+            (|c| c.run.checkpoints.save_steps = Some(0.into()), "save_steps = 0: expected at least 1"),
+            (|c| c.eval.eval_steps = Some(0.into()), "eval_steps = 0: expected at least 1"),
             (|c| c.eval.greater_is_better = Some(true), "greater_is_better = true needs metric_for_best_model"),
             (
                 |c| c.eval.metric_for_best_model = Some("objective/kl".into()),
@@ -957,14 +957,14 @@ mod tests {
             (
                 |c| {
                     c.eval.metric_for_best_model = Some("eval/score".into());
-                    c.run.checkpoints.save_steps = Some(5);
+                    c.run.checkpoints.save_steps = Some(5.into());
                 },
                 "metric_for_best_model = eval/score needs eval_steps",
             ),
             (
                 |c| {
                     c.eval.metric_for_best_model = Some("eval/scores".into());
-                    c.eval.eval_steps = Some(5);
+                    c.eval.eval_steps = Some(5.into());
                 },
                 "metric_for_best_model = eval/scores: expected one of eval/score, eval/kl, eval/response_length, eval/scores/NAME",
             ),

@@ -40,7 +40,7 @@ pub(crate) const NUM_EVAL_PROMPTS: usize = 128;
 /// # fn main() -> rlhf::Result<()> {
 /// let mut config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
 /// config.learning_rate = 1e-5;
-/// config.run.checkpoints.save_steps = Some(10);
+/// config.run.checkpoints.save_steps = Some(10.into());
 /// config.check()?;
 /// println!("{} updates for 1,000 prompts", config.plan(1_000)?.num_total_batches);
 /// # Ok(())

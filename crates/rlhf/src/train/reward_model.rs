@@ -8,6 +8,7 @@ use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{Batch, ClassifierHead, DropoutRows, ModelConfig, ModelOptions, SequenceClassifier, Trains};
 use crate::optim::micro_batch::micro_batches;
+use crate::run::checkpoint::Epochs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
 use crate::settings::{PairLoss, RewardConfig, Stage};
@@ -107,6 +108,7 @@ fn load_run<'a>(
             logging_steps: config.logging_steps,
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
+            epochs: Epochs { per_update: plan.batch_size, len: num_pairs },
         },
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),

@@ -9,6 +9,7 @@ use crate::metrics::Metrics;
 use crate::model::{Batch, CausalLm, DropoutRows, LmHead, ModelConfig};
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
+use crate::run::checkpoint::Epochs;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
@@ -96,6 +97,7 @@ fn load_run<'a>(
             logging_steps: config.logging_steps,
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
+            epochs: Epochs { per_update: plan.batch_size, len: num_blocks },
         },
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
@@ -472,8 +474,8 @@ fn read(scalars: &[Tensor]) -> impl Iterator<Item = f64> {
     all.into_iter()
 }
 
-/// Cuts rows at their end, or prompts and responses each at theirs with the tokenizer of an encoder-decoder, and drops those without a token
-/// in the loss. Returns the others, with warnings.
+/// Cuts rows at their end, or prompts and responses each at theirs with the tokenizer of an encoder-decoder, and drops empty ones and those
+/// without a token in the loss. Returns the others, with warnings.
 ///
 /// # Errors
 /// If nothing is left.
@@ -484,6 +486,14 @@ pub(crate) fn shorten(
     path: &Path,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
+    rows.retain(|row| !row.tokens.is_empty());
+    let (filled, empty) = (rows.len(), all - rows.len());
+    if rows.is_empty() {
+        return Err(Error::invalid(
+            path,
+            format!("expected some text, found none: the texts of all {all} rows are empty"),
+        ));
+    }
     let suffix = tokenizer.is_of_encoder_decoder().then(|| tokenizer.around_prompts()).transpose()?;
     let mut cut = 0;
     for row in &mut rows {
@@ -495,13 +505,16 @@ pub(crate) fn shorten(
         cut += usize::from(row.tokens.len() < found);
     }
     rows.retain(|row| row.loss_tokens() > 0);
-    let left_out = all - rows.len();
+    let left_out = filled - rows.len();
     if rows.is_empty() {
         let message = format!("none of {all} rows has a token to learn within max_length = {max_length} tokens");
         return Err(Error::invalid(path, message));
     }
     let path = path.display();
     let mut warnings = Vec::new();
+    if empty > 0 {
+        warnings.push(format!("{path}: {empty} of {all} rows were left out: their text is empty"));
+    }
     if cut > 0 {
         warnings.push(format!("{path}: {cut} of {all} rows were cut at max_length = {max_length} tokens"));
     }

@@ -305,7 +305,7 @@ fn child_resumes_damaged_checkpoints() {
     let scratch = tempfile::tempdir().unwrap();
     let mut config = ppo_config(scratch.path());
     config.total_episodes = Some(8);
-    config.run.checkpoints.save_steps = Some(1);
+    config.run.checkpoints.save_steps = Some(1.into());
     rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
     let whole: PathBuf = config.run.output_dir.join("checkpoint-1");
     let mut names: Vec<PathBuf> =

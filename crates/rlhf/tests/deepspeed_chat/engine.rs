@@ -642,7 +642,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
             };
             let mut again = config.clone();
             again.run.output_dir = config.run.output_dir.with_file_name("again");
-            again.run.checkpoints.save_steps = Some(1);
+            again.run.checkpoints.save_steps = Some(1.into());
             ppo(&again, Console::Silent).unwrap();
             assert_eq!(steps("../again/checkpoint-1/optimizer.safetensors"), 12.0);
             assert_eq!(steps("../again/checkpoint-1/value_model/optimizer.safetensors"), 12.0);

@@ -43,13 +43,13 @@ pub(crate) enum AlarmAction {
 const ALL_ALARMS: &str = "all";
 
 impl AlarmConfig {
-    /// Checks every setting of a run with checkpoints every `save_steps` updates.
-    pub(crate) fn check(&self, save_steps: Option<usize>) -> Result<()> {
+    /// Checks every setting of a run, which `saves` checkpoints or does not.
+    pub(crate) fn check(&self, saves: bool) -> Result<()> {
         at_least_one("max_skipped_updates", self.max_skipped_updates)?;
         let actions = self.on_alarm.iter().map(|written| alarm_action(written)).collect::<Result<Vec<_>>>()?;
         let rollback = actions.iter().position(|(_, action)| *action == AlarmAction::Rollback);
         match rollback {
-            Some(at) if save_steps.is_none() => usage(format!(
+            Some(at) if !saves => usage(format!(
                 "on_alarm = {} needs save_steps: a rollback continues from the last checkpoint; save_steps = 10 saves one every 10 \
                  updates",
                 self.on_alarm[at]
@@ -102,7 +102,7 @@ mod tests {
         };
         let actions = |written: &[&str]| {
             let alarms = alarms(written);
-            alarms.check(Some(1)).unwrap();
+            alarms.check(true).unwrap();
             [WarningKind::RunawayKl, WarningKind::LowEntropy].map(|kind| alarms.action(kind))
         };
         assert_eq!(actions(&[]), [AlarmAction::Warn; 2]);
@@ -110,16 +110,16 @@ mod tests {
         let own = ["runaway_kl=rollback", "all=stop", "low_entropy=stop", "low_entropy=warn"];
         assert_eq!(actions(&own), [AlarmAction::Rollback, AlarmAction::Warn]);
         assert_eq!(actions(&["runaway_kl=warn", "all=stop"]), [AlarmAction::Warn, AlarmAction::Stop]);
-        let refused = |written: &[&str], save_steps| alarms(written).check(save_steps).unwrap_err().to_string();
+        let refused = |written: &[&str], saves| alarms(written).check(saves).unwrap_err().to_string();
         assert_eq!(
-            refused(&["kl=stop"], None),
+            refused(&["kl=stop"], false),
             "on_alarm = kl=stop: expected NAME=warn, stop or rollback, with a NAME of runaway_kl, low_entropy, length_limit, no_stop, \
              fewer_stops, alike_responses, ignored_eos, reused_responses, equal_scores, unscored, negative_explained_variance, \
              high_clip_share, gradient_leap, skipped_steps, all"
         );
-        assert_eq!(refused(&["all=halt"], None), "on_alarm = all=halt: expected all=warn, all=stop or all=rollback");
-        assert!(refused(&["all=rollback"], None).starts_with("on_alarm = all=rollback needs save_steps: "));
+        assert_eq!(refused(&["all=halt"], false), "on_alarm = all=halt: expected all=warn, all=stop or all=rollback");
+        assert!(refused(&["all=rollback"], false).starts_with("on_alarm = all=rollback needs save_steps: "));
         let most = AlarmConfig { max_rollbacks: 1, ..alarms(&["all=stop"]) };
-        assert!(most.check(Some(1)).unwrap_err().to_string().starts_with("max_rollbacks = 1 has no effect without"));
+        assert!(most.check(true).unwrap_err().to_string().starts_with("max_rollbacks = 1 has no effect without"));
     }
 }

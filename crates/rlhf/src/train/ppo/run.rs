@@ -10,7 +10,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::{OPTIMIZER, PartStates, Saved, is_due};
+use crate::run::checkpoint::{Epochs, OPTIMIZER, PartStates, Saved, is_due};
 use crate::run::event::{Evaluation, Event, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Progress, RunSpec, Session, Trainee, take_snapshot};
@@ -65,6 +65,7 @@ impl PpoTrainer {
             num_updates: self.plan.num_total_batches,
             batch_size: self.plan.batch_size
                 * if config.groups.filters() { config.groups.max_num_gen_batches } else { 1 },
+            epochs: Epochs { per_update: self.plan.prompts, len: self.prompts.len() },
         };
         self.warn_of_retries();
         let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
