@@ -37,8 +37,15 @@ pub enum Error {
         /// Expected and found content.
         message: String,
     },
-    /// A run cannot continue: a number is not finite, a reward is missing.
+    /// A run cannot continue: a number is not finite, rows do not match.
     Run(String),
+    /// A reward failed, or returned scores that are not valid.
+    Reward {
+        /// Name of the reward.
+        name: String,
+        /// The error of the reward.
+        source: Box<Error>,
+    },
     /// A run has ended and its model is saved, but it could not be pushed to the hub: the reason, and the command that pushes it.
     NotPushed(String),
     /// A run was stopped by a signal, or by an alarm.
@@ -72,6 +79,7 @@ impl fmt::Display for Error {
             | Error::Run(message)
             | Error::NotPushed(message)
             | Error::Stopped { message, .. } => message.clone(),
+            Error::Reward { name, source } => format!("reward `{name}`: {source}"),
             Error::Io { action, path, source } => format!("{}: cannot {action}: {source}", path.display()),
             Error::Invalid { path, message } => format!("{}: {message}", path.display()),
             Error::Row { path, place, message } => format!("{}: {place}: {message}", path.display()),
@@ -144,6 +152,7 @@ mod tests {
         for error in [
             Error::Usage(hostile.clone()),
             Error::Run(hostile.clone()),
+            Error::Reward { name: hostile.clone(), source: Box::new(Error::Run(hostile.clone())) },
             Error::invalid(&hostile[..20], hostile.clone()),
             Error::Row { path: hostile[..20].into(), place, message: hostile.clone() },
             Error::io("read", &hostile[..20])(std::io::Error::other(hostile.clone())),

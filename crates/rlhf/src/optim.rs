@@ -460,6 +460,20 @@ pub struct LearningRates {
     pub value: f64,
 }
 
+impl LearningRates {
+    /// Returns the rates; an error starts with `whose`.
+    ///
+    /// # Errors
+    /// If one is below 0 or not finite.
+    pub(crate) fn checked(self, whose: &str) -> Result<Self> {
+        let mut all = self.policy.into_iter().chain([self.value]);
+        match all.find(|rate| !(rate.is_finite() && *rate >= 0.0)) {
+            Some(rate) => Err(Error::Run(format!("{whose}: expected learning rates from 0, found {rate}"))),
+            None => Ok(self),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -316,14 +316,15 @@ impl Component {
         } else {
             self.reward.score(own)
         };
-        let named = |message: &dyn fmt::Display| format!("reward `{}`: {message}", self.name);
-        let scores = called.map_err(|e| match e {
-            Error::Stopped { message, code } => Error::Stopped { message: named(&message), code },
-            e => Error::Run(named(&e)),
-        });
-        let scores = scores.and_then(|scores| match check(&scores, own) {
+        let scores = called.and_then(|scores| match check(&scores, own) {
             Ok(()) => Ok(scores),
-            Err(failure) => Err(Error::Run(named(&failure.describe(own)))),
+            Err(failure) => Err(Error::Run(failure.describe(own))),
+        });
+        let scores = scores.map_err(|e| match e {
+            Error::Stopped { message, code } => {
+                Error::Stopped { message: format!("reward `{}`: {message}", self.name), code }
+            }
+            e => Error::Reward { name: self.name.clone(), source: Box::new(e) },
         });
         let extra = self.reward.extra();
         let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };

@@ -22,6 +22,13 @@ pub fn request_stop(code: u8) -> bool {
     STOP.swap(code, Ordering::SeqCst) != 0
 }
 
+/// Takes back [`request_stop`], so that the loops of this process train again: without it every later one ends at once.
+///
+/// The request is one of the whole process, so call this where no loop is left that is to end by it; with several ranks, in each.
+pub fn clear_stop() {
+    STOP.store(0, Ordering::SeqCst);
+}
+
 /// Returns whether [`request_stop`] was called; the training loops check it between updates.
 pub fn stop_requested() -> bool {
     STOP.load(Ordering::SeqCst) != 0

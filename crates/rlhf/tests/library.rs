@@ -2,20 +2,22 @@
 
 use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
-use crate::support::{golden, init};
+use crate::support::{Child, golden, init};
+use rlhf::Error;
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
-use rlhf::optim::LearningRates;
+use rlhf::optim::{LearningRates, OptimizerConfig};
 use rlhf::reward::{FnReward, Rewards, ScoreUse};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, advantages, shape_rewards};
-use rlhf::run::{Event, WarningKind};
+use rlhf::rl::stats::StepStats;
+use rlhf::run::{Event, WarningKind, clear_stop, request_stop};
 use rlhf::settings::{PpoConfig, Resume, StopToken};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoParts, PpoTrainer};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -200,6 +202,50 @@ fn a_run_that_is_ended_before_its_first_update_leaves_no_model_and_restarts_on_t
     assert!(error.contains("found a run in it"), "{error}");
     config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
     assert_eq!(PpoTrainer::from_config(&config).unwrap().train().unwrap(), 5);
+}
+
+#[test]
+fn a_process_trains_again_once_its_request_to_stop_is_taken_back() {
+    Child { test: "library::child_stops_and_trains_again", address_space_gib: 16, vars: &[] }.run();
+}
+
+#[test]
+#[ignore = "a process of its own, started by a_process_trains_again_once_its_request_to_stop_is_taken_back"]
+fn child_stops_and_trains_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "out");
+    let mut trainer = PpoTrainer::from_config_with(&config, brevity()).unwrap();
+    let stopped = trainer.train_with(|event| {
+        if matches!(event, Event::Update { step: 2, .. }) {
+            assert!(!request_stop(143));
+        }
+        Continue(())
+    });
+    assert!(matches!(stopped, Err(Error::Stopped { code: 143, .. })), "{stopped:?}");
+    assert!(matches!(trainer.train(), Err(Error::Stopped { code: 143, .. })));
+    assert_eq!(trainer.updates_done(), 2);
+    clear_stop();
+    assert_eq!(trainer.train().unwrap(), 5);
+    Child::reports(&json!({}));
+}
+
+#[test]
+fn a_reward_that_fails_is_told_from_other_errors_by_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "out");
+    let out_of_ideas = || FnReward::new(|_| Err::<Vec<f64>, _>(Error::Run("out of ideas".into())));
+    let mut parts = parts(&config);
+    parts.rewards = Rewards::new().with("mine", out_of_ideas());
+    let error = PpoTrainer::new(&config, parts).unwrap().update().unwrap_err();
+    assert_eq!(error.to_string(), "reward `mine`: out of ideas");
+    assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "out of ideas");
+    let Error::Reward { name, source } = &error else { panic!("{error}") };
+    assert!(name == "mine" && matches!(**source, Error::Run(_)), "{name}: {source}");
+
+    let rewards = Rewards::new().with("mine", out_of_ideas());
+    let error = PpoTrainer::from_config_with(&config, rewards).unwrap().train().unwrap_err();
+    assert!(error.to_string().starts_with("reward `mine`: out of ideas; no update was done"), "{error}");
+    assert!(error.exit_code() == 1 && matches!(error, Error::Reward { .. }), "{error}");
 }
 
 #[test]
@@ -462,6 +508,33 @@ fn parts_that_do_not_go_together_are_refused_by_name() {
         let schedule = move |_| LearningRates { policy: Some(rate), value: 1e-3 };
         let error = new().with_schedule(schedule).update().unwrap_err().to_string();
         assert_eq!(error, format!("schedule: update 0: expected learning rates from 0, found {rate}"));
+    }
+}
+
+#[test]
+fn optimizers_whose_steps_make_no_finite_weights_are_refused_by_the_trainer_and_by_a_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "out");
+    type Change = fn(&mut OptimizerConfig);
+    let changes: [(Change, &str); 6] = [
+        (|o| o.adam_beta1 = 1.0, "adam_beta1 = 1: expected a number from 0 to below 1"),
+        (|o| o.adam_beta2 = 1.0, "adam_beta2 = 1: expected a number from 0 to below 1"),
+        (|o| o.adam_epsilon = 0.0, "adam_epsilon = 0: expected a number above 0"),
+        (|o| o.weight_decay = f64::NAN, "weight_decay = NaN: expected a number of 0 or more"),
+        (|o| o.max_grad_norm = Some(-1.0), "max_grad_norm = -1: expected a number above 0"),
+        (|o| o.max_grad_norm = Some(0.0), "max_grad_norm = 0: expected a number above 0"),
+    ];
+    for (change, message) in changes {
+        let (usual, mut wrong) = (&config.optimizer, config.optimizer.clone());
+        change(&mut wrong);
+        for (policy, value, name) in [(&wrong, usual, "policy_optimizer"), (usual, &wrong, "value_optimizer")] {
+            let parts = parts(&config);
+            let mut learner = parts.learner.with_optimizers(policy, value);
+            let step = learner.step(rates(1), &mut StepStats::default()).unwrap_err();
+            assert_eq!(step.to_string(), format!("{name}: {message}"));
+            let error = PpoTrainer::new(&config, PpoParts { learner, ..parts }).unwrap_err();
+            assert_eq!((error.exit_code(), error.to_string()), (2, format!("PpoParts::learner: {name}: {message}")));
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use rlhf::rl::math::KlEstimator;
 use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::ReportTo;
-use rlhf::settings::{AdvantageEstimator, LossType, PpoConfig, Preset};
+use rlhf::settings::{AdvantageEstimator, LossType, LrSchedulerType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -138,6 +138,10 @@ fn rows_that_do_not_go_together_are_refused_before_anything_moves() {
         (trainer.step(&queries, &responses, &scores[..3], None), "4 responses and scores of shape [3]"),
         (trainer.step(&queries, &empty, &scores, None), "row 1: expected a response of at least one token"),
         (trainer.step(&queries, &responses, &[1.0, f64::NAN, 0.0, 0.0], None), "row 1: expected a finite score"),
+        (
+            trainer.step(&queries, &responses, &[1.0, 1e300, 0.0, 0.0], None),
+            "row 1: expected a finite score that fits in f32, found 1e300",
+        ),
         (trainer.step(&queries, &responses, &scores, Some(&short)), "an entry for each token"),
         (trainer.step(&queries, &responses, &scores, Some(&none)), "row 0: expected at least one token that counts"),
         (trainer.step(&[], &[], &[], None), "at least one row"),
@@ -155,6 +159,101 @@ fn rows_that_do_not_go_together_are_refused_before_anything_moves() {
     for rows in [&[][..], &[1, 4]] {
         let error = trainer.train_minibatch(&e, &targets, rows).unwrap_err().to_string();
         assert!(error.contains("expected rows of an experience of 4"), "{error}");
+    }
+}
+
+#[test]
+fn a_rate_of_the_schedule_that_is_negative_or_not_finite_is_refused_before_anything_moves() {
+    let (queries, responses, scores) = rows();
+    for rate in [f64::NAN, f64::INFINITY, -1e-3] {
+        let mut trainer = small(|c| c.use_score_scaling = true).with_schedule(move |_| rate);
+        let before = (weights(&trainer.learner.policy), trainer.score_moments());
+        let e = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+        let (kl, rewards) = trainer.compute_rewards(&e);
+        let (advantages, returns) = trainer.compute_advantages(&e, &rewards);
+        let targets = Targets { kl, kl_coef: 0.2, rewards, advantages, returns };
+        let expected = format!("schedule: step 0: expected learning rates from 0, found {rate}");
+        let step = trainer.step(&queries, &responses, &scores, None).map(drop);
+        for result in [step, trainer.train_minibatch(&e, &targets, &[0, 1]).map(drop)] {
+            assert_eq!(result.unwrap_err().to_string(), expected);
+        }
+        assert!(moved(&before.0, &trainer.learner.policy).is_empty());
+        assert_eq!(trainer.score_moments(), before.1, "scores of a refused step count");
+    }
+}
+
+#[test]
+fn a_learner_refuses_rows_sizes_shapes_and_rates_before_anything_moves() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|_| {});
+    let before = weights(&trainer.learner.policy);
+    let e = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let new_targets = || {
+        let (kl, rewards) = trainer.compute_rewards(&e);
+        let (advantages, returns) = trainer.compute_advantages(&e, &rewards);
+        Targets { kl, kl_coef: 0.2, rewards, advantages, returns }
+    };
+    let (targets, narrow, few) = (new_targets(), new_targets(), new_targets());
+    let narrow = Targets { advantages: narrow.advantages.narrow(1, 0, 3), ..narrow };
+    let few = Targets { returns: few.returns.narrow(0, 0, 3), ..few };
+    let plan = EpochPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1 };
+    let rate = |rate: f64| LearningRates { policy: Some(rate), value: 1e-3 };
+    let (learner, orders) = (&mut trainer.learner, [vec![0, 1, 2, 3]]);
+    let mut stats = learner.gradients(&e, &targets, &[0], 1, true).unwrap();
+    for (result, words) in [
+        (
+            learner.optimize(&e, &targets, &[vec![0, 4]], rate(1e-3), &plan).map(drop),
+            "expected rows of an experience of 4, found row 4",
+        ),
+        (
+            learner.optimize(&e, &targets, &orders, rate(1e-3), &EpochPlan { mini_batch_size: 0, ..plan }).map(drop),
+            "mini_batch_size = 0: expected at least 1",
+        ),
+        (
+            learner.optimize(&e, &targets, &orders, rate(1e-3), &EpochPlan { part_size: 0, ..plan }).map(drop),
+            "part_size = 0: expected at least 1",
+        ),
+        (
+            learner.optimize(&e, &targets, &orders, rate(1e-3), &EpochPlan { micro_batch_size: 0, ..plan }).map(drop),
+            "micro_batch_size = 0: expected at least 1",
+        ),
+        (
+            learner.optimize(&e, &narrow, &orders, rate(1e-3), &plan).map(drop),
+            "targets: advantages: expected shape [4, 4], found [4, 3]",
+        ),
+        (
+            learner.optimize(&e, &few, &orders, rate(1e-3), &plan).map(drop),
+            "targets: returns: expected shape [4, 4], found [3, 4]",
+        ),
+        (
+            learner.optimize(&e, &targets, &orders, rate(f64::NAN), &plan).map(drop),
+            "rates: expected learning rates from 0, found NaN",
+        ),
+        (learner.step(rate(-1.0), &mut stats), "rates: expected learning rates from 0, found -1"),
+        (learner.gradients(&e, &targets, &[4], 1, true).map(drop), "expected rows of an experience of 4, found row 4"),
+        (learner.gradients(&e, &targets, &[0], 0, true).map(drop), "micro_batch_size = 0: expected at least 1"),
+        (learner.gradients(&e, &few, &[0], 1, true).map(drop), "targets: returns: expected shape [4, 4], found [3, 4]"),
+    ] {
+        assert_eq!(result.unwrap_err().to_string(), words);
+    }
+    assert!(moved(&before, &trainer.learner.policy).is_empty());
+}
+
+#[test]
+fn settings_of_the_optimizer_that_others_are_in_the_place_of_are_refused() {
+    type Change = fn(&mut StepConfig);
+    let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
+    let changes: [(Change, &str, &str); 4] = [
+        (|c| c.optimizer.lr_scheduler_type = LrSchedulerType::Cosine, "lr_scheduler_type = cosine", of_schedule),
+        (|c| c.optimizer.warmup_steps = 7, "warmup_steps = 7", of_schedule),
+        (|c| c.optimizer.lr_end = Some(1e-6), "lr_end = 0.000001", of_schedule),
+        (|c| c.optimizer.max_grad_norm = Some(0.5), "max_grad_norm = 0.5", "max_grad_norm of StepConfig is the limit"),
+    ];
+    for (change, found, instead) in changes {
+        let mut config = StepConfig::default();
+        change(&mut config);
+        let error = config.check().unwrap_err().to_string();
+        assert_eq!(error, format!("optimizer: {found} has no effect: {instead}"));
     }
 }
 
@@ -523,6 +622,8 @@ fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
     let found = trainer.generate(&queries, &how).unwrap();
     assert!(found.ref_responses.is_none() && found.responses.iter().all(|row| (1..5).contains(&row.len())));
     assert_ne!(trainer.generate(&queries, &how).unwrap(), found, "another call draws others");
+    let none = Generate { batch_size: 0, ..how };
+    assert_eq!(small(|_| {}).generate(&queries, &none).unwrap(), found, "a batch of at least one query");
     let how =
         Generate { sampling: Sampling::Greedy, return_prompt: true, generate_ref_response: true, ..Generate::new(6) };
     let found = trainer.generate(&queries, &how).unwrap();

@@ -198,6 +198,7 @@ pub(super) fn translate(
         given.contains_key(name) || on_line(flags, name) || settings.iter().any(|setting| setting.key == name)
     };
     let (of_adapters, forced) = adapters(command, &given, is_set, messages);
+    let has_adapters = of_adapters.iter().any(|(key, _)| *key == "lora_alpha");
     let together = of_adapters.into_iter().chain(switches(&given));
     settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
@@ -207,6 +208,10 @@ pub(super) fn translate(
     if given.contains_key("actor_weight_decay") {
         // The critic's weight decay is 0 in DeepSpeed-Chat unless it is set.
         default(settings, "value_weight_decay", "0");
+    }
+    if has_adapters {
+        // DeepSpeed-Chat's adapters have no dropout, unlike TRL's.
+        default(settings, "lora_dropout", "0");
     }
     // DeepSpeed-Chat computes in the dtype of its models.
     match dtype(flags, settings) {
@@ -478,6 +483,7 @@ mod tests {
         assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5.into()), Some(0)));
         assert_eq!((reward.peft.use_peft, reward.peft.lora_r, reward.learning_rate), (true, 8, 5e-4));
         assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
+        assert_eq!(reward.peft.lora_dropout, 0.0);
         for (command, own, message) in [
             ("sft", "--lora_dim 8", "lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
@@ -496,7 +502,12 @@ mod tests {
         assert!(found.notes.iter().any(|found| found == note), "{:?}", found.notes);
         let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
         let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
-        assert_eq!(sft.learning_rate, 2e-4);
+        assert_eq!((sft.learning_rate, sft.peft.lora_dropout), (2e-4, 0.0));
+        // Adapters of our own flags have our dropout, and a dropout that is given is the one.
+        for (own, dropout) in [("--use_peft", 0.05), ("--lora_dim 8 --only_optimize_lora --lora_dropout 0.3", 0.3)] {
+            let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
+            assert_eq!(sft.peft.lora_dropout, dropout, "{own}");
+        }
         let error = parse_words(&["reward", "--preset", "grpo", "--model_name_or_path", "m"]).unwrap_err();
         assert!(error.contains("invalid value 'grpo' for '--preset <NAME>'"), "{error}");
         let plain =

@@ -72,6 +72,9 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
         Error::Usage(line) => Error::Usage(renamed(line)),
         Error::Refused(lines) => Error::Refused(lines.into_iter().map(renamed).collect()),
         Error::Run(message) => Error::Run(renamed(message)),
+        Error::Reward { name, source } => {
+            Error::Reward { name, source: Box::new(Error::Run(renamed(source.to_string()))) }
+        }
         Error::Invalid { path, message } => Error::Invalid { path, message: renamed(message) },
         error => error,
     }

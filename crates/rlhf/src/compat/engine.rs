@@ -33,6 +33,9 @@ use tch::{Kind, Tensor};
 /// first action that is masked out, or at the last where none is.
 ///
 /// `prompts` `[B, P]`; `log_probs`, `ref_log_probs` `[B, L - 1]`; `reward_score` `[B]`; `action_mask` `[B, L - 1]`, 1 = counts.
+///
+/// # Panics
+/// If the shapes are others.
 pub fn compute_rewards(
     prompts: &Tensor,
     log_probs: &Tensor,
@@ -51,13 +54,20 @@ pub fn compute_rewards(
     Tensor::cat(&[-config.kl.kl_coef * before, rewards], 1)
 }
 
-/// The column after each row's score, `[B]` i64; from there on rewards and values are masked.
+/// The column after each row's score, `[B]` i64; from there on rewards and values are masked. `prompts` `[B, P]`; `action_mask`
+/// `[B, L - 1]`.
+///
+/// # Panics
+/// If the shapes are others.
 pub fn ends(prompts: &Tensor, action_mask: &Tensor) -> Tensor {
     let start = prompts.size()[1] - 1;
     Tensor::from_slice(&counted(action_mask, start)).to_device(action_mask.device()) + (start + 1)
 }
 
 /// Advantages, not whitened, and returns, `[B, A]` f32 each, of `values` and `rewards` `[B, L - 1]` from column `start` on.
+///
+/// # Panics
+/// If the shapes are others, or `start` is out of range.
 pub fn get_advantages_and_returns(
     values: &Tensor,
     rewards: &Tensor,
@@ -69,6 +79,9 @@ pub fn get_advantages_and_returns(
 }
 
 /// The clipped loss of the actor, a scalar: its mean over `mask`. All are `[B, A]`; `logprobs` carries the gradient.
+///
+/// # Panics
+/// If the shapes are others.
 pub fn actor_loss_fn(
     logprobs: &Tensor,
     old_logprobs: &Tensor,
@@ -81,6 +94,9 @@ pub fn actor_loss_fn(
 }
 
 /// The clipped loss of the critic, a scalar: its mean over `mask`. All are `[B, A]`; `values` carries the gradient.
+///
+/// # Panics
+/// If the shapes are others.
 pub fn critic_loss_fn(
     values: &Tensor,
     old_values: &Tensor,
@@ -131,6 +147,9 @@ pub trait Batch: Sized {
     /// Number of rows.
     fn rows(&self) -> usize;
     /// A range of rows.
+    ///
+    /// # Panics
+    /// If it is out of range.
     fn slice(&self, rows: Range<usize>) -> Self;
 }
 
@@ -235,8 +254,16 @@ impl RlhfEngine {
     /// # Errors
     /// The errors of [`PpoTrainer::from_config`](crate::train::ppo::PpoTrainer::from_config); if a setting has no effect here.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
+        Self::from_config_with(config, Rewards::new())
+    }
+
+    /// [`RlhfEngine::from_config`] with further rewards beside those that `config` names; these may then be none.
+    ///
+    /// # Errors
+    /// The errors of [`RlhfEngine::from_config`].
+    pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, Rewards::new(), Commits::new())?;
+        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, more, Commits::new())?;
         parts.prepare(config)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;

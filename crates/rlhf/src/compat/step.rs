@@ -86,7 +86,7 @@ pub struct Generate {
     pub min_new_tokens: usize,
     /// Draws the most tokens of a response, once per `batch_size` queries.
     pub length_sampler: Option<LengthSampler>,
-    /// Queries per batch.
+    /// Queries per batch; 0 is 1.
     pub batch_size: usize,
     /// Return query and response joined; no effect on an encoder-decoder, as in TRL.
     pub return_prompt: bool,
@@ -354,7 +354,8 @@ impl StepTrainer {
         &self.config
     }
 
-    /// Sets the learning rate of each step: `schedule(step)`, counted from 0.
+    /// Sets the learning rate of each step: `schedule(step)`, counted from 0. A rate below 0, or one that is not finite, is an error of the
+    /// step.
     #[must_use]
     pub fn with_schedule(mut self, schedule: impl FnMut(usize) -> f64 + 'static) -> Self {
         self.schedule = Box::new(schedule);
@@ -390,20 +391,21 @@ impl StepTrainer {
     pub fn generate(&mut self, queries: &[Vec<i64>], how: &Generate) -> Result<Generated> {
         let call = self.generations;
         self.generations += 1;
+        let batch_size = how.batch_size.max(1);
         // As in TRL, whose encoder-decoders return what the decoder wrote in any case.
         let return_prompt = how.return_prompt && !self.learner.policy.config().is_encoder_decoder();
         let respond = |model: &CausalLm| {
             let mut lengths = Stream::new(self.config.seed, Purpose::Lengths, call, 0);
             let mut responses = Vec::with_capacity(queries.len());
-            for (part, queries) in queries.chunks(how.batch_size.max(1)).enumerate() {
+            for (part, queries) in queries.chunks(batch_size).enumerate() {
                 let sampled = how.length_sampler.map(|sampler| sampler.sample(&mut lengths));
                 let generation = GenerationConfig {
                     min_new_tokens: how.min_new_tokens,
                     stop_token_ids: self.tokenizer.eos_ids().to_vec(),
                     seed: self.config.seed,
                     step: call,
-                    first_row: (part * how.batch_size) as u64,
-                    batch_size: how.batch_size,
+                    first_row: (part * batch_size) as u64,
+                    batch_size,
                     ..GenerationConfig::new(how.sampling, sampled.unwrap_or(how.max_new_tokens))
                 };
                 for (query, response) in
@@ -431,8 +433,8 @@ impl StepTrainer {
     /// below -1 makes a warning on standard error.
     ///
     /// # Errors
-    /// If the rows do not match or do not fit the model, or a score is not finite: nothing has changed. If a loss or a
-    /// gradient is not finite: that optimizer step was skipped, the others were taken.
+    /// If the rows do not match or do not fit the model, a score is not finite in f32, or the learning rate of the schedule is below 0 or
+    /// not finite: nothing has changed. If a loss or a gradient is not finite: that optimizer step was skipped, the others were taken.
     pub fn step(
         &mut self,
         queries: &[Vec<i64>],
@@ -443,8 +445,10 @@ impl StepTrainer {
         let began = Instant::now();
         let bits: Vec<u64> = scores.iter().map(|score| score.to_bits()).collect();
         self.learner.world.check_same("step: queries, responses and scores", &(queries, responses, bits))?;
-        if let Some(row) = scores.iter().position(|score| !score.is_finite()) {
-            return Err(Error::Run(format!("row {row}: expected a finite score, found {}", scores[row])));
+        // The models' numbers are f32.
+        if let Some(row) = scores.iter().position(|&score| !(score as f32).is_finite()) {
+            let found = scores[row];
+            return Err(Error::Run(format!("row {row}: expected a finite score that fits in f32, found {found:?}")));
         }
         // A call that fails, and is perhaps repeated, must not count its scores.
         let mut scaling = self.scaling.clone();
@@ -465,10 +469,10 @@ impl StepTrainer {
             let message = format!("order: expected {rows} rows, each below {rows}, found {order:?}");
             return Err(Error::Run(message));
         }
+        let rates = self.rates()?;
         self.keep_best(raw)?;
         self.scaling = scaling;
         self.passes += orders.len() as u64;
-        let rates = self.rates();
         let plan = self.config.epoch();
         let parts = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
         let learned = began.elapsed().as_secs_f64();
@@ -581,7 +585,8 @@ impl StepTrainer {
     /// Takes one optimizer step on some rows of an experience.
     ///
     /// # Errors
-    /// If there are no rows, or one is out of range; the errors of [`Learner::optimize`].
+    /// If there are no rows, or one is out of range; if the learning rate of the schedule is below 0 or not finite; the errors of
+    /// [`Learner::optimize`].
     pub fn train_minibatch(
         &mut self,
         experience: &Experience,
@@ -595,7 +600,7 @@ impl StepTrainer {
             )));
         }
         let plan = EpochPlan { mini_batch_size: rows.len(), part_size: rows.len(), ..self.config.epoch() };
-        let rates = self.rates();
+        let rates = self.rates()?;
         self.learner.optimize(experience, targets, &[rows.to_vec()], rates, &plan)
     }
 
@@ -686,9 +691,10 @@ impl StepTrainer {
         self.scaling.moments()
     }
 
-    fn rates(&mut self) -> LearningRates {
+    /// The learning rates of the next step.
+    fn rates(&mut self) -> Result<LearningRates> {
         let rate = (self.schedule)(self.steps);
-        LearningRates { policy: Some(rate), value: rate }
+        LearningRates { policy: Some(rate), value: rate }.checked(&format!("schedule: step {}", self.steps))
     }
 
     /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is

@@ -108,9 +108,10 @@ impl Scorer {
             let absent = || NoVerdict { reason: "no reward gave a score".into(), failed: false };
             Ok(scores.map(|(score, unscored)| if unscored { Err(absent()) } else { Ok(score) }).collect())
         };
+        let failed = |error: Error| NoVerdict { reason: error.to_string(), failed: true };
         match score(&inputs) {
-            Err(Error::Run(_)) if inputs.len() > 1 => {}
-            Err(Error::Run(reason)) => return Ok(vec![Err(NoVerdict { reason, failed: true })]),
+            Err(Error::Run(_) | Error::Reward { .. }) if inputs.len() > 1 => {}
+            Err(error @ (Error::Run(_) | Error::Reward { .. })) => return Ok(vec![Err(failed(error))]),
             scored => return scored,
         }
         let (mut found, mut in_a_row) = (Vec::with_capacity(inputs.len()), 0);
@@ -127,9 +128,9 @@ impl Scorer {
                     in_a_row = 0;
                     found.extend(scores);
                 }
-                Err(Error::Run(reason)) => {
+                Err(error @ (Error::Run(_) | Error::Reward { .. })) => {
                     in_a_row += 1;
-                    found.push(Err(NoVerdict { reason, failed: true }));
+                    found.push(Err(failed(error)));
                 }
                 Err(error) => return Err(error),
             }

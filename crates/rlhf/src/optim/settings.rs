@@ -57,6 +57,22 @@ impl OptimizerConfig {
         tch_ext::AdamW { lr, beta1, beta2, weight_decay, eps }
     }
 
+    /// Checks what every step uses: a step with another number makes no finite weights, or wrong ones.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage), or one for each of several.
+    pub(crate) fn check_steps(&self) -> Result<()> {
+        let below_one = |beta: f64| (0.0..1.0).contains(&beta);
+        let (beta1, beta2) = (self.adam_beta1, self.adam_beta2);
+        all([
+            zero_or_more("weight_decay", self.weight_decay),
+            expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
+            expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
+            above_zero("adam_epsilon", self.adam_epsilon),
+            self.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
+        ])
+    }
+
     /// Checks the optimizer of models that are sharded by `stages` and computed in bf16 where `bf16` is set; `only_adapters` if nothing
     /// but adapters is trained.
     pub(crate) fn check_held(&self, stages: &[ZeroStage], bf16: bool, only_adapters: bool) -> Result<()> {
@@ -173,21 +189,16 @@ pub(crate) fn check_learning(
     optimizer: &OptimizerConfig,
     value_schedule: Option<LrSchedulerType>,
 ) -> Result<()> {
-    let below_one = |beta: f64| (0.0..1.0).contains(&beta);
     let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
     let own = optimizer.lr_scheduler_type;
     let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
     let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
-    let (beta1, beta2, power) = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.power);
+    let power = optimizer.power;
     let expected = format!("less than learning_rate = {learning_rate}");
     let no_warmup = no_schedule(|schedule| schedule != LrSchedulerType::Constant);
     all([
         zero_or_more("learning_rate", learning_rate),
-        zero_or_more("weight_decay", optimizer.weight_decay),
-        expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
-        expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
-        above_zero("adam_epsilon", optimizer.adam_epsilon),
-        optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
+        optimizer.check_steps(),
         zero_to_one("warmup_ratio", ratio),
         if steps > 0 && ratio > 0.0 {
             usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"))

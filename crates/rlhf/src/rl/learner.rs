@@ -30,6 +30,9 @@ use tch_ext::to_host;
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
 
+/// The learning rates in errors.
+const RATES: &str = "rates";
+
 /// Entropies in nats that differ by less than this count as equal.
 const ENTROPY_ROUNDING: f64 = 1e-5;
 
@@ -47,14 +50,27 @@ pub struct EpochPlan {
 
 impl EpochPlan {
     /// Number of optimizer steps in an epoch over `rows` rows.
+    ///
+    /// # Panics
+    /// If `mini_batch_size` is 0.
     pub fn steps(&self, rows: usize) -> usize {
         rows.div_ceil(self.mini_batch_size)
     }
 
     /// Number of parts in an epoch over `rows` rows: an optimizer step is a whole number of parts, so only the last part of an
     /// epoch can be smaller.
+    ///
+    /// # Panics
+    /// If `part_size` is 0.
     pub fn parts(&self, rows: usize) -> usize {
         rows.div_ceil(self.part_size).max(1)
+    }
+
+    /// Refuses sizes of 0.
+    fn check(&self) -> Result<()> {
+        check_size("mini_batch_size", self.mini_batch_size)?;
+        check_size("part_size", self.part_size)?;
+        check_size("micro_batch_size", self.micro_batch_size)
     }
 }
 
@@ -71,6 +87,11 @@ impl StepRates {
     /// The rates of the first step.
     pub fn first(&self) -> LearningRates {
         self.0[0]
+    }
+
+    /// Refuses rates below 0 and those that are not finite.
+    fn check(&self) -> Result<()> {
+        self.0.iter().try_for_each(|rates| rates.checked(RATES).map(drop))
     }
 
     /// All rates times `factor`.
@@ -262,7 +283,8 @@ impl Learner {
     }
 
     /// Replaces the optimizers by fresh ones with these settings: betas, epsilon, weight decay and `max_grad_norm`; learning
-    /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory.
+    /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory. Settings out
+    /// of their range are an error of the first step.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
         let in_memory = "a state that stays in memory needs no file";
@@ -271,6 +293,20 @@ impl Learner {
         self.value_optimizer = self.value.model().map(of_value);
         (self.settings.policy_optimizer, self.settings.value_optimizer) = (policy.clone(), value.clone());
         self
+    }
+
+    /// Refuses settings of the optimizers with which a step makes no finite weights, or wrong ones.
+    ///
+    /// # Errors
+    /// [`Error::Usage`], naming the setting.
+    pub(crate) fn check_optimizers(&self) -> Result<()> {
+        let LearnerSettings { policy_optimizer, value_optimizer, .. } = &self.settings;
+        let of_value = self.value_optimizer.as_ref().map(|_| ("value_optimizer", value_optimizer));
+        for (name, optimizer) in [("policy_optimizer", policy_optimizer)].into_iter().chain(of_value) {
+            let named = |e: Error| Error::Usage(format!("{name}: {}", e.refusals().join("; ")));
+            optimizer.check_steps().map_err(named)?;
+        }
+        Ok(())
     }
 
     /// Whether the optimizers' state is in memory for steps only, or on the host.
@@ -366,7 +402,8 @@ impl Learner {
     /// each; where the policy's is `None` only the value model is trained.
     ///
     /// # Errors
-    /// If libtorch refuses a step.
+    /// If a row of `orders` is out of range, a size of `plan` is 0, `targets` are not those of `experience`, a rate is below 0 or not
+    /// finite, or a setting of an optimizer is out of its range: then nothing has changed. If libtorch refuses a step.
     pub fn optimize(
         &mut self,
         experience: &Experience,
@@ -392,9 +429,15 @@ impl Learner {
         plan: &EpochPlan,
         after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
+        let rates: StepRates = rates.into();
+        plan.check()?;
+        check_targets(experience, targets)?;
+        orders.iter().try_for_each(|order| check_rows(experience, order))?;
+        self.check_optimizers()?;
+        rates.check()?;
         // Gradients that no step has used would be in the first one.
         self.zero_grad();
-        let steps = self.epochs(experience, targets, orders, &rates.into(), plan, after_step);
+        let steps = self.epochs(experience, targets, orders, &rates, plan, after_step);
         if steps.is_err() {
             self.zero_grad();
         }
@@ -538,7 +581,7 @@ impl Learner {
     /// `trains_policy` only through the value model.
     ///
     /// # Errors
-    /// If a row does not fit the models.
+    /// If a row is out of range or does not fit the models, `micro_batch_size` is 0, or `targets` are not those of `experience`.
     pub fn gradients(
         &self,
         experience: &Experience,
@@ -547,6 +590,9 @@ impl Learner {
         micro_batch_size: usize,
         trains_policy: bool,
     ) -> Result<StepStats> {
+        check_size("micro_batch_size", micro_batch_size)?;
+        check_targets(experience, targets)?;
+        check_rows(experience, mini_batch)?;
         let batch = Batch { experience, targets, counts: experience.loss_counts() };
         self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::with_policy(trains_policy))
     }
@@ -811,8 +857,11 @@ impl Learner {
     /// overflow skips the step, and with `align_overflow` both do.
     ///
     /// # Errors
-    /// If libtorch refuses the step.
+    /// If a rate is below 0 or not finite, or a setting of an optimizer is out of its range: then nothing has changed. If libtorch refuses
+    /// the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+        self.check_optimizers()?;
+        let rates = rates.checked(RATES)?;
         self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)
     }
 
@@ -888,6 +937,34 @@ struct Batch<'a> {
     experience: &'a Experience,
     targets: &'a Targets,
     counts: LossCounts,
+}
+
+/// Refuses a size of 0.
+fn check_size(name: &str, size: usize) -> Result<()> {
+    if size == 0 {
+        return Err(Error::Run(format!("{name} = 0: expected at least 1")));
+    }
+    Ok(())
+}
+
+/// Refuses rows that `experience` does not have.
+fn check_rows(experience: &Experience, rows: &[usize]) -> Result<()> {
+    let all = experience.rows();
+    match rows.iter().find(|&&row| row >= all) {
+        Some(row) => Err(Error::Run(format!("expected rows of an experience of {all}, found row {row}"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses targets of other shapes than those of `experience`.
+fn check_targets(experience: &Experience, targets: &Targets) -> Result<()> {
+    let expected = [experience.rows() as i64, experience.width()];
+    for (name, found) in [("advantages", targets.advantages.size()), ("returns", targets.returns.size())] {
+        if found != expected {
+            return Err(Error::Run(format!("targets: {name}: expected shape {expected:?}, found {found:?}")));
+        }
+    }
+    Ok(())
 }
 
 /// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by

@@ -879,6 +879,10 @@ fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &
         Err(Error::Stopped { message, code }) => {
             Err(Error::Stopped { message: format!("{message}; {}", left(&saved)), code })
         }
+        // The caller can tell a reward that failed, as `update` and the rewards themselves do.
+        Err(Error::Reward { name, source }) => {
+            Err(Error::Reward { name, source: Box::new(Error::Run(format!("{source}; {}", left(&saved)))) })
+        }
         Err(error) => Err(Error::Run(format!("{error}; {}", left(&saved)))),
     }
 }

@@ -222,7 +222,7 @@ impl PpoTrainer {
     /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings, less after a rollback.
     fn step_rates(&mut self, update: usize) -> Result<StepRates> {
         let rates = match &mut self.schedule {
-            Some(schedule) => own_rates(update, (schedule.0)(update)).map(StepRates::from)?,
+            Some(schedule) => StepRates::from((schedule.0)(update).checked(&format!("schedule: update {update}"))?),
             None => self.config.step_rates(update, &self.plan),
         };
         Ok(rates.scaled(self.rate_factor()))
@@ -576,15 +576,4 @@ fn own_rows(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Re
         None => format!("{} rows", rows.len()),
     };
     Err(Error::Run(format!("order: update {update}: expected {count} rows, each below {prompts}, found {found}")))
-}
-
-/// Checks the learning rates that the caller's schedule returned.
-fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
-    let mut all = rates.policy.into_iter().chain([rates.value]);
-    match all.find(|rate| !(rate.is_finite() && *rate >= 0.0)) {
-        Some(rate) => {
-            Err(Error::Run(format!("schedule: update {update}: expected learning rates from 0, found {rate}")))
-        }
-        None => Ok(rates),
-    }
 }

@@ -776,6 +776,22 @@ fn an_engine_generates_responses_in_deepspeed_chats_shapes() {
 }
 
 #[test]
+fn an_engine_that_loads_its_models_takes_further_rewards_and_needs_no_other() {
+    in_scratch(
+        |config, _| config.reward_model_path = None,
+        |config| {
+            let error = RlhfEngine::from_config(config).unwrap_err().to_string();
+            assert!(error.starts_with("no reward: "), "{error}");
+            let one = FnReward::new(|batch| Ok(vec![1.0; batch.len()]));
+            let mut engine = RlhfEngine::from_config_with(config, Rewards::new().with("one", one)).unwrap();
+            let (prompts, mask) = engine.next_prompts().unwrap();
+            let exp = engine.generate_experience(&prompts, &mask).unwrap();
+            assert!(exp.rewards.equal(&exp.rewards.ones_like()), "{}", exp.rewards);
+        },
+    );
+}
+
+#[test]
 fn an_engine_starts_at_a_ratio_of_1_at_any_temperature_of_its_log_probs() {
     for (temperature, raw_logprobs) in [(0.6, true), (0.6, false), (1.0, false)] {
         in_scratch(

@@ -115,7 +115,8 @@ pub struct StepConfig {
     pub importance_sampling_level: ImportanceLevel,
     /// Number of lower layers that are frozen and shared with the reference model; only where the caller gives no reference.
     pub num_shared_layers: Option<usize>,
-    /// Other settings of the optimizer: torch's Adam, no weight decay.
+    /// Other settings of the optimizer: torch's Adam, no weight decay. Its schedule and its `max_grad_norm` have no effect, and are refused
+    /// unless they have their defaults: see [`StepTrainer::with_schedule`](super::StepTrainer::with_schedule) and `max_grad_norm` above.
     #[serde(skip)]
     pub optimizer: OptimizerConfig,
 }
@@ -235,7 +236,34 @@ impl StepConfig {
                     .into(),
             ));
         }
+        self.check_optimizer()?;
         self.ppo().check()
+    }
+
+    /// Refuses settings of the optimizer that other settings are in the place of.
+    fn check_optimizer(&self) -> Result<()> {
+        let (own, usual) = (&self.optimizer, Self::default().optimizer);
+        let norm = |norm: Option<f64>| norm.map_or("none".to_string(), |norm| norm.to_string());
+        let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
+        let of_norm = "max_grad_norm of StepConfig is the limit";
+        for (name, differs, found, instead) in [
+            (
+                "lr_scheduler_type",
+                own.lr_scheduler_type != usual.lr_scheduler_type,
+                own.lr_scheduler_type.name(),
+                of_schedule,
+            ),
+            ("warmup_steps", own.warmup_steps != usual.warmup_steps, own.warmup_steps.to_string(), of_schedule),
+            ("warmup_ratio", own.warmup_ratio != usual.warmup_ratio, own.warmup_ratio.to_string(), of_schedule),
+            ("lr_end", own.lr_end != usual.lr_end, norm(own.lr_end), of_schedule),
+            ("power", own.power != usual.power, own.power.to_string(), of_schedule),
+            ("max_grad_norm", own.max_grad_norm != usual.max_grad_norm, norm(own.max_grad_norm), of_norm),
+        ] {
+            if differs {
+                return Err(Error::Usage(format!("optimizer: {name} = {found} has no effect: {instead}")));
+            }
+        }
+        Ok(())
     }
 
     /// Returns the repository that best models are pushed to, if they are.

@@ -206,6 +206,8 @@ impl PpoParts {
             return Err(Error::Usage(message));
         }
         check_sync(config, &self.learner.world)?;
+        let named = |e: Error| Error::Usage(format!("PpoParts::learner: {e}"));
+        self.learner.check_optimizers().map_err(named)?;
         if config.run.offload.offloads_optimizer() && !self.learner.offloads_state() {
             let message = "PpoParts::learner: expected one of Learner::with_state_at for offload = optimizer, found its state in memory";
             return Err(Error::Usage(message.into()));
