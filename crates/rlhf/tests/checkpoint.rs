@@ -509,6 +509,28 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_resumes() 
 
 #[test]
 fn a_second_signal_ends_a_run_at_once() {
+#[test]
+fn a_request_to_stop_that_arrives_twice_saves_the_run() {
+    let scratch = Scratch::new();
+    let line = format!("{PPO} --total_episodes 40000 --num_sample_generations 0");
+    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let metrics = scratch.path("out/metrics.jsonl");
+    wait_until(&mut child, || std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    // As `timeout` sends it: to the program, and to its process group.
+    let id = child.id();
+    let twice = format!("kill -TERM {id}; sleep 0.005; kill -TERM {id}; sleep 0.005; kill -TERM {id} || true");
+    assert!(Command::new("sh").args(["-c", &twice]).status().unwrap().success());
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert_eq!(ran.code, 143, "{}", ran.stderr);
+    assert!(
+        ran.stderr.lines().last().unwrap().starts_with("error: stopped as requested after update"),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(ran.stderr.matches("stopping after this update").count(), 1, "{}", ran.stderr);
+    assert!(scratch.path("out/model.safetensors").exists());
+}
+
     let scratch = Scratch::new();
     let line = format!("{PPO} --num_ppo_epochs 10000 --num_sample_generations 0");
     let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -518,6 +540,8 @@ fn a_second_signal_ends_a_run_at_once() {
     assert!(lines.any(|line| line.unwrap().contains("send the signal again to stop at once")));
     signal(&child, "TERM");
     assert_eq!(child.wait().unwrap().code(), Some(143));
+    // Within a second it would be the same request.
+    std::thread::sleep(Duration::from_millis(1100));
     assert!(!scratch.path("out/model.safetensors").exists());
 }
 
