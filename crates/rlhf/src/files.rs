@@ -8,13 +8,24 @@ use crate::{Error, Result};
 use std::fs::{self, File, FileType};
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Maximum size of a text of a model or a run that is read at once (configurations, tokenizers, indices), in bytes.
 const LARGEST: u64 = 1 << 30;
 
 /// Maximum size of a file of settings, in bytes.
 const LARGEST_SETTINGS: u64 = 16 << 20;
+
+/// Returns `path` with the folder that `home` returns in place of a first `~`, as a shell and Python's `expanduser` have it. Another
+/// user's folder, `~name`, is left as it is.
+pub(crate) fn with_home(path: PathBuf, home: impl FnOnce() -> Option<PathBuf>) -> PathBuf {
+    let Ok(rest) = path.strip_prefix("~") else { return path };
+    match home() {
+        Some(home) if rest.as_os_str().is_empty() => home,
+        Some(home) => home.join(rest),
+        None => path,
+    }
+}
 
 /// Opens a regular file for reading. Opening or reading a named pipe or a device might never end.
 ///
@@ -80,6 +91,23 @@ fn name_of(kind: FileType) -> &'static str {
 mod tests {
     use super::*;
     use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_first_tilde_is_the_home_folder() {
+        let path = |text: &str| with_home(text.into(), || Some("/home/me".into()));
+        for (text, expected) in [
+            ("~", "/home/me"),
+            ("~/", "/home/me"),
+            ("~/a/b", "/home/me/a/b"),
+            ("~you/a", "~you/a"),
+            ("a/~", "a/~"),
+            ("./~", "./~"),
+            ("", ""),
+        ] {
+            assert_eq!(path(text).as_os_str(), expected, "{text}");
+        }
+        assert_eq!(with_home("~/a".into(), || None), Path::new("~/a"));
+    }
 
     #[test]
     fn a_path_that_is_no_regular_file_is_refused_at_once() {

@@ -16,7 +16,7 @@ use clap::{Arg, ArgAction, Args, Command};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 // Headings of `--help`.
 pub(crate) const MODELS: &str = "Models";
@@ -158,7 +158,7 @@ impl Setting for PathBuf {
     const EXPECTED: &'static str = "a path";
 
     fn read(text: &str) -> Option<Self> {
-        (!text.is_empty()).then(|| text.into())
+        (!text.is_empty()).then(|| files::with_home(text.into(), std::env::home_dir))
     }
 }
 

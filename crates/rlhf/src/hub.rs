@@ -217,18 +217,18 @@ impl Hub {
     fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Self {
         let var = |name: &str| var(name).filter(|value| !value.is_empty());
         let text = |name: &str| Some(var(name)?.to_string_lossy().trim().to_string()).filter(|text| !text.is_empty());
-        let home = var("HF_HOME").map(PathBuf::from);
-        let home = home.unwrap_or_else(|| {
-            let home = || var("HOME").map(PathBuf::from).unwrap_or_default();
-            let caches = var("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from);
-            caches.join("huggingface")
+        let user_home = || var("HOME").map(PathBuf::from).or_else(std::env::home_dir);
+        let folder = |name: &str| Some(files::with_home(var(name)?.into(), user_home));
+        let home = folder("HF_HOME").unwrap_or_else(|| {
+            let caches = folder("XDG_CACHE_HOME").or_else(|| Some(user_home()?.join(".cache")));
+            caches.unwrap_or_else(|| ".cache".into()).join("huggingface")
         });
         let saved_token = || files::read_text(&home.join("token")).ok().map(|text| text.trim().to_string());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         let yes = |text: String| ["1", "true", "yes", "on"].contains(&text.to_ascii_lowercase().as_str());
         Self {
             endpoint: endpoint.trim_end_matches('/').to_string(),
-            cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
+            cache: folder("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub")),
             token: text("HF_TOKEN")
                 .or_else(|| text("HUGGING_FACE_HUB_TOKEN"))
                 .or_else(saved_token)
@@ -544,6 +544,11 @@ mod tests {
         assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), "/x/huggingface/hub");
         assert_eq!(cache(&[("HF_HOME", "/hf"), ("XDG_CACHE_HOME", "/x")]), "/hf/hub");
         assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]), "/c");
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/hf")]), "/h/hf/hub");
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HUB_CACHE", "~")]), "/h");
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HUB_CACHE", "~me/c")]), "~me/c");
+        let own = std::env::home_dir().unwrap();
+        assert_eq!(hub(&[]).cache, own.join(".cache/huggingface/hub"));
         assert_eq!(hub(&[("HF_ENDPOINT", "http://mirror:8080/")]).endpoint, "http://mirror:8080");
         for (value, offline) in [("1", true), ("true", true), ("YES", true), ("On", true), ("no", false), ("2", false)]
         {

@@ -10,7 +10,7 @@ use std::backtrace::Backtrace;
 use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
@@ -18,7 +18,7 @@ use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::{is_complete, is_ignored, kill_programs};
+use rlhf::signals::{Requests, is_complete, is_ignored, kill_programs};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
@@ -185,14 +185,17 @@ fn shards_parameters(task: &Task) -> bool {
 }
 
 /// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
-/// prints `message`, if there is one; a second signal ends the process at once.
+/// prints `message`, if there is one; a second signal ends the process at once, unless it is the first one again.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     let mut signals = Signals::new(stopping_signals())?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
+        let mut requests = Requests::default();
         for signal in signals.forever() {
+            let Some(number) = requests.count(Instant::now()) else { continue };
             // The exit code that shells report for a program that the signal ended.
             let code = 128 + signal;
-            if request_stop(code as u8) {
+            request_stop(code as u8);
+            if number > 1 {
                 clear_bar();
                 kill_programs();
                 tch_ext::exit_at_once(code);

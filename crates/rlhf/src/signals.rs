@@ -14,6 +14,31 @@ static STOP: AtomicU8 = AtomicU8::new(0);
 /// Whether the run of this process is complete: the message at a signal is then another one.
 static COMPLETE: AtomicBool = AtomicBool::new(false);
 
+/// Time in which further signals belong to the first request to stop.
+const SAME_REQUEST: Duration = Duration::from_secs(1);
+
+/// Counts the requests to stop that come as signals.
+///
+/// One request may arrive several times: `timeout` signals the program and then its process group, systemd and SLURM signal every
+/// process of a job, and `rlhf launch` passes a signal on.
+#[derive(Debug, Default)]
+pub struct Requests {
+    first: Option<Instant>,
+    number: usize,
+}
+
+impl Requests {
+    /// Counts a signal that arrived at `now`. Returns the number of its request, from 1; `None` if it repeats the first request.
+    pub fn count(&mut self, now: Instant) -> Option<usize> {
+        let first = *self.first.get_or_insert(now);
+        if self.number == 1 && now.saturating_duration_since(first) < SAME_REQUEST {
+            return None;
+        }
+        self.number += 1;
+        Some(self.number)
+    }
+}
+
 /// Requests that the running training loop ends after its current update and saves. Returns whether that had been requested
 /// before.
 ///
@@ -100,4 +125,17 @@ pub(crate) fn pause(time: Duration) -> bool {
 /// Returns the error with this message that ends the run, if a stop is requested.
 pub(crate) fn stopped(message: String) -> Option<Error> {
     stop_requested().then(|| Error::Stopped { message, code: STOP.load(Ordering::SeqCst) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_within_a_second_of_the_first_is_no_second_request() {
+        let start = Instant::now();
+        let mut requests = Requests::default();
+        let counted = [0, 0, 5, 999, 1000, 1001].map(|millis| requests.count(start + Duration::from_millis(millis)));
+        assert_eq!(counted, [Some(1), None, None, None, Some(2), Some(3)]);
+    }
 }

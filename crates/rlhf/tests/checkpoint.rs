@@ -7,7 +7,9 @@ use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
 use rlhf::settings::{LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
 use serde_json::{Map, Value, json};
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -508,6 +510,28 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_resumes() 
 }
 
 #[test]
+fn a_request_to_stop_that_arrives_twice_saves_the_run() {
+    let scratch = Scratch::new();
+    let line = format!("{PPO} --total_episodes 40000 --num_sample_generations 0");
+    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let metrics = scratch.path("out/metrics.jsonl");
+    wait_until(&mut child, || std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    // As `timeout` sends it: to the program, and to its process group.
+    let id = child.id();
+    let twice = format!("kill -TERM {id}; sleep 0.005; kill -TERM {id}; sleep 0.005; kill -TERM {id} || true");
+    assert!(Command::new("sh").args(["-c", &twice]).status().unwrap().success());
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert_eq!(ran.code, 143, "{}", ran.stderr);
+    assert!(
+        ran.stderr.lines().last().unwrap().starts_with("error: stopped as requested after update"),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(ran.stderr.matches("stopping after this update").count(), 1, "{}", ran.stderr);
+    assert!(scratch.path("out/model.safetensors").exists());
+}
+
+#[test]
 fn a_second_signal_ends_a_run_at_once() {
     let scratch = Scratch::new();
     let line = format!("{PPO} --num_ppo_epochs 10000 --num_sample_generations 0");
@@ -516,6 +540,8 @@ fn a_second_signal_ends_a_run_at_once() {
     signal(&child, "INT");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("send the signal again to stop at once")));
+    // Within a second it would be the same request.
+    std::thread::sleep(Duration::from_millis(1100));
     signal(&child, "TERM");
     assert_eq!(child.wait().unwrap().code(), Some(143));
     assert!(!scratch.path("out/model.safetensors").exists());
@@ -842,7 +868,7 @@ fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
 }
 
 #[test]
-fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_same_command() {
+fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_also_with_other_settings() {
     let scratch = Scratch::new();
     scratch.write("score.sh", "while read -r l; do [ -e up ] || exit 3; echo 1; done");
     let line =
@@ -854,11 +880,28 @@ fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_s
         assert!(ran.stderr.contains("no update was done, so no model is saved"), "{}", ran.stderr);
         assert!(!scratch.path("out/model.safetensors").exists());
     }
-    scratch.refuses_with(&format!("{line} --seed 7"), &program, 2, &["seed = 7: expected 42, as in out"]);
     scratch.write("up", "");
-    let ran = scratch.run_with(&line, &program);
+    let ran = scratch.run_with(&format!("{line} --seed 7"), &program);
     assert_eq!((ran.code, ran.stderr.as_str()), (0, "warning: out: the run has no checkpoint: it starts again\n"));
     assert_eq!(scratch.metrics("out").len(), 8);
+    assert!(scratch.read("out/config.yaml").contains("seed: 7\n"));
+}
+
+#[test]
+fn a_run_in_a_folder_whose_name_is_not_utf_8_leaves_checkpoints_and_resumes() {
+    let scratch = Scratch::new();
+    let dir = scratch.path(".").join(OsStr::from_bytes(b"caf\xe9"));
+    std::fs::create_dir(&dir).unwrap();
+    for name in ["policy", "reward", "prompts.jsonl"] {
+        std::os::unix::fs::symlink(scratch.path(name), dir.join(name)).unwrap();
+    }
+    let line = steps("out");
+    for line in [line.clone(), format!("{line} --resume_from_checkpoint true")] {
+        let ran = Ran::from(scratch.command(&line).current_dir(&dir).output().unwrap());
+        assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+        assert!(dir.join("out/checkpoint-8").is_dir(), "{line}");
+        std::fs::remove_dir_all(dir.join("out/checkpoint-8")).unwrap();
+    }
 }
 
 #[test]

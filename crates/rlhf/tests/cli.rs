@@ -996,6 +996,37 @@ fn responses_depend_on_the_seed_and_not_on_the_batch_size() {
 }
 
 #[test]
+fn an_output_file_is_written_though_a_process_of_the_same_id_left_its_rows() {
+    let scratch = Scratch::new();
+    let run = scratch.command(&format!("{GENERATE} --output_file responses.jsonl"));
+    // As a container that is restarted: the shell becomes the program, with its process id.
+    let script = "echo old > responses.jsonl.$$.part; echo $$ > id; exec \"$0\" \"$@\"";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script]).arg(run.get_program()).args(run.get_args()).current_dir(scratch.path("."));
+    shell.stdin(Stdio::null()).envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let ran = Ran::from(shell.output().unwrap());
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    assert_eq!(scratch.read(&format!("responses.jsonl.{}.part", scratch.read("id").trim())), "old\n");
+    assert_eq!(responses(&scratch.read("responses.jsonl")).len(), PROMPTS.len());
+}
+
+#[test]
+fn a_tilde_at_the_start_of_a_path_is_the_home_folder() {
+    let scratch = Scratch::new();
+    std::fs::create_dir(scratch.path("home")).unwrap();
+    std::fs::rename(scratch.path("policy"), scratch.path("home/policy")).unwrap();
+    scratch.write("sft.yaml", "model_name_or_path: ~/policy\noutput_dir: ~/runs/sft\n");
+    let sft = SFT.replace("--model_name_or_path policy", "").replace("--output_dir out", "--config sft.yaml");
+    let generate = GENERATE.replace("policy", "~/runs/sft") + " --output_file=~/responses.jsonl";
+    for line in [&sft, &generate] {
+        let ran = Ran::from(scratch.command(line).env("HOME", scratch.path("home")).output().unwrap());
+        assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+    }
+    assert!(scratch.path("home/runs/sft/model.safetensors").is_file());
+    assert!(scratch.path("home/responses.jsonl").is_file() && !scratch.path("~").exists());
+}
+
+#[test]
 fn an_output_file_is_written_once_and_replaced_only_with_the_flag() {
     let scratch = Scratch::new();
     let line = format!("{GENERATE} --output_file responses.jsonl");

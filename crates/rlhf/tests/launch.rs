@@ -243,6 +243,31 @@ fn training_whose_rank_is_killed_is_restarted_and_ends_in_the_bits_of_an_undistu
 }
 
 #[test]
+fn rank_0_saves_the_run_though_it_waits_for_a_reward_when_another_rank_dies() {
+    let scratch = Scratch::new();
+    // Once told to, the program of rank 0 takes longer than the other ranks have after a failure.
+    let slow = "test -e slow && grep -qx $PPID slow && ! test -e waits && touch waits && sleep 13";
+    scratch.write("reward.sh", &format!("while read row; do {slow}; echo 0.5; done"));
+    let line = training("out").replace("--reward_model_path reward", "").replace("--save_steps 1", "--save_steps 9999");
+    let line = line.replace("--total_episodes 64", "--total_episodes 40000");
+    let file = |name: &str| Stdio::from(File::create(scratch.path(name)).unwrap());
+    let mut launch = scratch.command(&format!("launch --nproc_per_node 2 {line}"));
+    launch.args(["--reward_command", "exec sh reward.sh"]).stdout(file("stdout")).stderr(file("stderr"));
+    let mut launched = Launched { scratch: &scratch, launcher: launch.spawn().unwrap() };
+    let ranks = launched.ranks(2, 0);
+    let metrics = scratch.path("out/metrics.jsonl");
+    wait_for("an update is logged", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    scratch.write("slow.new", &format!("{}\n", ranks[0]));
+    fs::rename(scratch.path("slow.new"), scratch.path("slow")).unwrap();
+    wait_for("rank 0 waits for its reward", || scratch.path("waits").exists());
+    kill(ranks[1], "KILL");
+    let ran = launched.end(&ranks);
+    assert_eq!(ran.code, 128 + 9, "{}", ran.stderr);
+    assert!(ran.stderr.contains("out/checkpoint-") && ran.stderr.contains("resumes"), "{}", ran.stderr);
+    assert!(ran.stderr.lines().last().unwrap().starts_with("error: rank 1 was killed by signal 9"), "{}", ran.stderr);
+}
+
+#[test]
 fn a_run_that_fails_before_it_replaces_another_one_is_started_again_from_its_first_update() {
     let scratch = Scratch::new();
     let line = format!("launch --nproc_per_node 2 --max_restarts 1 {}", training("out"));
@@ -260,17 +285,23 @@ fn a_run_that_fails_before_it_replaces_another_one_is_started_again_from_its_fir
 #[test]
 fn a_signal_to_the_launcher_or_to_one_rank_stops_training_after_its_update() {
     let scratch = Scratch::new();
-    for (name, code, to_rank) in [("INT", 130, None), ("TERM", 143, None), ("TERM", 143, Some(1))] {
-        let out = format!("{name}-{}", to_rank.is_some());
+    for (name, code, to_rank, times) in
+        [("INT", 130, None, 1), ("TERM", 143, None, 2), ("TERM", 143, Some(1), 1), ("TERM", 143, Some(1), 2)]
+    {
+        let out = format!("{name}-{}-{times}", to_rank.is_some());
         let command = training(&out).replace("--total_episodes 64", "--total_episodes 40000");
         let command = command.replace("--save_steps 1 ", "");
         let mut launched = Launched::start(&scratch, "--nproc_per_node 2 --max_restarts 2", &command);
         let ranks = launched.ranks(2, 0);
         let metrics = scratch.path(&out).join("metrics.jsonl");
         wait_for("an update is logged", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
-        match to_rank {
-            Some(rank) => kill(ranks[rank], name),
-            None => signal(&launched.launcher, name),
+        let id = to_rank.map_or(launched.launcher.id(), |rank| ranks[rank]);
+        kill(id, name);
+        if times > 1 {
+            // The same request again, as `timeout` and SLURM send it to the launcher and to its ranks.
+            std::thread::sleep(Duration::from_millis(5));
+            let _ = Command::new("kill").args([&format!("-{name}"), &launched.launcher.id().to_string()]).status();
+            let _ = Command::new("kill").args([&format!("-{name}"), &id.to_string()]).status();
         }
         let ran = launched.end(&ranks);
         assert_eq!(ran.code, code, "{}", ran.stderr);

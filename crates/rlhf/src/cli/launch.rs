@@ -1,5 +1,6 @@
 //! `rlhf launch`: starts a command as several ranks of this machine, for those without torchrun or SLURM.
 
+mod progress;
 mod ranks;
 
 use std::ffi::OsString;
@@ -130,6 +131,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
     let (sender, events) = events().map_err(Error::io("handle signals", "rlhf launch"))?;
     let all = config.flags.max_restarts;
     let replaced = Replaced::by(&config.task);
+    let on_cpu = device(&config.task) == Device::Cpu || count_gpus() == 0;
     for restart in 0.. {
         let mut arguments = config.command.clone();
         if restart > 0 {
@@ -145,6 +147,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
             port: config.flags.port().map_or_else(|| free_port(restart), Ok)?,
             restart,
             max_restarts: all,
+            on_cpu,
         };
         match Ranks::start(&start, &sender)?.wait(&events) {
             End::Done => return Ok(0),

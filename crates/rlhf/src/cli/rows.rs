@@ -168,11 +168,7 @@ impl Output {
             let terminal = io::stdout().is_terminal();
             return Ok(Self { writer, name: "standard output".into(), part: None, overwrites, terminal, bar: hidden });
         };
-        let mut part = path.clone().into_os_string();
-        // With the process id, so that two processes with the same output file do not write to one temporary file.
-        part.push(format!(".{}.part", std::process::id()));
-        let part = PathBuf::from(part);
-        let file = File::create_new(&part).map_err(Error::io("create", &part))?;
+        let (file, part) = create_part(path)?;
         *PART.lock().unwrap_or_else(PoisonError::into_inner) = Some(part.clone());
         // Rows go to a file: show their number on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
@@ -212,6 +208,23 @@ impl Output {
             *PART.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
         Ok(())
+    }
+}
+
+/// Creates a temporary file beside `path`, which no other process writes. A restarted container has the same process id: then a file with
+/// its name may be left there.
+fn create_part(path: &Path) -> Result<(File, PathBuf)> {
+    let process = std::process::id();
+    let mut serial = 0;
+    loop {
+        let mut part = path.as_os_str().to_os_string();
+        part.push(if serial == 0 { format!(".{process}.part") } else { format!(".{process}.{serial}.part") });
+        let part = PathBuf::from(part);
+        match File::create_new(&part) {
+            Ok(file) => return Ok((file, part)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => serial += 1,
+            Err(error) => return Err(Error::io("create", part)(error)),
+        }
     }
 }
 

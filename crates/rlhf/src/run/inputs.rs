@@ -59,7 +59,7 @@ impl Inputs {
         if let Some(adapter) = AdapterFolder::find(dir)? {
             add_files(&adapter.base_dir()?, "base/", &mut files)?;
         }
-        self.0.insert(name.into(), json!({"path": dir, "files": files}));
+        self.0.insert(name.into(), json!({"path": dir.to_string_lossy(), "files": files}));
         Ok(())
     }
 
@@ -73,7 +73,7 @@ impl Inputs {
         }
         let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let files = Map::from_iter([(file_name, digest(path)?.into())]);
-        self.0.insert(name.into(), json!({"path": path, "files": files}));
+        self.0.insert(name.into(), json!({"path": path.to_string_lossy(), "files": files}));
         Ok(())
     }
 

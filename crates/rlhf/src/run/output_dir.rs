@@ -4,7 +4,7 @@ use crate::files;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
 pub use crate::run::resolved::CONFIG;
-pub(crate) use crate::run::resolved::resolved_settings;
+pub(crate) use crate::run::resolved::{METRICS, resolved_settings};
 use crate::run::resolved::{RESOLVED, resolved_without_programs, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
@@ -15,9 +15,6 @@ use serde::Serialize;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-/// The file of a run's metrics: one JSON object per line.
-pub(crate) const METRICS: &str = "metrics.jsonl";
 
 /// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have.
 pub(crate) const RUN_LENGTH: &str = "run.json";

@@ -134,19 +134,20 @@ impl<'w> Reporter<'w> {
     /// Passes an event to all sinks.
     ///
     /// # Errors
-    /// If a file cannot be written; the sinks after it do not get the event.
+    /// If a file cannot be written; the other sinks get the event all the same.
     pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
+        let mut written = Ok(());
         if let Some(Files { updates, alarms }) = &mut self.files {
-            updates.jsonl.receive(event)?;
-            updates.samples.receive(event)?;
-            updates.rollouts.receive(event)?;
-            alarms.receive(event)?;
+            written = updates.jsonl.receive(event);
+            written = written.and(updates.samples.receive(event));
+            written = written.and(updates.rollouts.receive(event));
+            written = written.and(alarms.receive(event));
         }
-        self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.receive(event))?;
+        written = written.and(self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.receive(event)));
         self.trackers.iter_mut().for_each(|trackers| trackers.receive(event));
         self.console.receive(event);
         self.notify_watcher(event);
-        Ok(())
+        written
     }
 
     /// Reports that `dir` holds the current model.
@@ -168,8 +169,8 @@ impl<'w> Reporter<'w> {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub(crate) fn sync(&self) -> Result<()> {
-        self.files.as_ref().map_or(Ok(()), |files| files.updates.jsonl.sync())
+    pub(crate) fn sync(&mut self) -> Result<()> {
+        self.files.as_mut().map_or(Ok(()), |files| files.updates.jsonl.sync())
     }
 
     fn notify_watcher(&mut self, event: &Event<'_>) {

@@ -11,6 +11,9 @@ use crate::{Error, Result, files};
 /// The resolved configuration of a run; a folder that has one holds a run.
 pub const CONFIG: &str = "config.yaml";
 
+/// The file of a run's metrics: one JSON object per line.
+pub(crate) const METRICS: &str = "metrics.jsonl";
+
 /// First words of a file that [`write_resolved`] wrote; a user's configuration may have the same name.
 pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by rlhf ";
 
@@ -29,6 +32,14 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
 pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
     let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| text.starts_with(RESOLVED))?;
     serde_saphyr::from_str(&text).ok()
+}
+
+/// Returns whether the run in the folder `dir` has a line of metrics of an update: one of step 0 is an evaluation before the first.
+pub(crate) fn has_updates(dir: &Path) -> bool {
+    let lines = std::fs::read(dir.join(METRICS)).unwrap_or_default();
+    let is_of_start = |line: &Value| line["step"].as_f64() == Some(0.0);
+    let mut lines = lines.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
+    lines.any(|line| !serde_json::from_slice(line).is_ok_and(|line| is_of_start(&line)))
 }
 
 /// Returns the text of a configuration that [`write_resolved`] wrote, without the secrets of its command lines and addresses; `None` if

@@ -857,7 +857,9 @@ fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &
             Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
             Some(Err(error)) => format!("the model was not saved: {error}"),
             None => {
-                return "no update was done, so no model is saved; --resume_from_checkpoint true starts again".into();
+                return "no update was done, so no model is saved; --resume_from_checkpoint true starts again, with other \
+                        settings too"
+                    .into();
             }
         };
         match checkpoint::newest(dir) {

@@ -268,7 +268,7 @@ impl Setting for Resume {
     fn read(text: &str) -> Option<Self> {
         match text.to_ascii_lowercase().as_str() {
             "true" | "latest" => Some(Self::Latest),
-            _ => (!text.is_empty()).then(|| Self::From(text.into())),
+            _ => PathBuf::read(text).map(Self::From),
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::hub::Commits;
 use crate::model::is_model;
 use crate::run::checkpoint::{EarlierSettings, LENGTH, Length, Saved, State, UNFINISHED, name_of, numbered, settings};
-use crate::run::resolved::resolved_settings;
+use crate::run::resolved::{has_updates, resolved_settings};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::sizes::SIZES;
 use crate::{Error, Result};
@@ -28,7 +28,7 @@ pub(crate) struct Start {
     pub(crate) warnings: Vec<String>,
 }
 
-/// A run without a checkpoint, which starts again with the same settings.
+/// A run of some updates without a checkpoint, which starts again with the same settings.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Again {
     /// It left no model, but the `settings` of its `config.yaml` in the folder `dir`.
@@ -92,6 +92,8 @@ impl Start {
                 let again = settings.map(|settings| Again::Begun { dir: out.to_path_buf(), settings });
                 let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
                 let warnings = again.iter().map(warning).collect();
+                // Nothing was done with the settings of a run that ended before its first update: they may have been the reason.
+                let again = again.filter(|_| has_updates(out));
                 Ok(Self { replaces: true, again, warnings, ..Self::default() })
             }
             // So does a run that ended early and could not write one.
@@ -198,7 +200,7 @@ fn as_resolved(config: &impl Serialize) -> Result<Map<String, Value>> {
 mod tests {
     use super::*;
     use crate::run::checkpoint::tests::{found, run, save};
-    use crate::run::resolved::{CONFIG, write_resolved};
+    use crate::run::resolved::{CONFIG, METRICS, write_resolved};
     use serde_json::json;
 
     #[test]
@@ -219,6 +221,11 @@ mod tests {
         let start = Start::find(&run).unwrap();
         assert!(start.replaces && start.from.is_none());
         assert_eq!(start.warnings, [format!("{}: the run has no checkpoint: it starts again", dir.path().display())]);
+        // Without an update the settings may be others.
+        fs::write(dir.path().join(METRICS), "{\"step\":0.0}\n").unwrap();
+        assert!(start.again.is_none() && Start::find(&run).unwrap().again.is_none());
+        fs::write(dir.path().join(METRICS), "{\"step\":0.0}\n{\"step\":1}\n").unwrap();
+        let start = Start::find(&run).unwrap();
         let check = |config: Value| start.check("ppo", &config).map_err(|error| error.to_string());
         assert_eq!(check(then.clone()), Ok(Vec::new()));
         let mut now = then;
@@ -237,6 +244,7 @@ mod tests {
     fn a_run_that_may_be_replaced_may_have_other_settings() {
         let dir = tempfile::tempdir().unwrap();
         write_resolved(&json!({"seed": 1}), dir.path().join(CONFIG)).unwrap();
+        fs::write(dir.path().join(METRICS), "{\"step\":1}\n").unwrap();
         let mut run = run(dir.path(), None, Some(Resume::Latest));
         assert!(Start::find(&run).unwrap().check("sft", &json!({"seed": 2})).is_err());
         run.overwrite_output_dir = true;

@@ -295,7 +295,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
             timed += 1;
             session.console().advance(self.sums.watched());
             let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
-            let mut line = None;
+            let (mut line, mut emitted) = (None, Ok(()));
             if due.line || stopping {
                 let mut metrics = self.metrics(step, lr, began.elapsed().as_secs_f64() / f64::from(timed));
                 let last = stopping || step == self.spec.num_updates;
@@ -303,15 +303,16 @@ impl<T: Supervised, C> Run<'_, T, C> {
                     session.console().phase("evaluating");
                     self.task.evaluate(&self.model, &self.world, &mut metrics)?;
                 }
-                session.emit(&Event::Update { step, metrics: &metrics })?;
+                emitted = session.emit(&Event::Update { step, metrics: &metrics });
                 line = Some(metrics);
                 (began, timed) = (Instant::now(), 0);
             }
             if due.line {
                 self.sums = T::Sums::default();
             }
-            let missing = session.complete_update(self, due, line.as_ref())?;
-            missing.iter().for_each(|warning| session.console().warn(warning));
+            let missing = session.complete_update(self, due, line.as_ref());
+            emitted?;
+            missing?.iter().for_each(|warning| session.console().warn(warning));
             session.save_due(self, due)?;
         }
         Ok(())

@@ -1,8 +1,8 @@
 /* Counts the calls by which a program changes files below one folder, and lets the n-th of them go wrong.
  *
  * FAULT_DIR: the folder. FAULT_AT: the number of the call, from 1; 0 for none. FAULT_KIND: "kill" before the call,
- * "half" after half of a write, or the errno of one failure: "ENOSPC", "EIO". FAULT_COUNT: a file for the number of calls,
- * outside the folder. */
+ * "half" after half of a write, or the errno of one failure: "ENOSPC", "EIO". FAULT_NAME: a part of the path in the folder
+ * that the files have, if it is set. FAULT_COUNT: a file for the number of calls, outside the folder. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -20,7 +20,7 @@
 static long calls;
 
 static int below(const char *path) {
-    const char *dir = getenv("FAULT_DIR");
+    const char *dir = getenv("FAULT_DIR"), *name = getenv("FAULT_NAME");
     char whole[2 * PATH_MAX + 2], cwd[PATH_MAX];
     if (!dir || !path) return 0;
     if (path[0] != '/') {
@@ -28,7 +28,7 @@ static int below(const char *path) {
         snprintf(whole, sizeof whole, "%s/%s", cwd, path);
         path = whole;
     }
-    return strncmp(path, dir, strlen(dir)) == 0;
+    return strncmp(path, dir, strlen(dir)) == 0 && (!name || strstr(path + strlen(dir), name));
 }
 
 static int below_fd(int fd) {

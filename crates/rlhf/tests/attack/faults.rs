@@ -28,6 +28,8 @@ struct Faults {
     library: PathBuf,
     line: String,
     last: usize,
+    /// Part of the path that the files have whose calls count.
+    name: &'static str,
 }
 
 impl Faults {
@@ -35,7 +37,7 @@ impl Faults {
     fn new(line: &str, last: usize) -> (Self, u64) {
         let scratch = Scratch::new();
         let library = library(&scratch.path("."));
-        let faults = Self { scratch, library, line: line.into(), last };
+        let faults = Self { scratch, library, line: line.into(), last, name: "" };
         let output = faults.run("out", 0, "kill", &[]);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let count: u64 = faults.scratch.read("count").trim().parse().unwrap();
@@ -56,7 +58,7 @@ impl Faults {
         }
         let dir = self.scratch.path(out);
         command.env("FAULT_DIR", dir).env("FAULT_AT", at.to_string()).env("FAULT_KIND", kind);
-        command.env("FAULT_COUNT", self.scratch.path("count")).output().unwrap()
+        command.env("FAULT_NAME", self.name).env("FAULT_COUNT", self.scratch.path("count")).output().unwrap()
     }
 
     /// Makes the call `at` fail, and resumes: to the same bits as the whole run.
@@ -126,4 +128,24 @@ fn a_run_whose_disk_fails_once_reports_it_in_a_line_and_ends_in_the_same_bits() 
     if is_long() {
         attack(&format!("{SFT} --save_steps 1 --save_total_limit 1"), 2, &["ENOSPC", "EIO"], 8);
     }
+}
+
+#[test]
+fn an_update_counts_though_its_line_or_its_rollout_cannot_be_written() {
+    let (mut faults, _) = Faults::new(&format!("{} --log_rollouts", ppo()), 2);
+    // The first call for `metrics.jsonl` opens it; the first one for `rollouts` makes the folder.
+    for (name, at) in [("metrics.jsonl", 2), ("rollouts", 1)] {
+        faults.name = name;
+        let ran = Ran::from(faults.run("lost", at, "ENOSPC", &[]));
+        assert_eq!(ran.code, 1, "{name}: {}", ran.stderr);
+        let error = ran.stderr.lines().last().unwrap();
+        assert!(
+            error.contains(name) && error.ends_with("--resume_from_checkpoint lost/checkpoint-1 resumes"),
+            "{error}"
+        );
+        assert_eq!(faults.scratch.read("lost/metrics.jsonl").lines().count(), 1, "{name}");
+        std::fs::remove_dir_all(faults.scratch.path("lost")).unwrap();
+    }
+    faults.name = "metrics.jsonl";
+    faults.attack(2, "ENOSPC");
 }

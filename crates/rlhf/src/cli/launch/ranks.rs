@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rlhf::dist::launch::LAUNCHER;
-use rlhf::signals::is_ignored;
+use rlhf::signals::{Requests, is_ignored};
 use rlhf::terminal::Stream;
 use rlhf::{Error, Result};
 use rustix::process::{Pid, Signal, kill_process_group, set_parent_process_death_signal, test_kill_process};
@@ -19,14 +19,20 @@ use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGTSTP};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, signal_name};
 
+use super::progress::Progress;
+
 /// Time that the other ranks have to notice a failed rank by themselves and to print their own error, before SIGTERM: longer than
 /// they look for the cause. A training run takes SIGTERM for a request to stop after its update.
 const NOTICE: Duration = Duration::from_secs(4);
-/// Time after a failure at which SIGKILL ends the ranks that are left. Rank 0 has this time again as long as it writes, because it saves
-/// the run.
+/// Time after a failure at which SIGKILL ends the ranks that are left, but for a rank 0 that works: it saves the run once it notices the
+/// failure, at its next collective.
 const KILL: Duration = Duration::from_secs(10);
-/// Bytes that a rank which saves the run writes in that time, at least: far more than messages.
-const SAVES: u64 = 1 << 20;
+/// Time without progress after which rank 0 is killed too: it may wait for a reward.
+const IDLE: Duration = Duration::from_secs(30);
+/// Time without writing after which rank 0 is killed, though it computes or waits for a disk: the default of `dist_timeout`.
+const LONGEST: Duration = Duration::from_secs(1800);
+/// Time between two looks at the progress of rank 0.
+const LOOK: Duration = Duration::from_secs(1);
 /// Time between a second request to stop and SIGKILL.
 const KILL_AFTER_SECOND_STOP: Duration = Duration::from_secs(1);
 /// Failures within this time have one cause: the operating system may report the rank that died after one that noticed it.
@@ -69,6 +75,8 @@ pub(super) struct Start<'a> {
     pub(super) port: u16,
     pub(super) restart: usize,
     pub(super) max_restarts: usize,
+    /// Whether the ranks compute on the CPU.
+    pub(super) on_cpu: bool,
 }
 
 /// Installs the handlers of the launcher, and returns the channel of its events.
@@ -110,32 +118,40 @@ pub(super) struct Ranks {
     failures: Vec<(Instant, usize, ExitStatus)>,
     /// The exit code of ranks that ended on request.
     stopped: Option<u8>,
-    /// The number of requests to stop.
+    /// The signals to the launcher, as requests to stop, and the number of these.
+    requests: Requests,
     stops: usize,
     /// The signals that all ranks were sent.
     sent: Vec<i32>,
     /// Signals for the ranks that still run then.
     term_at: Option<Instant>,
     kill_at: Option<Instant>,
-    /// Bytes that rank 0 had written when that was last looked at.
-    written: u64,
+    /// Whether the ranks compute on the CPU.
+    on_cpu: bool,
+    /// The progress of rank 0, if it is on this machine, after a failure of another rank.
+    main: Option<Progress>,
+    /// Whether rank 0 was killed because it made no progress after a failure.
+    main_hung: bool,
     /// Disconnected when all output is written.
     output: Receiver<()>,
 }
 
 impl Ranks {
     /// No rank yet, of a machine whose first one has this number.
-    fn of_machine(first_rank: usize, output: Receiver<()>) -> Self {
+    fn of_machine(first_rank: usize, on_cpu: bool, output: Receiver<()>) -> Self {
         Self {
             first_rank,
             running: BTreeMap::new(),
             failures: Vec::new(),
             stopped: None,
+            requests: Requests::default(),
             stops: 0,
             sent: Vec::new(),
             term_at: None,
             kill_at: None,
-            written: 0,
+            on_cpu,
+            main: None,
+            main_hung: false,
             output,
         }
     }
@@ -146,7 +162,7 @@ impl Ranks {
     /// If a process cannot be started; the others are killed then.
     pub(super) fn start(start: &Start<'_>, events: &Sender<Event>) -> Result<Self> {
         let (written, output) = channel();
-        let mut ranks = Self::of_machine(start.first_rank, output);
+        let mut ranks = Self::of_machine(start.first_rank, start.on_cpu, output);
         for local_rank in 0..start.local_ranks {
             let mut child = match start.command(local_rank).spawn() {
                 Ok(child) => child,
@@ -211,7 +227,7 @@ impl Ranks {
         let now = Instant::now();
         if self.failures.is_empty() && self.kill_at.is_none() {
             (self.term_at, self.kill_at) = (Some(now + NOTICE), Some(now + KILL));
-            self.main_rank_saves();
+            self.main = self.main_rank().map(|pid| Progress::start(pid, self.on_cpu));
         }
         self.failures.push((now, rank, status));
     }
@@ -224,30 +240,32 @@ impl Ranks {
             self.send(Signal::TERM);
         }
         if self.kill_at.is_some_and(|at| at <= now) {
+            let main = self.main_rank();
             // A second request to stop is not delayed.
-            let saves = self.main_rank_saves() && self.stops < 2;
-            self.kill_at = saves.then(|| now + KILL);
-            let main = if saves { self.running.remove(&0) } else { None };
+            let after_failure = main.zip(self.main.as_mut()).filter(|_| self.stops < 2);
+            let works = after_failure.map(|(pid, progress)| progress.continues(pid, IDLE, LONGEST));
+            self.main_hung = works == Some(false);
+            let spared = if works == Some(true) { self.running.remove(&0) } else { None };
+            self.kill_at = spared.map(|_| now + LOOK);
             self.send(Signal::KILL);
-            self.running.extend(main.map(|pid| (0, pid)));
+            self.running.extend(spared.map(|pid| (0, pid)));
         }
     }
 
-    /// Whether rank 0, if it is on this machine, has written as much as one that saves the run since this was last called.
-    fn main_rank_saves(&mut self) -> bool {
-        let Some(pid) = self.running.get(&0).filter(|_| self.first_rank == 0) else { return false };
-        let written = bytes_written(*pid).unwrap_or(0);
-        let before = std::mem::replace(&mut self.written, written);
-        written.saturating_sub(before) >= SAVES
+    /// Returns rank 0, if it runs on this machine.
+    fn main_rank(&self) -> Option<Pid> {
+        self.running.get(&0).copied().filter(|_| self.first_rank == 0)
     }
 
     /// Passes a signal on to all ranks: the first ends a training run after its update, a second one at once.
     fn request_stop(&mut self, signal: i32) {
+        // The ranks may have got it themselves.
+        let Some(number) = self.requests.count(Instant::now()) else { return };
         if let Some(known) = Signal::from_named_raw(signal) {
             self.send(known);
         }
-        self.stops += 1;
-        if self.stops > 1 {
+        self.stops = number;
+        if number > 1 {
             self.stopped.get_or_insert((128 + signal) as u8);
             self.kill_at = Some(Instant::now() + KILL_AFTER_SECOND_STOP);
         }
@@ -271,7 +289,10 @@ impl Ranks {
     fn end(&self) -> End {
         match self.cause() {
             Some((rank, status)) => End::Failed {
-                message: description(rank, status),
+                message: match self.main_hung {
+                    true => format!("{}; rank 0 did not go on after that, and was killed", description(rank, status)),
+                    false => description(rank, status),
+                },
                 code: exit_code(status),
                 stop_requested: self.stops > 0,
             },
@@ -352,12 +373,6 @@ fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written
     });
 }
 
-/// Returns the number of bytes that a process has written.
-fn bytes_written(pid: Pid) -> Option<u64> {
-    let counts = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_nonzero())).ok()?;
-    counts.lines().find_map(|line| line.strip_prefix("wchar: "))?.parse().ok()
-}
-
 /// Returns the exit code that a shell reports for `status`.
 fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
@@ -381,28 +396,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_0_that_saves_the_run_is_told_from_one_that_hangs() {
-        let ranks = |script: &str| {
-            let child = Command::new("sh").args(["-c", script]).stdout(Stdio::null()).spawn().unwrap();
-            let mut ranks = Ranks::of_machine(0, channel().1);
-            ranks.running.insert(0, Pid::from_child(&child));
-            ranks.main_rank_saves();
-            (child, ranks)
-        };
-        for (script, saves) in [("exec cat /dev/zero", true), ("exec sleep 60", false)] {
-            let (mut child, mut ranks) = ranks(script);
-            let until = Instant::now() + Duration::from_secs(if saves { 20 } else { 1 });
-            let mut found = false;
-            while !found && Instant::now() < until {
-                thread::sleep(Duration::from_millis(100));
-                found = ranks.main_rank_saves();
-            }
-            assert_eq!(found, saves, "{script}");
-            ranks.first_rank = 2;
-            assert!(!ranks.main_rank_saves(), "{script}: the first rank of another machine is not rank 0");
-            child.kill().unwrap();
-            child.wait().unwrap();
-        }
+    fn rank_0_of_all_machines_is_not_the_first_rank_of_another_one() {
+        let mut ranks = Ranks::of_machine(0, true, channel().1);
+        assert_eq!(ranks.main_rank(), None);
+        ranks.running.insert(0, Pid::INIT);
+        assert_eq!(ranks.main_rank(), Some(Pid::INIT));
+        ranks.first_rank = 2;
+        assert_eq!(ranks.main_rank(), None);
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(crate) struct State {
     pub(crate) state: Map<String, Value>,
     /// Every setting.
     pub(crate) config: Map<String, Value>,
-    /// The working directory of relative paths among them.
+    /// The working directory of relative paths among them, if it is UTF-8.
     #[serde(default)]
     pub(crate) working_dir: Option<PathBuf>,
     /// Every other file with its size in bytes.
@@ -53,7 +53,8 @@ impl State {
             metrics: Map::new(),
             state: Map::new(),
             config,
-            working_dir: std::env::current_dir().ok(),
+            // JSON has no paths but those in UTF-8.
+            working_dir: std::env::current_dir().ok().filter(|dir| dir.to_str().is_some()),
             files: BTreeMap::new(),
         }
     }

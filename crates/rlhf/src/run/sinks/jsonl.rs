@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Jsonl {
     path: PathBuf,
     file: File,
+    /// Lines that could not be written, to be tried again before a checkpoint counts on them.
+    unwritten: String,
 }
 
 impl Jsonl {
@@ -26,7 +28,7 @@ impl Jsonl {
         let path = dir.join(METRICS);
         cut_lines(&path, "step", (reached.updates > 0).then_some(reached.recorded))?;
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))?;
-        Ok(Self { path, file })
+        Ok(Self { path, file, unwritten: String::new() })
     }
 
     /// Writes the metrics of an update.
@@ -36,12 +38,31 @@ impl Jsonl {
     pub(crate) fn receive(&mut self, event: &Event<'_>) -> Result<()> {
         let Event::Update { metrics, .. } = event else { return Ok(()) };
         let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
+        self.unwritten.push_str(&format!("{line}\n"));
+        self.write()
+    }
+
+    /// Writes the lines that are not written yet.
+    fn write(&mut self) -> Result<()> {
+        let io = Error::io("write", &self.path);
+        let whole = match self.file.metadata() {
+            Ok(metadata) => metadata.len(),
+            Err(error) => return Err(io(error)),
+        };
         // In one write: a kill leaves no incomplete line with another after it.
-        self.file.write_all(format!("{line}\n").as_bytes()).map_err(Error::io("write", &self.path))
+        if let Err(error) = self.file.write_all(self.unwritten.as_bytes()) {
+            let _ = self.file.set_len(whole);
+            return Err(io(error));
+        }
+        self.unwritten.clear();
+        Ok(())
     }
 
     /// Flushes the file to the disk, before a checkpoint counts on it.
-    pub(crate) fn sync(&self) -> Result<()> {
+    pub(crate) fn sync(&mut self) -> Result<()> {
+        if !self.unwritten.is_empty() {
+            self.write()?;
+        }
         self.file.sync_data().map_err(Error::io("write to the disk", &self.path))
     }
 }
@@ -66,6 +87,23 @@ pub(super) fn keep_lines(path: &Path, kept: impl Fn(&Value) -> bool) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Metrics;
+
+    #[test]
+    fn a_line_that_cannot_be_written_is_tried_again_before_a_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut jsonl = Jsonl::open(dir.path(), Reached::default()).unwrap();
+        let mut metrics = Metrics::default();
+        metrics.push("step", 1.0);
+        let file = std::mem::replace(&mut jsonl.file, OpenOptions::new().append(true).open("/dev/full").unwrap());
+        jsonl.receive(&Event::Update { step: 1, metrics: &metrics }).unwrap_err();
+        jsonl.sync().unwrap_err();
+        jsonl.file = file;
+        jsonl.sync().unwrap();
+        metrics.push("step", 2.0);
+        jsonl.receive(&Event::Update { step: 2, metrics: &metrics }).unwrap();
+        assert_eq!(std::fs::read_to_string(&jsonl.path).unwrap().lines().count(), 2);
+    }
 
     #[test]
     fn lines_after_a_step_and_incomplete_lines_are_removed_and_the_rest_stays() {

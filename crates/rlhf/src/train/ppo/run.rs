@@ -126,19 +126,25 @@ impl PpoTrainer {
         if let Ok(Some(evaluation)) = &evaluated {
             metrics.extend(&evaluation.metrics);
         }
-        session.emit(&Event::Update { step, metrics: &metrics })?;
+        // An error takes nothing from the update nor from what is due after it; of several the ranks have agreed on the last.
+        let mut emitted = session.emit(&Event::Update { step, metrics: &metrics });
         if !shown.is_empty() {
-            session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &shown })?;
+            let source = SampleSource::Rollout;
+            emitted = session.emit(&Event::Samples { step, episode, source, samples: &shown }).and(emitted);
         }
         if self.config.rollout_log.log_rollouts {
             let limit = self.config.rollout_log.rollouts_limit;
-            session.emit(&Event::Rollout { step, limit, rollout: &rollout })?;
+            emitted = session.emit(&Event::Rollout { step, limit, rollout: &rollout }).and(emitted);
         }
         session.console().advance(watched(&metrics));
         let missing_metric = session.complete_update(self, due, evaluated.is_ok().then_some(&metrics));
         let failed = |e| Error::Run(format!("the evaluation after update {step}, which is missing now: {e}"));
-        if let Some(evaluation) = evaluated.map_err(failed)? {
-            session.emit(&Event::Evaluation { step, episode, evaluation: &evaluation })?;
+        match evaluated {
+            Ok(None) => {}
+            Ok(Some(evaluation)) => {
+                emitted = session.emit(&Event::Evaluation { step, episode, evaluation: &evaluation }).and(emitted);
+            }
+            Err(error) => return emitted.and(Err(failed(error))),
         }
         let too_many = self.note_skips().err();
         for warning in &self.warnings {
@@ -146,8 +152,9 @@ impl PpoTrainer {
         }
         self.learner.world.agree(too_many.map_or(Ok(()), Err))?;
         if is_due(self.plan.sample_every, step, self.plan.num_total_batches) {
-            self.emit_samples(session)?;
+            emitted = self.emit_samples(session).and(emitted);
         }
+        emitted?;
         missing_metric?.iter().for_each(|warning| session.console().warn(warning));
         self.act_on_alarms(session, due)
     }
