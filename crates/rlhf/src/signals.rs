@@ -42,7 +42,8 @@ impl Requests {
 /// Requests that the running training loop ends after its current update and saves. Returns whether that had been requested
 /// before.
 ///
-/// The loop then ends in [`Error::Stopped`] with this exit code: 128 plus the number of the signal, or any other but 0.
+/// The loop then ends in [`Error::Stopped`] with this exit code: 128 plus the number of the signal, or any other but 0. Later
+/// loops end at once too, until [`clear_stop`] is called.
 pub fn request_stop(code: u8) -> bool {
     STOP.swap(code, Ordering::SeqCst) != 0
 }

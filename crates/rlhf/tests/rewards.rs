@@ -966,8 +966,8 @@ fn a_signal_that_ends_the_program_at_once_ends_reward_programs_and_all_that_they
         assert!(programs.iter().all(|&id| runs(id)));
         for (at, name) in signals.iter().enumerate() {
             if at > 0 {
-                // The first one has arrived when its note is printed; signals of one number are not queued.
-                std::thread::sleep(Duration::from_millis(500));
+                // Within a second it would be the same request; and signals of one number are not queued.
+                std::thread::sleep(Duration::from_millis(1500));
             }
             signal(&child, name);
         }
