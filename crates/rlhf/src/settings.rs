@@ -70,7 +70,7 @@ pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use crate::model::PeftConfig;
 pub use crate::offload::settings::{OffloadConfig, OffloadPart};
 pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
-pub use crate::optim::settings::{LrSchedulerType, Optim, OptimizerConfig};
+pub use crate::optim::settings::{DecayType, LrSchedulerType, Optim, OptimizerConfig};
 pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
 pub use crate::rl::advantage::{AdvantageConfig, AdvantageEstimator, Aggregation, ScaleRewards};
 pub use crate::rl::alarms::settings::AlarmConfig;
@@ -122,6 +122,7 @@ mod tests {
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
+            "min_lr_rate": null, "num_cycles": null, "num_decay_steps": null, "decay_type": "cosine",
             "optim": "adamw_torch",
         });
         let run = json!({

@@ -329,7 +329,7 @@ mod tests {
         let bits = "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant";
         let lora =
             "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora";
-        let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+        let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end min_lr_rate num_cycles num_decay_steps decay_type power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
         let run = format!(
             "{bits} output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \

@@ -679,7 +679,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 46] = [
+        let changes: [(Change, &str); 52] = [
             (
                 |c| {
                     c.score_scaling.use_score_scaling = true;
@@ -785,6 +785,27 @@ mod tests {
             ),
             (|c| c.optimizer.power = 2.0, "power = 2 has no effect with lr_scheduler_type = linear; polynomial has it"),
             (|c| c.optimizer.lr_end = Some(1.0), "lr_end = 1: expected less than learning_rate = 0.000003"),
+            (
+                |c| c.optimizer.lr_scheduler_type = LrSchedulerType::WarmupStableDecay,
+                "lr_scheduler_type = warmup_stable_decay needs num_decay_steps",
+            ),
+            (
+                |c| c.optimizer.num_decay_steps = Some(5),
+                "num_decay_steps = 5 has no effect with lr_scheduler_type = linear; warmup_stable_decay has it",
+            ),
+            (
+                |c| c.optimizer.decay_type = crate::settings::DecayType::OneMinusSqrt,
+                "decay_type = 1-sqrt has no effect with lr_scheduler_type = linear; warmup_stable_decay has it",
+            ),
+            (
+                |c| c.optimizer.num_cycles = Some(2.0),
+                "num_cycles = 2 has no effect with lr_scheduler_type = linear, which has no cosine",
+            ),
+            (
+                |c| (c.optimizer.min_lr_rate, c.optimizer.lr_end) = (Some(0.1), Some(0.0)),
+                "min_lr_rate = 0.1 and lr_end exclude each other: set one of them",
+            ),
+            (|c| c.optimizer.min_lr_rate = Some(1.0), "min_lr_rate = 1: expected a number from 0 to below 1"),
             (
                 |c| (c.optimizer.lr_scheduler_type, c.optimizer.lr_end) = (LrSchedulerType::Constant, Some(0.0)),
                 "lr_end = 0 has no effect with lr_scheduler_type = constant",
