@@ -202,6 +202,8 @@ mod tests {
                     "max_skipped_updates": 3, "no_checks": false, "on_alarm": [], "max_rollbacks": 3, "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
                     "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
                     "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,
+                    "use_adaptive_entropy": false, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+                    "entropy_target": 0.2,
                     "ratio_threshold": null, "value_warmup_updates": 0, "value_learning_rate": null,
                     "value_lr_scheduler_type": null, "value_lr_warmup_steps": null, "value_weight_decay": null,
                     "value_max_grad_norm": null,

@@ -369,6 +369,7 @@ mod tests {
                  non_eos_penalty penalty_reward_value \
                  score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
+                 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target \
                  target_kl ratio_threshold clip_reward_value min_response_length eos_in_loss last_value_in_loss \
                  unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta value_head raw_logprobs num_shared_layers batch_size \
                  mini_batch_size early_stopping use_score_scaling use_score_norm score_clip \

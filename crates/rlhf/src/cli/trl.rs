@@ -315,12 +315,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GRPO,
         &["cast_lm_head_to_fp32"],
     ),
-    (Only(OFF, "entropy_coef is constant"), GRPO, &["use_adaptive_entropy"]),
-    (
-        Noted("it is a setting of use_adaptive_entropy"),
-        GRPO,
-        &["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"],
-    ),
 ];
 
 /// Aliases of our flags, or of those in the table.
@@ -1008,8 +1002,9 @@ mod tests {
             ),
             (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
             (
-                &["--use_adaptive_entropy"],
-                "use_adaptive_entropy = true: entropy_coef is constant; expected none or false",
+                &["--cast_lm_head_to_fp32"],
+                "cast_lm_head_to_fp32 = true: logits have the precision of the run, and their log-probabilities are float32; expected \
+                 none or false",
             ),
             (&["--shuffle_dataset", "false"], "shuffle_dataset = false: prompts are drawn in a random order"),
             (&["--generation_batch_size", "10"], "generation_batch_size = 10 responses are not a multiple of the 8"),

@@ -679,7 +679,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 52] = [
+        let changes: [(Change, &str); 54] = [
             (
                 |c| {
                     c.score_scaling.use_score_scaling = true;
@@ -761,6 +761,11 @@ mod tests {
             (|c| c.loss.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
             (|c| c.loss.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
             (|c| c.loss.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
+            (|c| c.loss.entropy_target = 5.0, "entropy_target = 5 has no effect without use_adaptive_entropy = true"),
+            (
+                |c| (c.loss.use_adaptive_entropy, c.loss.entropy_coef_min) = (true, 2.0),
+                "entropy_coef_min = 2: expected at most entropy_coef_max = 1",
+            ),
             (
                 |c| (c.num_ppo_epochs, c.num_mini_batches, c.loss.target_kl) = (1, 2, Some(0.1)),
                 "target_kl = 0.1 has no effect with num_ppo_epochs = 1",

@@ -240,6 +240,10 @@ impl PpoTrainer {
         if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, parts.part(LOSS_SCALE)) {
             scaling.load_state(state)?;
         }
+        if let (Some(controller), Ok(state)) = (&mut self.learner.entropy_controller, parts.part("entropy_controller"))
+        {
+            controller.load_state(state)?;
+        }
         if let Ok(state) = parts.part("skips") {
             self.skips.load_state(state);
         }
@@ -312,6 +316,8 @@ impl Trainee for PpoTrainer {
         state.insert("alarms".into(), self.alarms.state());
         state.insert("num_tokens".into(), self.num_tokens.into());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
+        let controller = self.learner.entropy_controller.as_ref();
+        state.extend(controller.map(|controller| ("entropy_controller".into(), controller.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
