@@ -126,7 +126,7 @@ mod tests {
             "optim": "adamw_torch",
         });
         let run = json!({
-            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "save_dtype": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "lora_modules_to_save": [], "use_rslora": false, "use_dora": false, "zero_stage": 0, "offload": [], "offload_dir": null, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,

@@ -333,7 +333,7 @@ mod tests {
                          adam_epsilon max_grad_norm";
         let run = format!(
             "{bits} output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
-                   hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
+                   hysteresis min_loss_scale dtype device save_dtype max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to tensorboard_tags run_name project tracker_kwargs log_model num_threads disable_tqdm no_report save_steps save_total_limit \
                    resume_from_checkpoint resume_with_changed_inputs zero_stage offload offload_dir dist_timeout push_to_hub hub_model_id \
                    hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help"
@@ -425,7 +425,9 @@ mod tests {
         );
         assert_eq!(
             flags("merge"),
-            sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
+            sorted(
+                "model_name_or_path model_revision output_dir overwrite_output_dir save_dtype max_shard_size config help"
+            )
         );
         assert_eq!(
             flags("eval"),

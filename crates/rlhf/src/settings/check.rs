@@ -462,11 +462,15 @@ impl PpoConfig {
         }
     }
 
-    /// Checks the optimizer with what both models train.
+    /// Checks the optimizer, and the dtype of saved weights, with what both models train.
     fn check_optimizer(&self) -> Result<()> {
         let no_critic_in_full = !self.needs_critic() || self.legacy.value_head || self.value_lora().is_some();
         let stages = [self.policy_stage(), self.value_stage()];
-        self.optimizer.check_held(&stages, self.run.bf16, self.peft.use_peft && no_critic_in_full)
+        let only_adapters = self.peft.use_peft && no_critic_in_full;
+        all([
+            self.optimizer.check_held(&stages, self.run.bf16, only_adapters),
+            self.run.check_save_dtype(only_adapters),
+        ])
     }
 
     /// Checks the adapters of both models.

@@ -4,7 +4,7 @@ use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load
 use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::model::BASE_MODEL;
+use crate::model::{BASE_MODEL, Dtype};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
@@ -358,11 +358,11 @@ impl Trainee for PpoTrainer {
     }
 
     fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write_policy(dir)?;
-        self.write_exact_ema(&dir.join(EMA))?;
-        self.write_value_model(&dir.join(VALUE_MODEL))?;
-        self.write_reference(dir)?;
-        self.learner.end_serving()
+        self.write_folder(dir, Dtype::Auto)
+    }
+
+    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
+        self.write_folder(dir, self.config.run.save_dtype)
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
