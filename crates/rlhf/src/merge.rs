@@ -12,7 +12,7 @@ use std::path::Path;
 /// Writes a model to a folder.
 type Save<'a> = Box<dyn Fn(&Path) -> Result<()> + 'a>;
 
-/// Merges an adapter into its base and writes the model, in the base's dtype, and its tokenizer to `output_dir`.
+/// Merges an adapter into its base and writes the model, in the base's dtype or in `save_dtype`, and its tokenizer to `output_dir`.
 ///
 /// # Errors
 /// If there is no valid adapter, or the folder must not be overwritten.
@@ -27,7 +27,9 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         )
     })?;
     check_folder(out, config.overwrite_output_dir, &[dir])?;
-    let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };
+    // In the dtype of the base the sum would be rounded before it is widened.
+    let dtype = if config.save_dtype == Dtype::Float32 { Dtype::Float32 } else { Dtype::Auto };
+    let options = ModelOptions { dtype, ..ModelOptions::default() };
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());
     let most = config.max_shard_size.0;
@@ -35,11 +37,11 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.merge_rounded();
-        Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
+        Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
         model.merge_rounded();
-        Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
+        Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     };
     let _hold = claim_folder(out, config.overwrite_output_dir, config)?;
     replace_files(out, |dir| {

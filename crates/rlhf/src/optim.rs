@@ -10,7 +10,7 @@ pub(crate) mod settings;
 mod shared_gradients;
 mod state;
 
-pub use settings::{LrSchedulerType, Optim, OptimizerConfig};
+pub use settings::{DecayType, LrSchedulerType, Optim, OptimizerConfig};
 
 use crate::dist::World;
 use crate::model::{ModelHead, Param, PretrainedModel, Shards};
@@ -426,15 +426,28 @@ pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_upd
         0 => (config.warmup_ratio * num_updates as f64).ceil() as usize,
         steps => steps,
     };
+    let end = end_rate(peak, config);
     if update < warmup {
-        return peak * (update as f64 / warmup as f64);
+        let start = if schedule == LrSchedulerType::WarmupStableDecay { end } else { 0.0 };
+        return start + (peak - start) * (update as f64 / warmup as f64);
     }
     let progress = (update - warmup) as f64 / (num_updates.saturating_sub(warmup)).max(1) as f64;
     let left = match schedule {
         LrSchedulerType::Linear => (1.0 - progress).max(0.0),
-        // One cycle, the default of transformers.
-        LrSchedulerType::Cosine | LrSchedulerType::CosineWithRestarts => {
-            0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos())
+        LrSchedulerType::Cosine | LrSchedulerType::CosineWithMinLr => cosine(config, progress.min(1.0)),
+        LrSchedulerType::CosineWithRestarts if progress >= 1.0 => 0.0,
+        LrSchedulerType::CosineWithRestarts => {
+            let cycle = (config.num_cycles.unwrap_or(1.0) * progress) % 1.0;
+            0.5 * (1.0 + (std::f64::consts::PI * cycle).cos())
+        }
+        LrSchedulerType::WarmupStableDecay => {
+            let decay_steps = config.num_decay_steps.unwrap_or(0) as f64;
+            let over = ((update as f64 + decay_steps - num_updates as f64) / decay_steps.max(1.0)).clamp(0.0, 1.0);
+            match config.decay_type {
+                DecayType::Cosine => cosine(config, over),
+                DecayType::Linear => 1.0 - over,
+                DecayType::OneMinusSqrt => 1.0 - over.sqrt(),
+            }
         }
         LrSchedulerType::Polynomial => (1.0 - progress).max(0.0).powf(config.power),
         LrSchedulerType::InverseSqrt => {
@@ -443,12 +456,22 @@ pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_upd
         }
         LrSchedulerType::Constant | LrSchedulerType::ConstantWithWarmup => 1.0,
     };
-    let end = match (config.lr_end, schedule) {
+    end + (peak - end) * left
+}
+
+/// Returns the final learning rate of a schedule with the peak `peak`; 0 if it has none.
+fn end_rate(peak: f64, config: &OptimizerConfig) -> f64 {
+    match (config.lr_end.or(config.min_lr_rate.map(|rate| rate * peak)), config.lr_scheduler_type) {
         (Some(end), schedule) if schedule.falls() => end,
         (None, LrSchedulerType::Polynomial) => POLYNOMIAL_END.min(peak),
         _ => 0.0,
-    };
-    end + (peak - end) * left
+    }
+}
+
+/// Returns the cosine of `num_cycles` cycles at the share `progress` of them: half a cycle falls from 1 to 0.
+fn cosine(config: &OptimizerConfig, progress: f64) -> f64 {
+    let cycles = config.num_cycles.unwrap_or(0.5);
+    0.5 * (1.0 + (std::f64::consts::PI * cycles * 2.0 * progress).cos())
 }
 
 /// Learning rates of one PPO update.
@@ -614,5 +637,61 @@ mod tests {
         // Without an end transformers takes 1e-7.
         let usual = OptimizerConfig { lr_end: None, power: 1.0, warmup_ratio: 0.0, ..polynomial };
         assert!((learning_rate(3e-6, &usual, 2, 4) - (1e-7 + 2.9e-6 / 2.0)).abs() < 1e-18);
+    }
+
+    #[test]
+    fn cycles_final_shares_and_a_decay_at_the_end_are_those_of_transformers() {
+        use LrSchedulerType::{Cosine, CosineWithMinLr, CosineWithRestarts, WarmupStableDecay};
+        // transformers 5.23's get_scheduler with the same arguments; a rate of 1, and of 2 in the first.
+        let of = |lr_scheduler_type, warmup_steps| OptimizerConfig { lr_scheduler_type, warmup_steps, ..config() };
+        let wsd = |warmup_steps| OptimizerConfig { num_decay_steps: Some(4), ..of(WarmupStableDecay, warmup_steps) };
+        let cycles = |num_cycles, config: OptimizerConfig| OptimizerConfig { num_cycles: Some(num_cycles), ..config };
+        let least = |config: OptimizerConfig| OptimizerConfig { min_lr_rate: Some(0.1), ..config };
+        let decay = |decay_type, config: OptimizerConfig| OptimizerConfig { decay_type, ..config };
+        for (peak, config, expected) in [
+            (
+                2.0,
+                OptimizerConfig { lr_end: Some(0.5), ..of(CosineWithMinLr, 1) },
+                &[0.0, 2.0, 1.780_330_085_889_910_5, 1.25, 0.719_669_914_110_089_4][..],
+            ),
+            (1.0, least(of(CosineWithMinLr, 1)), &[0.0, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65]),
+            (
+                1.0,
+                cycles(1.5, least(of(CosineWithMinLr, 0))),
+                &[1.0, 0.231_801_948_466_053_65, 0.55, 0.868_198_051_533_946_5],
+            ),
+            (
+                1.0,
+                cycles(1.0, of(Cosine, 0)),
+                &[
+                    1.0,
+                    0.654_508_497_187_473_7,
+                    0.095_491_502_812_526_33,
+                    0.095_491_502_812_526_22,
+                    0.654_508_497_187_473_6,
+                ],
+            ),
+            (1.0, cycles(2.0, of(CosineWithRestarts, 1)), &[0.0, 1.0, 0.75, 0.25, 1.0, 0.75, 0.25]),
+            (1.0, wsd(2), &[0.0, 0.5, 1.0, 1.0, 1.0, 0.853_553_390_593_273_7, 0.5, 0.146_446_609_406_726_27]),
+            (1.0, least(wsd(2)), &[0.1, 0.55, 1.0, 1.0, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65]),
+            (1.0, decay(DecayType::Linear, least(wsd(2))), &[0.1, 0.55, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325]),
+            (
+                1.0,
+                decay(DecayType::OneMinusSqrt, wsd(2)),
+                &[0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.292_893_218_813_452_4, 0.133_974_596_215_561_4],
+            ),
+            (1.0, cycles(1.0, wsd(0)), &[1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.5]),
+            // A decay that is longer than what the warm-up leaves of the run.
+            (
+                1.0,
+                decay(DecayType::Linear, OptimizerConfig { num_decay_steps: Some(5), ..wsd(2) }),
+                &[0.0, 0.5, 0.8, 0.6, 0.4, 0.2],
+            ),
+        ] {
+            for (update, rate) in expected.iter().enumerate() {
+                let found = learning_rate(peak, &config, update, expected.len());
+                assert!((found - rate).abs() < 1e-12, "{config:?}, update {update}: {found} is not {rate}");
+            }
+        }
     }
 }

@@ -4,6 +4,7 @@ pub mod advantage;
 pub(crate) mod alarms;
 pub mod checks;
 pub mod ema;
+pub mod entropy;
 pub(crate) mod eos;
 pub mod experience;
 pub mod groups;

@@ -70,7 +70,7 @@ pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use crate::model::PeftConfig;
 pub use crate::offload::settings::{OffloadConfig, OffloadPart};
 pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
-pub use crate::optim::settings::{LrSchedulerType, Optim, OptimizerConfig};
+pub use crate::optim::settings::{DecayType, LrSchedulerType, Optim, OptimizerConfig};
 pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
 pub use crate::rl::advantage::{AdvantageConfig, AdvantageEstimator, Aggregation, ScaleRewards};
 pub use crate::rl::alarms::settings::AlarmConfig;
@@ -122,10 +122,11 @@ mod tests {
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
+            "min_lr_rate": null, "num_cycles": null, "num_decay_steps": null, "decay_type": "cosine",
             "optim": "adamw_torch",
         });
         let run = json!({
-            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "save_dtype": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "lora_modules_to_save": [], "use_rslora": false, "use_dora": false, "zero_stage": 0, "offload": [], "offload_dir": null, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
@@ -201,6 +202,8 @@ mod tests {
                     "max_skipped_updates": 3, "no_checks": false, "on_alarm": [], "max_rollbacks": 3, "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
                     "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
                     "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,
+                    "use_adaptive_entropy": false, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+                    "entropy_target": 0.2,
                     "ratio_threshold": null, "value_warmup_updates": 0, "value_learning_rate": null,
                     "value_lr_scheduler_type": null, "value_lr_warmup_steps": null, "value_weight_decay": null,
                     "value_max_grad_norm": null,

@@ -236,6 +236,16 @@ fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_starts_late_resumes_t
 }
 
 #[test]
+fn a_run_whose_entropy_bonus_follows_a_target_resumes_to_the_same_bits() {
+    ppo_resumes(|config| {
+        config.loss.use_adaptive_entropy = true;
+        config.loss.entropy_coef = 0.01;
+        // Every entropy is below it: the coefficient rises in each step and is applied from the second one.
+        config.loss.entropy_target = 100.0;
+    });
+}
+
+#[test]
 fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_resumes_to_the_same_bits() {
     ppo_resumes(|config| {
         let folder = config.data.dataset_name[0].clone();

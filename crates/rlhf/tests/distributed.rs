@@ -380,7 +380,8 @@ fn groups_of_responses_train_alike_on_any_number_of_ranks() {
         (
             "entropy",
             4,
-            "--train_batch_size 2 --max_steps 16 --top_entropy_quantile 0.6 --entropy_coef 0.01 --epsilon 0.05",
+            "--train_batch_size 2 --max_steps 16 --top_entropy_quantile 0.6 --entropy_coef 0.01 --epsilon 0.05 \
+             --use_adaptive_entropy --entropy_target 100 --entropy_coef_delta 0.001",
         ),
     ];
     for (name, ranks, flags) in cases {

@@ -478,6 +478,83 @@ fn runs_save_in_shards_of_the_given_size() {
     scratch.refuses(&format!("{line} much"), 2, &["'much'", "--max_shard_size <SIZE>", "5GB or 500MB"]);
 }
 
+/// The dtypes of the tensors in a model's folder, and that in its configuration.
+fn saved_dtypes(dir: &Path) -> (Vec<Kind>, Value) {
+    let file = Checkpoint::open(dir).unwrap();
+    let mut kinds: Vec<Kind> = file.names().filter_map(|name| file.kind_of(name)).collect();
+    kinds.dedup();
+    let config = crate::support::read_json(&dir.join("config.json"));
+    let named = config.get("dtype").or_else(|| config.get("torch_dtype"));
+    (kinds, named.cloned().unwrap_or_default())
+}
+
+/// Checks that the weights in `found` are those in `exact`, rounded to `kind`.
+#[track_caller]
+fn assert_rounded(found: &Path, exact: &Path, kind: Kind, name: &str) {
+    assert_eq!(saved_dtypes(found), (vec![kind], json!(name)), "{}", found.display());
+    let (found, exact) = (Checkpoint::open(found).unwrap(), Checkpoint::open(exact).unwrap());
+    assert_eq!(found.names().count(), exact.names().count());
+    for name in exact.names() {
+        let expected = exact.read_stored(name, Device::Cpu).unwrap().to_kind(kind);
+        assert!(found.read_stored(name, Device::Cpu).unwrap().equal(&expected), "{name}");
+    }
+}
+
+#[test]
+fn final_and_best_models_have_the_given_dtype_and_checkpoints_the_bits_of_the_training() {
+    let scratch = Scratch::new();
+    for (name, line, metric, folders) in [
+        ("sft", SFT, "loss", &[""][..]),
+        ("reward", REWARD, "loss", &[""]),
+        ("ppo", PPO, "objective/scores", &["", "value_model"]),
+    ] {
+        let line = format!("{line} --learning_rate 1e-3 --save_steps 1 --metric_for_best_model {metric}");
+        let path = |out: &str, folder: &str| scratch.path(&format!("{name}-{out}")).join(folder);
+        scratch.succeeds(&format!("{line} --output_dir {name}-exact"));
+        scratch.succeeds(&format!("{line} --output_dir {name}-rounded --save_dtype bfloat16"));
+        // A resumed run may save in another dtype.
+        scratch.succeeds(&format!(
+            "{line} --output_dir {name}-resumed --save_dtype float16 --resume_from_checkpoint {name}-rounded/checkpoint-1"
+        ));
+        for folder in folders {
+            let exact = path("exact", folder);
+            assert_eq!(saved_dtypes(&exact), (vec![Kind::Float], json!("float32")), "{name}");
+            assert_rounded(&path("rounded", folder), &exact, Kind::BFloat16, "bfloat16");
+            assert_rounded(&path("resumed", folder), &exact, Kind::Half, "float16");
+            let (best, checkpoint) = (format!("best/{folder}"), format!("checkpoint-2/{folder}"));
+            assert_rounded(&path("rounded", &best), &path("exact", &best), Kind::BFloat16, "bfloat16");
+            for out in ["rounded", "resumed"] {
+                assert_eq!(tensors(&path(out, &checkpoint)), tensors(&path("exact", &checkpoint)), "{name}");
+            }
+        }
+    }
+    let adapter = format!("{SFT} --use_peft --output_dir lora");
+    scratch.refuses(
+        &format!("{adapter} --save_dtype bfloat16"),
+        2,
+        &["save_dtype = bfloat16 has no effect with use_peft = true: adapters are saved in float32"],
+    );
+    scratch.succeeds(&adapter);
+    let merge = "merge --model_name_or_path lora --output_dir";
+    scratch.succeeds(&format!("{merge} merged"));
+    scratch.succeeds(&format!("{merge} small --save_dtype bfloat16"));
+    assert_rounded(&scratch.path("small"), &scratch.path("merged"), Kind::BFloat16, "bfloat16");
+}
+
+#[test]
+fn numbers_that_float16_does_not_hold_are_not_saved_in_it() {
+    let out = tempfile::tempdir().unwrap();
+    let model = CausalLm::from_pretrained(&golden().join("models/gpt2"), AUTO).unwrap();
+    let weight = model.params().iter().find(|param| param.name.contains("c_fc.weight")).unwrap();
+    let _ = weight.tensor.get(1).narrow(0, 2, 1).fill_(1e5);
+    let save = |dtype| model.save_pretrained_as(out.path(), &[0], None, usize::MAX, dtype);
+    let error = save(Dtype::Float16).unwrap_err().to_string();
+    assert!(error.contains(&format!("tensor `{}`: expected numbers up to 65504", weight.name)), "{error}");
+    assert!(!out.path().join("config.json").exists());
+    save(Dtype::BFloat16).unwrap();
+    assert_eq!(saved_dtypes(out.path()), (vec![Kind::BFloat16], json!("bfloat16")));
+}
+
 #[test]
 fn commands_hold_the_model_in_the_given_dtype() {
     let scratch = Scratch::new();

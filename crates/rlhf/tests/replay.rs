@@ -130,11 +130,12 @@ fn updates_without_a_critic_are_those_of_the_run() {
 #[test]
 fn updates_with_running_moments_a_value_head_and_filters_are_those_of_the_run() {
     let cases: [(&str, Set); 2] = [
-        ("a value head, scaled scores, the adaptive KL", |config| {
+        ("a value head, scaled scores, the adaptive KL and entropy bonus", |config| {
             config.legacy.value_head = true;
             config.score_scaling.use_score_scaling = true;
             config.score_scaling.use_score_norm = true;
             config.kl.adap_kl_ctrl = true;
+            (config.loss.use_adaptive_entropy, config.loss.entropy_target) = (true, 100.0);
             config.mask.min_response_length = 3;
         }),
         ("filtered log-probabilities, a moving average", |config| {

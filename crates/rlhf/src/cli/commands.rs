@@ -329,11 +329,11 @@ mod tests {
         let bits = "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant";
         let lora =
             "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora";
-        let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+        let optimizer = "learning_rate optim lr_scheduler_type warmup_steps warmup_ratio lr_end min_lr_rate num_cycles num_decay_steps decay_type power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
         let run = format!(
             "{bits} output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
-                   hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
+                   hysteresis min_loss_scale dtype device save_dtype max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to tensorboard_tags run_name project tracker_kwargs log_model num_threads disable_tqdm no_report save_steps save_total_limit \
                    resume_from_checkpoint resume_with_changed_inputs zero_stage offload offload_dir dist_timeout push_to_hub hub_model_id \
                    hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help"
@@ -369,6 +369,7 @@ mod tests {
                  non_eos_penalty penalty_reward_value \
                  score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
+                 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target \
                  target_kl ratio_threshold clip_reward_value min_response_length eos_in_loss last_value_in_loss \
                  unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta value_head raw_logprobs num_shared_layers batch_size \
                  mini_batch_size early_stopping use_score_scaling use_score_norm score_clip \
@@ -424,7 +425,9 @@ mod tests {
         );
         assert_eq!(
             flags("merge"),
-            sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
+            sorted(
+                "model_name_or_path model_revision output_dir overwrite_output_dir save_dtype max_shard_size config help"
+            )
         );
         assert_eq!(
             flags("eval"),

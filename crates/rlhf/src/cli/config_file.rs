@@ -137,8 +137,9 @@ mod tests {
             ("kl_estimator: k2\n", "run.yaml:1: `kl_estimator`: expected one of k1, k3, abs, mse, full, found `k2`"),
             (
                 "value_lr_scheduler_type: step\n",
-                "run.yaml:1: `value_lr_scheduler_type`: expected linear, cosine, cosine_with_restarts, polynomial, \
-                 inverse_sqrt, constant or constant_with_warmup, found `step`",
+                "run.yaml:1: `value_lr_scheduler_type`: expected linear, cosine, cosine_with_min_lr, \
+                 cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant or constant_with_warmup, found \
+                 `step`",
             ),
             ("output_dir: ''\n", "run.yaml:1: `output_dir`: expected a path, found ``"),
             ("seed:\n  value: 1\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),

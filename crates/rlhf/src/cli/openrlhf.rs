@@ -81,7 +81,7 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["actor_learning_rate", "actor.adam.lr"], "learning_rate"),
     (&["critic_learning_rate", "critic.adam.lr"], "value_learning_rate"),
     (&["lr_scheduler", "actor.lr_scheduler", "critic.lr_scheduler"], "lr_scheduler_type"),
-    (&["min_lr_ratio", "actor.min_lr_ratio", "critic.min_lr_ratio"], "lr_end, a learning rate"),
+    (&["min_lr_ratio", "actor.min_lr_ratio", "critic.min_lr_ratio"], "min_lr_rate"),
     (&["lr_warmup_ratio", "actor.lr_warmup_ratio"], "warmup_ratio"),
     (&["critic.lr_warmup_ratio"], "value_lr_warmup_steps"),
     (&["l2", "actor.adam.weight_decay"], "weight_decay"),

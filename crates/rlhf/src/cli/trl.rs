@@ -10,7 +10,7 @@ use clap::{Arg, ArgMatches, Command};
 use rlhf::flag::Refusals;
 use serde_json::{Map, Value};
 
-use super::errors::Messages;
+use super::errors::{Messages, refusal};
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
 
@@ -181,7 +181,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(OFF, "code that comes with a model is never run"), TRAIN, &["trust_remote_code"]),
     (Only(OFF, "set optim = adafactor"), TRAIN, &["adafactor"]),
     (Only(UNSET, "the optimizer's settings are flags of their own"), TRAIN, &["optim_args", "optim_target_modules"]),
-    (Only(UNSET, "a schedule's settings are the flags lr_end and power"), TRAIN, &["lr_scheduler_kwargs"]),
+    (Together, TRAIN, &[SCHEDULE]),
     (Only(ZERO, "labels are not smoothed"), TRAIN, &["label_smoothing_factor"]),
     (Only(UNSET, "no noise is added to embeddings"), TRAIN, &["neftune_noise_alpha"]),
     (
@@ -315,12 +315,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GRPO,
         &["cast_lm_head_to_fp32"],
     ),
-    (Only(OFF, "entropy_coef is constant"), GRPO, &["use_adaptive_entropy"]),
-    (
-        Noted("it is a setting of use_adaptive_entropy"),
-        GRPO,
-        &["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"],
-    ),
 ];
 
 /// Aliases of our flags, or of those in the table.
@@ -363,6 +357,30 @@ const PUSH_ARGUMENTS: [(&str, &str); 5] = [
 /// Arguments of `push_to_hub` that change no byte of the model.
 const OTHER_PUSH_ARGUMENTS: [&str; 6] =
     ["commit_message", "commit_description", "safe_serialization", "use_temp_dir", "tags", "max_shard_size"];
+
+/// The arguments of a schedule, a map.
+const SCHEDULE: &str = "lr_scheduler_kwargs";
+
+/// Arguments of transformers' schedules that are settings here.
+const SCHEDULE_ARGUMENTS: [(&str, &str); 8] = [
+    ("min_lr", "lr_end"),
+    ("lr_end", "lr_end"),
+    ("min_lr_rate", "min_lr_rate"),
+    ("min_lr_ratio", "min_lr_rate"),
+    ("num_cycles", "num_cycles"),
+    ("num_decay_steps", "num_decay_steps"),
+    ("decay_type", "decay_type"),
+    ("power", "power"),
+];
+
+/// Arguments of transformers' schedules that have one value here, by the reason; `none` is always accepted.
+const FIXED_SCHEDULE_ARGUMENTS: [(&str, &[&str], &str); 5] = [
+    ("num_stable_steps", &[], "the rate is stable until the last num_decay_steps steps of the run"),
+    ("warmup_type", &["linear"], "a warm-up is a line"),
+    ("warmup_lr_rate", &[], "a warm-up starts at 0, and with warmup_stable_decay at the final rate"),
+    ("timescale", &[], "that of inverse_sqrt is its warm-up, or 10000 steps without one"),
+    ("last_epoch", &["-1"], "a resumed run continues its schedule"),
+];
 
 /// The heading of the flags, which marks them among a command's flags.
 const HEADING: &str = "TRL and transformers";
@@ -414,7 +432,7 @@ pub(super) fn is_added(arg: &Arg) -> bool {
 
 /// Returns whether the value of the flag is a map.
 pub(super) fn takes_map(arg: &Arg) -> bool {
-    arg.get_id() == IF_BEST
+    [IF_BEST, SCHEDULE].iter().any(|name| arg.get_id() == name)
 }
 
 /// Returns whether `fine` contains `value`, or another word for it where it is true or false.
@@ -470,6 +488,8 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.translate_rewards(&given, settings, &mut messages.refusals);
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_best(&given, settings, &mut messages.refusals);
+    flags.translate_schedule(&given, settings, &mut messages.refusals);
+    flags.note_paged(settings, &mut messages.notes);
     flags.translate_sharding(&given, settings, messages);
 }
 
@@ -495,6 +515,37 @@ fn push_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String> {
         }
     }
     if settings.iter().any(|(setting, _)| *setting == "hub_model_id") { Ok(settings) } else { Err(expected.into()) }
+}
+
+/// Returns the arguments of a schedule in a map as JSON, as our settings.
+fn schedule_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String> {
+    let map: Map<String, Value> = serde_json::from_str(text).map_err(|_| {
+        "arguments of a schedule are a map; expected none or a map such as {\"min_lr_rate\": 0.1}".to_string()
+    })?;
+    let mut settings = Vec::new();
+    for (name, value) in &map {
+        let value = match value {
+            Value::Null => continue,
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        if let Some((_, setting)) = SCHEDULE_ARGUMENTS.iter().find(|(argument, _)| argument == name) {
+            settings.push((*setting, value));
+            continue;
+        }
+        match FIXED_SCHEDULE_ARGUMENTS.iter().find(|(argument, ..)| argument == name) {
+            Some((_, fine, _)) if fine.contains(&value.as_str()) => {}
+            Some((_, fine, why)) => {
+                let fine = fine.first().map_or(String::new(), |fine| format!(" or {fine}"));
+                return Err(format!("`{name}`: {why}; expected none{fine}"));
+            }
+            None => {
+                let names: Vec<&str> = SCHEDULE_ARGUMENTS.iter().map(|(argument, _)| *argument).collect();
+                return Err(format!("`{name}`: no schedule here has it; expected {}", names.join(", ")));
+            }
+        }
+    }
+    Ok(settings)
 }
 
 fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
@@ -699,6 +750,43 @@ impl Flags<'_> {
             if !self.is_set(key, settings) {
                 settings.push(Setting::new(key, vec![value]));
             }
+        }
+    }
+
+    /// Sets the settings of the learning-rate schedule by `lr_scheduler_kwargs`.
+    fn translate_schedule(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let Some(given) = given.iter().find(|given| given.flag == SCHEDULE && given.word() != "none") else { return };
+        let arguments = match schedule_arguments(&given.values.join(" ")) {
+            Ok(arguments) => arguments,
+            Err(message) => {
+                let shown: String = given.shown().chars().take(60).collect();
+                return self.refuse(given, &format!("{SCHEDULE} = {shown}: {message}"), refusals);
+            }
+        };
+        for (key, value) in arguments {
+            let arg = self.command.get_arguments().find(|arg| arg.get_id() == key);
+            if let Some(expected) = arg.and_then(|arg| refusal(arg, &value)) {
+                let message = format!("{SCHEDULE}: `{key}`: {expected}, found `{value}`");
+                self.refuse(given, &message, refusals);
+            } else if self.is_set(key, settings) {
+                let message = format!("{SCHEDULE} and {key} both set the schedule's {key}: give it once");
+                self.refuse(given, &message, refusals);
+            } else {
+                settings.push(Setting::new(key, vec![value]));
+            }
+        }
+    }
+
+    /// Notes that an optimizer with pages is the one without them: pages only move its state.
+    fn note_paged(&self, settings: &[Setting], notes: &mut Vec<String>) {
+        let on_line = self.on_line("optim").then(|| self.flags.get_raw("optim")).flatten();
+        let on_line = on_line.and_then(|mut words| Some(words.next_back()?.to_string_lossy().into_owned()));
+        let name = on_line.or_else(|| in_file(settings, "optim").cloned()).unwrap_or_default();
+        if name.starts_with("paged_") {
+            let ours = if name.ends_with("8bit") { "adamw_8bit" } else { "adamw_torch" };
+            notes.push(format!(
+                "optim = {name} is {ours}: its state stays on the GPU, and offload = optimizer moves it to the host"
+            ));
         }
     }
 
@@ -920,8 +1008,9 @@ mod tests {
             ),
             (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
             (
-                &["--use_adaptive_entropy"],
-                "use_adaptive_entropy = true: entropy_coef is constant; expected none or false",
+                &["--cast_lm_head_to_fp32"],
+                "cast_lm_head_to_fp32 = true: logits have the precision of the run, and their log-probabilities are float32; expected \
+                 none or false",
             ),
             (&["--shuffle_dataset", "false"], "shuffle_dataset = false: prompts are drawn in a random order"),
             (&["--generation_batch_size", "10"], "generation_batch_size = 10 responses are not a multiple of the 8"),
@@ -952,6 +1041,63 @@ mod tests {
         }
         let error = with_file("warmup_steps: 0.05\nwarmup_ratio: 0.1\n", &least("grpo")).unwrap_err();
         assert!(error.contains("`warmup_steps`: expected a whole number"), "{error}");
+    }
+
+    #[test]
+    fn the_arguments_of_transformers_schedules_become_settings() {
+        let text = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1, num_cycles: null}\n";
+        let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
+        let schedule = &config.optimizer;
+        assert_eq!(schedule.lr_scheduler_type, rlhf::settings::LrSchedulerType::CosineWithMinLr);
+        assert_eq!((schedule.min_lr_rate, schedule.num_cycles, schedule.lr_end), (Some(0.1), None, None));
+        let kwargs = "{\"num_decay_steps\": 20, \"decay_type\": \"1-sqrt\", \"min_lr_ratio\": 0.05, \"warmup_type\": \"linear\"}";
+        let words = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", kwargs];
+        let Task::Sft(config) = parse_words(&[&least("sft")[..], &words].concat()).unwrap() else { panic!() };
+        let schedule = &config.optimizer;
+        assert_eq!((schedule.num_decay_steps, schedule.min_lr_rate), (Some(20), Some(0.05)));
+        assert_eq!(schedule.decay_type, rlhf::settings::DecayType::OneMinusSqrt);
+        for (text, message) in [
+            (
+                "lr_scheduler_type: cosine_with_min_lr\n",
+                "lr_scheduler_type = cosine_with_min_lr needs lr_end or min_lr_rate",
+            ),
+            (
+                "lr_scheduler_kwargs: {num_stable_steps: 5}\n",
+                "run.yaml:1: lr_scheduler_kwargs = {\"num_stable_steps\":5}: `num_stable_steps`: the rate is stable until",
+            ),
+            (
+                "lr_scheduler_kwargs: {factor: 0.5}\n",
+                "run.yaml:1: lr_scheduler_kwargs = {\"factor\":0.5}: `factor`: no schedule here has it; expected min_lr, lr_end,",
+            ),
+            (
+                "lr_scheduler_kwargs: {num_decay_steps: few}\n",
+                "run.yaml:1: lr_scheduler_kwargs: `num_decay_steps`: expected a whole number, 0 or more, found `few`",
+            ),
+            (
+                "lr_end: 1e-7\nlr_scheduler_kwargs: {min_lr: 1.0e-7}\n",
+                "run.yaml:2: lr_scheduler_kwargs and lr_end both set the schedule's lr_end: give it once",
+            ),
+        ] {
+            let error = with_file(text, &least("grpo")).unwrap_err();
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_paged_optimizer_is_the_one_without_pages() {
+        for (name, optim, ours) in [
+            ("paged_adamw_8bit", rlhf::settings::Optim::Adamw8bit, "adamw_8bit"),
+            ("paged_adamw_32bit", rlhf::settings::Optim::AdamwTorch, "adamw_torch"),
+            ("paged_adamw", rlhf::settings::Optim::AdamwTorch, "adamw_torch"),
+        ] {
+            let found = parsed(&[&least("sft")[..], &["--optim", name]].concat()).unwrap();
+            let Task::Sft(config) = found.task else { panic!() };
+            assert_eq!(config.optimizer.optim, optim);
+            let [note] = &found.notes[..] else { panic!("{:?}", found.notes) };
+            assert!(note.starts_with(&format!("optim = {name} is {ours}: ")), "{note}");
+            let Task::Sft(config) = with_file(&format!("optim: {name}\n"), &least("sft")).unwrap() else { panic!() };
+            assert_eq!(config.optimizer.optim, optim);
+        }
     }
 
     #[test]

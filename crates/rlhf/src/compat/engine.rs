@@ -646,15 +646,16 @@ impl RlhfEngine {
     }
 
     fn write(&self, dir: &Path) -> Result<()> {
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let (eos, pad, run) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), &self.config.run);
+        let (most, dtype) = (run.max_shard_size.0, run.save_dtype);
         let write = |dir: &Path| {
-            self.learner.policy.save_pretrained(dir, eos, pad, most)?;
+            self.learner.policy.save_pretrained_as(dir, eos, pad, most, dtype)?;
             self.tokenizer.save_pretrained(dir)
         };
         replace_files(dir, write)?;
         if let Some(critic) = self.learner.value.model() {
             replace_files(&dir.join(VALUE_MODEL), |dir| {
-                critic.save_pretrained(dir, eos, pad, most)?;
+                critic.save_pretrained_as(dir, eos, pad, most, dtype)?;
                 self.tokenizer.save_pretrained(dir)
             })?;
         }

@@ -1,12 +1,12 @@
 //! A model: a body with a head, and what does not depend on which head it is.
 
-use super::Quantization;
 use super::body::{Body, Gathered, Loaded, Trains};
 use super::config::ModelConfig;
 use super::linear::Linear;
 use super::params::Param;
 use super::shape::Family;
 use super::shard::Shards;
+use super::{Dtype, Quantization};
 use crate::Result;
 use crate::dist::{World, ZeroStage};
 use crate::offload::Offload;
@@ -262,12 +262,28 @@ impl<H: ModelHead> PretrainedModel<H> {
     /// # Errors
     /// If a file cannot be written; the folder then keeps its previous content.
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
+        self.save_pretrained_as(dir, eos, pad, max_shard_bytes, Dtype::Auto)
+    }
+
+    /// [`PretrainedModel::save_pretrained`], with weights that are rounded to `dtype`, heads and norms too, as transformers holds a model of
+    /// a dtype; with `Auto` each as it is held. Quantized weights and adapters are written as always.
+    ///
+    /// # Errors
+    /// As [`PretrainedModel::save_pretrained`]; if a number is too large for `dtype`.
+    pub fn save_pretrained_as(
+        &self,
+        dir: &Path,
+        eos: &[i64],
+        pad: Option<i64>,
+        max_shard_bytes: usize,
+        dtype: Dtype,
+    ) -> Result<()> {
         let _loaded = self.loaded()?;
         let config = self.head.saved_config(&self.body.config, eos.first().copied(), pad);
         let generation = self.head.saved_generation(&config, eos, pad);
         let stored_name = |name: &str| self.head.stored_name(config.family, name);
         replace_files(dir, |dir| {
-            self.body.save(dir, &config, max_shard_bytes, stored_name)?;
+            self.body.save(dir, &config, max_shard_bytes, dtype.kind(), stored_name)?;
             let Some(generation) = &generation else { return Ok(()) };
             weights::write_text(&dir.join("generation_config.json"), &weights::pretty(generation))
         })

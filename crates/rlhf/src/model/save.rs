@@ -22,6 +22,21 @@ fn widest(mut kinds: impl Iterator<Item = Kind>) -> Option<Kind> {
     Some(if kinds.all(|kind| kind == first) { first } else { Kind::Float })
 }
 
+/// Returns `tensor` in the dtype in which it will be written.
+///
+/// # Errors
+/// If a number is not finite, or too large for that dtype.
+fn rounded(spec: &TensorSpec, tensor: &Tensor) -> Result<Tensor> {
+    let written = tensor.to_kind(spec.kind);
+    match weights::check_finite(&spec.name, &written) {
+        Err(_) if spec.kind == Kind::Half && weights::not_finite(tensor).is_none() => Err(Error::Run(format!(
+            "tensor `{}`: expected numbers up to 65504, the largest of float16, found larger ones: bfloat16 holds them",
+            spec.name
+        ))),
+        checked => checked.map(|()| written),
+    }
+}
+
 impl Body {
     /// Writes the adapter, and its base into a subfolder if no other folder holds it; `config` is the base's.
     fn save_adapter(
@@ -36,7 +51,7 @@ impl Body {
             let base = match &self.origin {
                 Some(origin) => origin.clone(),
                 None => {
-                    self.save_model(&dir.join(BASE_MODEL), config, max_shard_bytes, |_| None)?;
+                    self.save_model(&dir.join(BASE_MODEL), config, max_shard_bytes, None, |_| None)?;
                     weights::destination(dir).join(BASE_MODEL)
                 }
             };
@@ -71,16 +86,18 @@ impl Body {
 
     /// Writes the configuration and the weights, or the adapter, into a folder that the caller puts in place. `stored`
     /// returns a tensor's name in the file where it differs.
+    /// Weights are written in `dtype`, where it is given and they are not quantized; an adapter is always in f32.
     pub(super) fn save(
         &self,
         dir: &Path,
         config: &ModelConfig,
         max_shard_bytes: usize,
+        dtype: Option<Kind>,
         stored: impl Fn(&str) -> Option<String>,
     ) -> Result<()> {
         match &self.adapter {
             Some(adapter) => self.save_adapter(dir, config, max_shard_bytes, adapter),
-            None => self.save_model(dir, config, max_shard_bytes, stored),
+            None => self.save_model(dir, config, max_shard_bytes, dtype, stored),
         }
     }
 
@@ -89,6 +106,7 @@ impl Body {
         dir: &Path,
         config: &ModelConfig,
         max_shard_bytes: usize,
+        dtype: Option<Kind>,
         stored: impl Fn(&str) -> Option<String>,
     ) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
@@ -116,7 +134,7 @@ impl Body {
             format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_plain(p)).map(kind)));
         let spec = |(name, param): &(String, &Param)| TensorSpec {
             name: name.clone(),
-            kind: plain.filter(|_| is_plain(param)).unwrap_or_else(|| kind(param)),
+            kind: dtype.or(plain).filter(|_| is_plain(param)).unwrap_or_else(|| kind(param)),
             shape: param.tensor.size(),
         };
         let specs: Vec<TensorSpec> = written.iter().map(spec).collect();
@@ -130,9 +148,7 @@ impl Body {
                     param.tensor.detach()
                 }
             };
-            let tensor = tensor.to_kind(specs[i].kind);
-            weights::check_finite(&specs[i].name, &tensor)?;
-            Ok(tensor)
+            rounded(&specs[i], &tensor)
         })?;
         let mut config = config.clone();
         match format {
@@ -143,7 +159,7 @@ impl Body {
             }
             None => config.forget_quantization(),
         }
-        config.save(dir, plain.unwrap_or(self.kind))
+        config.save(dir, dtype.or(plain).unwrap_or(self.kind))
     }
 
     /// The linear layers of a quantized model that are not quantized, but would be without their names in `config`, its saved configuration;
@@ -171,7 +187,7 @@ impl Body {
             return Ok(());
         }
         if !is_model(dir) {
-            replace_files(dir, |dir| self.save_model(dir, config, max_shard_bytes, |_| None))?;
+            replace_files(dir, |dir| self.save_model(dir, config, max_shard_bytes, None, |_| None))?;
             weights::sync(dir)?;
         }
         self.origin = Some(dir.to_path_buf());

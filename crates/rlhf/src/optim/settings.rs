@@ -30,6 +30,18 @@ pub struct OptimizerConfig {
     /// Final learning rate [default: 0, and 1e-7 with `polynomial`].
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub lr_end: std::option::Option<f64>,
+    /// Final learning rate as a share of the peak, in place of `lr_end`.
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
+    pub min_lr_rate: std::option::Option<f64>,
+    /// Cycles of a cosine [default: 0.5, which is the fall alone, and 1 with `cosine_with_restarts`, whose cycles are falls].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
+    pub num_cycles: std::option::Option<f64>,
+    /// Updates of the decay at the end of `warmup_stable_decay`; optimizer steps where `warmup_steps` are.
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<usize>)]
+    pub num_decay_steps: std::option::Option<usize>,
+    /// Form of the decay of `warmup_stable_decay`.
+    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "cosine")]
+    pub decay_type: DecayType,
     /// Power of the `polynomial` schedule.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
     pub power: f64,
@@ -102,12 +114,12 @@ impl OptimizerConfig {
 pub enum Optim {
     /// AdamW with both moments in f32.
     #[serde(rename = "adamw_torch")]
-    #[value(name = "adamw_torch", aliases = ["adamw_torch_fused", "adamw_hf", "adamw"])]
+    #[value(name = "adamw_torch", aliases = ["adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw", "paged_adamw_32bit"])]
     AdamwTorch,
     /// AdamW with both moments in 8 bits, in blocks of 256, as bitsandbytes has them; in f32 for embeddings and for tensors of fewer
     /// than 4096 elements.
     #[serde(rename = "adamw_8bit")]
-    #[value(name = "adamw_8bit", alias = "adamw_bnb_8bit")]
+    #[value(name = "adamw_8bit", aliases = ["adamw_bnb_8bit", "paged_adamw_8bit"])]
     Adamw8bit,
     /// Adafactor without a first moment: one second moment for each row and column of a matrix. Its updates are clipped to a root mean
     /// square of 1.
@@ -145,12 +157,16 @@ pub enum LrSchedulerType {
     Linear,
     /// Half a cosine to 0.
     Cosine,
-    /// The same: by default transformers' cosine with restarts has one cycle.
+    /// The same with a final rate above 0, which must be set.
+    CosineWithMinLr,
+    /// Several such falls, each from the peak; one by default.
     CosineWithRestarts,
     /// A power of the fraction of updates left.
     Polynomial,
     /// Inverse square root of the updates, whatever their number.
     InverseSqrt,
+    /// The peak until the decay in the last `num_decay_steps` updates; the warm-up rises from the final rate.
+    WarmupStableDecay,
     /// The peak throughout, without warm-up.
     Constant,
     /// The peak throughout, after the warm-up.
@@ -160,7 +176,16 @@ pub enum LrSchedulerType {
 impl LrSchedulerType {
     /// Returns whether the rate falls to a final value over the updates of the run.
     pub(crate) fn falls(self) -> bool {
-        matches!(self, Self::Linear | Self::Cosine | Self::CosineWithRestarts | Self::Polynomial)
+        !matches!(self, Self::InverseSqrt | Self::Constant | Self::ConstantWithWarmup)
+    }
+
+    /// Returns whether the schedule has a cosine, `warmup_stable_decay` in a decay of the form `decay`.
+    fn has_cycles(self, decay: DecayType) -> bool {
+        match self {
+            Self::Cosine | Self::CosineWithMinLr | Self::CosineWithRestarts => true,
+            Self::WarmupStableDecay => decay == DecayType::Cosine,
+            _ => false,
+        }
     }
 
     pub(crate) fn name(self) -> String {
@@ -170,12 +195,29 @@ impl LrSchedulerType {
 
 impl Setting for LrSchedulerType {
     const NAME: &'static str = "NAME";
-    const EXPECTED: &'static str =
-        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, constant or constant_with_warmup";
+    const EXPECTED: &'static str = "linear, cosine, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, \
+                                    warmup_stable_decay, constant or constant_with_warmup";
 
     fn read(text: &str) -> Option<Self> {
         Self::from_str(text, true).ok()
     }
+}
+
+/// Form of the decay of [`LrSchedulerType::WarmupStableDecay`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+pub enum DecayType {
+    /// Half a cosine.
+    #[serde(rename = "cosine")]
+    #[value(name = "cosine")]
+    Cosine,
+    /// A line.
+    #[serde(rename = "linear")]
+    #[value(name = "linear")]
+    Linear,
+    /// 1 minus the square root of the share that is over.
+    #[serde(rename = "1-sqrt")]
+    #[value(name = "1-sqrt")]
+    OneMinusSqrt,
 }
 
 /// Parses a norm; 0 turns clipping off.
@@ -222,6 +264,50 @@ pub(crate) fn check_learning(
             Some(end) if no_schedule(LrSchedulerType::falls) => no_effect("lr_end", end, &with_schedule("")),
             Some(end) => expect(!own.falls() || end < learning_rate, "lr_end", end, &expected),
             None => Ok(()),
+        },
+        check_schedule(optimizer, value_schedule),
+    ])
+}
+
+/// Checks the settings of single schedules.
+fn check_schedule(optimizer: &OptimizerConfig, value_schedule: Option<LrSchedulerType>) -> Result<()> {
+    let own = optimizer.lr_scheduler_type;
+    let schedules = || std::iter::once(own).chain(value_schedule);
+    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
+    let decay = optimizer.decay_type;
+    let has_cycles = schedules().any(|schedule| schedule.has_cycles(decay));
+    let (has_end, decays) =
+        (schedules().any(LrSchedulerType::falls), schedules().any(|s| s == LrSchedulerType::WarmupStableDecay));
+    all([
+        match optimizer.min_lr_rate {
+            Some(rate) if !has_end => no_effect("min_lr_rate", rate, &with_schedule("")),
+            Some(rate) if optimizer.lr_end.is_some() => {
+                usage(format!("min_lr_rate = {rate} and lr_end exclude each other: set one of them"))
+            }
+            Some(rate) => expect((0.0..1.0).contains(&rate), "min_lr_rate", rate, "a number from 0 to below 1"),
+            None if optimizer.lr_end.is_none() && schedules().any(|s| s == LrSchedulerType::CosineWithMinLr) => {
+                usage("lr_scheduler_type = cosine_with_min_lr needs lr_end or min_lr_rate")
+            }
+            None => Ok(()),
+        },
+        match optimizer.num_cycles {
+            Some(cycles) if !has_cycles => no_effect("num_cycles", cycles, &with_schedule(", which has no cosine")),
+            Some(cycles) => above_zero("num_cycles", cycles),
+            None => Ok(()),
+        },
+        match optimizer.num_decay_steps {
+            Some(steps) if !decays => {
+                no_effect("num_decay_steps", steps, &with_schedule("; warmup_stable_decay has it"))
+            }
+            Some(steps) => expect(steps > 0, "num_decay_steps", steps, "at least 1"),
+            None if decays => usage("lr_scheduler_type = warmup_stable_decay needs num_decay_steps"),
+            None => Ok(()),
+        },
+        if decay != DecayType::Cosine && !decays {
+            let name = decay.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+            no_effect("decay_type", name, &with_schedule("; warmup_stable_decay has it"))
+        } else {
+            Ok(())
         },
     ])
 }

@@ -11,6 +11,7 @@ use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batch
 use crate::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
+use crate::rl::entropy::{EntropyControl, EntropyController};
 use crate::rl::experience::{Experience, LossCounts};
 use crate::rl::loss::{LossFactors, LossSettings, MicroBatch, Preview, Sums, selected};
 use crate::rl::math::{self, LossAggregation};
@@ -157,6 +158,8 @@ pub struct LearnerSettings {
     pub align_overflow: bool,
     /// Decay of a moving average of the policy's weights, if one is maintained.
     pub ema_beta: Option<f64>,
+    /// Rule for the coefficient of the entropy bonus, in place of [`LossSettings::entropy_coef`].
+    pub entropy_control: Option<EntropyControl>,
     /// Parts of the policy's training that are divided over ranks.
     pub policy_stage: ZeroStage,
     /// Parts of a separate value model's training that are divided over ranks.
@@ -225,6 +228,8 @@ pub struct Learner {
     pub(crate) shared_gradients: Option<SharedGradients>,
     /// Loss scales, in f16.
     pub(crate) scaling: Option<Scaling>,
+    /// The coefficient of the entropy bonus, where it follows a target.
+    pub(crate) entropy_controller: Option<EntropyController>,
     /// Most tokens in one forward and backward pass.
     pub(crate) micro_batch_tokens: usize,
 }
@@ -269,6 +274,7 @@ impl Learner {
             value_optimizer: value.model().map(of_value).transpose()?,
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
+            entropy_controller: settings.entropy_control.map(EntropyController::new),
             shared_gradients: None,
             unsupervised: None,
             collect_ratios: false,
@@ -466,6 +472,8 @@ impl Learner {
                     false => self.train_together(&batch, mini_batch, rates, plan)?,
                 };
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
+                let entropy_coef = self.entropy_controller.as_ref().map_or(0.0, EntropyController::coef);
+                parts.iter_mut().for_each(|part| part.entropy_coef = entropy_coef);
                 if self.policy_optimizer.steps() > before {
                     after_step(&self.policy, before as usize + 1)?;
                 }
@@ -640,6 +648,7 @@ impl Learner {
         let factors = LossFactors {
             divisor: self.divisor(batch, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
+            entropy_coef: self.entropy_coef(),
             value_slots,
             kl_coef: targets.kl_coef,
             scales: self.loss_scales(),
@@ -662,7 +671,9 @@ impl Learner {
             Ok(())
         });
         self.world.agree(passes)?;
-        let mut stats = StepStats { tokens, value_slots, rows: mini_batch.len() as f64, ..StepStats::default() };
+        let bonus_tokens = if tokens > 0.0 { factors.entropy_tokens } else { 0.0 };
+        let rows = mini_batch.len() as f64;
+        let mut stats = StepStats { tokens, value_slots, rows, bonus_tokens, ..StepStats::default() };
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
         self.observed(|| Learned::Part);
@@ -784,7 +795,7 @@ impl Learner {
         sums.add_values_of(value_sums);
         sums.end_rows(batch.rows());
         if let Some(entropy) = now.as_ref().and_then(|now| now.entropy.as_ref()) {
-            sums.add_entropy(&batch.entropy_sum(entropy));
+            sums.add_entropy(batch.entropy_sums(entropy).each_ref());
         }
         Ok((now, seen))
     }
@@ -825,7 +836,9 @@ impl Learner {
     /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
     fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: TrainedModels) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
+        let before = self.policy_optimizer.steps();
         self.step_of(trains, rates, &mut parts[at])?;
+        self.control_entropy(before, parts);
         let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
         parts.iter_mut().for_each(|part| (part.policy_grad_norm, part.value_grad_norm) = norms);
         Ok(())
@@ -862,7 +875,28 @@ impl Learner {
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         self.check_optimizers()?;
         let rates = rates.checked(RATES)?;
-        self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)
+        let before = self.policy_optimizer.steps();
+        self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)?;
+        self.control_entropy(before, std::slice::from_ref(stats));
+        Ok(())
+    }
+
+    /// The coefficient of the entropy bonus in the next step.
+    fn entropy_coef(&self) -> f64 {
+        let constant = self.settings.update.loss.entropy_coef;
+        self.entropy_controller.as_ref().map_or(constant, EntropyController::applied)
+    }
+
+    /// Hands the entropy of the tokens of `parts` to the controller, if the policy has taken a step since it had taken `before`.
+    fn control_entropy(&mut self, before: i64, parts: &[StepStats]) {
+        let sum = |of: fn(&StepStats) -> f64| parts.iter().map(of).sum::<f64>();
+        let tokens = sum(|part| part.bonus_tokens);
+        if self.policy_optimizer.steps() > before
+            && tokens > 0.0
+            && let Some(controller) = &mut self.entropy_controller
+        {
+            controller.observe(sum(|part| part.bonus_entropy) / tokens);
+        }
     }
 
     /// [`Learner::step`] of the models that `trains` names.

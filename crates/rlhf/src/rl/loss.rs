@@ -29,7 +29,7 @@ pub struct LossSettings {
     pub cliprange_value: f64,
     /// Weight of the value loss.
     pub vf_coef: f64,
-    /// Entropy bonus coefficient.
+    /// Entropy bonus coefficient, where it is constant.
     pub entropy_coef: f64,
     /// Estimator of the KL term in the policy loss; `None` without one.
     pub kl_in_loss: Option<KlEstimator>,
@@ -57,6 +57,8 @@ pub(crate) struct LossFactors {
     pub(crate) divisor: f64,
     /// Tokens that the entropy bonus is the mean of.
     pub(crate) entropy_tokens: f64,
+    /// Coefficient of the entropy bonus.
+    pub(crate) entropy_coef: f64,
     /// Value slots of the whole mini-batch.
     pub(crate) value_slots: f64,
     /// Weight of the KL in the policy loss.
@@ -207,11 +209,11 @@ impl MicroBatch {
             Some(kl) => objective + kl.sum(Kind::Float) * factors.kl_coef,
             None => objective,
         };
-        let total = match now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
+        let total = match now.entropy.as_ref().filter(|_| factors.entropy_coef > 0.0) {
             Some(entropy) => {
                 let high = self.high_entropy.as_ref().map(here);
                 let entropy = high.map_or_else(|| entropy.shallow_clone(), |high| entropy * high);
-                let coef = settings.entropy_coef * (factors.divisor / factors.entropy_tokens);
+                let coef = factors.entropy_coef * (factors.divisor / factors.entropy_tokens);
                 total - math::masked_sum(&entropy, &counts) * coef
             }
             None => total,
@@ -325,9 +327,14 @@ impl MicroBatch {
         loss.sum * (settings.vf_coef / factors.value_slots.max(1.0) * factors.scales[1])
     }
 
-    /// Sum of the entropies of the tokens that count, in nats.
-    pub(crate) fn entropy_sum(&self, entropy: &Tensor) -> Tensor {
-        math::masked_sum(entropy, &self.counts)
+    /// Sums of the entropies of the tokens that count, and of those in the entropy bonus, in nats.
+    pub(crate) fn entropy_sums(&self, entropy: &Tensor) -> [Tensor; 2] {
+        let all = math::masked_sum(entropy, &self.counts);
+        let of_bonus = match &self.high_entropy {
+            Some(high) => math::masked_sum(&(entropy * high), &self.counts),
+            None => all.shallow_clone(),
+        };
+        [all, of_bonus]
     }
 }
 
@@ -384,6 +391,7 @@ pub(crate) struct Sums {
     policy: Option<Tensor>,
     /// Sums of [`VALUE_SUMS`].
     value: Option<Tensor>,
+    /// Sums of [`MicroBatch::entropy_sums`].
     entropy: Option<Tensor>,
     /// Probability ratios of the slices, and which of their tokens count, if they are collected.
     ratios: Option<Vec<[Tensor; 2]>>,
@@ -462,8 +470,8 @@ impl Sums {
         };
     }
 
-    pub(crate) fn add_entropy(&mut self, sum: &Tensor) {
-        add(&mut self.entropy, &[sum]);
+    pub(crate) fn add_entropy(&mut self, [all, of_bonus]: [&Tensor; 2]) {
+        add(&mut self.entropy, &[all, of_bonus]);
     }
 
     /// Reads the sums so far from the device.
@@ -495,7 +503,9 @@ impl Sums {
             [least, most] => (*least, *most),
             _ => (f64::INFINITY, 0.0),
         };
-        stats.entropy = entropy.first().copied().unwrap_or(0.0);
+        if let [all, of_bonus] = entropy.as_slice() {
+            (stats.entropy, stats.bonus_entropy) = (*all, *of_bonus);
+        }
         stats.ratios = ratios.into_iter().map(|ratio| ratio as f32).collect();
     }
 }
@@ -665,6 +675,7 @@ mod tests {
         let factors = LossFactors {
             divisor: divisor(settings),
             entropy_tokens: high_tokens(entropy, least),
+            entropy_coef: settings.entropy_coef,
             value_slots: 1.0,
             kl_coef: KL_COEF,
             scales: [1.0; 2],
@@ -810,7 +821,7 @@ mod tests {
                     let terms: Vec<Tensor> = (1..9).map(|at| scalar(f64::from(at) * term)).collect();
                     add(&mut sums.policy, &terms.iter().collect::<Vec<_>>());
                     sums.add_loss(&scalar(10.0 * term), 2.0);
-                    sums.add_entropy(&scalar(9.0 * term));
+                    sums.add_entropy([&scalar(9.0 * term), &scalar(10.0 * term)]);
                 }
                 if value {
                     sums.add_value([&scalar(20.0 * term), &scalar(21.0), &scalar(22.0), &scalar(23.0)]);
@@ -847,6 +858,7 @@ mod tests {
             ratio_squared: 7.0 * e,
             ref_kl: 8.0 * e,
             entropy: 9.0 * e,
+            bonus_entropy: 10.0 * e,
             low_clipped: [2.0, 1.0],
             high_clipped: [1.0, 0.5],
             low_clipped_min: 1.0,

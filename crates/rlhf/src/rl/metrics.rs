@@ -65,6 +65,9 @@ impl Learner {
         m.push("loss", of_steps(|s| s.loss));
         m.push("grad_norm", all.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
         m.push("entropy", all.per_token(|s| s.entropy));
+        if self.entropy_controller.is_some() {
+            m.push("entropy_coef", of_steps(|s| s.entropy_coef));
+        }
         if e.ref_logprobs.is_some() {
             let tokens = e.masks.response.sum(Kind::Double).double_value(&[]).max(1.0);
             let in_rewards = || targets.kl.sum(Kind::Double).double_value(&[]) / tokens;
@@ -135,6 +138,10 @@ impl Learner {
             m.push("policy/dual_clipfrac_avg", steps.per_token(|s| s.dual_clipped));
         }
         m.push("policy/entropy_avg", steps.per_token(|s| s.entropy));
+        if self.entropy_controller.is_some() {
+            let sum: f64 = steps.entries().map(|step| step.entropy_coef).sum();
+            m.push("policy/entropy_coef", sum / steps.entries().count() as f64);
+        }
         m.push("policy/grad_norm", steps.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
         if settings.target_kl.is_some() {
             m.push("policy/policykl_avg", steps.per_token(|s| s.policy_kl));

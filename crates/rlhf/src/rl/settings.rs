@@ -4,6 +4,7 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use crate::Result;
 use crate::flag::{NONE, PPO, above_zero, all, defaults, expect, no_effect, optional, usage, zero_or_more};
@@ -31,6 +32,22 @@ pub struct LossConfig {
     /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.0)]
     pub entropy_coef: f64,
+    /// Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most
+    /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is the first one.
+    #[arg(long, help_heading = PPO)]
+    pub use_adaptive_entropy: bool,
+    /// Least coefficient of `use_adaptive_entropy`.
+    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
+    pub entropy_coef_min: f64,
+    /// Largest coefficient of `use_adaptive_entropy`.
+    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    pub entropy_coef_max: f64,
+    /// Change of the coefficient of `use_adaptive_entropy` in an optimizer step.
+    #[arg(long, help_heading = PPO, default_value_t = 0.005)]
+    pub entropy_coef_delta: f64,
+    /// Target of `use_adaptive_entropy`: mean entropy per token, in nats; near that of the first updates.
+    #[arg(long, help_heading = PPO, default_value_t = 0.2)]
+    pub entropy_target: f64,
     /// Stop an update's epochs after one whose last mini-batch has a KL per token to the sampling policy above 1.5 times this.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub target_kl: std::option::Option<f64>,
@@ -115,7 +132,39 @@ impl LossConfig {
             above_one("dual_clip", self.dual_clip),
             above_one("ratio_threshold", self.ratio_threshold),
             self.check_objective(),
+            self.check_entropy_control(),
         ])
+    }
+
+    /// Checks the settings of an entropy bonus that follows a target.
+    fn check_entropy_control(&self) -> Result<()> {
+        let usual: Self = defaults();
+        let (min, max) = (self.entropy_coef_min, self.entropy_coef_max);
+        let of_control = |name, found: f64, usual: f64| match self.use_adaptive_entropy || found == usual {
+            true => zero_or_more(name, found),
+            false => no_effect(name, found, "without use_adaptive_entropy = true"),
+        };
+        all([
+            of_control("entropy_coef_min", min, usual.entropy_coef_min),
+            of_control("entropy_coef_max", max, usual.entropy_coef_max),
+            of_control("entropy_coef_delta", self.entropy_coef_delta, usual.entropy_coef_delta),
+            of_control("entropy_target", self.entropy_target, usual.entropy_target),
+            match self.use_adaptive_entropy {
+                true => expect(min <= max, "entropy_coef_min", min, &format!("at most entropy_coef_max = {max}")),
+                false => Ok(()),
+            },
+        ])
+    }
+
+    /// The rule for the coefficient of the entropy bonus; `None` where it is constant.
+    pub(crate) fn entropy_control(&self) -> Option<EntropyControl> {
+        self.use_adaptive_entropy.then_some(EntropyControl {
+            coef: self.entropy_coef,
+            min: self.entropy_coef_min,
+            max: self.entropy_coef_max,
+            delta: self.entropy_coef_delta,
+            target: self.entropy_target,
+        })
     }
 
     /// Checks the settings of single objectives.

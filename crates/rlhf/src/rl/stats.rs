@@ -41,6 +41,12 @@ pub struct StepStats {
     pub ref_kl: f64,
     /// Sum of the entropies of the distributions over the vocabulary, in nats.
     pub entropy: f64,
+    /// Sum of the entropies of the tokens that an entropy bonus is the mean of.
+    pub bonus_entropy: f64,
+    /// Tokens that an entropy bonus is the mean of; 0 while the policy is frozen.
+    pub bonus_tokens: f64,
+    /// Coefficient of the entropy bonus after the step, where it follows a target; else 0.
+    pub entropy_coef: f64,
     /// Sum of the probability ratios.
     pub ratio: f64,
     /// Sum of the squared probability ratios.
@@ -71,7 +77,7 @@ pub struct StepStats {
 type Sum = fn(&mut StepStats) -> &mut f64;
 
 /// The sums of an optimizer step that are added over ranks, by name.
-const SUMS: [(&str, Sum); 18] = [
+const SUMS: [(&str, Sum); 19] = [
     ("policy_loss", |s| &mut s.policy_loss),
     ("value_loss", |s| &mut s.value_loss),
     ("policy_clipped", |s| &mut s.policy_clipped),
@@ -81,6 +87,7 @@ const SUMS: [(&str, Sum); 18] = [
     ("policy_kl", |s| &mut s.policy_kl),
     ("ref_kl", |s| &mut s.ref_kl),
     ("entropy", |s| &mut s.entropy),
+    ("bonus_entropy", |s| &mut s.bonus_entropy),
     ("ratio", |s| &mut s.ratio),
     ("ratio_squared", |s| &mut s.ratio_squared),
     ("value", |s| &mut s.value),

@@ -81,6 +81,15 @@ pub(crate) trait Trainee {
     /// If a file cannot be written.
     fn write_models(&self, dir: &Path) -> Result<()>;
 
+    /// Writes models and tokenizer to an empty folder as [`Trainee::write_models`] does, for use and not to resume from: in the dtype of
+    /// `save_dtype`.
+    ///
+    /// # Errors
+    /// As [`Trainee::write_models`].
+    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
+        self.write_models(dir)
+    }
+
     /// Writes the optimizers' states beside the models in `dir`.
     ///
     /// # Errors
@@ -559,7 +568,7 @@ impl<'w> Session<'w> {
         } else if self.world.is_main() {
             trainee
                 .write_bases()
-                .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_models(dir)))
+                .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_rounded_models(dir)))
         } else {
             best.mark_written(done);
             trainee.share_models().map(|()| None)

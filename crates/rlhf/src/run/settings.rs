@@ -55,6 +55,10 @@ pub struct RunConfig {
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
     #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
+    /// Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints and adapters do not
+    /// depend on it.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
@@ -109,6 +113,16 @@ impl RunConfig {
     /// Returns whether models compute in less than f32 precision, so that two passes over the same tokens differ by rounding.
     pub(crate) fn is_low_precision(&self) -> bool {
         self.bf16 || self.fp16
+    }
+
+    /// Refuses a dtype of saved weights where `only_adapters` are saved.
+    pub(crate) fn check_save_dtype(&self, only_adapters: bool) -> Result<()> {
+        if self.save_dtype == Dtype::Auto || !only_adapters {
+            return Ok(());
+        }
+        let why =
+            "with use_peft = true: adapters are saved in float32, as PEFT trains them; rlhf merge has save_dtype too";
+        no_effect("save_dtype", self.save_dtype.name(), why)
     }
 
     /// Returns the place of optimizer state between steps; none if it stays in memory.

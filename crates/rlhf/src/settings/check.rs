@@ -463,11 +463,15 @@ impl PpoConfig {
         }
     }
 
-    /// Checks the optimizer with what both models train.
+    /// Checks the optimizer, and the dtype of saved weights, with what both models train.
     fn check_optimizer(&self) -> Result<()> {
         let no_critic_in_full = !self.needs_critic() || self.legacy.value_head || self.value_lora().is_some();
         let stages = [self.policy_stage(), self.value_stage()];
-        self.optimizer.check_held(&stages, self.run.bf16, self.peft.use_peft && no_critic_in_full)
+        let only_adapters = self.peft.use_peft && no_critic_in_full;
+        all([
+            self.optimizer.check_held(&stages, self.run.bf16, only_adapters),
+            self.run.check_save_dtype(only_adapters),
+        ])
     }
 
     /// Checks the adapters of both models.
@@ -680,7 +684,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 46] = [
+        let changes: [(Change, &str); 54] = [
             (
                 |c| {
                     c.score_scaling.use_score_scaling = true;
@@ -762,6 +766,11 @@ mod tests {
             (|c| c.loss.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
             (|c| c.loss.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
             (|c| c.loss.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
+            (|c| c.loss.entropy_target = 5.0, "entropy_target = 5 has no effect without use_adaptive_entropy = true"),
+            (
+                |c| (c.loss.use_adaptive_entropy, c.loss.entropy_coef_min) = (true, 2.0),
+                "entropy_coef_min = 2: expected at most entropy_coef_max = 1",
+            ),
             (
                 |c| (c.num_ppo_epochs, c.num_mini_batches, c.loss.target_kl) = (1, 2, Some(0.1)),
                 "target_kl = 0.1 has no effect with num_ppo_epochs = 1",
@@ -786,6 +795,27 @@ mod tests {
             ),
             (|c| c.optimizer.power = 2.0, "power = 2 has no effect with lr_scheduler_type = linear; polynomial has it"),
             (|c| c.optimizer.lr_end = Some(1.0), "lr_end = 1: expected less than learning_rate = 0.000003"),
+            (
+                |c| c.optimizer.lr_scheduler_type = LrSchedulerType::WarmupStableDecay,
+                "lr_scheduler_type = warmup_stable_decay needs num_decay_steps",
+            ),
+            (
+                |c| c.optimizer.num_decay_steps = Some(5),
+                "num_decay_steps = 5 has no effect with lr_scheduler_type = linear; warmup_stable_decay has it",
+            ),
+            (
+                |c| c.optimizer.decay_type = crate::settings::DecayType::OneMinusSqrt,
+                "decay_type = 1-sqrt has no effect with lr_scheduler_type = linear; warmup_stable_decay has it",
+            ),
+            (
+                |c| c.optimizer.num_cycles = Some(2.0),
+                "num_cycles = 2 has no effect with lr_scheduler_type = linear, which has no cosine",
+            ),
+            (
+                |c| (c.optimizer.min_lr_rate, c.optimizer.lr_end) = (Some(0.1), Some(0.0)),
+                "min_lr_rate = 0.1 and lr_end exclude each other: set one of them",
+            ),
+            (|c| c.optimizer.min_lr_rate = Some(1.0), "min_lr_rate = 1: expected a number from 0 to below 1"),
             (
                 |c| (c.optimizer.lr_scheduler_type, c.optimizer.lr_end) = (LrSchedulerType::Constant, Some(0.0)),
                 "lr_end = 0 has no effect with lr_scheduler_type = constant",

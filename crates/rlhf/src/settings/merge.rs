@@ -6,6 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::flag::{ByteSize, MODELS, RUN, Setting, defaults, required};
+use crate::model::Dtype;
 
 /// Settings of `rlhf merge`.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -24,6 +25,9 @@ pub struct MergeConfig {
     #[arg(long, help_heading = RUN)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
+    /// Dtype of the weights; `auto` is that of the base. From a base in fewer bits, `float32` keeps the sum whole.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,

@@ -223,6 +223,7 @@ impl PpoConfig {
             loss_scale: self.run.fp16.then(|| self.run.loss_scale.clone()),
             align_overflow: self.half.align_overflow,
             ema_beta: self.ema.enable_ema.then_some(self.ema.ema_beta),
+            entropy_control: self.loss.entropy_control(),
             policy_stage: self.policy_stage(),
             value_stage: self.value_stage(),
             seed: self.run.seed,

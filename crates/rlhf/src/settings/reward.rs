@@ -159,6 +159,7 @@ impl RewardConfig {
             self.run.quantization.check_trained(self.peft.use_peft || self.eval_only),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
+            self.run.check_save_dtype(self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),
             self.run.offload.check_models("in reward training, which has no frozen model"),
             self.eval.check(

@@ -181,6 +181,7 @@ impl SftConfig {
             self.run.quantization.check_trained(self.peft.use_peft),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
+            self.run.check_save_dtype(self.peft.use_peft),
             self.run.check(&[self.run.dist.zero_stage], &self.eval),
             self.run.offload.check_models("in sft, which has no frozen model"),
             self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"]),

@@ -5,7 +5,7 @@ use crate::data::{Cursor, Dataset, Sources};
 use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, ModelHead, PretrainedModel, Shards};
+use crate::model::{BASE_MODEL, Dtype, ModelHead, PretrainedModel, Shards};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::optim::{Optimizer, learning_rate};
@@ -378,10 +378,10 @@ impl<T: Supervised, C> Run<'_, T, C> {
         metrics
     }
 
-    /// Writes model and tokenizer to an empty folder.
-    fn write(&self, dir: &Path) -> Result<()> {
+    /// Writes model, in `dtype`, and tokenizer to an empty folder.
+    fn write(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.model.save_pretrained(dir, eos, pad, self.spec.run.max_shard_size.0)?;
+        self.model.save_pretrained_as(dir, eos, pad, self.spec.run.max_shard_size.0, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
 
@@ -447,7 +447,12 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write(dir)?;
+        self.write(dir, Dtype::Auto)?;
+        Shards::end_serving(&[self.model.shards()])
+    }
+
+    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
+        self.write(dir, self.spec.run.save_dtype)?;
         Shards::end_serving(&[self.model.shards()])
     }
 
@@ -501,7 +506,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
             ("updates", self.progress.done.to_string()),
         ];
         let Words { base_model, is_adapter, .. } = *words;
-        replace_files(dir, |dir| self.write(dir))?;
+        replace_files(dir, |dir| self.write(dir, spec.run.save_dtype))?;
         Shards::end_serving(&[self.model.shards()])?;
         Card { command: spec.command, base_model, is_adapter, facts: &facts }.write(dir)
     }

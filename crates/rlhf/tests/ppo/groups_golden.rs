@@ -342,8 +342,10 @@ impl Run {
         match name {
             // Compared with the steps; counted by the trainer.
             "loss" | "grad_norm" | "learning_rate" | "num_tokens" | "epoch"
-            // Not logged: the mean weight of VESPO; the loss without the entropy bonus, and its coefficient, which is constant here.
-            | "vespo/phi_seq_mean" | "policy_loss" | "entropy_coef" => true,
+            // Not logged: the mean weight of VESPO, and the loss without the entropy bonus.
+            | "vespo/phi_seq_mean" | "policy_loss" => true,
+            // Not logged where it is constant.
+            "entropy_coef" => !self.config.loss.use_adaptive_entropy,
             // Of the scores here; of the rewards with the KL in RLOOTrainer, and of the whole batch where that is the scale.
             "frac_reward_zero_std" => {
                 (self.is_rloo() && (self.config.kl.kl_coef > 0.0 || !self.config.reward_clip_range.is_empty()))
@@ -430,27 +432,14 @@ fn config(info: &Value) -> PpoConfig {
             "lr_scheduler_type" => {
                 config.optimizer.lr_scheduler_type = LrSchedulerType::from_str(text(), false).unwrap();
             }
-            // Read where the rewards are; there is no dropout here; see `entropy_coefs`.
-            "reward_weights" | "disable_dropout" | "use_adaptive_entropy" | "entropy_target" => {}
+            "use_adaptive_entropy" => config.loss.use_adaptive_entropy = flag(),
+            "entropy_target" => config.loss.entropy_target = number(),
+            // Read where the rewards are; there is no dropout here.
+            "reward_weights" | "disable_dropout" => {}
             other => panic!("no setting for TRL's {other}"),
         }
     }
     config
-}
-
-/// The coefficient of the entropy in each optimizer step. There is no setting for an adaptive one: it is TRL's.
-fn entropy_coefs(run: &Run) -> Vec<f64> {
-    let steps = run.info["optimizer_steps"]["learning_rate"].as_array().unwrap().len();
-    let own = run.config.loss.entropy_coef;
-    if run.info["args"]["use_adaptive_entropy"] != true {
-        return vec![own; steps];
-    }
-    let logged: Vec<f64> = (0..steps).map(|step| run.metric("entropy_coef", step).unwrap()).collect();
-    // It grows after a step whose entropy is at most the target, and it is used only after such a step.
-    let before = |step: usize| if step < 1 { own } else { logged[step - 1] };
-    (0..steps)
-        .map(|step| if step > 0 && logged[step - 1] > before(step - 1) { logged[step - 1] } else { 0.0 })
-        .collect()
 }
 
 /// Runs and compares one run whose optimizer steps go by the mean of the losses of TRL's micro-batches.
@@ -467,16 +456,12 @@ fn compare(run: &Run) {
     }
     let mut learner = Learner::new(run.load("policy"), ValueModel::None, settings);
     learner.collect_clips = true;
-    let coefs = entropy_coefs(run);
     for update in run.updates() {
         let rollout = run.rollout(&update, &learner, reference.as_ref());
         run.compare_rollout(&update, &rollout);
         for (at, (micro_batches, rates)) in update.steps.iter().zip(run.rates(&update)).enumerate() {
             let step = update.first + at;
             run.near("lr", "learning_rate", rates.policy.unwrap(), run.metric("learning_rate", step).unwrap(), 1e-12);
-            let mut settings = learner.settings().update.clone();
-            settings.loss.entropy_coef = coefs[step];
-            learner.set_update(settings);
             let first = |micro: &Micro| (micro.generation - update.generations[0]) * run.generation_size();
             let rows: Vec<usize> =
                 micro_batches.iter().flat_map(|micro| micro.rows.iter().map(|row| first(micro) + row)).collect();

@@ -9,10 +9,11 @@ use std::fs;
 use std::path::Path;
 
 /// Settings that change no result: a resumed run may change them.
-pub(crate) const FREE: [&str; 43] = [
+pub(crate) const FREE: [&str; 44] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
+    "save_dtype",
     "max_shard_size",
     "report_to",
     "tensorboard_tags",

@@ -311,6 +311,10 @@ impl RecordedUpdate {
         if changes.iter().any(of_kl) {
             trainer.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
         }
+        let coef = trainer.config.loss.entropy_coef;
+        if changes.iter().any(|change| change.name == "entropy_coef") {
+            trainer.learner.entropy_controller.iter_mut().for_each(|controller| controller.set_coef(coef));
+        }
         trainer.progress.done = self.update - 1;
         trainer.progress.rollbacks = self.count("rollbacks")?;
         Ok(())

@@ -4,7 +4,7 @@ use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load
 use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::model::BASE_MODEL;
+use crate::model::{BASE_MODEL, Dtype};
 use crate::optim::Optimizer;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
@@ -248,6 +248,10 @@ impl PpoTrainer {
         if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, parts.part(LOSS_SCALE)) {
             scaling.load_state(state)?;
         }
+        if let (Some(controller), Ok(state)) = (&mut self.learner.entropy_controller, parts.part("entropy_controller"))
+        {
+            controller.load_state(state)?;
+        }
         if let Ok(state) = parts.part("skips") {
             self.skips.load_state(state);
         }
@@ -320,6 +324,8 @@ impl Trainee for PpoTrainer {
         state.insert("alarms".into(), self.alarms.state());
         state.insert("num_tokens".into(), self.num_tokens.into());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
+        let controller = self.learner.entropy_controller.as_ref();
+        state.extend(controller.map(|controller| ("entropy_controller".into(), controller.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
@@ -360,11 +366,11 @@ impl Trainee for PpoTrainer {
     }
 
     fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write_policy(dir)?;
-        self.write_exact_ema(&dir.join(EMA))?;
-        self.write_value_model(&dir.join(VALUE_MODEL))?;
-        self.write_reference(dir)?;
-        self.learner.end_serving()
+        self.write_folder(dir, Dtype::Auto)
+    }
+
+    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
+        self.write_folder(dir, self.config.run.save_dtype)
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {

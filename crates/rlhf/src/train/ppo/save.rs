@@ -3,6 +3,7 @@
 use super::super::trained_share;
 use super::{CARD_METRICS, PpoTrainer, VALUE_MODEL};
 use crate::Result;
+use crate::model::Dtype;
 use crate::rl::ema::EMA;
 use crate::run::card::Card;
 use crate::weights::replace_files;
@@ -20,9 +21,10 @@ impl PpoTrainer {
 
     /// [`PpoTrainer::save_model`] on rank 0, while the others hand over their parts of the models.
     pub(super) fn write_all(&self, dir: &Path) -> Result<()> {
-        replace_files(dir, |dir| self.write_policy(dir))?;
+        let dtype = self.config.run.save_dtype;
+        replace_files(dir, |dir| self.write_policy(dir, dtype))?;
         if self.learner.value.model().is_some() {
-            replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
+            replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir, dtype))?;
         }
         if self.learner.ema.is_some() {
             replace_files(&dir.join(EMA), |dir| self.write_ema(dir))?;
@@ -46,28 +48,33 @@ impl PpoTrainer {
     /// Writes the moving average of the policy, if there is one, as the policy is written.
     pub(super) fn write_ema(&self, dir: &Path) -> Result<()> {
         let Some(ema) = &self.learner.ema else { return Ok(()) };
-        ema.with(&self.learner.policy, |_| self.write_policy(dir))
+        ema.with(&self.learner.policy, |_| self.write_policy(dir, self.config.run.save_dtype))
     }
 
-    /// [`PpoTrainer::write_ema`] for a checkpoint, with every bit of the average.
-    pub(super) fn write_exact_ema(&self, dir: &Path) -> Result<()> {
-        let Some(ema) = &self.learner.ema else { return Ok(()) };
-        ema.with_exact(&self.learner.policy, |_| self.write_policy(dir))
+    /// Writes the models to the folder of a checkpoint or of the best model; with `Auto` with every bit of them and of the average.
+    pub(super) fn write_folder(&self, dir: &Path, dtype: Dtype) -> Result<()> {
+        self.write_policy(dir, dtype)?;
+        if let Some(ema) = &self.learner.ema {
+            ema.with_exact(&self.learner.policy, |_| self.write_policy(&dir.join(EMA), dtype))?;
+        }
+        self.write_value_model(&dir.join(VALUE_MODEL), dtype)?;
+        self.write_reference(dir)?;
+        self.learner.end_serving()
     }
 
-    pub(super) fn write_policy(&self, dir: &Path) -> Result<()> {
+    fn write_policy(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
         // The stop tokens of training end a response elsewhere too.
         let mut eos = self.tokenizer.eos_ids().to_vec();
         eos.extend(self.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
-        self.learner.policy.save_pretrained(dir, &eos, pad, most)?;
+        self.learner.policy.save_pretrained_as(dir, &eos, pad, most, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
 
-    pub(super) fn write_value_model(&self, dir: &Path) -> Result<()> {
+    fn write_value_model(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let Some(value) = self.learner.value.model() else { return Ok(()) };
         let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
-        value.save_pretrained(dir, eos, pad, most)?;
+        value.save_pretrained_as(dir, eos, pad, most, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
 

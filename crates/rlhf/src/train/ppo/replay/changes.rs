@@ -54,6 +54,11 @@ const ALLOWED: &[&str] = &[
     "cliprange_high",
     "dual_clip",
     "entropy_coef",
+    "use_adaptive_entropy",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
     "target_kl",
     "ratio_threshold",
     "clip_reward_value",
@@ -71,6 +76,10 @@ const ALLOWED: &[&str] = &[
     "warmup_steps",
     "warmup_ratio",
     "lr_end",
+    "min_lr_rate",
+    "num_cycles",
+    "num_decay_steps",
+    "decay_type",
     "power",
     "weight_decay",
     "adam_beta1",
@@ -165,7 +174,7 @@ mod tests {
     const ELSEWHERE_NAMES: &str = "target horizon num_sample_generations max_skipped_updates no_checks on_alarm max_rollbacks log_rollouts \
          rollouts_limit print_answers print_answers_interval enable_test_mode test_stop_step num_eval_prompts \
          eval_steps metric_for_best_model greater_is_better zero_stage actor_zero_stage critic_zero_stage \
-         ds3_gather_for_generation offload offload_dir dist_timeout max_shard_size report_to tensorboard_tags run_name \
+         ds3_gather_for_generation offload offload_dir dist_timeout save_dtype max_shard_size report_to tensorboard_tags run_name \
          project tracker_kwargs log_model disable_tqdm no_report save_steps save_total_limit push_to_hub hub_model_id \
          hub_revision hub_private_repo hub_strategy hub_always_push";
 

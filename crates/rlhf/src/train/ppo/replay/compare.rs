@@ -15,7 +15,7 @@ use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 /// Parts of the resumable state that an update changes and a replay does too. Prompts are not taken, and no reward is computed.
-const STATE: [&str; 5] = ["kl_controller", "scores", "loss_scale", "unsupervised", "num_tokens"];
+const STATE: [&str; 6] = ["kl_controller", "entropy_controller", "scores", "loss_scale", "unsupervised", "num_tokens"];
 
 /// A metric in the run and in its replay; `None` where it is not finite or not there.
 #[derive(Debug, Clone, PartialEq)]
