@@ -44,7 +44,7 @@ pub const NONE: &str = "none";
 /// Builds the clap command `name` whose flags are the fields of `C`, in the forms that `rlhf` accepts.
 ///
 /// Flags have the fields' names; a boolean flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an
-/// optional value; of a flag given twice the last one counts.
+/// optional value; of a flag given twice the last one counts, and a list has the values of both.
 pub fn command<C: Args>(name: &'static str) -> Command {
     C::augment_args(Command::new(name)).args_override_self(true).mut_args(|arg| {
         let arg = arg.allow_negative_numbers(true);

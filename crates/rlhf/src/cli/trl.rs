@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::flag::Refusals;
 use serde_json::{Map, Value};
 
@@ -323,6 +323,17 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
 ];
 
+/// Flags of the table that are lists in TRL: repeated on the command line, one has the values of all. Of another flag the last value
+/// counts.
+const LISTS: [&str; 6] = [
+    "reward_funcs",
+    "include_for_metrics",
+    "label_names",
+    "lora_target_parameters",
+    "optim_target_modules",
+    "datasets",
+];
+
 /// Aliases of our flags, or of those in the table.
 const ALIASES: [(&str, &str); 6] = [
     ("torch_dtype", "dtype"),
@@ -396,7 +407,8 @@ pub(super) fn with_flags(command: Command) -> Command {
             return command;
         }
         let arg = Arg::new(name).long(name).hide(true).help("of TRL or transformers").help_heading(HEADING);
-        command.arg(arg.num_args(0..).allow_negative_numbers(true))
+        let action = if LISTS.contains(&name) { ArgAction::Append } else { ArgAction::Set };
+        command.arg(arg.num_args(0..).allow_negative_numbers(true).action(action))
     });
     ALIASES.iter().fold(command, |command, &(alias, name)| {
         if !is_there(&command, name) || is_there(&command, alias) {
@@ -410,6 +422,12 @@ pub(super) fn with_flags(command: Command) -> Command {
 /// Returns whether [`with_flags`] added the flag.
 pub(super) fn is_added(arg: &Arg) -> bool {
     arg.get_help_heading() == Some(HEADING)
+}
+
+/// Returns whether the flag, which [`with_flags`] added, is a list in TRL.
+#[cfg(test)]
+pub(super) fn is_list(arg: &Arg) -> bool {
+    LISTS.contains(&arg.get_id().as_str())
 }
 
 /// Returns whether the value of the flag is a map.
