@@ -271,6 +271,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "vllm_gpu_memory_utilization",
             "vllm_max_model_length",
             "vllm_tensor_parallel_size",
+            // Names of earlier versions.
+            "vllm_device",
+            "vllm_dtype",
+            "vllm_max_model_len",
+            "vllm_enable_prefix_caching",
             "use_transformers_continuous_batching",
             "transformers_continuous_batching_config",
             "use_transformers_paged",
@@ -289,7 +294,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Only(OFF, "the KL is that of a whole response"), &["rloo"], &["token_level_kl"]),
-    (Only(UNSET, "responses are not constrained"), GROUPS, &["vllm_structured_outputs_regex"]),
+    (
+        Only(UNSET, "responses are not constrained"),
+        GROUPS,
+        &["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"],
+    ),
     (
         Only(
             UNSET,
@@ -305,7 +314,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (
         Noted("responses are text; sample tables and print_answers show some"),
         GROUPS,
-        &["log_multimodal", "log_unique_prompts"],
+        &["log_multimodal", "log_unique_prompts", "wandb_log_unique_prompts"],
     ),
     (Noted("print_answers shows a few"), GROUPS, &["num_completions_to_print"]),
     (Only(UNSET, "responses are written to output_dir only"), GRPO, &["log_completions_hub_repo"]),
@@ -345,8 +354,12 @@ const ALIASES: [(&str, &str); 6] = [
 ];
 
 /// Names that TRL has, or had, and their place here.
-const HINTS: [(&[&str], &str); 3] = [
+const HINTS: [(&[&str], &str); 4] = [
     (&["rloo_k"], "its name is num_generations"),
+    (
+        &["wandb_entity", "wandb_run_group"],
+        "arguments of a tracker are entries of tracker_kwargs: {\"wandb\": {\"entity\": ..., \"group\": ...}}",
+    ),
     (&["env"], "set the variables in the environment of the command"),
     (
         &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
@@ -942,6 +955,36 @@ mod tests {
         ] {
             let error = parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
             assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn errors_of_a_file_have_its_names() {
+        let text = "reward_funcs: 'accuracy_reward,think_format_reward'\nbeta: -1\ntop_k: -1\n";
+        let error = with_file(text, &least("grpo")).unwrap_err();
+        let expected = [
+            "run.yaml:1: reward_funcs = accuracy_reward,think_format_reward: expected one reward, found several: give a list, \
+             [accuracy_reward, think_format_reward], or repeat the flag for each",
+            "beta = -1: expected a number of 0 or more",
+        ];
+        assert_eq!(error.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn names_of_earlier_versions_of_trl_are_noted_or_refused_as_their_later_ones() {
+        let words = "--vllm_device auto --vllm_dtype auto --vllm_max_model_len 512 --vllm_enable_prefix_caching true \
+                     --vllm_guided_decoding_regex none --wandb_log_unique_prompts --tf32 true --top_k -1";
+        for command in GROUPS {
+            let words: Vec<&str> = least(command).into_iter().chain(words.split_whitespace()).collect();
+            let found = parsed(&words).unwrap();
+            assert_eq!(found.task, parse_words(&least(command)).unwrap(), "-1 is off");
+            let [note] = &found.notes[..] else { panic!("{:?}", found.notes) };
+            let noted =
+                "vllm_device, vllm_dtype, vllm_max_model_len, vllm_enable_prefix_caching (generation is rlhf's own)";
+            assert!(note.contains(noted) && note.contains("tf32 (float32 products keep full precision)"), "{note}");
+            let error = parse_words(&[&least(command)[..], &["--vllm_guided_decoding_regex", "[a-z]"]].concat());
+            let expected = "vllm_guided_decoding_regex = [a-z]: responses are not constrained; expected none";
+            assert_eq!(error.unwrap_err(), expected);
         }
     }
 
