@@ -194,6 +194,16 @@ pub(crate) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
     if text == "-1" { Ok(None) } else { optional(text) }
 }
 
+/// Parses a number of most likely tokens, 0 for all; vLLM and TRL write "all" as -1 too.
+pub(crate) fn top_k_or_minus_one(text: &str) -> Result<usize, String> {
+    if text == "-1" { Ok(0) } else { required(text) }
+}
+
+/// As [`top_k_or_minus_one`], or `none` or `null`.
+pub(crate) fn optional_top_k(text: &str) -> Result<Option<usize>, String> {
+    if text == "-1" { Ok(Some(0)) } else { optional(text) }
+}
+
 /// Returns the value name of an `arg` of one of the standard types, and the parser if derive chose it.
 fn standard(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     typed::<usize>(arg)
@@ -205,11 +215,13 @@ fn standard(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
         .or_else(|| typed::<String>(arg))
 }
 
-/// Returns the value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it.
+/// Returns the value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it. An `arg` attribute with a parser of
+/// a `T` has the value name too.
 fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     let held = arg.get_value_parser().type_id();
     if held == TypeId::of::<T>() {
-        Some((T::NAME, Some(ValueParser::new(required::<T>))))
+        let is_named = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name.as_str() == T::NAME));
+        Some((T::NAME, (!is_named).then(|| ValueParser::new(required::<T>))))
     } else {
         (held == TypeId::of::<Option<T>>()).then_some((T::NAME, None))
     }

@@ -709,6 +709,20 @@ fn rows_that_are_cut_or_left_out_are_counted() {
 // Bad input: settings.
 
 #[test]
+fn an_eos_token_that_is_set_must_be_the_tokenizers_own() {
+    let scratch = Scratch::new();
+    for (line, out) in [(SFT, "sft"), (REWARD, "judge")] {
+        let words = ["eos_token = <|im_end|>: expected the tokenizer's own, which is \"<|endoftext|>\": to change it"];
+        scratch.refuses(&format!("{line} --eos_token <|im_end|>"), 2, &words);
+        let own = scratch.run(&format!("{line} --eos_token <|endoftext|> --pad_token <|padding|> --output_dir {out}"));
+        assert_eq!(own.code, 0, "{}", own.stderr);
+        assert!(own.stderr.contains("without effect here: pad_token (nothing is padded"), "{}", own.stderr);
+        // The settings of the run are those without it.
+        assert!(!scratch.read(&format!("{out}/config.yaml")).contains("eos_token"));
+    }
+}
+
+#[test]
 fn settings_that_cannot_be_are_usage_errors() {
     let scratch = Scratch::new();
     scratch.write("unknown.yaml", "seed: 1\nlearning_rat: 1\n");

@@ -189,7 +189,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         TRAIN,
         &["bf16_full_eval", "fp16_full_eval"],
     ),
-    (Only(OFF, "float32 products keep full precision"), TRAIN, &["tf32"]),
+    (Noted("float32 products keep full precision"), TRAIN, &["tf32"]),
     (Only(ZERO, "evaluations run every eval_steps from the start"), TRAIN, &["eval_delay"]),
     (Noted("with eval_steps there is an evaluation before the first update"), TRAIN, &["eval_on_start"]),
     (
@@ -228,7 +228,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         &["sft", "reward", "grpo", "rloo"],
         &["model_init_kwargs"],
     ),
-    (Only(UNSET, "the tokenizer's own tokens are used; change them in its folder"), LEARN, &["eos_token", "pad_token"]),
+    (Noted("nothing is padded"), SFT, &["pad_token"]),
+    (Noted("nothing is padded; pair_loss = tokens pads with the tokenizer's token"), REWARD, &["pad_token"]),
     (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
     (Only(UNSET, "rows are read by their columns"), SFT, &["dataset_kwargs"]),
