@@ -51,7 +51,7 @@ use rlhf::settings::{
 };
 use rlhf::train::pipeline::PipelineConfig;
 
-use self::args::{matches_of, normalize, not_required, on_line, parse_flags};
+use self::args::{call_as_written, matches_of, normalize, not_required, on_line, parse_flags};
 use self::commands::{PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
@@ -158,6 +158,7 @@ fn with_settings(
 ) -> Result<Task, Stop> {
     let name = command.get_name();
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    call_as_written(command, args, &mut messages.refusals);
     name_nulls(&mut settings);
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.

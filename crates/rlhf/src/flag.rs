@@ -335,6 +335,8 @@ pub struct Refusals {
     lines: Vec<String>,
     /// Names of the refused settings.
     about: Vec<String>,
+    /// Settings, and the names by which the user has set them.
+    called: Vec<(String, String)>,
 }
 
 impl Refusals {
@@ -351,7 +353,7 @@ impl Refusals {
     /// Returns an empty collection for a part of the same settings: consequences of what is refused here are not refused there
     /// either.
     pub fn about(&self) -> Self {
-        Self { lines: Vec::new(), about: self.about.clone() }
+        Self { about: self.about.clone(), ..Self::default() }
     }
 
     /// Adds one line, which refuses the settings `about`.
@@ -378,11 +380,27 @@ impl Refusals {
         Ok(())
     }
 
+    /// Has the setting `name` called `theirs` in the errors that start with it: the user has set it by that name.
+    pub fn call(&mut self, name: &str, theirs: &str) {
+        self.called.retain(|(called, _)| called != name);
+        self.called.push((name.into(), theirs.into()));
+    }
+
+    /// Returns `line` with the name at its start as the user has written it.
+    fn as_called(&self, line: String) -> String {
+        let Some(name) = subjects(&line).next().filter(|name| line.starts_with(name)) else { return line };
+        match self.called.iter().find(|(called, _)| called == name) {
+            Some((_, theirs)) => format!("{theirs}{}", &line[name.len()..]),
+            None => line,
+        }
+    }
+
     /// Returns everything refused as one error, a line each.
     ///
     /// # Errors
     /// [`Error::Usage`] for one refusal, [`Error::Refused`] for several.
     pub fn end(mut self) -> Result<()> {
+        self.lines = std::mem::take(&mut self.lines).into_iter().map(|line| self.as_called(line)).collect();
         match self.lines.len() {
             0 => Ok(()),
             1 => Err(Error::Usage(self.lines.remove(0))),
@@ -470,6 +488,22 @@ mod tests {
         for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
             assert_eq!(ByteSize::read(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn a_refusal_starts_with_the_name_that_the_user_wrote() {
+        let mut refusals = Refusals::default();
+        for theirs in ["init_kl_coef", "beta"] {
+            refusals.call("kl_coef", theirs);
+        }
+        for line in
+            ["kl_coef = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"]
+        {
+            refusals.refuse(line, [""; 0]);
+        }
+        let expected =
+            ["beta = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"];
+        assert_eq!(refusals.end().unwrap_err().refusals(), expected);
     }
 
     #[test]

@@ -230,6 +230,16 @@ fn is_named(arg: &Arg, name: &str) -> bool {
         || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
 }
 
+/// Has the flags of `command` on the command line `args` called in errors as they are there, which may be by an alias.
+pub(super) fn call_as_written(command: &Command, args: &[OsString], refusals: &mut Refusals) {
+    let words = args.iter().take_while(|word| *word != "--").filter_map(|word| word.to_str()?.strip_prefix("--"));
+    for name in words.filter_map(|word| word.split('=').next()) {
+        if let Some(arg) = command.get_arguments().find(|arg| is_named(arg, name)) {
+            refusals.call(arg.get_id().as_str(), name);
+        }
+    }
+}
+
 /// Returns whether the flag `name` is on the command line.
 pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)

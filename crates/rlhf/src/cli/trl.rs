@@ -8,6 +8,7 @@ use std::path::Path;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::flag::Refusals;
+use rlhf::reward::check_written;
 use serde_json::{Map, Value};
 
 use super::errors::Messages;
@@ -670,22 +671,26 @@ impl Flags<'_> {
         if self.is_set("reward", settings) {
             self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
         } else {
+            refusals.call("reward", "reward_funcs");
             let values = self.rewards(given, refusals);
             settings.push(Setting::new("reward", values));
         }
     }
 
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`.
+    /// Returns the rewards that `reward_funcs` names, as values of `reward`. Those that are malformed are refused.
     fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
-        let is_path = |name: &&String| name.contains('.') && !name.contains([':', '=']);
-        for path in given.values.iter().filter(is_path) {
-            let message = format!(
-                "reward_funcs = {path}: a function of Python is not imported: call it in a program that reads JSON lines, and name the \
-                 program in reward_command"
-            );
-            self.refuse(given, &message, refusals);
+        let refused = |name: &String| check_written(name).err().and_then(|error| error.refusals().first().cloned());
+        let (mut sound, names) = (Vec::new(), &given.values);
+        for (name, refused) in names.iter().map(|name| (name, refused(name))) {
+            match refused {
+                None => sound.push(name.clone()),
+                Some(line) => {
+                    let reason = line.strip_prefix("reward = ").unwrap_or(&line);
+                    self.refuse(given, &format!("reward_funcs = {reason}"), refusals);
+                }
+            }
         }
-        given.values.iter().filter(|name| !is_path(name)).cloned().collect()
+        sound
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -944,7 +949,14 @@ mod tests {
                 &["--reward_funcs", "my_lib.rewards.custom"][..],
                 "reward_funcs = my_lib.rewards.custom: a function of Python",
             ),
+            (
+                &["--reward_funcs", "owner/name"],
+                "reward_funcs = owner/name: expected a kind of reward; a model is written as",
+            ),
+            (&["--reward_funcs", "jsn"], "reward_funcs = jsn: expected one of model"),
+            (&["--reward_funcs", "json", "json"], "reward_funcs: `json` is given twice"),
             (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (&["--beta", "-1"], "beta = -1: expected a number of 0 or more"),
             (
                 &["--use_adaptive_entropy"],
                 "use_adaptive_entropy = true: entropy_coef is constant; expected none or false",
