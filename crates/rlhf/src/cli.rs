@@ -106,6 +106,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     if args.get(1).is_some_and(|name| name == "help") {
         return Err(errors::no_help_command(args.get(2), &rlhf).into());
     }
+    if let Some(error) = args.get(1).and_then(errors::no_trainer) {
+        return Err(error.into());
+    }
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
     }
