@@ -207,7 +207,8 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
             "a function of Python is not imported: call it in a program that reads JSON lines, and give that as {line}"
         ));
     }
-    let is_model = is_folder || (argument.is_empty() && kind.contains('/') && is_name(kind));
+    let is_hub_name = argument.is_empty() && kind.contains('/') && is_name(kind) && !Path::new(kind).is_file();
+    let is_model = is_folder || is_hub_name;
     is_model.then(|| format!("expected a kind of reward; a model is written as model:{}", public(kind)))
 }
 
