@@ -51,7 +51,7 @@ use rlhf::settings::{
 };
 use rlhf::train::pipeline::PipelineConfig;
 
-use self::args::{matches_of, normalize, not_required, on_line, parse_flags};
+use self::args::{call_as_written, matches_of, normalize, not_required, on_line, parse_flags};
 use self::commands::{PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
@@ -106,6 +106,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     if args.get(1).is_some_and(|name| name == "help") {
         return Err(errors::no_help_command(args.get(2), &rlhf).into());
     }
+    if let Some(error) = args.get(1).and_then(errors::no_trainer) {
+        return Err(error.into());
+    }
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
     }
@@ -158,6 +161,7 @@ fn with_settings(
 ) -> Result<Task, Stop> {
     let name = command.get_name();
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    call_as_written(command, args, &mut messages.refusals);
     name_nulls(&mut settings);
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.

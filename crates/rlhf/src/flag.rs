@@ -44,7 +44,7 @@ pub const NONE: &str = "none";
 /// Builds the clap command `name` whose flags are the fields of `C`, in the forms that `rlhf` accepts.
 ///
 /// Flags have the fields' names; a boolean flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an
-/// optional value; of a flag given twice the last one counts.
+/// optional value; of a flag given twice the last one counts, and a list has the values of both.
 pub fn command<C: Args>(name: &'static str) -> Command {
     C::augment_args(Command::new(name)).args_override_self(true).mut_args(|arg| {
         let arg = arg.allow_negative_numbers(true);
@@ -194,6 +194,16 @@ pub(crate) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
     if text == "-1" { Ok(None) } else { optional(text) }
 }
 
+/// Parses a number of most likely tokens, 0 for all; vLLM and TRL write "all" as -1 too.
+pub(crate) fn top_k_or_minus_one(text: &str) -> Result<usize, String> {
+    if text == "-1" { Ok(0) } else { required(text) }
+}
+
+/// As [`top_k_or_minus_one`], or `none` or `null`.
+pub(crate) fn optional_top_k(text: &str) -> Result<Option<usize>, String> {
+    if text == "-1" { Ok(Some(0)) } else { optional(text) }
+}
+
 /// Returns the value name of an `arg` of one of the standard types, and the parser if derive chose it.
 fn standard(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     typed::<usize>(arg)
@@ -205,11 +215,13 @@ fn standard(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
         .or_else(|| typed::<String>(arg))
 }
 
-/// Returns the value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it.
+/// Returns the value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it. An `arg` attribute with a parser of
+/// a `T` has the value name too.
 fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     let held = arg.get_value_parser().type_id();
     if held == TypeId::of::<T>() {
-        Some((T::NAME, Some(ValueParser::new(required::<T>))))
+        let is_named = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name.as_str() == T::NAME));
+        Some((T::NAME, (!is_named).then(|| ValueParser::new(required::<T>))))
     } else {
         (held == TypeId::of::<Option<T>>()).then_some((T::NAME, None))
     }
@@ -323,6 +335,8 @@ pub struct Refusals {
     lines: Vec<String>,
     /// Names of the refused settings.
     about: Vec<String>,
+    /// Settings, and the names by which the user has set them.
+    called: Vec<(String, String)>,
 }
 
 impl Refusals {
@@ -339,7 +353,7 @@ impl Refusals {
     /// Returns an empty collection for a part of the same settings: consequences of what is refused here are not refused there
     /// either.
     pub fn about(&self) -> Self {
-        Self { lines: Vec::new(), about: self.about.clone() }
+        Self { about: self.about.clone(), ..Self::default() }
     }
 
     /// Adds one line, which refuses the settings `about`.
@@ -366,11 +380,27 @@ impl Refusals {
         Ok(())
     }
 
+    /// Has the setting `name` called `theirs` in the errors that start with it: the user has set it by that name.
+    pub fn call(&mut self, name: &str, theirs: &str) {
+        self.called.retain(|(called, _)| called != name);
+        self.called.push((name.into(), theirs.into()));
+    }
+
+    /// Returns `line` with the name at its start as the user has written it.
+    fn as_called(&self, line: String) -> String {
+        let Some(name) = subjects(&line).next().filter(|name| line.starts_with(name)) else { return line };
+        match self.called.iter().find(|(called, _)| called == name) {
+            Some((_, theirs)) => format!("{theirs}{}", &line[name.len()..]),
+            None => line,
+        }
+    }
+
     /// Returns everything refused as one error, a line each.
     ///
     /// # Errors
     /// [`Error::Usage`] for one refusal, [`Error::Refused`] for several.
     pub fn end(mut self) -> Result<()> {
+        self.lines = std::mem::take(&mut self.lines).into_iter().map(|line| self.as_called(line)).collect();
         match self.lines.len() {
             0 => Ok(()),
             1 => Err(Error::Usage(self.lines.remove(0))),
@@ -458,6 +488,22 @@ mod tests {
         for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
             assert_eq!(ByteSize::read(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn a_refusal_starts_with_the_name_that_the_user_wrote() {
+        let mut refusals = Refusals::default();
+        for theirs in ["init_kl_coef", "beta"] {
+            refusals.call("kl_coef", theirs);
+        }
+        for line in
+            ["kl_coef = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"]
+        {
+            refusals.refuse(line, [""; 0]);
+        }
+        let expected =
+            ["beta = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"];
+        assert_eq!(refusals.end().unwrap_err().refusals(), expected);
     }
 
     #[test]

@@ -26,6 +26,7 @@ pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
+pub use spec::check_written;
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 pub use trl::{TrlFunction, TrlReward};
 

@@ -599,6 +599,24 @@ impl Tokenizer {
         self.eos().ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
     }
 
+    /// Checks that `token`, the setting `eos_token`, is the token that ends a text.
+    ///
+    /// # Errors
+    /// If it is another one.
+    pub(crate) fn check_eos(&self, token: Option<&str>) -> Result<()> {
+        let Some(token) = token else { return Ok(()) };
+        let text = |id: i64| self.inner.as_ref()?.id_to_token(u32::try_from(id).ok()?);
+        let own = self.eos().and_then(text);
+        if own.as_deref() == Some(token) {
+            return Ok(());
+        }
+        let own = own.map_or("none".into(), |own| format!("{own:?}"));
+        Err(Error::Usage(format!(
+            "eos_token = {token}: expected the tokenizer's own, which is {own}: to change it, edit `eos_token` in {}",
+            self.dir.join(TOKENIZER_CONFIG).display()
+        )))
+    }
+
     /// Checks that every id of this tokenizer has a row in the embedding of `model`, whose folder is `dir`.
     ///
     /// # Errors

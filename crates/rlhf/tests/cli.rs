@@ -33,6 +33,13 @@ const GENERATE: &str = "generate --model_name_or_path policy --dataset_name prom
 pub(crate) const PROMPTS: [&str; 8] =
     ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
 
+/// A command line with the dataset `data` in place of its own.
+pub(crate) fn with_data(line: &str, data: &str) -> String {
+    let (before, after) = line.split_once("--dataset_name ").unwrap();
+    let rest = after.split_once(' ').map_or("", |(_, rest)| rest);
+    format!("{before}--dataset_name {data} {rest}")
+}
+
 impl Scratch {
     pub(crate) fn new() -> Self {
         let scratch = Self::of_family("gpt_neox");
@@ -621,30 +628,18 @@ fn data_that_cannot_be_used_is_refused_with_its_line() {
         ("folder", &["folder: expected a split `train`", "found no file of rows"]),
         ("nowhere.jsonl", &["nowhere.jsonl: ", "found no such path"]),
     ] {
-        scratch.refuses(&format!("{PPO} --dataset_name {file}"), 1, words);
+        scratch.refuses(&with_data(PPO, file), 1, words);
     }
     scratch.refuses(&format!("{GENERATE} --dataset_name field.jsonl"), 1, &["field.jsonl: line 3", "`prompt`"]);
-    scratch.refuses(
-        &format!("{SFT} --dataset_name field.jsonl"),
-        1,
-        &["field.jsonl: line 1", "`text`", "found `prompt`"],
-    );
-    scratch.refuses(
-        &format!("{REWARD} --dataset_name field.jsonl"),
-        1,
-        &["field.jsonl: line 1", "`chosen`", "found `prompt`"],
-    );
+    scratch.refuses(&with_data(SFT, "field.jsonl"), 1, &["field.jsonl: line 1", "`text`", "found `prompt`"]);
+    scratch.refuses(&with_data(REWARD, "field.jsonl"), 1, &["field.jsonl: line 1", "`chosen`", "found `prompt`"]);
 }
 
 #[test]
 fn a_row_of_a_json_array_is_named_by_its_number() {
     let scratch = Scratch::new();
     scratch.write("rows.json", "[\n  {\n    \"prompt\": \"x\"\n  },\n  {\n    \"question\": \"y\"\n  }\n]\n");
-    scratch.refuses(
-        &format!("{PPO} --dataset_name rows.json"),
-        1,
-        &["rows.json: row 2: ", "`prompt`", "found `question`"],
-    );
+    scratch.refuses(&with_data(PPO, "rows.json"), 1, &["rows.json: row 2: ", "`prompt`", "found `question`"]);
 }
 
 #[test]
@@ -675,7 +670,7 @@ fn rows_that_are_cut_or_left_out_are_counted() {
     scratch.write("demos/train.jsonl", &rows);
     scratch.write("demos/test.jsonl", &[rows.clone(), rows].concat());
     let small = "--per_device_train_batch_size 2 --max_length 12";
-    let ran = scratch.run(&format!("{SFT} --dataset_name demos {small}"));
+    let ran = scratch.run(&format!("{} {small}", with_data(SFT, "demos")));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     for words in [
         "train.jsonl: 2 of 3 rows were cut",
@@ -691,7 +686,7 @@ fn rows_that_are_cut_or_left_out_are_counted() {
     std::fs::create_dir(scratch.path("pairs")).unwrap();
     scratch.write("pairs/train.jsonl", &[pair(4), pair(5), pair(40)].concat());
     scratch.write("pairs/test.jsonl", &[pair(4), pair(40), pair(50)].concat());
-    let ran = scratch.run(&format!("{REWARD} --dataset_name pairs {small} --output_dir out_reward"));
+    let ran = scratch.run(&format!("{} {small} --output_dir out_reward", with_data(REWARD, "pairs")));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     for words in ["train.jsonl: 1 of 3 pairs were left out", "test.jsonl: 2 of 3 pairs were left out"] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
@@ -699,13 +694,13 @@ fn rows_that_are_cut_or_left_out_are_counted() {
 
     scratch.write("long.jsonl", &pair(40));
     scratch.refuses(
-        &format!("{REWARD} --dataset_name long.jsonl {small} --output_dir o"),
+        &format!("{} {small} --output_dir o", with_data(REWARD, "long.jsonl")),
         1,
         &["long.jsonl: ", "max_length = 12"],
     );
     scratch.write("long.jsonl", &row(40, 4));
     scratch.refuses(
-        &format!("{SFT} --dataset_name long.jsonl {small} --output_dir o"),
+        &format!("{} {small} --output_dir o", with_data(SFT, "long.jsonl")),
         1,
         &["long.jsonl: ", "max_length = 12"],
     );
@@ -736,6 +731,20 @@ fn rows_with_an_empty_text_are_left_out_and_counted_and_an_empty_completion_is_l
 }
 
 // Bad input: settings.
+
+#[test]
+fn an_eos_token_that_is_set_must_be_the_tokenizers_own() {
+    let scratch = Scratch::new();
+    for (line, out) in [(SFT, "sft"), (REWARD, "judge")] {
+        let words = ["eos_token = <|im_end|>: expected the tokenizer's own, which is \"<|endoftext|>\": to change it"];
+        scratch.refuses(&format!("{line} --eos_token <|im_end|>"), 2, &words);
+        let own = scratch.run(&format!("{line} --eos_token <|endoftext|> --pad_token <|padding|> --output_dir {out}"));
+        assert_eq!(own.code, 0, "{}", own.stderr);
+        assert!(own.stderr.contains("without effect here: pad_token (nothing is padded"), "{}", own.stderr);
+        // The settings of the run are those without it.
+        assert!(!scratch.read(&format!("{out}/config.yaml")).contains("eos_token"));
+    }
+}
 
 #[test]
 fn settings_that_cannot_be_are_usage_errors() {
@@ -794,7 +803,7 @@ fn a_folder_that_holds_a_run_is_left_alone_without_the_flag_to_overwrite() {
     scratch.copy("other", "gpt_neox");
     let line = format!("{PPO} --overwrite_output_dir --reward_model_path other");
     scratch.refuses(&line, 1, &["score.weight"]);
-    let line = format!("{SFT} --overwrite_output_dir --dataset_name prompts.jsonl");
+    let line = format!("{} --overwrite_output_dir", with_data(SFT, "prompts.jsonl"));
     scratch.refuses(&line, 1, &["prompts.jsonl: line 1"]);
 
     scratch.succeeds(&format!("{SFT} --overwrite_output_dir"));
@@ -814,7 +823,7 @@ fn a_run_never_replaces_what_it_reads() {
         format!("{PPO} --output_dir ./reward/../policy --overwrite_output_dir"),
         format!("{PPO} --output_dir reward --overwrite_output_dir"),
         format!("{PPO} --value_model_path out/value_model --overwrite_output_dir"),
-        format!("{PPO} --dataset_name out/samples/update-000000.jsonl --overwrite_output_dir"),
+        format!("{} --overwrite_output_dir", with_data(PPO, "out/samples/update-000000.jsonl")),
         format!("{PPO} --model_name_or_path lender --output_dir lender --overwrite_output_dir"),
         format!("{SFT} --output_dir policy --overwrite_output_dir"),
         format!("{REWARD} --output_dir reward --overwrite_output_dir"),

@@ -1,6 +1,6 @@
 //! Rows from every kind of file, and what the commands make of them.
 
-use crate::cli::{PPO, PROMPTS, Ran, Scratch, timeless};
+use crate::cli::{PPO, PROMPTS, Ran, Scratch, timeless, with_data};
 use crate::support::golden;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
@@ -108,7 +108,7 @@ fn every_format_gives_the_same_run() {
         scratch.write(&format!("shards/data/train-{shard:05}-of-00003.jsonl"), &lines);
     }
     let run = |data: &str, out: &str| {
-        scratch.succeeds(&format!("{PPO} --dataset_name {data} --output_dir {out}"));
+        scratch.succeeds(&format!("{} --output_dir {out}", with_data(PPO, data)));
         (timeless(scratch.metrics(out)), scratch.read(&format!("{out}/samples/update-000002.jsonl")))
     };
     let expected = run("rows.csv", "of_csv");
@@ -132,7 +132,7 @@ fn broken_files_are_named_with_the_place() {
             &["columns.csv: line 2", "`prompt`", "found `question`, `answer`", "--dataset_columns prompt=question"],
         ),
     ] {
-        scratch.refuses(&format!("{PPO} --dataset_name {file}"), 1, words);
+        scratch.refuses(&with_data(PPO, file), 1, words);
     }
 }
 
@@ -140,8 +140,8 @@ fn broken_files_are_named_with_the_place() {
 fn run_on_a_long_prompt(scratch: &Scratch, flags: &str, out: &str) -> Ran {
     let row = |letter: &str, count| format!("{}\n", json!({"prompt": letter.repeat(count)}));
     scratch.write("lengths.jsonl", &[row("x", 3), row("y", 19), row("z", 5)].concat());
-    scratch
-        .run(&format!("{PPO} --dataset_name lengths.jsonl --per_device_train_batch_size 2 {flags} --output_dir {out}"))
+    let line = with_data(PPO, "lengths.jsonl");
+    scratch.run(&format!("{line} --per_device_train_batch_size 2 {flags} --output_dir {out}"))
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn rows_held_out_for_evaluation_change_what_is_trained_on() {
 fn datasets_are_mixed_by_weight_from_the_seed() {
     let scratch = Scratch::new();
     scratch.write("more.csv", "prompt\nonce more\nand again\n");
-    let line = format!("{PPO} --dataset_name prompts.jsonl more.csv --dataset_weights 0.2 0.8");
+    let line = format!("{PPO} --dataset_name more.csv --dataset_weights 0.2 --dataset_weights 0.8");
     let run = |line: &str, out: &str| {
         scratch.succeeds(&format!("{line} --output_dir {out}"));
         timeless(scratch.metrics(out))
@@ -206,7 +206,7 @@ fn datasets_are_mixed_by_weight_from_the_seed() {
     let first = run(&line, "first");
     assert_eq!(run(&line, "second"), first);
     assert_eq!(run("ppo --config first/config.yaml", "third"), first, "config.yaml keeps the list");
-    assert_ne!(run(&line.replace("0.2 0.8", "0.8 0.2"), "fourth"), first);
+    assert_ne!(run(&line.replace("0.2 --dataset_weights 0.8", "0.8 0.2"), "fourth"), first);
     // Episodes by default are so many passes over all prompts together: 3 * (8 + 2) in updates of 4.
     let whole = line.replace("--total_episodes 8", "");
     assert_eq!(run(&whole, "whole").len(), 8);

@@ -1,6 +1,6 @@
 //! Training of encoder-decoders: SFT and PPO of a tiny T5, and the settings that they refuse.
 
-use crate::cli::{PROMPTS, Scratch, json_lines};
+use crate::cli::{PROMPTS, Scratch, json_lines, with_data};
 use crate::support::{golden, near};
 use rlhf::data::Dataset;
 use rlhf::model::{Batch, CausalLm, ModelOptions, SequenceClassifier};
@@ -215,7 +215,7 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
         (format!("{SFT} --packing"), 2, "packing = true: expected false for an encoder-decoder"),
         (format!("{SFT} --completion_only_loss false"), 2, "completion_only_loss = false: expected true"),
         (format!("{SFT} --assistant_only_loss"), 2, "assistant_only_loss = true: expected false"),
-        (format!("{SFT} --dataset_name texts.jsonl"), 1, "expected a field `prompt` with a text for the encoder"),
+        (with_data(SFT, "texts.jsonl"), 1, "expected a field `prompt` with a text for the encoder"),
         (format!("{PPO} {rule} --apply_chat_template"), 2, "apply_chat_template = true: expected false"),
         (format!("{PPO} {rule} --value_head --num_shared_layers 1"), 2, "num_shared_layers = 1: expected "),
         (format!("{PPO} {rule} --unsupervised_dataset_name texts.jsonl"), 2, "its texts have no prompts"),
@@ -227,10 +227,8 @@ fn settings_of_decoders_alone_are_one_line_for_an_encoder_decoder() {
     let long = format!("{{\"prompt\": \"{}\", \"completion\": \"x\"}}\n", "the capital of France. ".repeat(80));
     scratch.write("long.jsonl", &long);
     let words = ["long.jsonl: line 1", "the prompt is too long: expected at most 512 tokens (the encoder's limit)"];
-    scratch.refuses(&format!("{PPO} {rule} --dataset_name long.jsonl"), 1, &words);
-    scratch.succeeds(&format!(
-        "{PPO} {rule} --dataset_name demos.jsonl --response_length 511 --total_episodes 4 --output_dir most"
-    ));
+    scratch.refuses(&format!("{} {rule}", with_data(PPO, "long.jsonl")), 1, &words);
+    scratch.succeeds(&format!("{PPO} {rule} --response_length 511 --total_episodes 4 --output_dir most"));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Rewards that are no model of the policy's: programs, services, rules, closures, other chat templates; and PPO with them.
 
 use crate::checkpoint::{signal, wait_until};
-use crate::cli::{PPO, PROMPTS, REWARD, Ran, Scratch, json_lines, timeless};
+use crate::cli::{PPO, PROMPTS, REWARD, Ran, Scratch, json_lines, timeless, with_data};
 use crate::launch::{runs, wait_for};
 use crate::support::{Child, Tensors, assert_close, golden, init, read_json};
 use rlhf::generate::FinishReason;
@@ -597,7 +597,7 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
     // Of a prompt that was truncated there is no conversation, and the whole one was not used.
     let row = |text: &str| format!("{}\n", json!({"query": [{"role": "user", "content": text}]}));
     scratch.write("chats.jsonl", &[row("Good?"), row("Is it any good, or is it not?")].concat());
-    let line = format!("{NO_MODEL} --reward model:sentiment --dataset_name chats.jsonl --max_prompt_length 12");
+    let line = format!("{} --reward model:sentiment --max_prompt_length 12", with_data(NO_MODEL, "chats.jsonl"));
     scratch.refuses(
         &format!("{line} --long_prompts truncate_left"),
         2,
@@ -615,7 +615,7 @@ fn a_rounded_model_is_no_reason_to_refuse_prompts_that_were_not_truncated() {
     scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
     let row = json!({"query": [{"role": "user", "content": "Good?"}]});
     scratch.write("chats.jsonl", &format!("{row}\n"));
-    let line = format!("{NO_MODEL} --reward model:sentiment --dataset_name chats.jsonl --bf16 --optim adamw_bf16");
+    let line = format!("{} --reward model:sentiment --bf16 --optim adamw_bf16", with_data(NO_MODEL, "chats.jsonl"));
     let ran = scratch.run(&format!("{line} --max_prompt_length 12 --long_prompts truncate_left"));
     assert!(ran.stderr.contains("optim = adamw_bf16 rounds weights"), "{}", ran.stderr);
     assert_eq!(ran.code, 0, "{}", ran.stderr);

@@ -230,6 +230,16 @@ fn is_named(arg: &Arg, name: &str) -> bool {
         || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
 }
 
+/// Has the flags of `command` on the command line `args` called in errors as they are there, which may be by an alias.
+pub(super) fn call_as_written(command: &Command, args: &[OsString], refusals: &mut Refusals) {
+    let words = args.iter().take_while(|word| *word != "--").filter_map(|word| word.to_str()?.strip_prefix("--"));
+    for name in words.filter_map(|word| word.split('=').next()) {
+        if let Some(arg) = command.get_arguments().find(|arg| is_named(arg, name)) {
+            refusals.call(arg.get_id().as_str(), name);
+        }
+    }
+}
+
 /// Returns whether the flag `name` is on the command line.
 pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
@@ -267,11 +277,14 @@ pub(super) fn split_at_command(
 mod tests {
     use std::path::PathBuf;
 
+    use clap::Command;
+    use clap::builder::ValueParser;
     use rlhf::rl::math::ScorePosition;
     use rlhf::settings::{PpoConfig, SftConfig};
 
-    use crate::cli::Task;
-    use crate::cli::testing::{parse_words, ppo, ppo_error, with_file};
+    use crate::cli::commands::rlhf_command;
+    use crate::cli::testing::{least, parse_words, ppo, ppo_error, with_file};
+    use crate::cli::{Task, trl};
 
     #[test]
     fn a_flag_name_may_have_dashes_and_values_keep_theirs() {
@@ -422,9 +435,37 @@ mod tests {
     }
 
     #[test]
-    fn the_last_flag_wins() {
-        let config = ppo(&["--dataset_name", "a", "b", "--dataset_name", "c"]);
-        assert_eq!(config.data.dataset_name, [PathBuf::from("c")]);
+    fn of_a_repeated_flag_the_last_value_counts_and_a_list_has_all() {
         assert_eq!(ppo(&["--seed", "1", "--seed", "2"]).run.seed, 2);
+        let config = ppo(&["--dataset_name", "b", "c", "--dataset_weights", "1,2", "--dataset_weights", "3"]);
+        assert_eq!(config.data.dataset_name, ["prompts.jsonl", "b", "c"].map(PathBuf::from));
+        assert_eq!(config.data.dataset_weights, [1.0, 2.0, 3.0]);
+        let words = [&least("grpo")[..], &["--reward_funcs", "json", "--reward_funcs", "length:9"]].concat();
+        let Task::Ppo(config) = parse_words(&words).unwrap() else { panic!() };
+        assert_eq!(config.rewards.reward, ["json", "length:9"]);
+    }
+
+    #[test]
+    fn each_list_flag_of_each_command_has_the_values_of_all_its_places() {
+        let rlhf = rlhf_command();
+        let mut lists = 0;
+        for command in rlhf.get_subcommands() {
+            for arg in command.get_arguments().filter(|arg| arg.get_action().takes_values()) {
+                let several = arg.get_value_delimiter().is_some()
+                    || arg.get_num_args().is_some_and(|count| count.max_values() > 1);
+                // Flags of TRL take any number of words, so that all of them are in the error that refuses them.
+                let is_list = if trl::is_added(arg) { trl::is_list(arg) } else { several };
+                let Some(long) = arg.get_long().filter(|_| is_list) else { continue };
+                // The values of its own parser are not the same for all.
+                let text = arg.clone().required(false).value_parser(ValueParser::os_string());
+                let probe = Command::new("probe").no_binary_name(true).args_override_self(true).arg(text);
+                let flag = format!("--{long}");
+                let found = probe.try_get_matches_from([flag.as_str(), "1", flag.as_str(), "2"]).unwrap();
+                let count = found.get_raw(arg.get_id().as_str()).unwrap().count();
+                assert_eq!(count, 2, "rlhf {} {flag}", command.get_name());
+                lists += 1;
+            }
+        }
+        assert!(lists > 60, "{lists}");
     }
 }

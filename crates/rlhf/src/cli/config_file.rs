@@ -46,6 +46,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         match refused(keys, &setting, error, is_set) {
             Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
             None => {
+                refusals.call(&name, &setting.key);
                 spelled.insert(name.clone(), std::mem::replace(&mut setting.key, name));
                 settings.push(setting);
             }

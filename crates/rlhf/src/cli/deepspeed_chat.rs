@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
@@ -141,8 +141,8 @@ pub(super) fn with_flags(command: Command) -> Command {
                 .require_equals(true)
                 .default_missing_value("true")
                 .value_parser(["true", "false", "True", "False"]),
-            (false, "data_path") => arg.num_args(1..),
-            (false, "sft_only_data_path") => arg.num_args(0..),
+            (false, "data_path") => arg.num_args(1..).action(ArgAction::Append),
+            (false, "sft_only_data_path") => arg.num_args(0..).action(ArgAction::Append),
             (false, _) => arg.num_args(1).allow_negative_numbers(true),
         })
     };

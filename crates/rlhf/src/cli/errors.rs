@@ -62,6 +62,21 @@ pub(super) fn no_help_command(command: Option<&OsString>, rlhf: &Command) -> Err
     Error::Usage(format!("unrecognized subcommand 'help'; tip: rlhf{space}{known} --help"))
 }
 
+/// Trainers that are not here, as their commands are called, and the systems that have them.
+const NO_TRAINERS: [(&[&str], &str); 2] = [
+    (&["dpo", "kto", "prm"], "TRL or OpenRLHF"),
+    (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
+];
+
+/// Returns the error for the command `name` of a trainer that is not here.
+pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
+    let name = name.to_str()?;
+    let plain = name.to_ascii_lowercase().replace('-', "_");
+    let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
+    let trainer = plain.to_ascii_uppercase().replace('_', " ");
+    Some(Error::Usage(format!("unrecognized subcommand '{name}'; there is no {trainer} here: take {systems} for it")))
+}
+
 /// Returns what `arg` expects, if it does not accept `value`.
 pub(super) fn refusal(arg: &Arg, value: &str) -> Option<String> {
     let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
@@ -156,6 +171,17 @@ mod tests {
             [(&["help", "ppo"][..], "rlhf ppo --help"), (&["help"], "rlhf --help"), (&["help", "train"], "rlhf --help")]
         {
             assert_eq!(parse_words(words).unwrap_err(), format!("unrecognized subcommand 'help'; tip: {tip}"));
+        }
+    }
+
+    #[test]
+    fn a_trainer_that_is_not_here_is_said_to_be_elsewhere() {
+        for (name, trainer, systems) in
+            [("dpo", "DPO", "TRL or OpenRLHF"), ("orpo", "ORPO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL")]
+        {
+            let error = parse_words(&[name, "--config", "dpo.yaml"]).unwrap_err();
+            let expected = format!("there is no {trainer} here: take {systems} for it");
+            assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
         }
     }
 

@@ -102,6 +102,7 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["ds.lora.alpha"], "lora_alpha"),
     (&["ds.lora.dropout"], "lora_dropout"),
     (&["target_modules", "ds.lora.target_modules"], "lora_target_modules"),
+    (&["ds.load_in_4bit"], "load_in_4bit"),
     (&["load_checkpoint", "ckpt.load_enable"], "resume_from_checkpoint"),
     (&["ckpt.save_steps"], "save_steps"),
     (&["max_ckpt_num", "ckpt.max_num"], "save_total_limit"),
@@ -110,50 +111,91 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["agent_func_path", "train.agent_func_path"], "nothing: a response is one turn"),
 ];
 
-/// Names without a counterpart, by the reason for which there is none; a name that ends with `*` stands for all that start with it.
+/// Names without a counterpart, by the reason for which there is none.
 const NONE: &[(&[&str], &str)] = &[
     (
         &[
             "actor_num_nodes",
             "actor_num_gpus_per_node",
+            "actor.num_nodes",
+            "actor.num_gpus_per_node",
+            "actor_init_on_gpu",
             "critic_num_nodes",
             "critic_num_gpus_per_node",
+            "critic.num_nodes",
+            "critic.num_gpus_per_node",
             "ref_num_nodes",
             "ref_num_gpus_per_node",
+            "ref.num_nodes",
+            "ref.num_gpus_per_node",
             "reward_num_nodes",
             "reward_num_gpus_per_node",
+            "reward.num_nodes",
+            "reward.num_gpus_per_node",
             "colocate_all_models",
             "colocate_actor_ref",
             "colocate_critic_reward",
             "train.colocate_all",
             "train.colocate_actor_ref",
             "train.colocate_critic_reward",
-            "actor.num_*",
-            "critic.num_*",
-            "ref.num_*",
-            "reward.num_*",
-            "vllm*",
+            "vllm_num_engines",
+            "vllm_tensor_parallel_size",
+            "vllm_sync_backend",
+            "vllm_sync_with_ray",
+            "vllm_enable_sleep",
+            "vllm_gpu_memory_utilization",
+            "vllm.num_engines",
+            "vllm.tensor_parallel_size",
+            "vllm.sync_backend",
+            "vllm.sync_with_ray",
+            "vllm.enable_sleep",
+            "vllm.gpu_memory_utilization",
+            "vllm.enable_prefix_caching",
+            "vllm.enforce_eager",
             "enforce_eager",
             "enable_prefix_caching",
+            "deepspeed_enable_sleep",
+            "ds.enable_sleep",
         ],
         RANKS,
     ),
-    (&["save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem", "ckpt.*", "use_ds_universal_ckpt"], COMPLETE),
-    (&["wandb_*", "logger.*"], TRACKERS),
+    (
+        &[
+            "save_hf_ckpt",
+            "disable_ds_ckpt",
+            "max_ckpt_mem",
+            "ckpt.save_hf",
+            "ckpt.disable_ds",
+            "ckpt.max_mem",
+            "use_ds_universal_ckpt",
+            "universal_ckpt",
+            "ds.use_universal_ckpt",
+        ],
+        COMPLETE,
+    ),
+    (&["logger.logging_steps"], TRACKERS),
     (
         &[
             "async_train",
             "async_queue_size",
             "partial_rollout",
-            "train.async_*",
-            "train.partial_*",
+            "train.async_enable",
+            "train.async_queue_size",
+            "train.partial_rollout_enable",
             "enable_vllm_is_correction",
+            "vllm_is_correction_type",
+            "vllm_is_truncated_threshold",
+            "use_icepop",
+            "algo.advantage.is_correction_enable",
+            "algo.advantage.is_correction_threshold",
+            "algo.advantage.is_correction_type",
         ],
         ONE_POLICY,
     ),
     (
         &[
             "packing_samples",
+            "ds.packing_samples",
             "flash_attn",
             "use_dynamic_batch",
             "train.dynamic_batch_enable",
@@ -168,7 +210,28 @@ const NONE: &[(&[&str], &str)] = &[
         &["no_advantage_std_norm", "algo.advantage.no_std_norm"],
         "advantages are whitened, or left as they are by whiten_advantages = none",
     ),
-    (&["ds.*", "ring_attn_*", "zpg", "grad_accum_dtype", "overlap_comm"], "zero_stage is what is shared over ranks"),
+    (
+        &[
+            "ring_attn_size",
+            "ring_head_stride",
+            "ds.ring_attn_size",
+            "ds.ring_attn_head_stride",
+            "ds_tensor_parallel_size",
+            "ds.tensor_parallel_size",
+            "zpg",
+            "ds.zpg",
+            "grad_accum_dtype",
+            "ds.grad_accum_dtype",
+            "overlap_comm",
+            "ds.overlap_comm",
+            "ds.attn_implementation",
+            "ds.deepcompile",
+            "ds.experts_implementation",
+            "ds.use_liger_kernel",
+            "ds.value_head_prefix",
+        ],
+        "zero_stage is what is shared over ranks",
+    ),
 ];
 
 /// Returns what to use instead of OpenRLHF's flag `name`, for an error message.
@@ -177,8 +240,7 @@ pub(super) fn hint(name: &str) -> Option<String> {
     if let Some((_, ours)) = ours {
         return Some(format!("`{name}` is OpenRLHF's: here it is {ours}"));
     }
-    let is = |pattern: &&&str| pattern.strip_suffix('*').map_or(**pattern == name, |start| name.starts_with(start));
-    let none = NONE.iter().find(|(names, _)| names.iter().any(|pattern| is(&pattern)));
+    let none = NONE.iter().find(|(names, _)| names.contains(&name));
     none.map(|(_, why)| format!("`{name}` is OpenRLHF's, and there is none here: {why}"))
 }
 
@@ -216,6 +278,17 @@ mod tests {
         let words =
             [&least("grpo")[..], &["--n_samples_per_prompt", "4", "--advantage_estimator", "group_norm"]].concat();
         assert!(parse_words(&words).is_ok());
+    }
+
+    #[test]
+    fn a_name_that_only_begins_like_one_of_openrlhf_is_not_said_to_be_its() {
+        for name in ["vllm_dtype", "wandb_entity", "wandb_log_unique_prompts", "ckpt.best", "actor.num_layers"] {
+            assert_eq!(hint(name), None);
+        }
+        let error = parse_words(&[&least("grpo")[..], &["--wandb_entity", "team"]].concat()).unwrap_err();
+        let expected =
+            "unexpected argument '--wandb_entity' found; arguments of a tracker are entries of tracker_kwargs";
+        assert!(error.starts_with(expected), "{error}");
     }
 
     #[test]

@@ -6,8 +6,9 @@
 use std::path::Path;
 
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::flag::Refusals;
+use rlhf::reward::check_written;
 use serde_json::{Map, Value};
 
 use super::errors::{Messages, refusal};
@@ -189,7 +190,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         TRAIN,
         &["bf16_full_eval", "fp16_full_eval"],
     ),
-    (Only(OFF, "float32 products keep full precision"), TRAIN, &["tf32"]),
+    (Noted("float32 products keep full precision"), TRAIN, &["tf32"]),
     (Only(ZERO, "evaluations run every eval_steps from the start"), TRAIN, &["eval_delay"]),
     (Noted("with eval_steps there is an evaluation before the first update"), TRAIN, &["eval_on_start"]),
     (
@@ -228,7 +229,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         &["sft", "reward", "grpo", "rloo"],
         &["model_init_kwargs"],
     ),
-    (Only(UNSET, "the tokenizer's own tokens are used; change them in its folder"), LEARN, &["eos_token", "pad_token"]),
+    (Noted("nothing is padded"), SFT, &["pad_token"]),
+    (Noted("nothing is padded; pair_loss = tokens pads with the tokenizer's token"), REWARD, &["pad_token"]),
     (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
     (Only(UNSET, "rows are read by their columns"), SFT, &["dataset_kwargs"]),
@@ -271,6 +273,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "vllm_gpu_memory_utilization",
             "vllm_max_model_length",
             "vllm_tensor_parallel_size",
+            // Names of earlier versions.
+            "vllm_device",
+            "vllm_dtype",
+            "vllm_max_model_len",
+            "vllm_enable_prefix_caching",
             "use_transformers_continuous_batching",
             "transformers_continuous_batching_config",
             "use_transformers_paged",
@@ -289,7 +296,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Only(OFF, "the KL is that of a whole response"), &["rloo"], &["token_level_kl"]),
-    (Only(UNSET, "responses are not constrained"), GROUPS, &["vllm_structured_outputs_regex"]),
+    (
+        Only(UNSET, "responses are not constrained"),
+        GROUPS,
+        &["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"],
+    ),
     (
         Only(
             UNSET,
@@ -305,7 +316,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (
         Noted("responses are text; sample tables and print_answers show some"),
         GROUPS,
-        &["log_multimodal", "log_unique_prompts"],
+        &["log_multimodal", "log_unique_prompts", "wandb_log_unique_prompts"],
     ),
     (Noted("print_answers shows a few"), GROUPS, &["num_completions_to_print"]),
     (Only(UNSET, "responses are written to output_dir only"), GRPO, &["log_completions_hub_repo"]),
@@ -315,6 +326,17 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GRPO,
         &["cast_lm_head_to_fp32"],
     ),
+];
+
+/// Flags of the table that are lists in TRL: repeated on the command line, one has the values of all. Of another flag the last value
+/// counts.
+const LISTS: [&str; 6] = [
+    "reward_funcs",
+    "include_for_metrics",
+    "label_names",
+    "lora_target_parameters",
+    "optim_target_modules",
+    "datasets",
 ];
 
 /// Aliases of our flags, or of those in the table.
@@ -328,8 +350,12 @@ const ALIASES: [(&str, &str); 6] = [
 ];
 
 /// Names that TRL has, or had, and their place here.
-const HINTS: [(&[&str], &str); 3] = [
+const HINTS: [(&[&str], &str); 4] = [
     (&["rloo_k"], "its name is num_generations"),
+    (
+        &["wandb_entity", "wandb_run_group"],
+        "arguments of a tracker are entries of tracker_kwargs: {\"wandb\": {\"entity\": ..., \"group\": ...}}",
+    ),
     (&["env"], "set the variables in the environment of the command"),
     (
         &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
@@ -414,7 +440,8 @@ pub(super) fn with_flags(command: Command) -> Command {
             return command;
         }
         let arg = Arg::new(name).long(name).hide(true).help("of TRL or transformers").help_heading(HEADING);
-        command.arg(arg.num_args(0..).allow_negative_numbers(true))
+        let action = if LISTS.contains(&name) { ArgAction::Append } else { ArgAction::Set };
+        command.arg(arg.num_args(0..).allow_negative_numbers(true).action(action))
     });
     ALIASES.iter().fold(command, |command, &(alias, name)| {
         if !is_there(&command, name) || is_there(&command, alias) {
@@ -428,6 +455,12 @@ pub(super) fn with_flags(command: Command) -> Command {
 /// Returns whether [`with_flags`] added the flag.
 pub(super) fn is_added(arg: &Arg) -> bool {
     arg.get_help_heading() == Some(HEADING)
+}
+
+/// Returns whether the flag, which [`with_flags`] added, is a list in TRL.
+#[cfg(test)]
+pub(super) fn is_list(arg: &Arg) -> bool {
+    LISTS.contains(&arg.get_id().as_str())
 }
 
 /// Returns whether the value of the flag is a map.
@@ -692,22 +725,26 @@ impl Flags<'_> {
         if self.is_set("reward", settings) {
             self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
         } else {
+            refusals.call("reward", "reward_funcs");
             let values = self.rewards(given, refusals);
             settings.push(Setting::new("reward", values));
         }
     }
 
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`.
+    /// Returns the rewards that `reward_funcs` names, as values of `reward`. Those that are malformed are refused.
     fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
-        let is_path = |name: &&String| name.contains('.') && !name.contains([':', '=']);
-        for path in given.values.iter().filter(is_path) {
-            let message = format!(
-                "reward_funcs = {path}: a function of Python is not imported: call it in a program that reads JSON lines, and name the \
-                 program in reward_command"
-            );
-            self.refuse(given, &message, refusals);
+        let refused = |name: &String| check_written(name).err().and_then(|error| error.refusals().first().cloned());
+        let (mut sound, names) = (Vec::new(), &given.values);
+        for (name, refused) in names.iter().map(|name| (name, refused(name))) {
+            match refused {
+                None => sound.push(name.clone()),
+                Some(line) => {
+                    let reason = line.strip_prefix("reward = ").unwrap_or(&line);
+                    self.refuse(given, &format!("reward_funcs = {reason}"), refusals);
+                }
+            }
         }
-        given.values.iter().filter(|name| !is_path(name)).cloned().collect()
+        sound
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -1006,7 +1043,14 @@ mod tests {
                 &["--reward_funcs", "my_lib.rewards.custom"][..],
                 "reward_funcs = my_lib.rewards.custom: a function of Python",
             ),
+            (
+                &["--reward_funcs", "owner/name"],
+                "reward_funcs = owner/name: expected a kind of reward; a model is written as",
+            ),
+            (&["--reward_funcs", "jsn"], "reward_funcs = jsn: expected one of model"),
+            (&["--reward_funcs", "json", "json"], "reward_funcs: `json` is given twice"),
             (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (&["--beta", "-1"], "beta = -1: expected a number of 0 or more"),
             (
                 &["--cast_lm_head_to_fp32"],
                 "cast_lm_head_to_fp32 = true: logits have the precision of the run, and their log-probabilities are float32; expected \
@@ -1019,6 +1063,36 @@ mod tests {
         ] {
             let error = parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
             assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn errors_of_a_file_have_its_names() {
+        let text = "reward_funcs: 'accuracy_reward,think_format_reward'\nbeta: -1\ntop_k: -1\n";
+        let error = with_file(text, &least("grpo")).unwrap_err();
+        let expected = [
+            "run.yaml:1: reward_funcs = accuracy_reward,think_format_reward: expected one reward, found several: give a list, \
+             [accuracy_reward, think_format_reward], or repeat the flag for each",
+            "beta = -1: expected a number of 0 or more",
+        ];
+        assert_eq!(error.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn names_of_earlier_versions_of_trl_are_noted_or_refused_as_their_later_ones() {
+        let words = "--vllm_device auto --vllm_dtype auto --vllm_max_model_len 512 --vllm_enable_prefix_caching true \
+                     --vllm_guided_decoding_regex none --wandb_log_unique_prompts --tf32 true --top_k -1";
+        for command in GROUPS {
+            let words: Vec<&str> = least(command).into_iter().chain(words.split_whitespace()).collect();
+            let found = parsed(&words).unwrap();
+            assert_eq!(found.task, parse_words(&least(command)).unwrap(), "-1 is off");
+            let [note] = &found.notes[..] else { panic!("{:?}", found.notes) };
+            let noted =
+                "vllm_device, vllm_dtype, vllm_max_model_len, vllm_enable_prefix_caching (generation is rlhf's own)";
+            assert!(note.contains(noted) && note.contains("tf32 (float32 products keep full precision)"), "{note}");
+            let error = parse_words(&[&least(command)[..], &["--vllm_guided_decoding_regex", "[a-z]"]].concat());
+            let expected = "vllm_guided_decoding_regex = [a-z]: responses are not constrained; expected none";
+            assert_eq!(error.unwrap_err(), expected);
         }
     }
 

@@ -76,16 +76,19 @@ impl Files {
 
     /// Finds the files of `split`. A missing one is an error with `flag`, the flag that sets the split, which is empty if none does.
     fn look_for(name: &Path, config: Option<&str>, split: &str, flag: Option<&str>) -> Result<Option<Self>> {
-        let choose = |files: &BTreeSet<String>| match (of_split(files, config, split), flag) {
-            (Ok(chosen), Some(flag)) if chosen.is_empty() => {
-                let message = match files.iter().find(|file| is_arrow(file)) {
-                    Some(file) => not_arrow(file),
-                    None => format!("expected a split `{split}`, {}", splits_there(files, config, flag)),
-                };
-                Err(Error::invalid(name, message))
+        let choose = |files: &BTreeSet<String>| {
+            let config = config.filter(|config| !is_unnamed(config, files));
+            match (of_split(files, config, split), flag) {
+                (Ok(chosen), Some(flag)) if chosen.is_empty() => {
+                    let message = match files.iter().find(|file| is_arrow(file)) {
+                        Some(file) => not_arrow(file),
+                        None => format!("expected a split `{split}`, {}", splits_there(files, config, flag)),
+                    };
+                    Err(Error::invalid(name, message))
+                }
+                (Ok(chosen), _) => Ok(chosen),
+                (Err(message), _) => Err(Error::invalid(name, message)),
             }
-            (Ok(chosen), _) => Ok(chosen),
-            (Err(message), _) => Err(Error::invalid(name, message)),
         };
         let paths = if name.is_file() {
             if let Some(file) = name.file_name().and_then(|file| file.to_str()).filter(|file| is_arrow(file)) {
@@ -114,6 +117,11 @@ impl Files {
     pub fn describe(&self) -> &Path {
         if let [only] = self.paths.as_slice() { only } else { &self.name }
     }
+}
+
+/// Whether `config` is the name that the library `datasets` has for the configuration of a dataset with one alone, which has no folder.
+fn is_unnamed(config: &str, files: &BTreeSet<String>) -> bool {
+    config == "default" && !files.iter().any(|file| file.starts_with("default/"))
 }
 
 /// Returns the name and the revision on the hub, if `name` has that form and is not a file name.
@@ -393,6 +401,21 @@ mod tests {
         assert!(error.contains("`main`, `socratic`") && error.contains("--dataset_config"), "{error}");
         assert_eq!(chosen(&files, Some("socratic"), "train").unwrap(), [files[1]]);
         assert_eq!(chosen(&files, Some("none"), "train").unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn the_configuration_default_is_a_folder_of_that_name_or_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let find = |config| Files::find(dir.path(), Some(config), "train").map(|files| files.paths);
+        std::fs::write(dir.path().join("train.csv"), "prompt\nx\n").unwrap();
+        assert_eq!(find("default").unwrap(), [dir.path().join("train.csv")]);
+        assert!(find("main").unwrap_err().to_string().contains("found no file of rows in its folder main"));
+        std::fs::create_dir(dir.path().join("default")).unwrap();
+        std::fs::write(dir.path().join("default/train.csv"), "prompt\ny\n").unwrap();
+        assert_eq!(find("default").unwrap(), [dir.path().join("default/train.csv")]);
+        std::fs::remove_file(dir.path().join("train.csv")).unwrap();
+        std::fs::rename(dir.path().join("default"), dir.path().join("main")).unwrap();
+        assert_eq!(find("default").unwrap(), [dir.path().join("main/train.csv")]);
     }
 
     #[test]

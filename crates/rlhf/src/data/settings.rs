@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::{ArgAction, Args, ValueEnum};
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::{Columns, Files};
@@ -55,11 +55,11 @@ impl SplitConfig {
 #[command(rename_all = "snake_case")]
 pub struct DataConfig {
     /// Dataset: a JSONL, JSON, CSV or Parquet file, a folder with files per split, or a hub name; or several of them.
-    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
+    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1..)]
     #[serde(serialize_with = "one_or_list")]
     pub dataset_name: Vec<PathBuf>,
     /// Sampling weights of several datasets, a number for each [default: every row is equally likely].
-    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
+    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',')]
     pub dataset_weights: Vec<f64>,
     /// Configuration (folder) of the dataset to use, if several have the split; of the evaluation dataset too, if it has it.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]

@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{SAMPLING, Setting, above_zero, all, expect, no_effect, usage, zero_to_one};
+use crate::flag::{SAMPLING, Setting, above_zero, all, expect, no_effect, top_k_or_minus_one, usage, zero_to_one};
 
 /// Sampling of PPO's responses beside their temperature: in training, in evaluations and, except for the filters, in the sample
 /// tables, which are greedy.
@@ -12,7 +12,7 @@ use crate::flag::{SAMPLING, Setting, above_zero, all, expect, no_effect, usage, 
 #[command(rename_all = "snake_case")]
 pub struct SamplingConfig {
     /// Sample from this many most likely tokens only; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0, value_name = usize::NAME, value_parser = top_k_or_minus_one)]
     pub top_k: usize,
     /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all.
     #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]

@@ -181,10 +181,52 @@ fn public(text: &str) -> String {
     format!("{}{more}", beginning(&text[..end], 80))
 }
 
+/// Checks one reward as it is written in the setting `reward`, alone: models and files that it names need not be there.
+///
+/// # Errors
+/// If it is malformed; the message starts with `reward = `.
+pub fn check_written(text: &str) -> Result<()> {
+    parse(text).map(drop)
+}
+
+/// Returns what is expected in place of a reward `kind` that is something else which a user of TRL may name: several rewards, a file or a
+/// function of Python, a model.
+fn mistaken(kind: &str, argument: &str) -> Option<String> {
+    let is_name = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c));
+    let parts: Vec<&str> = kind.split(',').map(str::trim).collect();
+    if parts.len() > 1 && parts.iter().all(|part| is_name(part)) {
+        let list = parts.join(", ");
+        let list = beginning(&list, 200);
+        return Some(format!("expected one reward, found several: give a list, [{list}], or repeat the flag for each"));
+    }
+    let is_folder = argument.is_empty() && Path::new(kind).is_dir();
+    let is_function = kind.contains('.') && !kind.contains('/') && is_name(kind);
+    if kind.ends_with(".py") || (is_function && !is_folder) {
+        let line = "--reward \"NAME=command:python3 FILE\"";
+        return Some(format!(
+            "a function of Python is not imported: call it in a program that reads JSON lines, and give that as {line}"
+        ));
+    }
+    let is_hub_name = argument.is_empty() && kind.contains('/') && is_name(kind) && !Path::new(kind).is_file();
+    let is_model = is_folder || is_hub_name;
+    is_model.then(|| format!("expected a kind of reward; a model is written as model:{}", public(kind)))
+}
+
+/// Returns the kind of reward that `kind` is probably a misspelling of: at most one letter in five differs.
+fn nearest(kind: &str) -> Option<&'static str> {
+    let known = ["model", "command", "url"].iter().chain(&KINDS).chain(&trl::KINDS).copied();
+    let distances = known.map(|name| (strsim::osa_distance(kind, name), name));
+    distances.filter(|(wrong, _)| *wrong <= (kind.len() / 5).max(1)).min().map(|(_, name)| name)
+}
+
 /// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
 fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
     let (name, kind) = head.split_once('=').unwrap_or_else(|| (trl::name(head), head));
+    let is_kind = ["model", "command", "url"].contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
+    if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
+        return usage(format!("reward = {}: {meant}", public(text)));
+    }
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
@@ -217,11 +259,12 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
         }
         other => {
             return usage(format!(
-                "reward = {}: expected one of model, command, url, {}, {}, found {:?}",
+                "reward = {}: expected one of model, command, url, {}, {}, found {:?}{}",
                 public(text),
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
-                public(other)
+                public(other),
+                nearest(other).map_or(String::new(), |near| format!("; did you mean `{near}`?"))
             ));
         }
     };
@@ -423,6 +466,18 @@ mod tests {
     }
 
     #[test]
+    fn a_misspelled_kind_of_reward_is_answered_with_the_nearest_one() {
+        for (wrong, near) in [("acuracy_reward", "accuracy_reward"), ("lenght:target=4", "length"), ("n=jsn", "json")] {
+            let error = check_written(wrong).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("; did you mean `{near}`?")), "{error}");
+        }
+        assert!(!check_written("rhyme").unwrap_err().to_string().contains("did you mean"));
+        let folder = tempfile::tempdir().unwrap();
+        let error = check_written(folder.path().to_str().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("a model is written as model:/"), "{error}");
+    }
+
+    #[test]
     fn malformed_rewards_are_refused() {
         for (rewards, weights, message) in [
             (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
@@ -431,6 +486,15 @@ mod tests {
             (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),
             (&["h/?key=secret"], &[], "reward = h/...: expected a name of letters"),
             (&["key=./judge --key secret"], &[], "reward = key=./judge...: expected one of model, command, url"),
+            (&["rf.py"], &[], "reward = rf.py: a function of Python is not imported: call it in a program that reads"),
+            (&["mine=rf.reward_func"], &[], "reward = mine=rf.reward_func: a function of Python is not imported"),
+            (&["rf.py:reward_func"], &[], "reward = rf.py...: a function of Python is not imported"),
+            (&["a/b-v2.1"], &[], "reward = a/b-v2.1: expected a kind of reward; a model is written as model:a/b-v2.1"),
+            (
+                &["json, length"],
+                &[],
+                "reward = json,...: expected one reward, found several: give a list, [json, length]",
+            ),
             (&["model:"], &[], "reward = model:: expected a folder or a hub name after model:"),
             (&["json", "json:a"], &[], "reward: `json` is given twice; give one of them another name"),
             (&["json"], &["x=1"], "reward_weights = x=1: expected the name of a reward, of which there are: json"),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgAction, Args};
+use clap::Args;
 
 use crate::data::settings::Stage;
 use crate::flag::{CHECKPOINTS, NONE, RUN, Setting};
@@ -19,7 +19,7 @@ pub struct PipelineFlags {
     #[arg(long, help_heading = RUN)]
     pub overwrite_output_dir: bool,
     /// Stages to skip: sft, reward, ppo. The models in their folders are used as they are.
-    #[arg(long, help_heading = RUN, value_enum, value_delimiter = ',', num_args = 1.., action = ArgAction::Set)]
+    #[arg(long, help_heading = RUN, value_enum, value_delimiter = ',', num_args = 1..)]
     pub skip: Vec<Stage>,
     /// Skip the stages that are finished, and resume the unfinished one from its newest checkpoint.
     #[arg(

@@ -3,7 +3,7 @@
 use clap::Args;
 use serde::Serialize;
 
-use crate::flag::{NONE, SAMPLING, optional};
+use crate::flag::{NONE, SAMPLING, optional, optional_top_k};
 
 /// Responses of a model to each prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -41,7 +41,7 @@ pub struct SamplerConfig {
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
     pub temperature: std::option::Option<f64>,
     /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional_top_k)]
     pub top_k: std::option::Option<usize>,
     /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
     /// `generation_config.json`, else 1].

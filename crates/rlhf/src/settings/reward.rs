@@ -37,6 +37,10 @@ pub struct RewardConfig {
     /// model's folder].
     #[arg(long, help_heading = MODELS, default_value = NONE, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
     pub reward_format: std::option::Option<ClassifierFormat>,
+    /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
+    #[arg(long, hide = true, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
+    #[serde(skip)]
+    pub eos_token: std::option::Option<String>,
 
     /// Datasets of rows.
     #[command(flatten)]

@@ -38,6 +38,10 @@ pub struct SftConfig {
     /// File of a chat template to use and to save [default: the tokenizer's].
     #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub chat_template_path: std::option::Option<PathBuf>,
+    /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
+    #[arg(long, hide = true, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
+    #[serde(skip)]
+    pub eos_token: std::option::Option<String>,
 
     /// Datasets of rows.
     #[command(flatten)]

@@ -462,6 +462,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let mut tokenizer = reading.tokenizer.clone();
+    tokenizer.check_eos(config.eos_token.as_deref())?;
     tokenizer.set_encoder_decoder(false);
     let pads = reward_model::find_pads(config, &reading.shape, &tokenizer, &config.model_name_or_path)?;
     let read = |dataset: &Dataset| reward_model::read_pairs(dataset, config, &reading.shape, &tokenizer, pads.as_ref());

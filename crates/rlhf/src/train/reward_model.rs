@@ -170,6 +170,7 @@ fn load(
     options: ModelOptions,
 ) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
     let mut tokenizer = Tokenizer::from_pretrained(dir)?;
+    tokenizer.check_eos(config.eos_token.as_deref())?;
     // Prompt and response are one text to a reward model.
     tokenizer.set_encoder_decoder(false);
     let model = SequenceClassifier::from_pretrained(dir, new_head, options)?;

@@ -186,7 +186,7 @@ fn load(config: &SftConfig) -> Result<Parts> {
 /// Loads the tokenizer that the settings name, with their chat template. Returns it with a warning if the model has another one.
 ///
 /// # Errors
-/// If a tokenizer or the template is missing or malformed.
+/// If a tokenizer or the template is missing or malformed, or the settings name another token for the end of a text.
 pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(Tokenizer, Option<String>)> {
     let (own, model) = (folders.tokenizer.as_deref(), folders.model.as_deref());
     let mut tokenizer = match (own, model) {
@@ -196,6 +196,7 @@ pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(T
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
+    tokenizer.check_eos(config.eos_token.as_deref())?;
     let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
     let warning = warning.transpose()?.flatten();
     Ok((tokenizer, warning))
