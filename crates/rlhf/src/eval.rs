@@ -23,7 +23,7 @@ pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
 use crate::data::{Dataset, Prompt};
 use crate::hub;
-use crate::reward::{Rewards, Spec, Warn, resolve};
+use crate::reward::{Rewards, Spec, Warn, check_columns, resolve};
 use crate::run::Console;
 use crate::run::inputs::Inputs;
 use crate::safe_text::one_line;
@@ -201,6 +201,8 @@ impl Task {
             config.compare_column.iter().try_for_each(|column| reference(row, column).map(drop))?;
             specs.iter().try_for_each(|spec| spec.check_row(row))
         })?;
+        let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
+        check_columns(&optional, dataset.rows())?;
         let tokenizer = Tokenizer::from_pretrained(&models.a)?;
         // Their lengths are checked against the context of each model.
         let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;

@@ -638,22 +638,15 @@ impl Flags<'_> {
         if self.is_set("reward", settings) {
             self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
         } else {
-            let values = self.rewards(given, refusals);
-            settings.push(Setting::new("reward", values));
+            settings.push(Setting::new("reward", Self::rewards(given)));
         }
     }
 
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`.
-    fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
-        let is_path = |name: &&String| name.contains('.') && !name.contains([':', '=']);
-        for path in given.values.iter().filter(is_path) {
-            let message = format!(
-                "reward_funcs = {path}: a function of Python is not imported: call it in a program that reads JSON lines, and name the \
-                 program in reward_command"
-            );
-            self.refuse(given, &message, refusals);
-        }
-        given.values.iter().filter(|name| !is_path(name)).cloned().collect()
+    /// Returns the rewards that `reward_funcs` names, as values of `reward`. A path with dots is a function of Python.
+    fn rewards(given: &Given) -> Vec<String> {
+        let is_path = |name: &str| name.contains('.') && !name.contains([':', '=']);
+        let reward = |name: &String| if is_path(name) { format!("python:{name}") } else { name.clone() };
+        given.values.iter().map(reward).collect()
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -907,12 +900,11 @@ mod tests {
             [&least("rloo")[..], &["--reward_funcs", "json", "length:9", "--reward_weights", "1", "0.5"]].concat();
         let Task::Ppo(config) = parse_words(&funcs).unwrap() else { panic!() };
         assert_eq!((config.rewards.reward.len(), config.rewards.reward_weights.len()), (2, 2));
+        let funcs = [&least("grpo")[..], &["--reward_funcs", "my_lib.rewards.custom", "json"]].concat();
+        let Task::Ppo(config) = parse_words(&funcs).unwrap() else { panic!() };
+        assert_eq!(config.rewards.reward, ["python:my_lib.rewards.custom", "json"]);
         for (words, message) in [
-            (
-                &["--reward_funcs", "my_lib.rewards.custom"][..],
-                "reward_funcs = my_lib.rewards.custom: a function of Python",
-            ),
-            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (&["--reward_funcs", "json", "--reward", "json"][..], "reward_funcs and reward are the same setting"),
             (
                 &["--use_adaptive_entropy"],
                 "use_adaptive_entropy = true: entropy_coef is constant; expected none or false",

@@ -1,6 +1,7 @@
 //! Parses the rewards of a configuration, and loads them.
 
 use super::http::TOKEN;
+use super::optional::{Optional, split};
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
 use super::trl::{self, TrlFunction, TrlReward};
@@ -39,9 +40,11 @@ enum Kind {
         label: Option<String>,
     },
     Command(String),
+    /// A function of Python, `module.function`.
+    Python(String),
     Url(String),
-    Rule(Rule),
-    Trl(TrlFunction),
+    Rule(Optional<Rule>),
+    Trl(Optional<TrlReward>),
     /// A program or service whose scores a run has recorded.
     Recorded,
 }
@@ -75,9 +78,9 @@ impl Spec {
         matches!(self.kind, Kind::Url(_))
     }
 
-    /// Returns true if it is a service or a program, which have timeouts.
+    /// Returns true if it is a service or a program, which have timeouts; a function of Python is called by a program.
     pub(crate) fn is_outside(&self) -> bool {
-        self.is_service() || matches!(self.kind, Kind::Command(_))
+        self.is_service() || matches!(self.kind, Kind::Command(_) | Kind::Python(_))
     }
 
     /// As [`Rewards::check_row`], before the reward is loaded; only rules read columns of a row.
@@ -88,6 +91,16 @@ impl Spec {
             _ => Ok(()),
         };
         checked.map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
+    }
+
+    /// The name of the reward and the column that it reads, if rows may lack it.
+    pub(crate) fn optional_column(&self) -> Option<(String, String)> {
+        let column = match &self.kind {
+            Kind::Rule(rule) => rule.column.clone(),
+            Kind::Trl(function) => function.column.clone(),
+            _ => None,
+        };
+        Some((self.name.clone(), column?))
     }
 }
 
@@ -184,7 +197,8 @@ fn public(text: &str) -> String {
 /// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
 fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
-    let (name, kind) = head.split_once('=').unwrap_or_else(|| (trl::name(head), head));
+    let function = argument.rsplit('.').next().filter(|name| head == "python" && !name.is_empty());
+    let (name, kind) = head.split_once('=').unwrap_or_else(|| (function.unwrap_or(trl::name(head)), head));
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
@@ -211,13 +225,32 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             needs("an address")?;
             (Kind::Url(argument.to_string()), SERVICE.into())
         }
-        rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
+        "python" => {
+            let is_name = |part: &str| {
+                !part.starts_with(|c: char| c.is_ascii_digit())
+                    && !part.is_empty()
+                    && part.chars().all(|c| c == '_' || c.is_alphanumeric())
+            };
+            if !(argument.contains('.') && argument.split('.').all(is_name)) {
+                return usage(format!(
+                    "reward = {}: expected the module and the name of a function, as in python:my_rewards.length",
+                    public(text)
+                ));
+            }
+            (Kind::Python(argument.to_string()), about(argument))
+        }
+        rule if KINDS.contains(&rule) => {
+            let (own, is_optional) = split(rule, argument)?;
+            (Kind::Rule(Optional::new(Rule::parse(rule, &own)?, Rule::column, is_optional)), about(argument))
+        }
         function if trl::KINDS.contains(&function) => {
-            (Kind::Trl(TrlFunction::parse(function, argument)?), about(argument))
+            let (own, is_optional) = split(function, argument)?;
+            let reward = TrlReward::new(TrlFunction::parse(function, &own)?);
+            (Kind::Trl(Optional::new(reward, TrlReward::column, is_optional)), about(argument))
         }
         other => {
             return usage(format!(
-                "reward = {}: expected one of model, command, url, {}, {}, found {:?}",
+                "reward = {}: expected one of model, command, url, python, {}, {}, found {:?}",
                 public(text),
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
@@ -344,9 +377,15 @@ impl Rewards {
                     reward.start()?;
                     Box::new(reward)
                 }
+                Kind::Python(function) => {
+                    let mut reward = CommandReward::python(function, retry(settings));
+                    let wrong = |e: Error| Error::Run(format!("reward `{name}`: {e}"));
+                    reward.start().map_err(wrong)?;
+                    Box::new(reward)
+                }
                 Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
                 Kind::Rule(rule) => Box::new(rule),
-                Kind::Trl(function) => Box::new(TrlReward::new(function)),
+                Kind::Trl(function) => Box::new(function),
                 Kind::Recorded => Box::new(FnReward::recorded()),
             };
             rewards.push(&name, reward, transform, about);
@@ -401,6 +440,7 @@ mod tests {
             c.reward_command = Some("python3 reward.py".into());
             c.reward_url = Some("http://host/score?key=1".into());
             c.reward = texts(&["length:target=40", "tags=regex:<a=b>:", "model:other#POSITIVE", "json"]);
+            c.reward.extend(texts(&["python:my.rewards.short", "mine=python:my.rewards.short"]));
             c.reward_weights = texts(&["0.5", "length=-2"]);
             c.reward_clip = texts(&["model=5"]);
             c.reward_normalize = texts(&["url=mean_std", "url=std"]);
@@ -408,16 +448,20 @@ mod tests {
         config.reward_scale = texts(&["json=3"]);
         let specs = specs(of(&config)).unwrap();
         let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-        assert_eq!(names, ["command", "url", "length", "tags", "model", "json"]);
-        assert_eq!(specs.iter().map(|spec| spec.transform.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
-        assert!(matches!(&specs[3].kind, Kind::Rule(Rule::Regex(regex)) if regex.as_str() == "<a=b>:"));
+        assert_eq!(names, ["command", "url", "length", "tags", "model", "json", "short", "mine"]);
+        let weights: Vec<f64> = specs.iter().map(|spec| spec.transform.weight).collect();
+        assert_eq!(weights, [0.5, 0.5, -2.0, 0.5, 0.5, 0.5, 0.5, 0.5]);
+        assert!(specs[6..].iter().all(|spec| matches!(&spec.kind, Kind::Python(path) if path == "my.rewards.short")));
+        assert!(
+            matches!(&specs[3].kind, Kind::Rule(Optional { reward: Rule::Regex(regex), .. }) if regex.as_str() == "<a=b>:")
+        );
         assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label) }
             if path.to_str() == Some("other") && label == "POSITIVE"));
         assert_eq!((specs[4].transform.clip, specs[5].transform.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].transform.normalize, Normalize::Std, "the last one counts");
-        config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5"]);
+        config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5", "6", "7"]);
         let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.transform.weight);
-        assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5]);
+        assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5, 6.0, 7.0]);
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
         assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");
     }
@@ -425,7 +469,10 @@ mod tests {
     #[test]
     fn malformed_rewards_are_refused() {
         for (rewards, weights, message) in [
-            (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
+            (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, python, length, regex"),
+            (&["python:length"], &[], "reward = python...: expected the module and the name of a function"),
+            (&["mine=python:a..b"], &[], "reward = mine=python...: expected the module and the name of a function"),
+            (&["python:"], &[], "reward = python...: expected the module and the name of a function"),
             (&["a b=json"], &[], "reward = a...: expected a name of letters"),
             (&["uri:http://h/?key=secret"], &[], "reward = uri...: expected one of model, command, url"),
             (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),

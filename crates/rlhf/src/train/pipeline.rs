@@ -11,7 +11,7 @@ use crate::data::{Dataset, PromptLimit, Sources};
 use crate::dist::World;
 use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
-use crate::reward::{Spec, specs};
+use crate::reward::{Spec, check_columns, specs};
 use crate::run::checkpoint::{FinishedRun, UNFINISHED};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
@@ -524,6 +524,8 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let read = sources.read(config.run.seed, Stage::Ppo)?;
     let check_row = |row: &Value| specs.iter().try_for_each(|spec| spec.check_row(row));
     let (prompts, _) = ppo::read_prompts(config, read, tokenizer, (vocab, limit), check_row)?;
+    let columns: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
+    check_columns(&columns, prompts.rows.iter().map(|prompt| &prompt.row))?;
     config.plan_for(prompts.rows.len())?;
     ppo::find_texts(config, tokenizer, vocab, of_models.max_length()).map(drop)
 }

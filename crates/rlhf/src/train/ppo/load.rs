@@ -12,7 +12,7 @@ use crate::model::{
     SequenceClassifier, Trains, ValueModel,
 };
 use crate::optim::{LearningRates, Optim};
-use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
+use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
@@ -297,6 +297,7 @@ impl Loaded {
             policy.rounded_base(),
         );
         tokenizer.check_fits(policy.config(), &dir)?;
+        let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
         rewards.shard(&World::of_process(), config.frozen_stage());
@@ -320,6 +321,7 @@ impl Loaded {
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
+        check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
         check_cuts(config, &rewards, &prompts)?;
         notes.extend(prompts.notes);
         let (cursor, commits) = (prompts.cursor, asked.commits());
