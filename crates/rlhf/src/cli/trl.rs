@@ -298,7 +298,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GROUPS,
         &["generation_kwargs"],
     ),
-    (Only(UNSET, "a column of this name has them for each row"), GROUPS, &["chat_template_kwargs"]),
     (Noted("no model's own dropout is applied"), GROUPS, &["disable_dropout"]),
     (Noted(SPEED), GROUPS, &["pad_to_multiple_of"]),
     (Noted("an evaluation samples one response to each prompt"), GROUPS, &["num_generations_eval"]),

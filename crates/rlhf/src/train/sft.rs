@@ -200,6 +200,7 @@ pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(T
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
     let warning = warning.transpose()?.flatten();
     Ok((tokenizer, warning))
