@@ -23,7 +23,7 @@ pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
 use crate::data::{Dataset, Prompt};
 use crate::hub;
-use crate::reward::{Rewards, Spec, Warn, resolve};
+use crate::reward::{Rewards, Spec, Warn, check_columns, resolve};
 use crate::run::Console;
 use crate::run::inputs::Inputs;
 use crate::safe_text::one_line;
@@ -201,7 +201,10 @@ impl Task {
             config.compare_column.iter().try_for_each(|column| reference(row, column).map(drop))?;
             specs.iter().try_for_each(|spec| spec.check_row(row))
         })?;
-        let tokenizer = Tokenizer::from_pretrained(&models.a)?;
+        let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
+        check_columns(&optional, dataset.rows())?;
+        let mut tokenizer = Tokenizer::from_pretrained(&models.a)?;
+        tokenizer.set_chat_variables(config.split.chat_variables());
         // Their lengths are checked against the context of each model.
         let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;
         let of_column = |column: &String| {

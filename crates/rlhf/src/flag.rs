@@ -288,6 +288,11 @@ impl JsonObject {
         self.0.as_ref().map_err(String::as_str)
     }
 
+    /// Returns a copy of the entries of `object`; none if there is no object.
+    pub fn to_map(object: Option<&Self>) -> Map<String, Value> {
+        object.and_then(|object| object.entries().ok()).cloned().unwrap_or_default()
+    }
+
     /// Returns the value of the entry `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.as_ref().ok().and_then(|entries| entries.get(name))

@@ -1,4 +1,4 @@
-//! Other programs with a time limit, such as Python and `nvidia-smi`.
+//! Other programs with a time limit, such as Python and `nvidia-smi`; and the Python that runs programs that are part of this one.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -7,6 +7,38 @@ use std::time::{Duration, Instant};
 
 /// Time in which the error output of a process must be complete after the process has ended. A child that it left behind may keep it open.
 const AFTER_END: Duration = Duration::from_millis(500);
+
+/// The variable with another Python than `python3`.
+const PYTHON: &str = "RLHF_PYTHON";
+/// Python program that reads the length of another program and the program itself from standard input, and runs it: a command line
+/// with the whole program would fill the list of processes.
+const LOADER: &str = "import sys
+f = open(0, 'rb', 0, closefd=False)
+n = int(f.readline() or sys.exit(1))
+s = b''
+while len(s) < n:
+    s += f.read(n - len(s)) or sys.exit(1)
+exec(compile(s, '{name}', 'exec'))";
+
+/// Returns the Python of the user: the value of `RLHF_PYTHON`, or `python3`.
+pub(crate) fn python() -> String {
+    std::env::var(PYTHON).ok().filter(|path| !path.is_empty()).unwrap_or("python3".into())
+}
+
+/// Returns the end of the message about a Python that cannot be started.
+pub(crate) fn python_hint() -> String {
+    format!(" (install Python 3.9 or newer, or name one in {PYTHON})")
+}
+
+/// Returns the argument of `python -c` for a program that is read from standard input; tracebacks call it `name`.
+pub(crate) fn loader(name: &str) -> String {
+    LOADER.replace("{name}", name)
+}
+
+/// Returns the first standard input of a Python that runs [`loader`]: the text of the program.
+pub(crate) fn loaded(program: &str) -> String {
+    format!("{}\n{program}", program.len())
+}
 
 /// Output of a process that has ended.
 #[derive(Debug)]

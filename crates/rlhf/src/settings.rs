@@ -115,7 +115,7 @@ mod tests {
             json!({"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0});
         let data = json!({
             "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
-            "eval_split_size": null, "data_split": null, "data_split_seed": 42, "dataset_columns": [],
+            "eval_split_size": null, "data_split": null, "data_split_seed": 42, "dataset_columns": [], "chat_template_kwargs": null,
         });
         let others = json!({
             "train_batch_size": null, "per_device_train_batch_size": null, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
@@ -262,7 +262,7 @@ mod tests {
                     "apply_chat_template": false,
                     "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
                     "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
-                    "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [],
+                    "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "chat_template_kwargs": null,
                     "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
                 }),
             ]),
@@ -272,7 +272,7 @@ mod tests {
             joined([
                 quantization(),
                 json!({
-                    "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
+                    "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "chat_template_kwargs": null, "output_file": null,
                     "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
                 }),
             ]),
@@ -283,7 +283,7 @@ mod tests {
                 quantization(),
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "tokenizer_name": null,
-                    "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "output_file": null, "batch_size": 32, "dtype": "auto",
+                    "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "chat_template_kwargs": null, "output_file": null, "batch_size": 32, "dtype": "auto",
                     "device": "auto", "num_threads": null,
                 }),
                 rewards,

@@ -75,6 +75,8 @@ pub struct Tokenizer {
     eos: Vec<i64>,
     pad: Option<i64>,
     template: Option<ChatTemplate>,
+    /// Variables of the chat template for every conversation.
+    variables: Map<String, Value>,
     /// Prompt and response are two texts, as an encoder-decoder reads them.
     apart: bool,
 }
@@ -97,12 +99,13 @@ impl Tokenizer {
         Self::from_folder(dir, None)
     }
 
-    /// As [`Tokenizer::from_pretrained`]; if both have the same `tokenizer.json`, its vocabulary is not read again and takes memory once.
+    /// As [`Tokenizer::from_pretrained`], with the variables of [`Tokenizer::set_chat_variables`] of this one; if both have the same
+    /// `tokenizer.json`, its vocabulary is not read again and takes memory once.
     ///
     /// # Errors
     /// As [`Tokenizer::from_pretrained`].
     pub(crate) fn beside(&self, dir: &Path) -> Result<Self> {
-        Self::from_folder(dir, Some(self))
+        Ok(Self { variables: self.variables.clone(), ..Self::from_folder(dir, Some(self))? })
     }
 
     fn from_folder(dir: &Path, beside: Option<&Self>) -> Result<Self> {
@@ -190,6 +193,7 @@ impl Tokenizer {
             eos,
             pad,
             template: None,
+            variables: Map::new(),
             apart,
         };
         if dir.join(CHAT_TEMPLATE).is_file() {
@@ -238,6 +242,18 @@ impl Tokenizer {
         self.files.retain(|(name, _)| *name != CHAT_TEMPLATE);
         self.files.push((CHAT_TEMPLATE, bytes));
         Ok(())
+    }
+
+    /// Sets variables of the chat template for every conversation, such as `enable_thinking`; those that a conversation has itself take
+    /// precedence. They are not saved with the tokenizer.
+    pub fn set_chat_variables(&mut self, variables: Map<String, Value>) {
+        self.variables = variables;
+    }
+
+    /// Returns the variables of the chat template for a conversation that has `own` ones.
+    fn chat_variables(&self, own: &Map<String, Value>) -> Map<String, Value> {
+        let all = self.described.named.iter().chain(&self.variables).chain(own);
+        all.map(|(name, value)| (name.clone(), value.clone())).collect()
     }
 
     /// Whether there is a chat template for prompts; there is none for those of an encoder-decoder.
@@ -294,9 +310,7 @@ impl Tokenizer {
             return Err(Error::Run(message.into()));
         }
         let template = self.require_chat_template()?;
-        let variables = self.described.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
-        let variables = variables.map(|(name, value)| (name.clone(), value.clone()));
-        let text = template.render(messages, add_generation_prompt, variables)?;
+        let text = template.render(messages, add_generation_prompt, self.chat_variables(variables))?;
         match self.encode_verbatim(&text)? {
             ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
             ids => Ok((text, ids)),
@@ -321,10 +335,7 @@ impl Tokenizer {
     /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and renders a turn differently when others follow it.
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
         let template = self.require_chat_template()?;
-        let all = || {
-            let named = self.described.named.iter().filter(|(name, _)| !variables.contains_key(*name));
-            named.chain(variables).map(|(name, value)| (name.clone(), value.clone()))
-        };
+        let all = || self.chat_variables(variables);
         let (text, spans) = if template.has_marks() {
             template.render_marked(messages, all())?
         } else {

@@ -1,6 +1,6 @@
 //! `generate`, `logprobs` and `score` as a user pipes rows through them.
 
-use crate::cli::{Ran, Scratch, json_lines};
+use crate::cli::{PPO, Ran, Scratch, json_lines};
 use crate::support::{Tensors, golden};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Map, Value, json};
@@ -585,6 +585,38 @@ fn a_bare_prompt_that_a_chat_model_ends_at_once_hints_at_the_template() {
     let hint = hints(&line);
     assert!(hint.contains("--apply_chat_template") && hint.lines().count() == 1, "{hint}");
     assert_eq!(hints(&format!("{line} --apply_chat_template")), "");
+}
+
+#[test]
+fn variables_of_the_chat_template_are_a_setting_that_a_resumed_run_keeps() {
+    let scratch = Scratch::new();
+    scratch
+        .write("policy/chat_template.jinja", "{{ greeting or '' }}{% for m in messages %}{{ m.content }}{% endfor %}");
+    let messages = json!([{"role": "user", "content": "do"}]);
+    let own = json!({"prompt": messages, "chat_template_kwargs": {"greeting": "human"}});
+    let rows: Vec<Value> = (0..8).map(|_| json!({"prompt": messages})).collect();
+    scratch.write("prompts.jsonl", &lines(&rows));
+    scratch.write("rows.jsonl", &lines(&[json!({"prompt": messages}), own]));
+    let line = "generate --model policy --dataset_name rows.jsonl --max_new_tokens 1 --do_sample false";
+    let ids = |line: &str| -> Vec<Value> {
+        json_lines(&scratch.succeeds(line)).iter().map(|row| row["prompt_ids"].clone()).collect()
+    };
+    let plain = ids(line);
+    assert_ne!(plain[0], plain[1]);
+    assert_eq!(ids(&format!("{line} --chat_template_kwargs {{\"greeting\":\"human\"}}")), vec![plain[1].clone(); 2]);
+    assert_eq!(ids(&format!("{line} --chat_template_kwargs {{\"greeting\":\"2024\"}}"))[1], plain[1]);
+    scratch.write("run.yaml", "chat_template_kwargs: {greeting: human}\nsave_steps: 1\n");
+    let run = format!("{PPO} --config run.yaml");
+    let ran = scratch.run(&run);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(scratch.read("out/config.yaml").contains("greeting: human"));
+    assert!(!scratch.read("out/tokenizer_config.json").contains("greeting"));
+    let changed = format!("{run} --resume_from_checkpoint true --chat_template_kwargs {{\"greeting\":\"do\"}}");
+    scratch.refuses(&changed, 2, &["chat_template_kwargs = ", "as in out"]);
+    for (value, found) in [("[1]", "found a list"), ("{\"messages\":[]}", "found `messages`"), ("x", "not JSON")] {
+        let words = ["chat_template_kwargs: expected JSON of the form {\"enable_thinking\": false}", found];
+        scratch.refuses_with(line, &["--chat_template_kwargs", value], 2, &words);
+    }
 }
 
 #[test]

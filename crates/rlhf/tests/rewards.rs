@@ -325,6 +325,158 @@ fn the_programs_of_the_examples_score() {
     assert!(found.iter().all(|score| (score - 0.8).abs() < 1e-12), "{found:?}");
 }
 
+// Functions of Python.
+
+/// A module with functions in the form of TRL's.
+const FUNCTIONS: &str = r#"
+import asyncio, json, sys
+print("a module may print")
+def asked(prompts, completions, completion_ids, **columns):
+    print("and so may a function")
+    with open("asked", "a") as file:
+        file.write(json.dumps([prompts, completions, completion_ids, columns]) + "\n")
+    assert sys.stdin.read() == ""
+    return [None if answer is None else answer for answer in columns["answer"]]
+async def later(completions, **columns):
+    await asyncio.sleep(0.001)
+    return (len(completions) for _ in completions)
+def reads(completions, **columns):
+    return [json.loads(text) for text in completions]
+def short(completions, **columns):
+    return [1.0]
+def words(completions, **columns):
+    return [0.5, "high"]
+def endless(completions, **columns):
+    return [0.5, float("inf")]
+def single(completions, **columns):
+    return 1.0
+def strict(completions, trainer_state):
+    return [1.0, 1.0]
+def quits(completions, **columns):
+    sys.stdout.flush()
+    import os
+    os._exit(7)
+def sleeps(completions, **columns):
+    import time
+    time.sleep(600)
+class Judge:
+    def __call__(self, completions, **columns):
+        return [2 for _ in completions]
+judge = Judge()
+number = 3
+"#;
+
+/// A folder with the module `mine.rewards` of [`FUNCTIONS`], and two rows with completions.
+fn functions() -> Scratch {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.path("mine")).unwrap();
+    scratch.write("mine/rewards.py", FUNCTIONS);
+    // A file with the name of a module that the caller itself imports.
+    scratch.write("json.py", "raise SystemExit(9)");
+    let rows = [
+        json!({"prompt": "do", "completion": " this", "answer": 1.5, "level": "easy"}),
+        json!({"prompt": "do", "completion": " that", "answer": null}),
+    ];
+    scratch.write("rows.jsonl", &rows.map(|row| format!("{row}\n")).concat());
+    scratch
+}
+
+const SCORE: &str = "score --tokenizer_name policy --dataset_name rows.jsonl --reward_retries 0";
+
+#[test]
+fn functions_of_python_get_trls_arguments_and_their_output_is_no_score() {
+    let scratch = functions();
+    let line = format!(
+        "{SCORE} --reward python:mine.rewards.asked --reward slow=python:mine.rewards.later \
+         --reward python:mine.rewards.judge"
+    );
+    let rows = json_lines(&scratch.succeeds(&line));
+    let components: Vec<&Value> = rows.iter().map(|row| &row["components"]).collect();
+    assert_eq!(*components[0], json!({"asked": 1.5, "slow": 2.0, "judge": 2.0}));
+    assert!(components[1]["asked"].is_null() && components[1]["slow"] == 2.0, "{components:?}");
+    let asked: Value = serde_json::from_str(&scratch.read("asked")).unwrap();
+    assert_eq!((&asked[0], &asked[1]), (&json!(["do", "do"]), &json!([" this", " that"])));
+    assert!(asked[2].as_array().is_some_and(|ids| ids.len() == 2 && ids[0][0].is_u64()), "{asked}");
+    // A null where another row has the column; the prompt and the completion have names of their own.
+    assert_eq!(asked[3], json!({"answer": [1.5, null], "level": ["easy", null]}));
+}
+
+#[test]
+fn a_function_of_python_gets_conversations_as_lists_of_messages_in_a_run() {
+    let scratch = functions();
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let messages = json!([{"role": "user", "content": "Good?"}]);
+    scratch.write("prompts.jsonl", &format!("{}\n", json!({"prompt": messages, "answer": 2})));
+    let ran = scratch.run(&format!("{NO_MODEL} --reward python:mine.rewards.asked"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert_eq!(number(&scratch.metrics("out")[0], "objective/scores/asked"), 2.0);
+    let asked = scratch.read("asked");
+    let calls: Vec<Value> = asked.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // The responses of an update are one call.
+    let call = calls.iter().find(|call| call[0].as_array().unwrap().len() == 4).unwrap();
+    assert_eq!(call[0][3], messages);
+    let completion = &call[1][3][0];
+    assert!(completion["role"] == "assistant" && completion["content"].is_string(), "{completion}");
+    assert_eq!(call[3], json!({"answer": [2, 2, 2, 2]}));
+    assert!(scratch.read("out/README.md").contains("asked: `python:mine.rewards.asked`"));
+}
+
+#[test]
+fn a_function_of_python_that_cannot_be_imported_is_one_error_before_a_run() {
+    let scratch = functions();
+    scratch.write("broken.py", "def f(:\n");
+    scratch.write("lacks.py", "import no_such_package\n");
+    scratch.write("fails.py", "\nraise ValueError('no\\nfile')\n");
+    for (path, words) in [
+        ("nowhere.f", &["reward `f`: no module `nowhere` in ", "nor among the packages of "][..]),
+        ("mine.others.f", &["no module `mine.others` in "]),
+        ("mine.rewards.f", &["the module `mine.rewards` (mine/rewards.py) has no function `f`"]),
+        ("mine.rewards.Judge", &["`Judge` of the module `mine.rewards`", "is a class: expected a function"]),
+        ("mine.rewards.number", &["is of the type int: expected a function"]),
+        ("broken.f", &["cannot import `broken`: SyntaxError: ", "(broken.py:1)"]),
+        ("lacks.f", &["cannot import `lacks`: ModuleNotFoundError: ", "no_such_package", "(lacks.py:1, in <module>)"]),
+        ("fails.f", &["cannot import `fails`: ValueError: no file (fails.py:2, in <module>)"]),
+    ] {
+        for line in [SCORE, NO_MODEL] {
+            scratch.run(&format!("{line} --reward python:{path}")).is_one_error(path, 1, words);
+        }
+        assert!(!scratch.path("out/model.safetensors").exists());
+    }
+    let mut line = scratch.command(&format!("{SCORE} --reward python:mine.rewards.asked"));
+    let ran = Ran::from(line.env("RLHF_PYTHON", "/no/such/python").output().unwrap());
+    let words = ["reward `asked`: /no/such/python cannot be started: ", "name one in RLHF_PYTHON"];
+    ran.is_one_error("no Python", 1, &words);
+}
+
+#[test]
+fn a_function_of_python_that_fails_is_one_error_with_the_place() {
+    let scratch = functions();
+    let row = "row 2 of 2 (prompt \"do\"): ";
+    for (name, words) in [
+        ("reads", &["JSONDecodeError: Expecting value", "(mine/rewards.py:14, in "][..]),
+        ("short", &["expected 2 scores, one per response, found 1"]),
+        ("words", &[row, "expected a number or None, found 'high'"]),
+        ("endless", &[row, "expected a finite score, found inf"]),
+        ("single", &["expected a list with one score per response, found 1.0"]),
+        ("strict", &["TypeError: strict() got an unexpected keyword argument '"]),
+        ("quits", &["the program exited after 0 of 2 scores (exit status: 7)"]),
+    ] {
+        let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.{name}"));
+        let reward = format!("reward `{name}`: ");
+        ran.is_one_error(name, 1, &[&[reward.as_str()], words].concat());
+    }
+    let began = Instant::now();
+    let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.sleeps --reward_timeout 10"));
+    ran.is_one_error("sleeps", 1, &["no score within 10 s"]);
+    assert!(began.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn a_program_may_report_an_error_in_place_of_a_score() {
+    let line = "read -r l; echo 1; echo '{\"error\": \"no film\", \"row\": 1}'; cat > /dev/null";
+    Batch::of(3).refused(command(line), &["row 2 of 3 (prompt \"prompt 1\"): no film", "(tried 2 times)"]);
+}
+
 // Services.
 
 /// A request to the service.
@@ -819,6 +971,50 @@ fn a_run_whose_reward_fails_ends_in_one_error_and_saves_what_it_has() {
 }
 
 #[test]
+fn a_mixture_of_tasks_has_a_reward_for_each_and_no_score_elsewhere() {
+    let scratch = Scratch::new();
+    let rows = [
+        json!({"prompt": "a film", "completion": " is \\boxed{2}", "solution": "2"}),
+        json!({"prompt": "a film", "completion": " is this", "answer": "is this"}),
+        json!({"prompt": "a film", "completion": " is that", "solution": null}),
+    ];
+    scratch.write("rows.jsonl", &rows.map(|row| format!("{row}\n")).concat());
+    let rewards = "--reward accuracy_reward:optional=true --reward exact:answer,optional=true";
+    let scored =
+        json_lines(&scratch.succeeds(&format!("score --tokenizer_name policy --dataset_name rows.jsonl {rewards}")));
+    let components = |row: &Map<String, Value>| row["components"].clone();
+    assert_eq!(components(&scored[0]), json!({"accuracy_reward": 1.0, "exact": null}));
+    assert_eq!(components(&scored[1]), json!({"accuracy_reward": null, "exact": 1.0}));
+    assert_eq!(
+        (components(&scored[2]), &scored[2]["score"]),
+        (json!({"accuracy_reward": null, "exact": null}), &json!(null))
+    );
+    let lines = PROMPTS.map(|prompt| format!("{}\n", json!({"prompt": prompt, "answer": "x"})));
+    scratch.write("prompts.jsonl", &[lines.concat(), json!({"prompt": "do", "solution": "1"}).to_string()].concat());
+    scratch.refuses_with(
+        NO_MODEL,
+        &["--reward", "accuracy_reward"],
+        1,
+        &[
+            "line 1: reward `accuracy_reward`: expected a column `solution`",
+            "; with optional=true such a row gets no score",
+        ],
+    );
+    let line = format!("{NO_MODEL} {rewards}");
+    let ran = scratch.run(&line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let absent: f64 = ["accuracy_reward", "exact"]
+        .iter()
+        .flat_map(|name| {
+            scratch.metrics("out").into_iter().map(move |line| line.get(&format!("reward/{name}/absent")).cloned())
+        })
+        .flatten()
+        .filter_map(|count| count.as_f64())
+        .sum();
+    assert_eq!(absent, 8.0, "each of 8 responses has one score");
+}
+
+#[test]
 fn invalid_rewards_are_refused_before_a_run_starts() {
     let scratch = Scratch::new();
     scratch.refuses(NO_MODEL, 2, &["no reward", "reward_model_path, reward, reward_command and reward_url"]);
@@ -828,7 +1024,13 @@ fn invalid_rewards_are_refused_before_a_run_starts() {
             1,
             &["prompts.jsonl: line 1: reward `exact`: ", "`answer`", "found prompt"][..],
         ),
-        (&["--reward", "rhyme"], 2, &["reward = rhyme: expected one of model, command, url, length"]),
+        (
+            &["--reward", "accuracy_reward:column=answer,optional=true"],
+            1,
+            &["reward `accuracy_reward`: expected a row with the column `answer`, found none"],
+        ),
+        (&["--reward", "exact:answer,optional=1"], 2, &["expected optional=true or optional=false"]),
+        (&["--reward", "rhyme"], 2, &["reward = rhyme: expected one of model, command, url, python, length"]),
         (&["--reward", "words:nowhere.txt"], 1, &["nowhere.txt: cannot read"]),
         (&["--reward", "json", "--reward_weights", "model=1"], 2, &["reward_weights = model=1", "there are: json"]),
         (&["--reward_url", "http://me:pass@host/"], 2, &["reward_url = host/", "without a password"]),

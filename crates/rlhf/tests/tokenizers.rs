@@ -431,6 +431,19 @@ fn a_prompt_of_messages_ends_where_the_assistant_responds() {
 }
 
 #[test]
+fn variables_of_all_conversations_give_way_to_those_of_a_row() {
+    let (mut tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": [turn("user", "hi")]}),
+        json!({"prompt": [turn("user", "hi")], "chat_template_kwargs": {"note": "(briefly)"}}),
+        json!({"prompt": [turn("user", "hi")], "chat_template_kwargs": {"other": 1}}),
+    ]);
+    tokenizer.set_chat_variables(json!({"note": "(at length)"}).as_object().unwrap().clone());
+    let prompts = dataset.prompts(&tokenizer, 320, 64).unwrap();
+    let ends: Vec<&str> = prompts.iter().map(|prompt| prompt.text.rsplit("assistant: ").next().unwrap()).collect();
+    assert_eq!(ends, ["(at length)", "(briefly)", "(at length)"]);
+}
+
+#[test]
 fn the_tools_of_a_row_are_given_to_the_template_as_a_list_or_as_that_list_in_json() {
     let tool = json!({"name": "f", "extra": null});
     let asked = json!([turn("user", "hi")]);

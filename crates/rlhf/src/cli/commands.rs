@@ -339,9 +339,9 @@ mod tests {
                    hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help"
         );
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
-                    data_split_seed";
+                    data_split_seed chat_template_kwargs";
         let rows = format!(
-            "dataset_name dataset_config dataset_split dataset_columns output_file overwrite_output_file batch_size dtype {bits} device num_threads config help"
+            "dataset_name dataset_config dataset_split dataset_columns chat_template_kwargs output_file overwrite_output_file batch_size dtype {bits} device num_threads config help"
         );
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_pair reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
@@ -433,7 +433,7 @@ mod tests {
             flags("eval"),
             sorted(&format!(
                 "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_config dataset_split \
-                 dataset_columns num_prompts apply_chat_template reward_model_path reward_label {rewards} \
+                 dataset_columns chat_template_kwargs num_prompts apply_chat_template reward_model_path reward_label {rewards} \
                  judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
                  judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \
                  repetition_penalty num_return_sequences stop_token_ids stop_strings seed output_dir overwrite_output_dir \
@@ -450,7 +450,7 @@ mod tests {
         assert_eq!(
             flags("chat"),
             sorted(&format!(
-                "model model_revision compare system max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
+                "model model_revision compare system chat_template_kwargs max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
             ))
         );
         assert_eq!(

@@ -34,7 +34,8 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
 fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: ModelOptions) -> Result<()> {
     let load = || {
         let dir = &hub::model_dir(name, Some(&config.model_revision))?;
-        let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+        let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
+        tokenizer.set_chat_variables(config.rows.split.chat_variables());
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.choose_label(config.reward_label.as_deref(), dir)?;
         tokenizer.check_fits(model.config(), dir)?;
@@ -137,7 +138,8 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             (None, Some(name)) => hub::model_dir(name, Some(&config.model_revision))?,
             (None, None) => return config.check().map(|()| unreachable!("`check` requires one of them")),
         };
-        let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        tokenizer.set_chat_variables(config.rows.split.chat_variables());
         let rewards = config.load_rewards(&tokenizer, options)?;
         Ok((tokenizer, rewards))
     };

@@ -8,7 +8,7 @@ use std::path::Path;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::flag::Refusals;
-use rlhf::reward::check_written;
+use rlhf::reward::{check_written, is_function_path};
 use serde_json::{Map, Value};
 
 use super::errors::{Messages, refusal};
@@ -309,7 +309,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         GROUPS,
         &["generation_kwargs"],
     ),
-    (Only(UNSET, "a column of this name has them for each row"), GROUPS, &["chat_template_kwargs"]),
     (Noted("no model's own dropout is applied"), GROUPS, &["disable_dropout"]),
     (Noted(SPEED), GROUPS, &["pad_to_multiple_of"]),
     (Noted("an evaluation samples one response to each prompt"), GROUPS, &["num_generations_eval"]),
@@ -731,13 +730,18 @@ impl Flags<'_> {
         }
     }
 
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`. Those that are malformed are refused.
+    /// Returns the rewards that `reward_funcs` names, as values of `reward`. A path with dots is a function of Python. Those that are
+    /// malformed are refused.
     fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
         let refused = |name: &String| check_written(name).err().and_then(|error| error.refusals().first().cloned());
-        let (mut sound, names) = (Vec::new(), &given.values);
-        for (name, refused) in names.iter().map(|name| (name, refused(name))) {
-            match refused {
-                None => sound.push(name.clone()),
+        let written = |name: &String| match is_function_path(name) && !Path::new(name).exists() {
+            true => format!("python:{name}"),
+            false => name.clone(),
+        };
+        let mut sound = Vec::new();
+        for name in given.values.iter().map(written) {
+            match refused(&name) {
+                None => sound.push(name),
                 Some(line) => {
                     let reason = line.strip_prefix("reward = ").unwrap_or(&line);
                     self.refuse(given, &format!("reward_funcs = {reason}"), refusals);
@@ -1038,11 +1042,11 @@ mod tests {
             [&least("rloo")[..], &["--reward_funcs", "json", "length:9", "--reward_weights", "1", "0.5"]].concat();
         let Task::Ppo(config) = parse_words(&funcs).unwrap() else { panic!() };
         assert_eq!((config.rewards.reward.len(), config.rewards.reward_weights.len()), (2, 2));
+        let funcs = [&least("grpo")[..], &["--reward_funcs", "my_lib.rewards.custom", "json"]].concat();
+        let Task::Ppo(config) = parse_words(&funcs).unwrap() else { panic!() };
+        assert_eq!(config.rewards.reward, ["python:my_lib.rewards.custom", "json"]);
         for (words, message) in [
-            (
-                &["--reward_funcs", "my_lib.rewards.custom"][..],
-                "reward_funcs = my_lib.rewards.custom: a function of Python",
-            ),
+            (&["--reward_funcs", "rf.py"][..], "reward_funcs = rf.py: a function of Python is written as"),
             (
                 &["--reward_funcs", "owner/name"],
                 "reward_funcs = owner/name: expected a kind of reward; a model is written as",

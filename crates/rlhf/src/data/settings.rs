@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use serde_json::{Map, Value};
 
 use super::{Columns, Files};
 use crate::Result;
-use crate::flag::{DATA, NONE, Setting, above_zero, all, at_least_one, expect, no_effect, optional, usage};
+use crate::flag::{DATA, JsonObject, NONE, Setting, above_zero, all, at_least_one, expect, no_effect, optional, usage};
 
 /// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
 /// their seeds are.
@@ -30,9 +31,25 @@ pub struct SplitConfig {
     /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
     #[arg(long, help_heading = DATA, value_delimiter = ',')]
     pub dataset_columns: Vec<String>,
+    /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; a row's own
+    /// `chat_template_kwargs` take precedence by name.
+    #[arg(
+        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
+    )]
+    pub chat_template_kwargs: std::option::Option<JsonObject>,
 }
 
 impl SplitConfig {
+    /// Checks every setting.
+    pub(crate) fn check(&self) -> Result<()> {
+        all([self.columns().map(drop), check_chat_variables(self.chat_template_kwargs.as_ref())])
+    }
+
+    /// Returns the variables of `chat_template_kwargs`.
+    pub fn chat_variables(&self) -> Map<String, Value> {
+        JsonObject::to_map(self.chat_template_kwargs.as_ref())
+    }
+
     /// Finds the files of the dataset `name`, a path or a name on the hub.
     ///
     /// # Errors
@@ -82,9 +99,34 @@ pub struct DataConfig {
     /// Seed of `data_split`; must be the same for sft, reward and ppo.
     #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
     pub data_split_seed: u64,
+    /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; a row's own
+    /// `chat_template_kwargs` take precedence by name.
+    #[arg(
+        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
+    )]
+    pub chat_template_kwargs: std::option::Option<JsonObject>,
+}
+
+/// Checks that `chat_template_kwargs` is an object that names no variable which each rendering sets.
+pub(crate) fn check_chat_variables(variables: Option<&JsonObject>) -> Result<()> {
+    let Some(variables) = variables else { return Ok(()) };
+    let form = r#"chat_template_kwargs: expected JSON of the form {"enable_thinking": false}"#;
+    let variables = match variables.entries() {
+        Ok(variables) => variables,
+        Err(found) => return usage(format!("{form}, found {found}")),
+    };
+    match ["messages", "add_generation_prompt"].into_iter().find(|name| variables.contains_key(*name)) {
+        Some(name) => usage(format!("{form}, found `{name}`, which is set for each conversation")),
+        None => Ok(()),
+    }
 }
 
 impl DataConfig {
+    /// Returns the variables of `chat_template_kwargs`.
+    pub fn chat_variables(&self) -> Map<String, Value> {
+        JsonObject::to_map(self.chat_template_kwargs.as_ref())
+    }
+
     /// Returns all names, for messages.
     pub fn describe(&self) -> String {
         let names: Vec<String> = self.dataset_name.iter().map(|name| name.display().to_string()).collect();
@@ -102,6 +144,7 @@ impl DataConfig {
             expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
             self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
             Columns::parse(&self.dataset_columns).map(drop),
+            check_chat_variables(self.chat_template_kwargs.as_ref()),
             if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
                 no_effect("data_split_seed", self.data_split_seed, "without data_split")
             } else {

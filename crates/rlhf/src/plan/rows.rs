@@ -92,6 +92,7 @@ impl Rows {
         let mut tokenizer = models.tokenizer()?;
         let pairs = models.policy().is_encoder_decoder();
         tokenizer.set_encoder_decoder(pairs);
+        tokenizer.set_chat_variables(config.data.chat_variables());
         if let Some(file) = &config.chat_template_path {
             tokenizer.use_chat_template(file)?;
         }
@@ -130,6 +131,7 @@ impl Rows {
     fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
         let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
         tokenizer.set_encoder_decoder(false);
+        tokenizer.set_chat_variables(config.data.chat_variables());
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
@@ -237,6 +239,7 @@ fn read_prompts(
 ) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
     let mut tokenizer: Tokenizer = models.tokenizer()?;
     tokenizer.set_encoder_decoder(models.policy().is_encoder_decoder());
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let vocab = models.main.sizes.config().vocab_size;
     let (mut train, _) = sources.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {

@@ -1,12 +1,14 @@
-//! A reward that is an external program, started once; it reads and writes JSON lines.
+//! A reward that is an external program, or a function of Python in one, started once; it reads and writes JSON lines.
 
 use super::retry::{Failure, Retries, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
 use crate::dist::launch::VARIABLES;
+use crate::process::{loaded, loader, python, python_hint};
+use crate::safe_text::{beginning, one_line};
 use crate::signals::{add_program, kill_program};
 use crate::{Error, Result};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -16,6 +18,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// The program that calls a function of Python.
+const FUNCTION: &str = include_str!("function.py");
+/// The line of that program once the function is imported.
+const READY: &[u8] = br#"{"ready": true}"#;
 /// Maximum length of an output line in bytes, far above any real one.
 const MAX_LINE: usize = 4 << 20;
 /// Number of output lines that are buffered. With `MAX_LINE` it bounds the memory for a program that prints without end.
@@ -35,7 +41,8 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 ///
 /// It is started once, by `sh -c`. It reads one JSON object per response and line from its standard input, and writes one line
 /// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
-/// number; `null` or `{"score": null}` for a response that it gives no score. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
+/// number; `null` or `{"score": null}` for a response that it gives no score. With `{"error": "why"}` it reports a failure of the batch.
+/// It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
 pub struct CommandReward {
     program: RestartedProgram,
     retry: RetryPolicy,
@@ -61,12 +68,26 @@ impl CommandReward {
         Self { program: RestartedProgram::new(command), retry, retries: Retries::default() }
     }
 
-    /// Starts the program unless it is running, so that it initializes while something else is done.
+    /// Creates the reward of a function of Python, `module.function`, without importing it. The Python is that of `RLHF_PYTHON`, or
+    /// `python3`; the working directory is on its path.
+    ///
+    /// The function is called as by TRL's `GRPOTrainer`: `f(prompts=..., completions=..., completion_ids=..., **columns)` with a list
+    /// for each column of the rows, and returns a list of numbers, with None for a response that it gives no score. It may be a
+    /// coroutine function. TRL's `trainer_state`, `log_extra` and `log_metric` are not passed.
+    pub fn python(function: impl Into<String>, retry: RetryPolicy) -> Self {
+        let program = RestartedProgram { source: Source::Python(function.into()), running: None };
+        Self { program, retry, retries: Retries::default() }
+    }
+
+    /// Starts the program unless it is running, so that it initializes while something else is done. Waits until a function of Python
+    /// is imported.
     ///
     /// # Errors
-    /// If there is no `sh`.
+    /// If there is no `sh` or no Python; if the function cannot be imported.
     pub fn start(&mut self) -> Result<()> {
-        self.program.start().map(drop).map_err(|failure| Error::Run(failure.message))
+        let timeout = self.retry.timeout;
+        let started = self.program.call(|running| running.wait_until_ready(timeout));
+        started.map_err(|failure| Error::Run(failure.message))
     }
 }
 
@@ -90,14 +111,22 @@ impl Reward for CommandReward {
 
 /// A program that is started when it is called first, and again after a failure.
 pub(crate) struct RestartedProgram {
-    command: String,
+    source: Source,
     running: Option<Program>,
+}
+
+/// The code of a program.
+enum Source {
+    /// A command line for `sh -c`.
+    Shell(String),
+    /// A function of Python, `module.function`, for [`FUNCTION`].
+    Python(String),
 }
 
 impl RestartedProgram {
     /// Returns the program of `command`, for `sh -c`, without starting it.
     pub(crate) fn new(command: impl Into<String>) -> Self {
-        Self { command: command.into(), running: None }
+        Self { source: Source::Shell(command.into()), running: None }
     }
 
     /// Returns the running program; starts it unless it is running.
@@ -105,9 +134,14 @@ impl RestartedProgram {
         match &mut self.running {
             Some(running) => Ok(running),
             none => {
-                // The command line may hold a key.
-                let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
-                Ok(none.insert(Program::start(&self.command).map_err(wrong)?))
+                let wrong = |e| match &self.source {
+                    // The command line may hold a key.
+                    Source::Shell(_) => Failure::permanent(format!("the program cannot be started by sh: {e}")),
+                    Source::Python(_) => {
+                        Failure::permanent(format!("{} cannot be started: {e}{}", python(), python_hint()))
+                    }
+                };
+                Ok(none.insert(Program::start(&self.source).map_err(wrong)?))
             }
         }
     }
@@ -140,18 +174,27 @@ pub(crate) struct Program {
     stderr_end: Receiver<()>,
     /// True if its output ended before all scores were read.
     output_ended: bool,
+    /// True until a function of Python is imported.
+    is_importing: bool,
 }
 
 impl Program {
-    /// Starts the program by `sh -c`.
-    pub(crate) fn start(command: &str) -> io::Result<Self> {
-        let mut sh = Command::new("sh");
+    /// Starts the program.
+    fn start(source: &Source) -> io::Result<Self> {
+        let (program, script, input) = match source {
+            Source::Shell(line) => ("sh".to_string(), line.clone(), String::new()),
+            Source::Python(function) => {
+                let input = format!("{}{}\n", loaded(FUNCTION), json!({"function": function}));
+                (python(), loader("function.py"), input)
+            }
+        };
+        let mut command = Command::new(program);
         // It may be `rlhf score`, which is no rank.
         for name in VARIABLES {
-            sh.env_remove(name);
+            command.env_remove(name);
         }
-        let mut child = sh
-            .args(["-c", command])
+        let mut child = command
+            .args(["-c", &script])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -161,6 +204,7 @@ impl Program {
             .spawn()?;
         add_program(&child);
         let (to_child, batches) = channel::<Vec<u8>>();
+        let _ = to_child.send(input.into_bytes());
         let (line, lines) = sync_channel(READ_AHEAD);
         let (end_of_stderr, stderr_end) = channel::<()>();
         let stderr_tail = Arc::new(Mutex::new(VecDeque::new()));
@@ -187,7 +231,34 @@ impl Program {
                 drop(end_of_stderr);
             });
         }
-        Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false })
+        let is_importing = matches!(source, Source::Python(_));
+        Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false, is_importing })
+    }
+
+    /// Waits until a function of Python is imported.
+    fn wait_until_ready(&mut self, timeout: Duration) -> Result<(), Failure> {
+        if !std::mem::take(&mut self.is_importing) {
+            return Ok(());
+        }
+        loop {
+            match self.next_line(timeout) {
+                Ok(line) if line == READY => return Ok(()),
+                Ok(line) => {
+                    // Another attempt would import the same files. A file that Python reads at its start may print other lines.
+                    if let Some(failure) = reported(&line) {
+                        return Err(Failure { retryable: false, ..failure });
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    let message = format!("its import did not end within {} s", timeout.as_secs_f64());
+                    return Err(Failure::new(message));
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    self.output_ended = true;
+                    return Err(Failure::new("Python exited before the function was imported"));
+                }
+            }
+        }
     }
 
     /// Sends one line, and returns the next output line.
@@ -225,6 +296,7 @@ impl Program {
 
     /// Sends the responses and reads one score for each.
     fn score(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Failure> {
+        self.wait_until_ready(timeout)?;
         if let Ok(line) = self.lines.try_recv() {
             return Err(extra_line(&line));
         }
@@ -256,7 +328,13 @@ impl Program {
             Ok(line) if line.len() > MAX_LINE => {
                 Err(format!("expected a line of at most {MAX_LINE} bytes, found a longer one"))
             }
-            Ok(line) => parse(&line),
+            Ok(line) => match parse(&line) {
+                Err(message) => match reported(&line) {
+                    Some(failure) => return Err(failure),
+                    None => Err(message),
+                },
+                score => score,
+            },
             Err(RecvTimeoutError::Timeout) => Err(format!("no score within {} s", timeout.as_secs_f64())),
             Err(RecvTimeoutError::Disconnected) => {
                 self.output_ended = true;
@@ -369,6 +447,14 @@ fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> 
             return;
         }
     }
+}
+
+/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known.
+fn reported(line: &[u8]) -> Option<Failure> {
+    let value: Value = serde_json::from_slice(line).ok()?;
+    let message = one_line(value.get("error")?.as_str()?).into_owned();
+    let row = value.get("row").and_then(Value::as_u64).and_then(|row| usize::try_from(row).ok());
+    Some(Failure { row, ..Failure::new(beginning(&message, 600)) })
 }
 
 /// Parses the score in a line.

@@ -134,7 +134,7 @@ impl Rule {
     }
 
     /// The column that the rule reads.
-    fn column(&self) -> Option<&str> {
+    pub(super) fn column(&self) -> Option<&str> {
         match self {
             Rule::Exact { column } | Rule::Numeric { column, .. } | Rule::Bleu { column } | Rule::RougeL { column } => {
                 Some(column)
@@ -222,6 +222,11 @@ pub(super) fn options(kind: &str, argument: &str, known: &[&str]) -> Result<Hash
     Ok(found)
 }
 
+/// Returns true if the row has something in the column.
+pub(super) fn has(row: &Value, column: &str) -> bool {
+    row.get(column).is_some_and(|value| !value.is_null())
+}
+
 /// Returns the texts in a column: one text or number, or a list of them.
 pub(super) fn references(row: &Value, column: &str) -> Result<Vec<String>> {
     let text = |value: &Value| match value {
@@ -236,11 +241,12 @@ pub(super) fn references(row: &Value, column: &str) -> Result<Vec<String>> {
     };
     found.ok_or_else(|| {
         let expected = format!("expected a column `{column}` with a text, a number, or a list of them");
+        let hint = if has(row, column) { "" } else { "; with optional=true such a row gets no score" };
         Error::Run(match row.get(column) {
-            Some(value) => format!("{expected}, found {value}"),
+            Some(value) => format!("{expected}, found {value}{hint}"),
             None => {
                 let names: Vec<_> = row.as_object().into_iter().flat_map(|row| row.keys()).cloned().collect();
-                format!("{expected}, found {}", if names.is_empty() { "none".into() } else { names.join(", ") })
+                format!("{expected}, found {}{hint}", if names.is_empty() { "none".into() } else { names.join(", ") })
             }
         })
     })
@@ -552,9 +558,14 @@ mod tests {
             assert!(error.to_string().starts_with(message), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
-        for (row, found) in [(json!({"a": 1, "b": 2}), "found a, b"), (json!({"answer": {}}), "found {}")] {
+        let hint = "; with optional=true such a row gets no score";
+        for (row, found) in [
+            (json!({"a": 1, "b": 2}), format!("found a, b{hint}")),
+            (json!({"answer": null}), format!("found null{hint}")),
+            (json!({"answer": {}}), "found {}".into()),
+        ] {
             let error = Rule::parse("exact", "answer").unwrap().check_row(&row).unwrap_err().to_string();
-            assert!(error.starts_with("expected a column `answer`") && error.ends_with(found), "{error}");
+            assert!(error.starts_with("expected a column `answer`") && error.ends_with(&found), "{error}");
         }
     }
 }

@@ -19,8 +19,9 @@ pub(crate) const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
 pub struct RewardSourcesConfig {
     /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; repeat the flag for several. Kinds: length:target=40, regex:EXPRESSION,
     /// words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3, model:FOLDER, command:LINE,
-    /// url:ADDRESS; and TRL's accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment,
-    /// get_repetition_penalty_reward, get_cosine_scaled_reward, with their arguments as KEY=VALUE.
+    /// url:ADDRESS, python:MODULE.FUNCTION; and TRL's accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment,
+    /// get_repetition_penalty_reward, get_cosine_scaled_reward, with their arguments as KEY=VALUE. Those that read a
+    /// column take optional=true: rows without it get no score.
     #[arg(long, help_heading = REWARDS)]
     #[serde(serialize_with = "rewards_without_queries")]
     pub reward: Vec<String>,

@@ -1,6 +1,7 @@
 //! Parses the rewards of a configuration, and loads them.
 
 use super::http::TOKEN;
+use super::optional::{Optional, split};
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
 use super::trl::{self, TrlFunction, TrlReward};
@@ -22,6 +23,9 @@ use std::time::Duration;
 const PROGRAM: &str = "a program";
 const SERVICE: &str = "a service";
 
+/// The kinds of rewards that are no rules.
+const PROGRAMS: [&str; 4] = ["model", "command", "url", "python"];
+
 /// One reward of a configuration.
 #[derive(Debug)]
 pub(crate) struct Spec {
@@ -39,9 +43,11 @@ enum Kind {
         label: Option<String>,
     },
     Command(String),
+    /// A function of Python, `module.function`.
+    Python(String),
     Url(String),
-    Rule(Rule),
-    Trl(TrlFunction),
+    Rule(Optional<Rule>),
+    Trl(Optional<TrlReward>),
     /// A program or service whose scores a run has recorded.
     Recorded,
 }
@@ -75,9 +81,9 @@ impl Spec {
         matches!(self.kind, Kind::Url(_))
     }
 
-    /// Returns true if it is a service or a program, which have timeouts.
+    /// Returns true if it is a service or a program, which have timeouts; a function of Python is called by a program.
     pub(crate) fn is_outside(&self) -> bool {
-        self.is_service() || matches!(self.kind, Kind::Command(_))
+        self.is_service() || matches!(self.kind, Kind::Command(_) | Kind::Python(_))
     }
 
     /// As [`Rewards::check_row`], before the reward is loaded; only rules read columns of a row.
@@ -88,6 +94,16 @@ impl Spec {
             _ => Ok(()),
         };
         checked.map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
+    }
+
+    /// The name of the reward and the column that it reads, if rows may lack it.
+    pub(crate) fn optional_column(&self) -> Option<(String, String)> {
+        let column = match &self.kind {
+            Kind::Rule(rule) => rule.column.clone(),
+            Kind::Trl(function) => function.column.clone(),
+            _ => None,
+        };
+        Some((self.name.clone(), column?))
     }
 }
 
@@ -189,6 +205,16 @@ pub fn check_written(text: &str) -> Result<()> {
     parse(text).map(drop)
 }
 
+/// Returns true if `text` is a module of Python and the name of a function in it, `module.function`.
+pub fn is_function_path(text: &str) -> bool {
+    let is_name = |part: &str| {
+        !part.starts_with(|c: char| c.is_ascii_digit())
+            && !part.is_empty()
+            && part.chars().all(|c| c == '_' || c.is_alphanumeric())
+    };
+    text.contains('.') && !text.ends_with(".py") && text.split('.').all(is_name)
+}
+
 /// Returns what is expected in place of a reward `kind` that is something else which a user of TRL may name: several rewards, a file or a
 /// function of Python, a model.
 fn mistaken(kind: &str, argument: &str) -> Option<String> {
@@ -200,12 +226,14 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
         return Some(format!("expected one reward, found several: give a list, [{list}], or repeat the flag for each"));
     }
     let is_folder = argument.is_empty() && Path::new(kind).is_dir();
-    let is_function = kind.contains('.') && !kind.contains('/') && is_name(kind);
-    if kind.ends_with(".py") || (is_function && !is_folder) {
-        let line = "--reward \"NAME=command:python3 FILE\"";
-        return Some(format!(
-            "a function of Python is not imported: call it in a program that reads JSON lines, and give that as {line}"
-        ));
+    let file = kind.strip_suffix(".py").filter(|module| is_name(module));
+    let function = match file {
+        Some(module) => Some(format!("{}.FUNCTION", module.replace('/', "."))),
+        None => (is_function_path(kind) && !is_folder).then(|| kind.to_string()),
+    };
+    if let Some(function) = function {
+        let function = beginning(&function, 200);
+        return Some(format!("a function of Python is written as python:{function}"));
     }
     let is_hub_name = argument.is_empty() && kind.contains('/') && is_name(kind) && !Path::new(kind).is_file();
     let is_model = is_folder || is_hub_name;
@@ -214,7 +242,7 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
 
 /// Returns the kind of reward that `kind` is probably a misspelling of: at most one letter in five differs.
 fn nearest(kind: &str) -> Option<&'static str> {
-    let known = ["model", "command", "url"].iter().chain(&KINDS).chain(&trl::KINDS).copied();
+    let known = PROGRAMS.iter().chain(&KINDS).chain(&trl::KINDS).copied();
     let distances = known.map(|name| (strsim::osa_distance(kind, name), name));
     distances.filter(|(wrong, _)| *wrong <= (kind.len() / 5).max(1)).min().map(|(_, name)| name)
 }
@@ -222,8 +250,9 @@ fn nearest(kind: &str) -> Option<&'static str> {
 /// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
 fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
-    let (name, kind) = head.split_once('=').unwrap_or_else(|| (trl::name(head), head));
-    let is_kind = ["model", "command", "url"].contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
+    let function = argument.rsplit('.').next().filter(|name| head == "python" && !name.is_empty());
+    let (name, kind) = head.split_once('=').unwrap_or_else(|| (function.unwrap_or(trl::name(head)), head));
+    let is_kind = PROGRAMS.contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
         return usage(format!("reward = {}: {meant}", public(text)));
     }
@@ -253,14 +282,29 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             needs("an address")?;
             (Kind::Url(argument.to_string()), SERVICE.into())
         }
-        rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
+        "python" => {
+            if !is_function_path(argument) {
+                return usage(format!(
+                    "reward = {}: expected the module and the name of a function, as in python:my_rewards.length",
+                    public(text)
+                ));
+            }
+            (Kind::Python(argument.to_string()), about(argument))
+        }
+        rule if KINDS.contains(&rule) => {
+            let (own, is_optional) = split(rule, argument)?;
+            (Kind::Rule(Optional::new(Rule::parse(rule, &own)?, Rule::column, is_optional)), about(argument))
+        }
         function if trl::KINDS.contains(&function) => {
-            (Kind::Trl(TrlFunction::parse(function, argument)?), about(argument))
+            let (own, is_optional) = split(function, argument)?;
+            let reward = TrlReward::new(TrlFunction::parse(function, &own)?);
+            (Kind::Trl(Optional::new(reward, TrlReward::column, is_optional)), about(argument))
         }
         other => {
             return usage(format!(
-                "reward = {}: expected one of model, command, url, {}, {}, found {:?}{}",
+                "reward = {}: expected one of {}, {}, {}, found {:?}{}",
                 public(text),
+                PROGRAMS.join(", "),
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
                 public(other),
@@ -387,9 +431,15 @@ impl Rewards {
                     reward.start()?;
                     Box::new(reward)
                 }
+                Kind::Python(function) => {
+                    let mut reward = CommandReward::python(function, retry(settings));
+                    let wrong = |e: Error| Error::Run(format!("reward `{name}`: {e}"));
+                    reward.start().map_err(wrong)?;
+                    Box::new(reward)
+                }
                 Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
                 Kind::Rule(rule) => Box::new(rule),
-                Kind::Trl(function) => Box::new(TrlReward::new(function)),
+                Kind::Trl(function) => Box::new(function),
                 Kind::Recorded => Box::new(FnReward::recorded()),
             };
             rewards.push(&name, reward, transform, about);
@@ -444,6 +494,7 @@ mod tests {
             c.reward_command = Some("python3 reward.py".into());
             c.reward_url = Some("http://host/score?key=1".into());
             c.reward = texts(&["length:target=40", "tags=regex:<a=b>:", "model:other#POSITIVE", "json"]);
+            c.reward.extend(texts(&["python:my.rewards.short", "mine=python:my.rewards.short"]));
             c.reward_weights = texts(&["0.5", "length=-2"]);
             c.reward_clip = texts(&["model=5"]);
             c.reward_normalize = texts(&["url=mean_std", "url=std"]);
@@ -451,16 +502,20 @@ mod tests {
         config.reward_scale = texts(&["json=3"]);
         let specs = specs(of(&config)).unwrap();
         let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-        assert_eq!(names, ["command", "url", "length", "tags", "model", "json"]);
-        assert_eq!(specs.iter().map(|spec| spec.transform.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
-        assert!(matches!(&specs[3].kind, Kind::Rule(Rule::Regex(regex)) if regex.as_str() == "<a=b>:"));
+        assert_eq!(names, ["command", "url", "length", "tags", "model", "json", "short", "mine"]);
+        let weights: Vec<f64> = specs.iter().map(|spec| spec.transform.weight).collect();
+        assert_eq!(weights, [0.5, 0.5, -2.0, 0.5, 0.5, 0.5, 0.5, 0.5]);
+        assert!(specs[6..].iter().all(|spec| matches!(&spec.kind, Kind::Python(path) if path == "my.rewards.short")));
+        assert!(
+            matches!(&specs[3].kind, Kind::Rule(Optional { reward: Rule::Regex(regex), .. }) if regex.as_str() == "<a=b>:")
+        );
         assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label) }
             if path.to_str() == Some("other") && label == "POSITIVE"));
         assert_eq!((specs[4].transform.clip, specs[5].transform.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].transform.normalize, Normalize::Std, "the last one counts");
-        config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5"]);
+        config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5", "6", "7"]);
         let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.transform.weight);
-        assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5]);
+        assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5, 6.0, 7.0]);
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
         assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");
     }
@@ -480,15 +535,18 @@ mod tests {
     #[test]
     fn malformed_rewards_are_refused() {
         for (rewards, weights, message) in [
-            (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
+            (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, python, length, regex"),
+            (&["python:length"], &[], "reward = python...: expected the module and the name of a function"),
+            (&["mine=python:a..b"], &[], "reward = mine=python...: expected the module and the name of a function"),
+            (&["python:"], &[], "reward = python...: expected the module and the name of a function"),
             (&["a b=json"], &[], "reward = a...: expected a name of letters"),
             (&["uri:http://h/?key=secret"], &[], "reward = uri...: expected one of model, command, url"),
             (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),
             (&["h/?key=secret"], &[], "reward = h/...: expected a name of letters"),
             (&["key=./judge --key secret"], &[], "reward = key=./judge...: expected one of model, command, url"),
-            (&["rf.py"], &[], "reward = rf.py: a function of Python is not imported: call it in a program that reads"),
-            (&["mine=rf.reward_func"], &[], "reward = mine=rf.reward_func: a function of Python is not imported"),
-            (&["rf.py:reward_func"], &[], "reward = rf.py...: a function of Python is not imported"),
+            (&["rf.py"], &[], "reward = rf.py: a function of Python is written as python:rf.FUNCTION"),
+            (&["mine=rf.reward_func"], &[], "reward = mine=rf.reward_func: a function of Python is written as python:rf.reward_func"),
+            (&["rf.py:reward_func"], &[], "reward = rf.py...: a function of Python is written as python:rf.FUNCTION"),
             (&["a/b-v2.1"], &[], "reward = a/b-v2.1: expected a kind of reward; a model is written as model:a/b-v2.1"),
             (
                 &["json, length"],

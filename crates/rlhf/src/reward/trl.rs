@@ -296,6 +296,11 @@ impl TrlReward {
     pub fn new(function: TrlFunction) -> Self {
         Self { function, undecided: 0.0 }
     }
+
+    /// The column of the solution.
+    pub(super) fn column(&self) -> Option<&str> {
+        self.function.column()
+    }
 }
 
 impl Reward for TrlReward {

@@ -180,6 +180,7 @@ impl EvaluateConfig {
         config.responses = self.sampling.clone();
         config.seed = self.seed;
         config.rows.batch_size = self.batch_size;
+        config.rows.split.chat_template_kwargs = self.split.chat_template_kwargs.clone();
         config
     }
 
@@ -224,7 +225,7 @@ impl EvaluateConfig {
             self.num_prompts.map_or(Ok(()), |count| at_least_one("num_prompts", count)),
             expect(!self.output_dir.as_os_str().is_empty(), "output_dir", "\"\"", "a folder"),
             at_least_one("batch_size", self.batch_size),
-            self.split.columns().map(drop),
+            self.split.check(),
             self.compute.check(),
             self.generate(&self.model_name_or_path, &self.model_revision).check(),
         ])

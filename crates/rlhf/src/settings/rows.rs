@@ -40,6 +40,6 @@ pub struct RowsConfig {
 
 impl RowsConfig {
     pub(super) fn check(&self) -> Result<()> {
-        all([at_least_one("batch_size", self.batch_size), self.split.columns().map(drop), self.compute.check()])
+        all([at_least_one("batch_size", self.batch_size), self.split.check(), self.compute.check()])
     }
 }

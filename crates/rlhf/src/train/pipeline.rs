@@ -11,7 +11,7 @@ use crate::data::{Dataset, PromptLimit, Sources};
 use crate::dist::World;
 use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
-use crate::reward::{Spec, specs};
+use crate::reward::{Spec, check_columns, specs};
 use crate::run::checkpoint::{FinishedRun, UNFINISHED};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
@@ -464,6 +464,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let mut tokenizer = reading.tokenizer.clone();
     tokenizer.check_eos(config.eos_token.as_deref())?;
     tokenizer.set_encoder_decoder(false);
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let pads = reward_model::find_pads(config, &reading.shape, &tokenizer, &config.model_name_or_path)?;
     let read = |dataset: &Dataset| reward_model::read_pairs(dataset, config, &reading.shape, &tokenizer, pads.as_ref());
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
@@ -487,6 +488,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     ppo::check_encoder_decoder(config, &policy.shape)?;
     let mut tokenizer = own.unwrap_or_else(|| policy.tokenizer.clone());
     tokenizer.set_encoder_decoder(policy.shape.is_encoder_decoder());
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let tokenizer = &tokenizer;
     tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
     let (mut context, vocab) = (policy.shape.max_position_embeddings, policy.shape.vocab_size);
@@ -524,6 +526,8 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let read = sources.read(config.run.seed, Stage::Ppo)?;
     let check_row = |row: &Value| specs.iter().try_for_each(|spec| spec.check_row(row));
     let (prompts, _) = ppo::read_prompts(config, read, tokenizer, (vocab, limit), check_row)?;
+    let columns: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
+    check_columns(&columns, prompts.rows.iter().map(|prompt| &prompt.row))?;
     config.plan_for(prompts.rows.len())?;
     ppo::find_texts(config, tokenizer, vocab, of_models.max_length()).map(drop)
 }

@@ -173,6 +173,7 @@ fn load(
     tokenizer.check_eos(config.eos_token.as_deref())?;
     // Prompt and response are one text to a reward model.
     tokenizer.set_encoder_decoder(false);
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
     if model.labels().len() > 1 {
         let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));

@@ -197,6 +197,7 @@ pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(T
         tokenizer.use_chat_template(file)?;
     }
     tokenizer.check_eos(config.eos_token.as_deref())?;
+    tokenizer.set_chat_variables(config.data.chat_variables());
     let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
     let warning = warning.transpose()?.flatten();
     Ok((tokenizer, warning))

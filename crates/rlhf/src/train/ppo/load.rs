@@ -12,7 +12,7 @@ use crate::model::{
     SequenceClassifier, Trains, ValueModel,
 };
 use crate::optim::{LearningRates, Optim};
-use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
+use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
@@ -289,11 +289,13 @@ impl Loaded {
         let Folders { policy: dir, value: value_dir, tokenizer, specs } = Folders::find(config, &mut inputs)?;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        tokenizer.set_chat_variables(config.data.chat_variables());
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let mut notes = roundings(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
+        let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
         rewards.shard(&World::of_process(), config.frozen_stage());
@@ -317,6 +319,7 @@ impl Loaded {
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
+        check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
         check_cuts(config, &rewards, &prompts)?;
         notes.extend(prompts.notes);
         let (cursor, commits) = (prompts.cursor, asked.commits());

@@ -2,6 +2,7 @@
 
 use super::ids::Ids;
 use crate::dist::launch::VARIABLES;
+use crate::process::{loaded, loader, python, python_hint};
 use crate::run::output_dir::METRICS;
 use crate::run::sinks::console::Console;
 use crate::run::tracking::ReportTo;
@@ -20,17 +21,6 @@ use std::time::{Duration, Instant};
 
 /// The program that passes the lines to the clients of wandb, MLflow and trackio.
 const TRACKER: &str = include_str!("tracker.py");
-/// Python program that reads the length of another program and the program itself from standard input, and runs it: a command line
-/// with the whole program would fill the list of processes.
-const LOADER: &str = "import sys
-f = open(0, 'rb', 0, closefd=False)
-n = int(f.readline() or sys.exit(1))
-s = b''
-while len(s) < n:
-    s += f.read(n - len(s)) or sys.exit(1)
-exec(compile(s, 'tracker.py', 'exec'))";
-/// The variable with another Python than `python3`.
-const PYTHON: &str = "RLHF_PYTHON";
 /// Maximum wait at the end of a run that was stopped by the user.
 const STOP_WAIT: Duration = Duration::from_secs(10);
 /// Maximum bytes that wait for a tracker.
@@ -74,13 +64,12 @@ pub(super) struct Shared {
 impl Process {
     /// Starts the process of a tracker. Returns nothing, after a warning, if it cannot be started.
     pub(super) fn start(tracker: &ReportTo, shared: Shared) -> Option<Self> {
-        let (program, script) = match tracker {
-            ReportTo::Command(line) => ("sh".to_string(), line.as_str()),
-            _ => (std::env::var(PYTHON).ok().filter(|path| !path.is_empty()).unwrap_or("python3".into()), LOADER),
+        let (program, script, is_python) = match tracker {
+            ReportTo::Command(line) => ("sh".to_string(), line.clone(), false),
+            _ => (python(), loader("tracker.py"), true),
         };
-        let is_python = script == LOADER;
         let mut command = Command::new(&program);
-        command.args(["-c", script]);
+        command.args(["-c", &script]);
         for name in VARIABLES {
             command.env_remove(name);
         }
@@ -90,8 +79,7 @@ impl Process {
             Ok(child) => Some(Self::follow(child, Arc::new(shared), is_python)),
             Err(error) => {
                 if !shared.may_lack {
-                    let install = format!(" (install Python 3.9 or newer, or name one in {PYTHON})");
-                    let hint = if is_python { install.as_str() } else { "" };
+                    let hint = if is_python { python_hint() } else { String::new() };
                     shared.warn(&format!("{program} cannot be started: {error}{hint}; {}", goes_through()));
                 }
                 None
@@ -109,7 +97,7 @@ impl Process {
         if let Some(mut stdin) = child.stdin.take() {
             let waiting = waiting.clone();
             thread::spawn(move || {
-                let program = if is_python { format!("{}\n{TRACKER}", TRACKER.len()) } else { String::new() };
+                let program = if is_python { loaded(TRACKER) } else { String::new() };
                 // The exit of the process is found by the thread that waits for it.
                 let _ = stdin.write_all(program.as_bytes());
                 to_write.iter().for_each(|line: Vec<u8>| {

@@ -1,0 +1,194 @@
+"""Calls a reward function of Python for rlhf, with the arguments that TRL's GRPOTrainer passes.
+
+rlhf starts this program once per function, with the Python of the user, and writes JSON lines to its standard input: first the path of
+the function, `module.function`, then one object per response. The function is called with whole batches, on the main thread. Each
+response has one line of what was the standard output of this program; the function's own output goes to standard error.
+"""
+
+import sys
+
+# The working directory may hold a file with the name of a module that this program imports.
+sys.path = [path for path in sys.path if path]
+
+import asyncio  # noqa: E402
+import importlib  # noqa: E402
+import inspect  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import traceback  # noqa: E402
+
+# Columns of a row that are arguments under another name.
+OWN = ("prompt", "completion", "completion_ids")
+
+
+class Failure(Exception):
+    """A batch without scores: the reason, and the row that it concerns."""
+
+    def __init__(self, message, row=None):
+        super().__init__(message)
+        self.row = row
+
+
+def take_pipes():
+    """Returns standard input and output of this process as files, and gives the function an empty input and standard error."""
+    lines = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    return lines, replies
+
+
+def load(path):
+    """Imports the function, with the working directory on the path, as TRL's script does."""
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Failure(f"no module `{error.name}` in {os.getcwd()}, nor among the packages of {sys.executable}")
+        raise Failure(f"cannot import `{module}`: {described(error, None)}")
+    except BaseException as error:
+        raise Failure(f"cannot import `{module}`: {described(error, None)}")
+    place = getattr(found, "__file__", None)
+    if not hasattr(found, name):
+        raise Failure(f"the module `{module}` ({shown(place)}) has no function `{name}`")
+    function = getattr(found, name)
+    if inspect.isclass(function) or not callable(function):
+        kind = "a class" if inspect.isclass(function) else f"of the type {type(function).__name__}"
+        raise Failure(f"`{name}` of the module `{module}` ({shown(place)}) is {kind}: expected a function")
+    return function
+
+
+def shown(place):
+    """Returns the path of a file, relative to the working directory if it is below."""
+    if not place:
+        return "without a file"
+    below = os.path.join(os.getcwd(), "")
+    return place[len(below) :] if place.startswith(below) else place
+
+
+def described(error, home):
+    """Returns an exception with its place in one line: its last place in the file `home`, or else in any file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({shown(error.filename)}:{error.lineno})"
+    kind, text = type(error).__name__, " ".join(str(error).split())[:400]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
+    frames = [frame for frame in frames if frame.filename == home] or frames
+    place = f" ({shown(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{kind}: {text}{place}" if text else f"{kind}{place}"
+
+
+def is_theirs(file):
+    """Returns whether a file of a traceback is neither this program nor a part of the import."""
+    return file != load.__code__.co_filename and not file.startswith("<frozen importlib") and file != importlib.__file__
+
+
+def prompt_of(line):
+    """Returns the prompt as the row has it: a list of messages, or else a text."""
+    row = line["row"]
+    prompt = row.get("prompt")
+    prompt = row.get("query") if prompt is None else prompt
+    is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    return prompt if is_messages else line["prompt"]
+
+
+def arguments(batch):
+    """Returns the arguments of a call. A row without a column that another one has is None there."""
+    columns = list(dict.fromkeys(name for line in batch for name in line["row"] if name not in OWN))
+    named = {name: [line["row"].get(name) for line in batch] for name in columns}
+    prompts, completions = [prompt_of(line) for line in batch], []
+    for prompt, line in zip(prompts, batch):
+        text = line["response"]
+        completions.append([{"role": "assistant", "content": text}] if isinstance(prompt, list) else text)
+    ids = [line["response_ids"] for line in batch]
+    return {**named, "prompts": prompts, "completions": completions, "completion_ids": ids}
+
+
+class Caller:
+    """Calls the function. Coroutines of all calls run on one event loop, as in TRL."""
+
+    def __init__(self, function):
+        self.function = function
+        self.loop = None
+        code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        self.home = code.co_filename if code else None
+
+    def scores(self, batch):
+        """Returns a number or None for each response."""
+        try:
+            result = self.function(**arguments(batch))
+            if inspect.isawaitable(result):
+                result = self.awaited(result)
+            is_list = not isinstance(result, (str, bytes, dict))
+            found = list(result) if is_list and hasattr(result, "__iter__") else None
+        except BaseException as error:
+            raise Failure(described(error, self.home))
+        if found is None:
+            raise Failure(f"expected a list with one score per response, found {brief(result)}")
+        if len(found) != len(batch):
+            raise Failure(f"expected {len(batch)} scores, one per response, found {len(found)}")
+        return [number(score, row) for row, score in enumerate(found)]
+
+    def awaited(self, result):
+        async def wait():
+            return await result
+
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+        return self.loop.run_until_complete(wait())
+
+
+def number(score, row):
+    """Returns a score as a float: of a number of Python, of NumPy or of torch."""
+    if score is None:
+        return None
+    try:
+        if isinstance(score, (str, bytes)):
+            raise TypeError
+        found = float(score)
+    except Exception:
+        raise Failure(f"expected a number or None, found {brief(score)}", row)
+    if not math.isfinite(found):
+        raise Failure(f"expected a finite score, found {found}", row)
+    return found
+
+
+def brief(value):
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = type(value).__name__
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def main():
+    lines, replies = take_pipes()
+
+    def reply(*values):
+        replies.write("".join(f"{json.dumps(value)}\n" for value in values))
+        replies.flush()
+
+    try:
+        caller = Caller(load(json.loads(lines.readline())["function"]))
+    except Failure as failure:
+        return reply({"error": str(failure)})
+    reply({"ready": True})
+    batch = []
+    for line in lines:
+        batch.append(json.loads(line))
+        if batch[-1]["left"] > 0:
+            continue
+        try:
+            reply(*({"score": score} for score in caller.scores(batch)))
+        except Failure as failure:
+            reply({"error": str(failure), "row": failure.row})
+        batch = []
+
+
+main()
