@@ -3,6 +3,7 @@
 mod bounds;
 mod chat;
 mod file;
+mod python;
 mod rules;
 mod settings;
 mod special;
