@@ -3,7 +3,9 @@
 mod bounds;
 mod chat;
 mod file;
+mod python;
 mod rules;
+mod settings;
 mod special;
 
 use crate::files;
@@ -14,6 +16,7 @@ use chat::ChatTemplate;
 pub(crate) use chat::{message_text, user_message};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
+use settings::Settings;
 use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -72,6 +75,8 @@ pub struct Tokenizer {
     described: Described,
     /// Whether tokenizer.json has them all.
     is_plain: bool,
+    /// The settings beside tokenizer.json.
+    settings: Settings,
     eos: Vec<i64>,
     pad: Option<i64>,
     template: Option<ChatTemplate>,
@@ -154,16 +159,18 @@ impl Tokenizer {
         }
         let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
         let described = Described::read(dir, &tokenizer_config)?;
+        let settings = Settings::read(dir, &tokenizer_config)?;
         let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
         if let [(JSON, json), ..] = &files[..] {
-            if let Some(other) = beside.filter(|other| other.reads_as(json, &described)) {
+            if let Some(other) = beside.filter(|other| other.reads_as(json, &described, &settings)) {
                 (inner, growth) = (other.inner.clone(), other.growth);
                 (ids, own_ids) = (other.ids, other.own_ids);
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
                 growth = Some(Growth::read(&path, json)?);
-                let (mut found, count) = load(&path, json)?;
+                let (mut found, count) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
+                found.set_encode_special_tokens(settings.split_special_tokens);
                 (ids, own_ids) = (count, count);
                 is_plain = described.is_in(&found);
                 if !is_plain {
@@ -186,6 +193,7 @@ impl Tokenizer {
             growth,
             described,
             is_plain,
+            settings,
             ids,
             own_ids,
             dir: dir.to_path_buf(),
@@ -205,11 +213,12 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described`: neither
-    /// has tokens that are not in it, and texts are not truncated.
-    fn reads_as(&self, json: &[u8], described: &Described) -> bool {
+    /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described` and have
+    /// these `settings`: neither has tokens that are not in it, and texts are not truncated.
+    fn reads_as(&self, json: &[u8], described: &Described, settings: &Settings) -> bool {
         let is_whole = |inner: &Arc<tokenizers::Tokenizer>| inner.get_truncation().is_none() && described.is_in(inner);
         self.is_plain
+            && self.settings == *settings
             && self.inner.as_ref().is_some_and(is_whole)
             && self.files.iter().any(|(name, bytes)| *name == JSON && bytes == json)
     }
@@ -502,10 +511,13 @@ impl Tokenizer {
 
     /// Decodes token ids, without special tokens.
     ///
+    /// As in transformers, `clean_up_tokenization_spaces` of `tokenizer_config.json` removes spaces before punctuation, unless the
+    /// vocabulary is one of BPE.
+    ///
     /// # Errors
     /// If the tokenizer cannot decode them.
     pub fn decode(&self, ids: &[i64]) -> Result<String> {
-        self.decode_with(ids, true)
+        Ok(self.cleaned(self.decode_with(ids, true)?))
     }
 
     /// Decodes token ids, with special tokens.
@@ -513,7 +525,14 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot decode them.
     pub fn decode_verbatim(&self, ids: &[i64]) -> Result<String> {
-        self.decode_with(ids, false)
+        Ok(self.cleaned(self.decode_with(ids, false)?))
+    }
+
+    fn cleaned(&self, text: String) -> String {
+        match &self.inner {
+            Some(inner) => self.settings.cleaned(text, inner),
+            None => text,
+        }
     }
 
     fn decode_with(&self, ids: &[i64], skip_special_tokens: bool) -> Result<String> {
@@ -535,16 +554,16 @@ impl Tokenizer {
         if self.apart {
             return self.decode(ids);
         }
-        let whole = self.decode(&[prompt, ids].concat())?;
-        match whole.strip_prefix(&self.decode(prompt)?) {
-            Some(text) => Ok(text.to_string()),
+        let whole = self.decode_with(&[prompt, ids].concat(), true)?;
+        match whole.strip_prefix(&self.decode_with(prompt, true)?) {
+            Some(text) => Ok(self.cleaned(text.to_string())),
             None => self.decode(ids), // The boundary lies within a character.
         }
     }
 
     /// Decodes each id as the part that it adds to the text of all, without special tokens: joined, the parts are
-    /// [`Tokenizer::decode`] of all, as long as their bytes are text. The last id of a character that several encode has all of it,
-    /// and the others are empty.
+    /// [`Tokenizer::decode`] of all, as long as their bytes are text and it is not cleaned up. The last id of a character that several
+    /// encode has all of it, and the others are empty.
     ///
     /// # Errors
     /// If the tokenizer cannot decode them.
@@ -571,13 +590,13 @@ impl Tokenizer {
     pub fn token_text(&self, before: Option<i64>, id: i64) -> Result<String> {
         // Decoded separately, an id of a SentencePiece tokenizer would lose its space.
         if let Some(before) = before {
-            let (alone, both) = (self.decode_verbatim(&[before])?, self.decode_verbatim(&[before, id])?);
+            let (alone, both) = (self.decode_with(&[before], false)?, self.decode_with(&[before, id], false)?);
             // The middle of a character adds nothing to the U+FFFD of its beginning.
             if let Some(text) = both.strip_prefix(&alone).filter(|text| !text.is_empty()) {
                 return Ok(text.to_string());
             }
         }
-        self.decode_verbatim(&[id])
+        self.decode_with(&[id], false)
     }
 
     /// The id of the token that is appended to a text, if there is one.
@@ -727,8 +746,8 @@ impl Tokenizer {
     }
 }
 
-/// Decodes a response while it is generated: the text that each token adds, in whole characters and without special tokens. Made by
-/// [`Tokenizer::stream`].
+/// Decodes a response while it is generated: the text that each token adds, in whole characters and without special tokens. It is not
+/// cleaned up, since that depends on the text that follows. Made by [`Tokenizer::stream`].
 #[derive(Debug, Clone)]
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
@@ -763,8 +782,8 @@ impl TextStream<'_> {
         if end == self.shown {
             return Ok(String::new());
         }
-        let before = self.tokenizer.decode(&self.ids[self.start..self.shown])?;
-        let mut text = self.tokenizer.decode(&self.ids[self.start..])?;
+        let before = self.tokenizer.decode_with(&self.ids[self.start..self.shown], true)?;
+        let mut text = self.tokenizer.decode_with(&self.ids[self.start..], true)?;
         if text == before {
             // Special tokens only.
             self.shown = end;
@@ -776,7 +795,7 @@ impl TextStream<'_> {
                 return Ok(String::new());
             };
             end = self.shown + rest;
-            text = self.tokenizer.decode(&self.ids[self.start..end])?;
+            text = self.tokenizer.decode_with(&self.ids[self.start..end], true)?;
         }
         // The whole of `before`, unless its last bytes were no character and are part of one now.
         let pairs = before.chars().zip(text.chars());

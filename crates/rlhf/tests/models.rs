@@ -1018,6 +1018,7 @@ fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
     for (model, changes, message) in [
         ("llama_yarn", r#"{"rope_type": "ntk"}"#, "a rope_type of default, linear, dynamic, llama3, yarn or longrope"),
         ("llama_yarn", r#"{"factor": 0}"#, "`factor`: expected a number above 0"),
+        ("llama_yarn", r#"{"partial_rotary_factor": 0.5}"#, "`partial_rotary_factor`: expected 1, or none, found 0.5"),
         ("llama_yarn", r#"{"beta_slow": 40}"#, "`beta_slow`: expected a number below beta_fast = 32, found 40"),
         ("llama_yarn", r#"{"attention_factor": -1}"#, "`attention_factor`: expected a number above 0"),
         ("llama_yarn", r#"{"full_attention": {}}"#, "`rope_parameters`: expected the same settings for all layers"),
@@ -1060,6 +1061,15 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
     };
     same("smollm3", r#"{"no_rope_layers": null, "layer_types": null}"#);
     same("gemma3", r#"{"layer_types": null}"#);
+    // GPT-NeoX has names of its own for these: transformers ignores the common ones beside the other fields.
+    same("gpt_neox", r#"{"rope_parameters": null, "rope_theta": 3.0, "partial_rotary_factor": 1.0}"#);
+    same("gpt_neox", r#"{"rope_parameters": null, "rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_theta": 3.0}"#);
+    let given = serde_json::json!({
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": false, "sliding_window": 3
+    });
+    assert_eq!(changed("smollm3", &given).unwrap().windows, [Some(3), None], "as transformers builds its masks");
+    let given = serde_json::json!({"layer_types": null, "use_sliding_window": false, "sliding_window": 3});
+    assert_eq!(changed("smollm3", &given).unwrap().windows, [None, None]);
     let mixed = changed("olmo3", &serde_json::json!({"layer_types": null})).unwrap();
     assert_eq!((&mixed.windows, &mixed.layer_ropes), (&vec![Some(5); 2], &vec![Some(1); 2]), "three of four have one");
     for (model, changes, message) in [

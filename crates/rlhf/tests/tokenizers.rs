@@ -230,6 +230,137 @@ fn tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers() {
     }
 }
 
+/// A change of a tokenizer.json.
+type Change = dyn Fn(&mut Value);
+
+/// The tokenizer.json of a golden tokenizer after `change`, with a `tokenizer_config.json` and, if `family` has letters, a `config.json`.
+fn with_settings(json: &str, change: impl Fn(&mut Value), settings: &Value, family: &str) -> Result<Tokenizer, String> {
+    let mut file = read_json(&golden().join(json).join("tokenizer.json"));
+    change(&mut file);
+    let (file, settings) = (file.to_string(), settings.to_string());
+    let model = json!({ "model_type": family }).to_string();
+    let mut files = vec![("tokenizer.json", file.as_str()), ("tokenizer_config.json", settings.as_str())];
+    files.extend((!family.is_empty()).then_some(("config.json", model.as_str())));
+    Tokenizer::from_pretrained(folder(&files).path()).map_err(|e| e.to_string())
+}
+
+#[test]
+fn settings_of_berts_classes_replace_the_normalizer_of_the_file_as_in_transformers() {
+    let cased = |file: &mut Value| file["normalizer"]["lowercase"] = false.into();
+    let as_it_is = |_: &mut Value| {};
+    // Computed by transformers 5.23: the words and their accents in lower case, then two Chinese characters.
+    let lower = [2, 234, 100, 64, 63, 1, 1, 3];
+    let own: [(&Change, Value, &str, &[i64]); 10] = [
+        (&as_it_is, json!({ "tokenizer_class": "BertTokenizer" }), "bert", &lower),
+        (&as_it_is, json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": false }), "bert", &[2, 1, 1, 1, 1, 3]),
+        (
+            &as_it_is,
+            json!({ "tokenizer_class": "DistilBertTokenizerFast", "do_lower_case": false }),
+            "",
+            &[2, 1, 1, 1, 1, 3],
+        ),
+        (&as_it_is, json!({ "do_lower_case": false }), "distilbert", &[2, 1, 1, 1, 1, 3]),
+        (&cased, json!({ "tokenizer_class": "BertTokenizerFast" }), "", &lower),
+        (&as_it_is, json!({ "tokenizer_class": "BertTokenizer", "strip_accents": false }), "", &[2, 234, 1, 1, 1, 3]),
+        (
+            &as_it_is,
+            json!({ "tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": false }),
+            "",
+            &[2, 234, 100, 64, 63, 1, 3],
+        ),
+        // Other classes take the file as it is.
+        (&as_it_is, json!({ "tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": false }), "bert", &lower),
+        (&as_it_is, json!({ "do_lower_case": false }), "", &lower),
+        (&cased, json!({ "tokenizer_class": "TokenizersBackend" }), "bert", &[2, 1, 1, 1, 1, 3]),
+    ];
+    for (change, settings, family, ids) in own {
+        let tokenizer = with_settings("tokenizers/bert", change, &settings, family).unwrap();
+        assert_eq!(tokenizer.encode("HELLO Caf\u{e9} \u{6771}\u{4eac}").unwrap(), ids, "{settings} {family}");
+    }
+    let other = |file: &mut Value| file["normalizer"] = json!({ "type": "Lowercase" });
+    let no_normalizer = "`do_lower_case`: expected a BertNormalizer in tokenizer.json, found \"Lowercase\"";
+    let wrong: [(&Change, Value, &str); 2] = [
+        (&other, json!({ "do_lower_case": false }), no_normalizer),
+        (&as_it_is, json!({ "do_lower_case": 1 }), "`do_lower_case`: expected true or false, found 1"),
+    ];
+    for (change, settings, wanted) in wrong {
+        let error = with_settings("tokenizers/bert", change, &settings, "bert").unwrap_err();
+        assert!(error.contains("tokenizer_config.json") && error.ends_with(wanted), "{error}");
+    }
+}
+
+#[test]
+fn a_space_before_a_text_is_added_as_by_the_class_of_transformers() {
+    let added = |file: &mut Value| file["pre_tokenizer"]["add_prefix_space"] = true.into();
+    let plain = |_: &mut Value| {};
+    // Computed by transformers 5.23.
+    let (with, without) = (&[222, 41, 70, 269, 80, 222, 0, 267][..], &[41, 70, 269, 80, 222, 0, 66][..]);
+    for (class, family, counts) in [
+        ("GPT2Tokenizer", "gpt2", true),
+        ("GPT2TokenizerFast", "smollm3", true),
+        ("GPTNeoXTokenizer", "gpt_neox", true),
+        ("Qwen2Tokenizer", "qwen3", true),
+        ("PreTrainedTokenizerFast", "qwen2", true),
+        ("RobertaTokenizerFast", "", true),
+        ("BartTokenizer", "", true),
+        ("", "opt", true),
+        ("PreTrainedTokenizerFast", "qwen3", false),
+        ("GPT2Tokenizer", "olmo2", false),
+        ("LlamaTokenizer", "llama", false),
+        ("", "llama", false),
+    ] {
+        let settings = |more: Value| {
+            let mut all = if class.is_empty() { json!({}) } else { json!({ "tokenizer_class": class }) };
+            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            all
+        };
+        let read = |change: &Change, more: Value| {
+            let tokenizer = with_settings("models/gpt2", change, &settings(more), family).unwrap();
+            tokenizer.encode_verbatim("Hello <|endoftext|>a").unwrap()
+        };
+        let key = json!({ "add_prefix_space": true });
+        assert_eq!(read(&plain, key.clone()), if counts { with } else { without }, "{class} {family}");
+        assert_eq!(read(&added, json!({})), if counts { without } else { with }, "{class} {family}");
+        assert_eq!((read(&plain, json!({})), read(&added, key)), (without.into(), with.into()), "{class} {family}");
+    }
+    let llama = |on: bool| {
+        let settings = json!({ "tokenizer_class": "LlamaTokenizer", "add_prefix_space": on });
+        with_settings("models/llama_untied", plain, &settings, "llama")
+    };
+    llama(true).unwrap();
+    let wanted = "`add_prefix_space`: expected true, as in the rules of tokenizer.json, found false";
+    assert!(llama(false).unwrap_err().ends_with(wanted));
+}
+
+#[test]
+fn special_tokens_are_split_and_decoded_texts_cleaned_up_as_the_settings_say() {
+    let plain = |_: &mut Value| {};
+    let split = json!({ "tokenizer_class": "GPT2Tokenizer", "split_special_tokens": true });
+    let tokenizer = with_settings("models/gpt2", plain, &split, "gpt2").unwrap();
+    // Computed by transformers 5.23, as are the texts below.
+    let ids = [66, 29, 93, 70, 79, 69, 280, 85, 70, 89, 85, 93, 31, 67];
+    assert_eq!(tokenizer.encode("a<|endoftext|>b").unwrap(), ids);
+    let dir = folder(&[]);
+    let other = Tokenizer::from_pretrained(dir.path()).unwrap();
+    assert_ne!(other.encode("a<|endoftext|>b").unwrap(), ids);
+
+    let (text, clean) = ("It is n't , he 's . a ' b ?", "It isn't, he's. a'b?");
+    for (on, wanted) in [(true, clean), (false, text)] {
+        let tokenizer =
+            with_settings("tokenizers/t5", plain, &json!({ "clean_up_tokenization_spaces": on }), "t5").unwrap();
+        let ids = tokenizer.encode(text).unwrap();
+        assert_eq!(tokenizer.decode(&ids).unwrap(), wanted);
+        assert_eq!(tokenizer.decode_verbatim(&ids).unwrap(), format!("{wanted}</s>"));
+        assert_eq!(tokenizer.decode_each(&ids).unwrap().concat(), text);
+    }
+    let forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output";
+    for (force, wanted) in [(false, "a , b ."), (true, "a, b.")] {
+        let settings = json!({ "clean_up_tokenization_spaces": true, forced: force });
+        let tokenizer = with_settings("models/gpt2", plain, &settings, "gpt2").unwrap();
+        assert_eq!(tokenizer.decode(&[66, 222, 13, 307, 222, 15]).unwrap(), wanted);
+    }
+}
+
 #[test]
 fn an_added_token_without_a_row_in_the_embedding_is_named() {
     let dir = folder(&[("tokenizer_config.json", r#"{"eos_token": "<|endoftext|>", "pad_token": "[PAD]"}"#)]);

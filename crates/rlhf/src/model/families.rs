@@ -613,10 +613,6 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
         (f.size("num_attention_heads", defaults.heads)?, f.size("num_hidden_layers", defaults.layers)?);
     let head_dim = f.size("head_dim", defaults.head_dim.unwrap_or(hidden_size / heads))?;
     let ropes = f.ropes(head_dim, &defaults.rope)?;
-    if ropes.iter().any(|rope| rope.dim != head_dim) && f.family.name != "phi3" {
-        // transformers reads the field for Phi-3 and ignores it for the others.
-        return Err(f.wrong("partial_rotary_factor", "1, or none"));
-    }
     let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &ropes[0]);
     Ok(Shape {
         intermediate_size: f.size("intermediate_size", defaults.intermediate_size)?,
@@ -882,7 +878,8 @@ fn smollm3(f: &Fields<'_>) -> Result<Shape> {
             list[..layers].iter().map(|entry| flag(entry).ok_or_else(wrong)).collect::<Result<_>>()?
         }
     };
-    let used = f.flag("use_sliding_window", false)?;
+    // As in transformers, given `layer_types` have their windows whatever the switch says.
+    let used = f.flag("use_sliding_window", false)? || f.present("layer_types").is_some();
     let window = if used { f.window("sliding_window", None)? } else { None };
     Ok(Shape {
         windows: f.windows(window, layers as i64, |layer| !rotated[layer as usize])?,

@@ -42,7 +42,7 @@ impl Fields<'_> {
         let empty = Map::new();
         let (new, scaling) = (self.object("rope_parameters", &empty)?, self.object("rope_scaling", &empty)?);
         let within = |raw| Fields { path: self.path, raw, family: self.family };
-        let theta = self.number(keys.theta, self.number("rope_theta", keys.default_theta)?)?;
+        let theta = self.number(keys.theta, keys.default_theta)?;
         if let Some((local, default)) = keys.local {
             let [full, sliding] = BY_LAYER;
             if !new.is_empty() && !BY_LAYER.iter().any(|name| new.contains_key(*name)) {
@@ -89,12 +89,16 @@ impl Fields<'_> {
     fn rope_of(&self, head_dim: i64, keys: &RopeKeys, holder: &str, f: &Fields<'_>, theta: f64) -> Result<Rope> {
         let theta = f.number("rope_theta", theta)?;
         let fraction = "partial_rotary_factor";
-        let old_fraction = self.number(keys.fraction, self.number(fraction, keys.default_fraction)?)?;
-        let fraction = f.number(fraction, old_fraction)?;
-        let dim = (head_dim as f64 * fraction) as i64;
+        let share = f.number(fraction, self.number(keys.fraction, keys.default_fraction)?)?;
+        let dim = (head_dim as f64 * share) as i64;
         if !(dim > 0 && dim % 2 == 0 && dim <= head_dim && theta > 0.0) {
             let message = format!("rotary positions: expected an even share of {head_dim} dimensions, found {dim}");
             return Err(Error::invalid(self.path, message));
+        }
+        if dim != head_dim && keys.fraction == fraction && self.family.name != "phi3" {
+            // transformers reads the field for Phi-3 and ignores it for the others.
+            let read = if f.present(fraction).is_some() { f } else { self };
+            return Err(read.wrong(fraction, "1, or none"));
         }
         let scaling = self.rope_scaling(holder, keys, f, dim)?;
         if matches!(scaling, RopeScaling::Dynamic { .. }) && dim <= 2 {

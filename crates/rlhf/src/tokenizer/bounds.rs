@@ -5,6 +5,7 @@
 //! The engine limits only the number of its steps, and one step may double a string. So the compiled instructions are
 //! rewritten: an instruction that can make or read something large is preceded by a filter that pays for it.
 
+use super::python::{self, shown, shown_items};
 use minijinja::machinery::{CodeGenerator, Instruction, Instructions, Token, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
@@ -345,8 +346,10 @@ fn before(operands: Rest<ValueOrKwargs>) -> Result<Value, Error> {
         ("call", [_, arguments @ ..]) => pay(read_all(arguments)?)?,
         _ => {}
     }
+    let is_text = operation.as_str() == Some("~");
     Ok(match operands {
         [one] => one.clone(),
+        several if is_text => several.iter().rev().map(shown).collect::<Vec<Value>>().into(),
         several => several.iter().rev().cloned().collect::<Vec<Value>>().into(),
     })
 }
@@ -426,7 +429,9 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
             widths(subject, others).saturating_add(text.saturating_mul(holes + 1))
         }
         "sort" | "dictsort" | "unique" | "groupby" | "min" | "max" | "sum" => text.saturating_mul(16),
-        "split" | "lines" | "splitlines" => text.saturating_mul(NODE),
+        "split" | "rsplit" | "lines" | "splitlines" => text.saturating_mul(NODE),
+        // A character of up to four bytes fills the width.
+        "ljust" | "rjust" | "zfill" => numbers(others).saturating_mul(4).saturating_add(text),
         // Letters and escapes may take more bytes than the original.
         _ => text.saturating_mul(6),
     };
@@ -449,12 +454,12 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
         let text = read(value, 0)?;
         let escaped = !matches!(state.auto_escape(), AutoEscape::None);
         pay(if escaped { text.saturating_mul(6) } else { text })?;
-        minijinja::escape_formatter(out, state, value)
+        minijinja::escape_formatter(out, state, &shown(value))
     });
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = std::iter::once(value).chain(arguments).cloned().collect();
         pay_for(method, &all)?;
-        settle(minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)?)
+        settle(python::method(state, value, method, arguments)?)
     });
     environment.add_filter(BEFORE, before);
     environment.add_filter(AFTER, settle);
@@ -480,15 +485,41 @@ fn add_filters(environment: &mut Environment<'static>) {
         "replace": filters::replace, "length": filters::length, "count": filters::length,
         "dictsort": filters::dictsort, "items": filters::items, "reverse": filters::reverse, "trim": filters::trim,
         "join": filters::join, "split": filters::split, "lines": filters::lines, "default": filters::default,
-        "d": filters::default, "round": filters::round, "abs": filters::abs, "int": filters::int,
-        "float": filters::float, "attr": filters::attr, "first": filters::first, "last": filters::last,
+        "d": filters::default, "round": filters::round, "abs": filters::abs, "int": int,
+        "float": float, "attr": filters::attr, "first": filters::first, "last": filters::last,
         "min": filters::min, "max": filters::max, "sort": filters::sort, "list": filters::list,
-        "string": filters::string, "bool": filters::bool, "batch": filters::batch, "slice": filters::slice,
+        "string": string, "bool": filters::bool, "batch": filters::batch, "slice": filters::slice,
         "sum": filters::sum, "indent": filters::indent, "select": filters::select, "reject": filters::reject,
         "selectattr": filters::selectattr, "rejectattr": filters::rejectattr, "map": filters::map,
         "groupby": filters::groupby, "unique": filters::unique, "chain": filters::chain, "zip": filters::zip,
         "pprint": filters::pprint, "format": filters::format,
     }
+}
+
+/// Jinja's filter `int`: 0, or the default, for a value that is no number.
+fn int(
+    state: &State<'_, '_>,
+    value: &Value,
+    default: Option<Value>,
+    base: Option<u32>,
+    named: Kwargs,
+) -> Result<Value, Error> {
+    filters::int(state, value, default, base, named).or_else(|error| zero(error, 0.into()))
+}
+
+/// Jinja's filter `float`: 0.0, or the default, for a value that is no number.
+fn float(state: &State<'_, '_>, value: &Value, default: Option<Value>, named: Kwargs) -> Result<Value, Error> {
+    filters::float(state, value, default, named).or_else(|error| zero(error, 0.0.into()))
+}
+
+/// `number` in place of the error of a value that cannot be converted.
+fn zero(error: Error, number: Value) -> Result<Value, Error> {
+    if error.kind() == ErrorKind::InvalidOperation { Ok(number) } else { Err(error) }
+}
+
+/// Jinja's filter `string`.
+fn string(state: &State<'_, '_>, value: &Value) -> Result<Value, Error> {
+    filters::string(state, &shown(value))
 }
 
 /// Adds Jinja's tests.
@@ -524,8 +555,11 @@ fn add_tests(environment: &mut Environment<'static>) {
 /// Adds a filter that pays.
 pub(super) fn add_filter(environment: &mut Environment<'static>, name: &'static str, filter: Value) {
     environment.add_filter(name, move |state: &mut State<'_, '_>, arguments: Rest<ValueOrKwargs>| {
-        let arguments = arguments.into_values();
+        let mut arguments = arguments.into_values();
         pay_for(name, &arguments)?;
+        if let ("join", Some(list)) = (name, arguments.first_mut()) {
+            *list = shown_items(list)?;
+        }
         let made = settle(filter.call(state, &arguments)?)?;
         if deepens(name) { built(made) } else { Ok(made) }
     });
