@@ -28,8 +28,8 @@ pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
-pub use spec::{check_written, is_function_path};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
+pub use spec::{check_written, is_function_path};
 pub use trl::{TrlFunction, TrlReward};
 
 use crate::data::Prompt;

@@ -545,7 +545,11 @@ mod tests {
             (&["h/?key=secret"], &[], "reward = h/...: expected a name of letters"),
             (&["key=./judge --key secret"], &[], "reward = key=./judge...: expected one of model, command, url"),
             (&["rf.py"], &[], "reward = rf.py: a function of Python is written as python:rf.FUNCTION"),
-            (&["mine=rf.reward_func"], &[], "reward = mine=rf.reward_func: a function of Python is written as python:rf.reward_func"),
+            (
+                &["mine=rf.reward_func"],
+                &[],
+                "reward = mine=rf.reward_func: a function of Python is written as python:rf.reward_func",
+            ),
             (&["rf.py:reward_func"], &[], "reward = rf.py...: a function of Python is written as python:rf.FUNCTION"),
             (&["a/b-v2.1"], &[], "reward = a/b-v2.1: expected a kind of reward; a model is written as model:a/b-v2.1"),
             (

@@ -290,7 +290,9 @@ impl Ranks {
         match self.cause() {
             Some((rank, status)) => End::Failed {
                 message: match self.main_hung {
-                    true => format!("{}; rank 0 made no progress after that, and was killed", description(rank, status)),
+                    true => {
+                        format!("{}; rank 0 made no progress after that, and was killed", description(rank, status))
+                    }
                     false => description(rank, status),
                 },
                 code: exit_code(status),
