@@ -396,9 +396,10 @@ mod tests {
         let names = |config: &PpoConfig| {
             config.data.dataset_name.iter().map(|name| name.display().to_string()).collect::<Vec<_>>()
         };
-        let config = ppo(&["--dataset_name", "a.jsonl", "b", "--dataset_weights", "0.7", "0.3"]);
-        assert_eq!((names(&config), config.data.dataset_weights), (vec!["a.jsonl".into(), "b".into()], vec![0.7, 0.3]));
         let rest = ["ppo", "--sft_model_path", "s", "--reward_model_path", "r", "--output_dir", "o"];
+        let datasets = ["--dataset_name", "a.jsonl", "b", "--dataset_weights", "0.7", "0.3"];
+        let Task::Ppo(config) = parse_words(&[&rest[..], &datasets].concat()).unwrap() else { panic!() };
+        assert_eq!((names(&config), config.data.dataset_weights), (vec!["a.jsonl".into(), "b".into()], vec![0.7, 0.3]));
         for (text, expected) in [
             ("dataset_name: [a, b]\ndataset_weights: [1, 2.5]\n", &["a", "b"][..]),
             ("dataset_name: a\ndataset_weights: 3\n", &["a"]),

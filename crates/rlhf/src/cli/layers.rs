@@ -265,7 +265,7 @@ mod tests {
 
     /// Returns a configuration with unusual values of every kind.
     fn unusual_ppo() -> PpoConfig {
-        let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
+        let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~x");
         ppo.value_model_path = Some("1.0".into());
         ppo.rewards.reward = ["tags=regex:^<a>, \"b\": 'c' #", "length:40"].map(String::from).into();
         ppo.rewards.reward_command = Some("python3 reward.py --x 'a b'".into());

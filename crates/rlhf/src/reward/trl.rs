@@ -469,7 +469,8 @@ mod tests {
             function.check_row(&json!({"prompt": "p", "answer": "7"})).unwrap_err().to_string()
         };
         let found = named("accuracy_reward", "");
-        assert!(found.ends_with("found prompt, answer; if `answer` is it, --reward accuracy_reward:answer"), "{found}");
+        let hints = "with optional=true such a row gets no score; if `answer` is it, --reward accuracy_reward:answer";
+        assert!(found.ends_with(&format!("found prompt, answer; {hints}")), "{found}");
         let found = named("get_cosine_scaled_reward", "max_len=9");
         assert!(found.ends_with("; if `answer` is it, column=answer in the arguments of the reward"), "{found}");
     }
