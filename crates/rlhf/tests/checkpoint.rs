@@ -544,9 +544,13 @@ fn a_request_to_stop_that_arrives_twice_saves_the_run() {
 #[test]
 fn a_second_signal_ends_a_run_at_once() {
     let scratch = Scratch::new();
-    let line = format!("{PPO} --num_ppo_epochs 10000 --num_sample_generations 0");
-    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_until(&mut child, || scratch.path("out/metrics.jsonl").exists());
+    // The first update does not end by itself.
+    let mut run = scratch.command(&format!("{PPO} --num_sample_generations 0"));
+    run.args(["--reward_command", "read row; touch called; exec sleep 60"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    let mut child = run.spawn().unwrap();
+    wait_until(&mut child, || scratch.path("called").exists());
     signal(&child, "INT");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("send the signal again to stop at once")));

@@ -459,7 +459,10 @@ fn a_quantized_folder_is_the_base_of_an_adapter_and_is_not_trained() {
     scratch.succeeds("merge --model sft --output_dir merged");
     let merged = CausalLm::from_pretrained(&scratch.path("merged"), ModelOptions::default()).unwrap();
     assert_eq!(merged.quantization(), Some(NF4));
-    scratch.succeeds(&format!("{PPO} --sft_model_path sft --use_peft"));
+    let ran = scratch.run(&format!("{PPO} --sft_model_path sft --use_peft"));
+    assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
+    let warning = "warning: sft: its adapter was merged into weights that the files of its base hold quantized";
+    assert!(ran.stderr.starts_with(warning), "{}", ran.stderr);
     let found = CausalLm::from_pretrained(&scratch.path("out"), ModelOptions::default()).unwrap();
     assert_eq!((found.quantization(), found.has_adapter()), (Some(NF4), true));
 }
