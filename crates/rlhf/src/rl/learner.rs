@@ -673,7 +673,7 @@ impl Learner {
         self.world.agree(passes)?;
         let bonus_tokens = if tokens > 0.0 { factors.entropy_tokens } else { 0.0 };
         let rows = mini_batch.len() as f64;
-        let mut stats = StepStats { tokens, value_slots, rows, bonus_tokens, ..StepStats::default() };
+        let mut stats = StepStats { tokens, rows, value_slots, bonus_tokens, ..StepStats::default() };
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
         self.observed(|| Learned::Part);

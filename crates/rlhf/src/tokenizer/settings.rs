@@ -174,7 +174,8 @@ fn set_prefix(rule: &mut Value, on: bool) -> bool {
         return true;
     }
     let inner = rule.get_mut("pretokenizers").and_then(Value::as_array_mut);
-    inner.into_iter().flatten().fold(false, |found, rule| set_prefix(rule, on) || found)
+    // In all of them; `any` would stop after the first.
+    inner.into_iter().flatten().filter_map(|rule| set_prefix(rule, on).then_some(())).count() > 0
 }
 
 /// Whether SentencePiece's rules in `rule` add a space before a text.
