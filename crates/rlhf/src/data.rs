@@ -31,4 +31,4 @@ pub use settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Split
 pub use sources::Sources;
 
 pub(crate) use chat::{cut_after_eos, encode_chat};
-pub(crate) use row::prompt_field;
+pub(crate) use row::{messages_field, prompt_field};

@@ -27,7 +27,7 @@ use crate::cli::{Parsed, Stop, Task};
 
 /// Message of a signal after the last update.
 const COMPLETE: &str =
-    "the run is complete and saved; its last uploads are stopped; send the signal again to stop at once";
+    "the run is complete and saved; its last uploads are stopped; send the signal again after a second to stop at once";
 /// Maximum seconds that a rank waits for the others in a command without the setting `dist_timeout`.
 const DIST_TIMEOUT: u64 = 1800;
 
@@ -82,10 +82,10 @@ fn start() -> u8 {
 fn run(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
-        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => {
-            stop_on_signals(Some("stopping after this update; send the signal again to stop at once without saving"))
-        }
-        Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again to stop at once")),
+        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => stop_on_signals(Some(
+            "stopping after this update; send the signal again after a second to stop at once without saving",
+        )),
+        Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again after a second to stop at once")),
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None).and_then(|()| end_at_hangup()),
         Task::Eval(_) if is_main() => end_on_signals(Some("stopped; the same command continues the evaluation")),

@@ -27,8 +27,8 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         )
     })?;
     check_folder(out, config.overwrite_output_dir, &[dir])?;
-    // In the dtype of the base the sum would be rounded before it is widened.
-    let dtype = if config.save_dtype == Dtype::Float32 { Dtype::Float32 } else { Dtype::Auto };
+    // In the dtype of the base the sum would be rounded before it is rounded to another one.
+    let dtype = if config.save_dtype == Dtype::Auto { Dtype::Auto } else { Dtype::Float32 };
     let options = ModelOptions { dtype, ..ModelOptions::default() };
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());

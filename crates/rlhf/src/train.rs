@@ -94,7 +94,7 @@ fn roundings<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>)
     if model.was_merged_into_codes() {
         found.push(format!(
             "{dir}: its adapter was merged into weights that the files of its base hold quantized, which loses most of a small change: \
-             an adapter trained on a full-precision base by --load_in_4bit or --load_in_8bit keeps it"
+             merged into the base in full precision by `rlhf merge`, with --load_in_4bit or --load_in_8bit in this run, it is kept"
         ));
     }
     if model.was_rounded_to_train() {

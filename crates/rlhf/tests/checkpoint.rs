@@ -553,7 +553,7 @@ fn a_second_signal_ends_a_run_at_once() {
     wait_until(&mut child, || scratch.path("called").exists());
     signal(&child, "INT");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap().contains("send the signal again to stop at once")));
+    assert!(lines.any(|line| line.unwrap().contains("send the signal again after a second to stop at once")));
     // Within a second it would be the same request.
     std::thread::sleep(Duration::from_millis(1100));
     signal(&child, "TERM");

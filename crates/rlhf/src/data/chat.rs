@@ -31,7 +31,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
             let message = expected(name, "a list of at least one message", row);
             Error::Run(format!("{message}{}", hint_of_whole(row, fields)))
         };
-        conversation.extend(messages.ok_or_else(wrong)?.iter().map(with_role_and_content));
+        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
     }
     let mut variables = match field(row, "chat_template_kwargs") {
         None => Map::new(),
@@ -44,27 +44,6 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         variables.insert("tools".into(), tools);
     }
     Ok((conversation, variables))
-}
-
-/// Returns a message with `role` and `content`, where ShareGPT's datasets have `from` and `value`, and `human` and `gpt` among the roles.
-///
-/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
-fn with_role_and_content(message: &Value) -> Value {
-    let mut message = message.clone();
-    let Some(fields) = message.as_object_mut() else { return message };
-    for (name, of_chats) in [("from", "role"), ("value", "content")] {
-        if !fields.contains_key(of_chats)
-            && let Some(value) = fields.remove(name)
-        {
-            let value = match (of_chats, value.as_str()) {
-                ("role", Some("human")) => "user".into(),
-                ("role", Some("gpt")) => "assistant".into(),
-                _ => value,
-            };
-            fields.insert(of_chats.into(), value);
-        }
-    }
-    message
 }
 
 /// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.

@@ -1,7 +1,7 @@
 //! `--dataset_columns`: reads the fields of rows from columns with other names.
 
 use super::formats::{cell, format};
-use super::row::{FIELDS, Row, expected};
+use super::row::{FIELDS, Row, as_field, expected};
 use crate::{Error, Result};
 use serde_json::Value;
 
@@ -80,7 +80,7 @@ impl Columns {
             others.iter().filter(|other| !given(other)).for_each(|other| drop(fields.remove(*other)));
         }
         for (field, value) in read {
-            fields.insert(field.to_string(), value);
+            fields.insert(field.to_string(), as_field(field, value));
         }
         Ok(())
     }

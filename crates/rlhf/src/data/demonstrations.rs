@@ -152,9 +152,6 @@ fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationO
 
 /// Returns the demonstration of a row with the token ids `tokens`.
 fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> Result<Demonstration> {
-    if tokens.is_empty() {
-        return Err(Error::Run("field `input_ids`: expected at least one token id, found none".into()));
-    }
     let learned = match numbers(row, "labels", tokens.len())? {
         Some(labels) => {
             let of_another = |at: &usize| labels[*at] != NOT_LEARNED && labels[*at] != tokens[*at];

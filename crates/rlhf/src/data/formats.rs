@@ -13,22 +13,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Columns of lists. CSV cells are text, so in CSV files these are JSON.
-const LISTS: [&str; 8] = [
-    "prompt_ids",
-    "input_ids",
-    "completion_ids",
-    "labels",
-    "completion_mask",
-    "assistant_masks",
-    "messages",
-    "conversations",
-];
+const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
+
+/// Columns of lists whose names other datasets have for text too: a CSV cell is a list if it is one in JSON.
+const TEXT_OR_LISTS: [&str; 4] = ["labels", "completion_mask", "assistant_masks", "conversations"];
 
 /// Columns of text or of messages. A CSV cell is messages if it is a list in JSON of objects with a `role`.
 const TEXT_OR_MESSAGES: [&str; 4] = ["prompt", "completion", "chosen", "rejected"];
 
 /// Beginnings of messages in Python's form, which `to_csv` of datasets and pandas writes.
 const PYTHON_MESSAGES: [&str; 2] = ["[{'role'", "[{'content'"];
+
+/// The remedy where messages are in Python's form.
+const AS_JSONL: &str = "; write JSONL: to_json(path, orient=\"records\", lines=True) of pandas and datasets";
 
 /// Columns of numbers.
 const NUMBERS: [&str; 1] = ["margin"];
@@ -251,16 +248,21 @@ pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
         // Other formats have a null here.
         "" if is_list || is_number => Ok(Value::Null),
         list if is_list => {
-            serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(|| wrong("a list in JSON"))
+            let is_pythons = PYTHON_MESSAGES.iter().any(|start| list.starts_with(start));
+            let wrong = || wrong("a list in JSON") + if is_pythons { AS_JSONL } else { "" };
+            serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(wrong)
         }
         number if is_number => {
             serde_json::from_str(number).ok().filter(Value::is_number).ok_or_else(|| wrong("a number"))
         }
         list if TEXT_OR_MESSAGES.contains(&name) && list.starts_with("[{") => {
             if PYTHON_MESSAGES.iter().any(|start| list.starts_with(start)) {
-                return Err(wrong("a list in JSON"));
+                return Err(wrong("a list in JSON") + AS_JSONL);
             }
             Ok(serde_json::from_str(list).ok().filter(are_messages).unwrap_or_else(|| text.into()))
+        }
+        list if TEXT_OR_LISTS.contains(&name) && list.starts_with('[') => {
+            Ok(serde_json::from_str(list).ok().filter(Value::is_array).unwrap_or_else(|| text.into()))
         }
         _ => Ok(text.into()),
     }
@@ -465,10 +467,14 @@ mod tests {
             }
             for text in ["[{'role': 'user', 'content': 'x'}]", "[{'content': 'x', 'role': 'user'}]"] {
                 let error = format!("field `{name}`: expected a list in JSON, found {text:?}");
-                assert_eq!(read(text), Err(error));
+                assert_eq!(read(text), Err(error + AS_JSONL));
             }
         }
         assert_eq!(cell("answer", messages), Ok(messages.into()), "a column of rewards is text");
+        assert_eq!(cell("labels", "[-100, 7]"), Ok(json!([-100, 7])));
+        for (name, text) in [("labels", "positive"), ("labels", "[3"), ("conversations", "id-7"), ("labels", "")] {
+            assert_eq!(cell(name, text), Ok(text.into()), "a column of another dataset");
+        }
         let rows = csv("prompt,chosen\nq,\"[{\"\"role\"\": \"\"assistant\"\"}]\"\n").unwrap();
         assert_eq!(rows[0].value, json!({"prompt": "q", "chosen": [{"role": "assistant"}]}));
     }

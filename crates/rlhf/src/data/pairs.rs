@@ -2,7 +2,7 @@
 
 use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
-use super::row::{expected, field, text_field};
+use super::row::{expected, field, messages_field, text_field};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -37,8 +37,8 @@ impl Dataset {
 /// Returns true if a row is a preference pair and has no field of another form.
 pub(super) fn is_pair(row: &Value) -> bool {
     let is_set = |name: &&str| field(row, name).is_some();
-    let others = ["completion", "completion_ids", "response", "text", "messages", "conversations", "input_ids"];
-    ["chosen", "rejected"].iter().all(is_set) && !others.iter().any(is_set)
+    let others = ["completion", "completion_ids", "response", "text", "input_ids"];
+    ["chosen", "rejected"].iter().all(is_set) && !others.iter().any(is_set) && messages_field(row).is_none()
 }
 
 /// Returns the preference pair of a row; see [`Dataset::pairs`].

@@ -4,7 +4,7 @@ use super::chat::{cut_after_eos, encode_chat, encode_prompt_and_response};
 use super::dataset::Dataset;
 use super::pairs::is_pair;
 use super::prompts::{Prompt, prompt_of};
-use super::row::{check_length, check_lengths, expected, field, text_field, token_ids};
+use super::row::{check_length, check_lengths, expected, field, messages_field, text_field, token_ids};
 use crate::generate::FinishReason;
 use crate::safe_text::beginning;
 use crate::tokenizer::Tokenizer;
@@ -115,8 +115,12 @@ impl Dataset {
 /// run.
 pub(super) fn response_field(row: &Value) -> &'static str {
     let is_set = |name: &&str| field(row, name).is_some();
-    let others = ["completion", "text", "messages", "conversations", "input_ids"];
-    if is_set(&"response") && !others.iter().any(is_set) { "response" } else { "completion" }
+    let others = ["completion", "text", "input_ids"];
+    if is_set(&"response") && !others.iter().any(is_set) && messages_field(row).is_none() {
+        "response"
+    } else {
+        "completion"
+    }
 }
 
 /// Appends EOS to `ids`, if the tokenizer has one and they do not end with it.

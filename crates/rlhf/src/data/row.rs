@@ -32,6 +32,38 @@ pub(super) const FIELDS: [(&str, &[&str]); 17] = [
 pub(super) const ARRAY: &str =
     "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
 
+/// The fields that may hold messages.
+const MESSAGES: [&str; 7] = ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
+
+/// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
+/// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
+///
+/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
+fn to_roles(value: &mut Value) {
+    for fields in value.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
+        for (name, of_chats) in [("from", "role"), ("value", "content")] {
+            if !fields.contains_key(of_chats)
+                && let Some(value) = fields.remove(name)
+            {
+                let value = match (of_chats, value.as_str()) {
+                    ("role", Some("human")) => "user".into(),
+                    ("role", Some("gpt")) => "assistant".into(),
+                    _ => value,
+                };
+                fields.insert(of_chats.into(), value);
+            }
+        }
+    }
+}
+
+/// [`to_roles`] of a value that is read as the field `name`, if that may hold messages.
+pub(super) fn as_field(name: &str, mut value: Value) -> Value {
+    if MESSAGES.contains(&name) {
+        to_roles(&mut value);
+    }
+    value
+}
+
 /// One row.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
@@ -41,9 +73,14 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(file: &Arc<Path>, place: Place, value: Value) -> Result<Self> {
-        match value {
-            Value::Object(_) => Ok(Self { file: file.clone(), place, value }),
+    pub(super) fn new(file: &Arc<Path>, place: Place, mut value: Value) -> Result<Self> {
+        match &mut value {
+            Value::Object(fields) => {
+                for name in MESSAGES {
+                    fields.get_mut(name).into_iter().for_each(to_roles);
+                }
+                Ok(Self { file: file.clone(), place, value })
+            }
             Value::Array(_) if matches!(place, Place::Line(_)) => Err(place.error(file, ARRAY)),
             found => Err(place.error(file, format!("expected a JSON object, found {}", brief(&found.to_string())))),
         }

@@ -388,7 +388,12 @@ impl Body {
     /// # Errors
     /// If a file cannot be read.
     pub(super) fn merge_before_quantizing(&mut self) -> Result<()> {
-        let Some(dir) = self.origin.as_ref().filter(|_| self.adapter.is_some() && self.quantization().is_some()) else {
+        if self.adapter.is_none() || self.quantization().is_none() {
+            return Ok(());
+        }
+        // The text part of a larger model, which is read under other names.
+        let Some(dir) = &self.origin else {
+            self.merged_into_codes = true;
             return Ok(());
         };
         let checkpoint = Checkpoint::open(dir)?;
@@ -396,7 +401,11 @@ impl Body {
         let files = Files::new(&checkpoint, names);
         for linear in self.decoder.linears_mut().filter(|linear| linear.is_quantized_with_adapter()) {
             match files.plain(linear.name(), self.device)? {
-                Some(weight) => drop(linear.merge_into(&if names.transposed { weight.tr() } else { weight })),
+                Some(weight) => {
+                    linear.merge_into(&if names.transposed { weight.tr() } else { weight });
+                    // As where weights are quantized when they are read.
+                    tch_ext::release_memory();
+                }
                 None => self.merged_into_codes = true,
             }
         }

@@ -33,10 +33,11 @@ pub struct OptimizerConfig {
     /// Final learning rate as a share of the peak, in place of `lr_end`.
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub min_lr_rate: std::option::Option<f64>,
-    /// Cycles of a cosine [default: 0.5, which is the fall alone, and 1 with `cosine_with_restarts`, whose cycles are falls].
+    /// Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts` 1, its decays].
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub num_cycles: std::option::Option<f64>,
-    /// Updates of the decay at the end of `warmup_stable_decay`; optimizer steps where `warmup_steps` are.
+    /// Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps with `rlhf grpo`
+    /// and `rlhf rloo`.
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<usize>)]
     pub num_decay_steps: std::option::Option<usize>,
     /// Form of the decay of `warmup_stable_decay`.

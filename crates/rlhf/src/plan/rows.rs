@@ -96,6 +96,7 @@ impl Rows {
         if let Some(file) = &config.chat_template_path {
             tokenizer.use_chat_template(file)?;
         }
+        tokenizer.check_eos(config.eos_token.as_deref())?;
         let max_length = max_row_length(config, models.policy())?;
         let options = learned(config, models.policy().vocab_size);
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -132,6 +133,7 @@ impl Rows {
         let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
         tokenizer.set_encoder_decoder(false);
         tokenizer.set_chat_variables(config.data.chat_variables());
+        tokenizer.check_eos(config.eos_token.as_deref())?;
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;

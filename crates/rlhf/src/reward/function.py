@@ -16,7 +16,13 @@ import inspect  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
+import queue  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
 import traceback  # noqa: E402
+
+# Seconds that a call has to end in after the input has ended.
+LEFT_AFTER_INPUT = 5
 
 # Columns of a row that are arguments under another name.
 OWN = ("prompt", "completion", "completion_ids")
@@ -167,6 +173,22 @@ def brief(value):
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def read_ahead(lines):
+    """Returns a queue of the lines, with None after the last. A call that still runs some seconds after it ends with the program: rlhf,
+    which would read its scores, may have been killed."""
+    read = queue.SimpleQueue()
+
+    def run():
+        for line in lines:
+            read.put(line)
+        read.put(None)
+        time.sleep(LEFT_AFTER_INPUT)
+        os._exit(1)
+
+    threading.Thread(target=run, daemon=True).start()
+    return read
+
+
 def main():
     lines, replies = take_pipes()
 
@@ -180,7 +202,7 @@ def main():
         return reply({"error": str(failure)})
     reply({"ready": True})
     batch = []
-    for line in lines:
+    for line in iter(read_ahead(lines).get, None):
         batch.append(json.loads(line))
         if batch[-1]["left"] > 0:
             continue

@@ -23,8 +23,8 @@ use std::time::Duration;
 const PROGRAM: &str = "a program";
 const SERVICE: &str = "a service";
 
-/// The kinds of rewards that are no rules.
-const PROGRAMS: [&str; 4] = ["model", "command", "url", "python"];
+/// The kinds of rewards that are computed by something else than a rule.
+const NOT_RULES: [&str; 4] = ["model", "command", "url", "python"];
 
 /// One reward of a configuration.
 #[derive(Debug)]
@@ -94,6 +94,16 @@ impl Spec {
             _ => Ok(()),
         };
         checked.map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
+    }
+
+    /// Imports the function of Python that the reward is, if it is one, and ends its program again.
+    ///
+    /// # Errors
+    /// If it cannot be imported.
+    pub(crate) fn check_import(&self, settings: &RewardSourcesConfig) -> Result<()> {
+        let Kind::Python(function) = &self.kind else { return Ok(()) };
+        let named = |e: Error| Error::Reward { name: self.name.clone(), source: Box::new(e) };
+        CommandReward::python(function, retry(settings)).start().map_err(named)
     }
 
     /// The name of the reward and the column that it reads, if rows may lack it.
@@ -219,7 +229,7 @@ pub fn is_function_path(text: &str) -> bool {
 /// function of Python, a model.
 fn mistaken(kind: &str, argument: &str) -> Option<String> {
     let is_name = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c));
-    let parts: Vec<&str> = kind.split(',').map(str::trim).collect();
+    let parts: Vec<&str> = if argument.is_empty() { kind.split(',').map(str::trim).collect() } else { Vec::new() };
     if parts.len() > 1 && parts.iter().all(|part| is_name(part)) {
         let list = parts.join(", ");
         let list = beginning(&list, 200);
@@ -242,7 +252,7 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
 
 /// Returns the kind of reward that `kind` is probably a misspelling of: at most one letter in five differs.
 fn nearest(kind: &str) -> Option<&'static str> {
-    let known = PROGRAMS.iter().chain(&KINDS).chain(&trl::KINDS).copied();
+    let known = NOT_RULES.iter().chain(&KINDS).chain(&trl::KINDS).copied();
     let distances = known.map(|name| (strsim::osa_distance(kind, name), name));
     distances.filter(|(wrong, _)| *wrong <= (kind.len() / 5).max(1)).min().map(|(_, name)| name)
 }
@@ -252,7 +262,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
     let function = argument.rsplit('.').next().filter(|name| head == "python" && !name.is_empty());
     let (name, kind) = head.split_once('=').unwrap_or_else(|| (function.unwrap_or(trl::name(head)), head));
-    let is_kind = PROGRAMS.contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
+    let is_kind = NOT_RULES.contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
         return usage(format!("reward = {}: {meant}", public(text)));
     }
@@ -286,7 +296,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             if !is_function_path(argument) {
                 return usage(format!(
                     "reward = {}: expected the module and the name of a function, as in python:my_rewards.length",
-                    public(text)
+                    beginning(text, 80)
                 ));
             }
             (Kind::Python(argument.to_string()), about(argument))
@@ -304,7 +314,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             return usage(format!(
                 "reward = {}: expected one of {}, {}, {}, found {:?}{}",
                 public(text),
-                PROGRAMS.join(", "),
+                NOT_RULES.join(", "),
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
                 public(other),

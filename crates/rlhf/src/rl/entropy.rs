@@ -57,7 +57,7 @@ impl EntropyController {
         self.entropy = Some(entropy);
     }
 
-    /// Sets the coefficient of the next step, as if it had come to be this one.
+    /// Sets the coefficient of the next step.
     pub(crate) fn set_coef(&mut self, coef: f64) {
         self.coef = coef;
     }

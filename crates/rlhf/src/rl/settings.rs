@@ -33,13 +33,13 @@ pub struct LossConfig {
     #[arg(long, help_heading = PPO, default_value_t = 0.0)]
     pub entropy_coef: f64,
     /// Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most
-    /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is the first one.
+    /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value.
     #[arg(long, help_heading = PPO)]
     pub use_adaptive_entropy: bool,
-    /// Least coefficient of `use_adaptive_entropy`.
+    /// Minimum coefficient of `use_adaptive_entropy`.
     #[arg(long, help_heading = PPO, default_value_t = 0.0)]
     pub entropy_coef_min: f64,
-    /// Largest coefficient of `use_adaptive_entropy`.
+    /// Maximum coefficient of `use_adaptive_entropy`.
     #[arg(long, help_heading = PPO, default_value_t = 1.0)]
     pub entropy_coef_max: f64,
     /// Change of the coefficient of `use_adaptive_entropy` in an optimizer step.

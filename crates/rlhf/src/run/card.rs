@@ -1,7 +1,7 @@
 //! The model card, and the command that tries a model.
 
 use crate::Result;
-use crate::data::prompt_field;
+use crate::data::{messages_field, prompt_field};
 use crate::hub::is_hub_name;
 use crate::terminal;
 use crate::weights::write_text;
@@ -74,7 +74,10 @@ pub(crate) fn command_to_try(dir: &Path, row: Option<&Value>, max_new_tokens: Op
     };
     let (prompt, is_chat) = match row {
         None => (None, false),
-        Some(row) => match prompt_field(row).map(|(_, prompt)| prompt).or_else(|| row.get("messages")) {
+        Some(row) => match prompt_field(row)
+            .map(|(_, prompt)| prompt)
+            .or_else(|| messages_field(row).map(|(_, messages)| messages))
+        {
             Some(Value::String(prompt)) => (Some(prompt.clone()), false),
             Some(messages) => last_question(messages).map_or((None, false), |prompt| (prompt, true)),
             None => (of_text(row), false),
@@ -109,7 +112,7 @@ mod tests {
         assert_eq!(command(json!({"query": "-5 is"}), Some(8)), format!("{words} --max_new_tokens 8 -- -5 is"));
         let system = json!({"role": "system", "content": "Be brief."});
         let chat = json!([system, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]);
-        for name in ["prompt", "messages"] {
+        for name in ["prompt", "messages", "conversations"] {
             assert_eq!(command(json!({name: chat.clone()}), None), format!("{words} --apply_chat_template Who?"));
         }
         assert_eq!(command(json!({"text": "One two  three four five"}), None), format!("{words} One two three four"));

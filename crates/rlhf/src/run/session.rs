@@ -28,6 +28,7 @@ use crate::dist::World;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
+use crate::model::Dtype;
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
 use crate::run::event::Event;
@@ -107,11 +108,16 @@ pub(crate) trait Trainee {
     /// of them that the run has.
     fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])>;
 
-    /// Replaces the model in the output folder `dir` by the current one, with its model card.
+    /// Replaces the model in the output folder `dir` by the current one in `dtype`, with its model card.
     ///
     /// # Errors
-    /// If a file cannot be written.
-    fn save_final(&self, dir: &Path) -> Result<()>;
+    /// If a file cannot be written, or `dtype` does not hold a number of the model.
+    fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()>;
+
+    /// The dtype in which [`Trainee::save_final`] is to save.
+    fn save_dtype(&self) -> Dtype {
+        Dtype::Auto
+    }
 
     /// Returns the metrics of the last update that the model card shows.
     fn card_metrics(&self) -> Map<String, Value> {
@@ -733,7 +739,17 @@ impl<'w> Session<'w> {
         // the run from starting again there.
         let saved = has_model.then(|| {
             trainee.write_bases()?;
-            self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir))
+            let dtype = trainee.save_dtype();
+            let save = |dtype| self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir, dtype));
+            match save(dtype) {
+                // Nothing else may have the weights of a run that is finished.
+                Err(error) if dtype != Dtype::Auto => {
+                    let name = dtype.name();
+                    self.console().warn(&format!("save_dtype = {name}: {error}; saved as with save_dtype = auto"));
+                    save(Dtype::Auto)
+                }
+                saved => saved,
+            }
         });
         let saved = match saved {
             Some(saved) => Some(self.together(trainee, saved)),
@@ -1012,7 +1028,7 @@ mod tests {
             crate::weights::write_text(&self.dir.join("base"), "base")
         }
 
-        fn save_final(&self, dir: &Path) -> Result<()> {
+        fn save_final(&self, dir: &Path, _: Dtype) -> Result<()> {
             self.write_models(dir)
         }
     }

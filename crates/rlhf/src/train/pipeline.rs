@@ -526,6 +526,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let read = sources.read(config.run.seed, Stage::Ppo)?;
     let check_row = |row: &Value| specs.iter().try_for_each(|spec| spec.check_row(row));
     let (prompts, _) = ppo::read_prompts(config, read, tokenizer, (vocab, limit), check_row)?;
+    specs.iter().try_for_each(|spec| spec.check_import(&config.rewards))?;
     let columns: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
     check_columns(&columns, prompts.rows.iter().map(|prompt| &prompt.row))?;
     config.plan_for(prompts.rows.len())?;

@@ -295,7 +295,7 @@ fn read_dataset(
         let path = dataset.path().display();
         format!(
             "{path}: no row has an eos token in the loss, so the model does not learn to stop: the chat template ends no \
-             response with an eos token"
+             response with one, or the rows' `input_ids` have none in the loss"
         )
     });
     let (rows, mut warnings) = shorten(rows, max_length, tokenizer, dataset.path())?;

@@ -488,7 +488,11 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         vec![(BASE_MODEL.into(), &["model_name_or_path"])]
     }
 
-    fn save_final(&self, dir: &Path) -> Result<()> {
+    fn save_dtype(&self) -> Dtype {
+        self.spec.run.save_dtype
+    }
+
+    fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let (spec, words) = (self.spec, self.words);
         let facts = [
             (
@@ -506,7 +510,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
             ("updates", self.progress.done.to_string()),
         ];
         let Words { base_model, is_adapter, .. } = *words;
-        replace_files(dir, |dir| self.write(dir, spec.run.save_dtype))?;
+        replace_files(dir, |dir| self.write(dir, dtype))?;
         Shards::end_serving(&[self.model.shards()])?;
         Card { command: spec.command, base_model, is_adapter, facts: &facts }.write(dir)
     }

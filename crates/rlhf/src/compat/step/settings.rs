@@ -257,6 +257,14 @@ impl StepConfig {
             ("warmup_ratio", own.warmup_ratio != usual.warmup_ratio, own.warmup_ratio.to_string(), of_schedule),
             ("lr_end", own.lr_end != usual.lr_end, norm(own.lr_end), of_schedule),
             ("power", own.power != usual.power, own.power.to_string(), of_schedule),
+            ("min_lr_rate", own.min_lr_rate != usual.min_lr_rate, norm(own.min_lr_rate), of_schedule),
+            ("num_cycles", own.num_cycles != usual.num_cycles, norm(own.num_cycles), of_schedule),
+            (
+                "num_decay_steps",
+                own.num_decay_steps != usual.num_decay_steps,
+                own.num_decay_steps.map_or("none".to_string(), |steps| steps.to_string()),
+                of_schedule,
+            ),
             ("max_grad_norm", own.max_grad_norm != usual.max_grad_norm, norm(own.max_grad_norm), of_norm),
         ] {
             if differs {

@@ -126,7 +126,7 @@ impl PpoTrainer {
         if let Ok(Some(evaluation)) = &evaluated {
             metrics.extend(&evaluation.metrics);
         }
-        // An error takes nothing from the update nor from what is due after it; of several the ranks have agreed on the last.
+        // The update counts, and what is due after it is done, also where an event cannot be written.
         let mut emitted = session.emit(&Event::Update { step, metrics: &metrics });
         if !shown.is_empty() {
             let source = SampleSource::Rollout;
@@ -154,9 +154,9 @@ impl PpoTrainer {
         if is_due(self.plan.sample_every, step, self.plan.num_total_batches) {
             emitted = self.emit_samples(session).and(emitted);
         }
-        emitted?;
         missing_metric?.iter().for_each(|warning| session.console().warn(warning));
-        self.act_on_alarms(session, due)
+        let acted = self.act_on_alarms(session, due);
+        emitted.and(acted)
     }
 
     /// Emits greedy responses to the sample prompts.
@@ -408,8 +408,12 @@ impl Trainee for PpoTrainer {
         ]
     }
 
-    fn save_final(&self, dir: &Path) -> Result<()> {
-        self.write_all(dir)?;
+    fn save_dtype(&self) -> Dtype {
+        self.config.run.save_dtype
+    }
+
+    fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
+        self.write_all(dir, dtype)?;
         self.learner.end_serving()
     }
 

@@ -16,18 +16,17 @@ impl PpoTrainer {
     /// # Errors
     /// If a file cannot be written; if a rank has ended or does not respond.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
-        self.learner.save_together(|| self.write_all(dir))
+        self.learner.save_together(|| self.write_all(dir, self.config.run.save_dtype))
     }
 
     /// [`PpoTrainer::save_model`] on rank 0, while the others hand over their parts of the models.
-    pub(super) fn write_all(&self, dir: &Path) -> Result<()> {
-        let dtype = self.config.run.save_dtype;
+    pub(super) fn write_all(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         replace_files(dir, |dir| self.write_policy(dir, dtype))?;
         if self.learner.value.model().is_some() {
             replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir, dtype))?;
         }
         if self.learner.ema.is_some() {
-            replace_files(&dir.join(EMA), |dir| self.write_ema(dir))?;
+            replace_files(&dir.join(EMA), |dir| self.write_ema(dir, dtype))?;
         }
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
@@ -46,9 +45,9 @@ impl PpoTrainer {
     }
 
     /// Writes the moving average of the policy, if there is one, as the policy is written.
-    pub(super) fn write_ema(&self, dir: &Path) -> Result<()> {
+    pub(super) fn write_ema(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let Some(ema) = &self.learner.ema else { return Ok(()) };
-        ema.with(&self.learner.policy, |_| self.write_policy(dir, self.config.run.save_dtype))
+        ema.with(&self.learner.policy, |_| self.write_policy(dir, dtype))
     }
 
     /// Writes the models to the folder of a checkpoint or of the best model; with `Auto` with every bit of them and of the average.
