@@ -556,6 +556,20 @@ fn numbers_that_float16_does_not_hold_are_not_saved_in_it() {
 }
 
 #[test]
+fn a_finished_run_whose_model_the_given_dtype_does_not_hold_is_saved_as_it_is_with_a_warning() {
+    let scratch = Scratch::new();
+    let model = CausalLm::from_pretrained(&scratch.path("policy"), AUTO).unwrap();
+    let embedding = model.params().iter().find(|param| param.embedding).unwrap();
+    let _ = embedding.tensor.get(-1).narrow(0, 0, 1).fill_(1e5);
+    model.save_pretrained(&scratch.path("policy"), &[0], None, usize::MAX).unwrap();
+    let ran = scratch.run(&format!("{SFT} --learning_rate 0 --save_dtype float16"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let warning = format!("save_dtype = float16: tensor `{}`: expected numbers up to 65504", embedding.name);
+    assert!(ran.stderr.contains(&warning) && ran.stderr.contains("saved as with save_dtype = auto"), "{}", ran.stderr);
+    assert_eq!(saved_dtypes(&scratch.path("out")), (vec![Kind::Float], json!("float32")));
+}
+
+#[test]
 fn commands_hold_the_model_in_the_given_dtype() {
     let scratch = Scratch::new();
     narrow(&scratch, "policy");

@@ -135,6 +135,15 @@ mod tests {
     }
 
     #[test]
+    fn messages_of_sharegpt_have_roles_and_contents_also_where_a_column_is_read_as_a_field() {
+        let (sharegpt, messages) =
+            (json!([{"from": "human", "value": "x"}]), json!([{"role": "user", "content": "x"}]));
+        let found =
+            applied("a.jsonl", &["prompt=talk"], json!({"talk": sharegpt, "chosen": sharegpt, "n": sharegpt})).unwrap();
+        assert_eq!(found, json!({"talk": sharegpt, "prompt": messages, "chosen": messages, "n": sharegpt}));
+    }
+
+    #[test]
     fn csv_cells_are_parsed_by_the_type_of_the_field() {
         let row = json!({"strength": "0.5", "talk": "[{\"role\": \"user\", \"content\": \"x\"}]"});
         let found = applied("a.csv", &["margin=strength", "messages=talk"], row.clone()).unwrap();
