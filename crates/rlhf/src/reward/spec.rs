@@ -294,9 +294,11 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
         }
         "python" => {
             if !is_function_path(argument) {
+                // No line of a command, which may have secrets.
+                let is_word = argument.chars().all(|c| c.is_alphanumeric() || "_.".contains(c));
+                let found = if is_word { beginning(text, 80).to_string() } else { public(text) };
                 return usage(format!(
-                    "reward = {}: expected the module and the name of a function, as in python:my_rewards.length",
-                    beginning(text, 80)
+                    "reward = {found}: expected the module and the name of a function, as in python:my_rewards.length"
                 ));
             }
             (Kind::Python(argument.to_string()), about(argument))
@@ -546,9 +548,14 @@ mod tests {
     fn malformed_rewards_are_refused() {
         for (rewards, weights, message) in [
             (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, python, length, regex"),
-            (&["python:length"], &[], "reward = python...: expected the module and the name of a function"),
-            (&["mine=python:a..b"], &[], "reward = mine=python...: expected the module and the name of a function"),
-            (&["python:"], &[], "reward = python...: expected the module and the name of a function"),
+            (&["python:length"], &[], "reward = python:length: expected the module and the name of a function"),
+            (&["mine=python:a..b"], &[], "reward = mine=python:a..b: expected the module and the name of a function"),
+            (
+                &["python:my.py --token secret"],
+                &[],
+                "reward = python...: expected the module and the name of a function",
+            ),
+            (&["python:"], &[], "reward = python:: expected the module and the name of a function"),
             (&["a b=json"], &[], "reward = a...: expected a name of letters"),
             (&["uri:http://h/?key=secret"], &[], "reward = uri...: expected one of model, command, url"),
             (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),
