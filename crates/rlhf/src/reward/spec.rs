@@ -260,7 +260,7 @@ fn nearest(kind: &str) -> Option<&'static str> {
 /// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
 fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
-    let function = argument.rsplit('.').next().filter(|name| head == "python" && !name.is_empty());
+    let function = argument.rsplit('.').next().filter(|_| head == "python" && is_function_path(argument));
     let (name, kind) = head.split_once('=').unwrap_or_else(|| (function.unwrap_or(trl::name(head)), head));
     let is_kind = NOT_RULES.contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
