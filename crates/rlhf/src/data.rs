@@ -26,8 +26,7 @@ pub use pairs::Pair;
 pub use prompts::{Prompt, PromptLimit};
 pub use reader::RowReader;
 pub use responses::{PromptCompletion, PromptResponse};
-pub(crate) use settings::check_chat_variables;
-pub use settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage};
+pub use settings::{ChatTemplateConfig, DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage};
 pub use sources::Sources;
 
 pub(crate) use chat::{cut_after_eos, encode_chat};

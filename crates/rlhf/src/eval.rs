@@ -204,7 +204,7 @@ impl Task {
         let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
         check_columns(&optional, dataset.rows())?;
         let mut tokenizer = Tokenizer::from_pretrained(&models.a)?;
-        tokenizer.set_chat_variables(config.split.chat_variables());
+        tokenizer.set_chat_variables(config.split.chat_template.variables());
         // Their lengths are checked against the context of each model.
         let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;
         let of_column = |column: &String| {

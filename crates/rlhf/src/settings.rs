@@ -63,7 +63,9 @@ pub(crate) use plan::LEGACY_BATCH;
 pub(crate) use ppo::NUM_EVAL_PROMPTS;
 pub(crate) use resolve::TARGET_KL;
 
-pub use crate::data::settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage};
+pub use crate::data::settings::{
+    ChatTemplateConfig, DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage,
+};
 pub use crate::dist::{DistConfig, PpoDistConfig, ZeroStage};
 pub use crate::flag::ByteSize;
 pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};

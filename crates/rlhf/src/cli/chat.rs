@@ -135,7 +135,7 @@ impl Chat {
             let revision = (path == &config.model).then_some(config.model_revision.as_str());
             let dir = hub::model_dir(path, revision)?;
             let mut tokenizer = Tokenizer::from_pretrained(&dir)?;
-            tokenizer.set_chat_variables(config.chat_variables());
+            tokenizer.set_chat_variables(config.chat_template.variables());
             let model = CausalLm::from_pretrained(&dir, options)?;
             tokenizer.check_fits(model.config(), &dir)?;
             speakers.push(Speaker { path: path.clone(), label, dir, model, tokenizer, turns: Vec::new() });

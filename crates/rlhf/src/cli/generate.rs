@@ -105,7 +105,7 @@ impl<'c> Generator<'c> {
     fn load(config: &'c GenerateConfig, options: ModelOptions, terminal: bool) -> Result<Self> {
         let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
         let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;

@@ -18,7 +18,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     let load = || {
         let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
         Ok((tokenizer, model))

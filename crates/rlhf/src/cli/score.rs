@@ -35,7 +35,7 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
     let load = || {
         let dir = &hub::model_dir(name, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.choose_label(config.reward_label.as_deref(), dir)?;
         tokenizer.check_fits(model.config(), dir)?;
@@ -139,7 +139,7 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             (None, None) => return config.check().map(|()| unreachable!("`check` requires one of them")),
         };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let rewards = config.load_rewards(&tokenizer, options)?;
         Ok((tokenizer, rewards))
     };

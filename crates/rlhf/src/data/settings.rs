@@ -18,6 +18,39 @@ const SPLIT_SEED: u64 = 42;
 /// Default split to evaluate on.
 pub(crate) const TEST: &str = "test";
 
+/// Variables of chat templates.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ChatTemplateConfig {
+    /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows have
+    /// `chat_template_kwargs`, these take precedence by name.
+    #[arg(
+        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
+    )]
+    pub chat_template_kwargs: std::option::Option<JsonObject>,
+}
+
+impl ChatTemplateConfig {
+    /// Checks that they are an object that names no variable which each rendering sets.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Some(variables) = &self.chat_template_kwargs else { return Ok(()) };
+        let form = r#"chat_template_kwargs: expected JSON of the form {"enable_thinking": false}"#;
+        let variables = match variables.entries() {
+            Ok(variables) => variables,
+            Err(found) => return usage(format!("{form}, found {found}")),
+        };
+        match ["messages", "add_generation_prompt"].into_iter().find(|name| variables.contains_key(*name)) {
+            Some(name) => usage(format!("{form}, found `{name}`, which is set for each conversation")),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the variables.
+    pub fn variables(&self) -> Map<String, Value> {
+        JsonObject::to_map(self.chat_template_kwargs.as_ref())
+    }
+}
+
 /// The part of a dataset that a command without training reads.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -31,23 +64,16 @@ pub struct SplitConfig {
     /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
     #[arg(long, help_heading = DATA, value_delimiter = ',')]
     pub dataset_columns: Vec<String>,
-    /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; a row's own
-    /// `chat_template_kwargs` take precedence by name.
-    #[arg(
-        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
-    )]
-    pub chat_template_kwargs: std::option::Option<JsonObject>,
+    /// Variables of chat templates.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub chat_template: ChatTemplateConfig,
 }
 
 impl SplitConfig {
     /// Checks every setting.
     pub(crate) fn check(&self) -> Result<()> {
-        all([self.columns().map(drop), check_chat_variables(self.chat_template_kwargs.as_ref())])
-    }
-
-    /// Returns the variables of `chat_template_kwargs`.
-    pub fn chat_variables(&self) -> Map<String, Value> {
-        JsonObject::to_map(self.chat_template_kwargs.as_ref())
+        all([self.columns().map(drop), self.chat_template.check()])
     }
 
     /// Finds the files of the dataset `name`, a path or a name on the hub.
@@ -99,34 +125,13 @@ pub struct DataConfig {
     /// Seed of `data_split`; must be the same for sft, reward and ppo.
     #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
     pub data_split_seed: u64,
-    /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; a row's own
-    /// `chat_template_kwargs` take precedence by name.
-    #[arg(
-        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
-    )]
-    pub chat_template_kwargs: std::option::Option<JsonObject>,
-}
-
-/// Checks that `chat_template_kwargs` is an object that names no variable which each rendering sets.
-pub(crate) fn check_chat_variables(variables: Option<&JsonObject>) -> Result<()> {
-    let Some(variables) = variables else { return Ok(()) };
-    let form = r#"chat_template_kwargs: expected JSON of the form {"enable_thinking": false}"#;
-    let variables = match variables.entries() {
-        Ok(variables) => variables,
-        Err(found) => return usage(format!("{form}, found {found}")),
-    };
-    match ["messages", "add_generation_prompt"].into_iter().find(|name| variables.contains_key(*name)) {
-        Some(name) => usage(format!("{form}, found `{name}`, which is set for each conversation")),
-        None => Ok(()),
-    }
+    /// Variables of chat templates.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub chat_template: ChatTemplateConfig,
 }
 
 impl DataConfig {
-    /// Returns the variables of `chat_template_kwargs`.
-    pub fn chat_variables(&self) -> Map<String, Value> {
-        JsonObject::to_map(self.chat_template_kwargs.as_ref())
-    }
-
     /// Returns all names, for messages.
     pub fn describe(&self) -> String {
         let names: Vec<String> = self.dataset_name.iter().map(|name| name.display().to_string()).collect();
@@ -144,7 +149,7 @@ impl DataConfig {
             expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
             self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
             Columns::parse(&self.dataset_columns).map(drop),
-            check_chat_variables(self.chat_template_kwargs.as_ref()),
+            self.chat_template.check(),
             if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
                 no_effect("data_split_seed", self.data_split_seed, "without data_split")
             } else {

@@ -99,7 +99,7 @@ impl Responder {
     /// Loads the model in `dir`, and encodes the prompts for it.
     fn load(config: &GenerateConfig, dir: &Path, dataset: &Dataset, options: ModelOptions) -> Result<Self> {
         let mut tokenizer = Tokenizer::from_pretrained(dir)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
         let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;

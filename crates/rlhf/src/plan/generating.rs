@@ -88,7 +88,7 @@ impl<'c> Generation<'c> {
         let generation = config.generation(model.generation_settings(), model.max_position_embeddings, path)?;
         let longest = GenerateConfig::max_prompt_len(&model, generation.max_new_tokens, path)?;
         let mut tokenizer = Tokenizer::of_text_or_ids(&hub::tokenizer_dir(path, revision)?)?;
-        tokenizer.set_chat_variables(config.rows.split.chat_variables());
+        tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let prompts = dataset(config)?.prompts(&tokenizer, model.vocab_size, longest)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
         let sizes = ModelSizes::of_causal_lm(model, kind, path)?.with_coded(coded, path);

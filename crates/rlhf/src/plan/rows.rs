@@ -11,8 +11,8 @@ use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::tokenizer::Tokenizer;
 use crate::train::check_held_out;
 use crate::train::ppo::prompt_limit;
-use crate::train::reward_model::leave_out_long;
-use crate::train::sft::{into_blocks, learned, max_row_length, shorten};
+use crate::train::reward_model::{self, leave_out_long};
+use crate::train::sft::{self, into_blocks, learned, max_row_length, shorten};
 
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;
@@ -92,11 +92,7 @@ impl Rows {
         let mut tokenizer = models.tokenizer()?;
         let pairs = models.policy().is_encoder_decoder();
         tokenizer.set_encoder_decoder(pairs);
-        tokenizer.set_chat_variables(config.data.chat_variables());
-        if let Some(file) = &config.chat_template_path {
-            tokenizer.use_chat_template(file)?;
-        }
-        tokenizer.check_eos(config.eos_token.as_deref())?;
+        sft::set_up_tokenizer(&mut tokenizer, config)?;
         let max_length = max_row_length(config, models.policy())?;
         let options = learned(config, models.policy().vocab_size);
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -131,9 +127,7 @@ impl Rows {
 
     fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
         let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
-        tokenizer.set_encoder_decoder(false);
-        tokenizer.set_chat_variables(config.data.chat_variables());
-        tokenizer.check_eos(config.eos_token.as_deref())?;
+        reward_model::set_up_tokenizer(&mut tokenizer, config)?;
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
@@ -241,7 +235,7 @@ fn read_prompts(
 ) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
     let mut tokenizer: Tokenizer = models.tokenizer()?;
     tokenizer.set_encoder_decoder(models.policy().is_encoder_decoder());
-    tokenizer.set_chat_variables(config.data.chat_variables());
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
     let vocab = models.main.sizes.config().vocab_size;
     let (mut train, _) = sources.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {

@@ -4,15 +4,14 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
-use serde_json::{Map, Value};
 
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::SamplerConfig;
 use crate::Result;
-use crate::data::check_chat_variables;
-use crate::flag::{DATA, JsonObject, MODELS, NONE, SAMPLING, Setting, all, defaults, optional};
+use crate::data::ChatTemplateConfig;
+use crate::flag::{DATA, MODELS, NONE, SAMPLING, all, defaults, optional};
 
 /// Settings of `rlhf chat`.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -30,11 +29,10 @@ pub struct ChatConfig {
     /// System message of the conversation.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
     pub system: std::option::Option<String>,
-    /// Variables of the chat template, as JSON such as {"enable_thinking": false}.
-    #[arg(
-        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
-    )]
-    pub chat_template_kwargs: std::option::Option<JsonObject>,
+    /// Variables of the chat template.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub chat_template: ChatTemplateConfig,
     /// Maximum tokens of a response.
     #[arg(long, help_heading = SAMPLING, default_value_t = 512)]
     pub max_new_tokens: usize,
@@ -59,11 +57,6 @@ impl ChatConfig {
         config
     }
 
-    /// Returns the variables of `chat_template_kwargs`.
-    pub fn chat_variables(&self) -> Map<String, Value> {
-        JsonObject::to_map(self.chat_template_kwargs.as_ref())
-    }
-
     /// Returns the settings of a response as those of `rlhf generate`.
     pub fn generate(&self) -> GenerateConfig {
         let mut config = GenerateConfig::new(&self.model);
@@ -80,6 +73,6 @@ impl ChatConfig {
     /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
-        all([self.generate().check(), self.compute.check(), check_chat_variables(self.chat_template_kwargs.as_ref())])
+        all([self.generate().check(), self.compute.check(), self.chat_template.check()])
     }
 }

@@ -180,7 +180,7 @@ impl EvaluateConfig {
         config.responses = self.sampling.clone();
         config.seed = self.seed;
         config.rows.batch_size = self.batch_size;
-        config.rows.split.chat_template_kwargs = self.split.chat_template_kwargs.clone();
+        config.rows.split.chat_template = self.split.chat_template.clone();
         config
     }
 

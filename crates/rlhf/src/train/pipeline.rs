@@ -462,9 +462,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let mut tokenizer = reading.tokenizer.clone();
-    tokenizer.check_eos(config.eos_token.as_deref())?;
-    tokenizer.set_encoder_decoder(false);
-    tokenizer.set_chat_variables(config.data.chat_variables());
+    reward_model::set_up_tokenizer(&mut tokenizer, config)?;
     let pads = reward_model::find_pads(config, &reading.shape, &tokenizer, &config.model_name_or_path)?;
     let read = |dataset: &Dataset| reward_model::read_pairs(dataset, config, &reading.shape, &tokenizer, pads.as_ref());
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
@@ -488,7 +486,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     ppo::check_encoder_decoder(config, &policy.shape)?;
     let mut tokenizer = own.unwrap_or_else(|| policy.tokenizer.clone());
     tokenizer.set_encoder_decoder(policy.shape.is_encoder_decoder());
-    tokenizer.set_chat_variables(config.data.chat_variables());
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
     let tokenizer = &tokenizer;
     tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
     let (mut context, vocab) = (policy.shape.max_position_embeddings, policy.shape.vocab_size);

@@ -170,10 +170,7 @@ fn load(
     options: ModelOptions,
 ) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
     let mut tokenizer = Tokenizer::from_pretrained(dir)?;
-    tokenizer.check_eos(config.eos_token.as_deref())?;
-    // Prompt and response are one text to a reward model.
-    tokenizer.set_encoder_decoder(false);
-    tokenizer.set_chat_variables(config.data.chat_variables());
+    set_up_tokenizer(&mut tokenizer, config)?;
     let model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
     if model.labels().len() > 1 {
         let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
@@ -184,6 +181,17 @@ fn load(
         model.check_values(dir)?;
     }
     Ok((model, tokenizer, pads))
+}
+
+/// Sets up the tokenizer by the settings.
+///
+/// # Errors
+/// If they name another token for the end of a text.
+pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &RewardConfig) -> Result<()> {
+    // Prompt and response are one text to a reward model.
+    tokenizer.set_encoder_decoder(false);
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
+    tokenizer.check_eos(config.eos_token.as_deref())
 }
 
 /// Returns the padding, where the loss has pads, for a model of this shape in the folder `dir`.

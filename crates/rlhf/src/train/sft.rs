@@ -193,14 +193,22 @@ pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(T
         (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
         (None, None) => unreachable!("`check` refuses settings without a tokenizer"),
     };
-    if let Some(file) = &config.chat_template_path {
-        tokenizer.use_chat_template(file)?;
-    }
-    tokenizer.check_eos(config.eos_token.as_deref())?;
-    tokenizer.set_chat_variables(config.data.chat_variables());
+    set_up_tokenizer(&mut tokenizer, config)?;
     let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
     let warning = warning.transpose()?.flatten();
     Ok((tokenizer, warning))
+}
+
+/// Sets up the tokenizer by the settings, whatever the model is: the chat template with its variables.
+///
+/// # Errors
+/// If the template is missing or malformed, or the settings name another token for the end of a text.
+pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &SftConfig) -> Result<()> {
+    if let Some(file) = &config.chat_template_path {
+        tokenizer.use_chat_template(file)?;
+    }
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
+    tokenizer.check_eos(config.eos_token.as_deref())
 }
 
 /// Sets up the tokenizer for a model of this shape; `dir` is the model's folder, if it has one.

@@ -289,7 +289,7 @@ impl Loaded {
         let Folders { policy: dir, value: value_dir, tokenizer, specs } = Folders::find(config, &mut inputs)?;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
-        tokenizer.set_chat_variables(config.data.chat_variables());
+        tokenizer.set_chat_variables(config.data.chat_template.variables());
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
