@@ -6,7 +6,7 @@ pub(crate) use parquet::parquet_rows;
 
 use crate::{Error, Result};
 use std::fs::{self, File, FileType};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +25,22 @@ pub(crate) fn with_home(path: PathBuf, home: impl FnOnce() -> Option<PathBuf>) -
         Some(home) => home.join(rest),
         None => path,
     }
+}
+
+/// Creates the first of the files `path(0)`, `path(1)`, ... that does not exist. Returns it, open for writing, with its path.
+///
+/// # Errors
+/// If it cannot be created.
+pub fn create_numbered(path: impl Fn(usize) -> PathBuf) -> Result<(File, PathBuf)> {
+    for number in 0.. {
+        let path = path(number);
+        match File::create_new(&path) {
+            Ok(file) => return Ok((file, path)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(Error::io("create", path)(error)),
+        }
+    }
+    unreachable!("the numbers have no end")
 }
 
 /// Opens a regular file for reading. Opening or reading a named pipe or a device might never end.

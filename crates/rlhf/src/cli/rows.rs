@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rlhf::data::{Dataset, RowReader};
 use rlhf::dist::World;
+use rlhf::files::create_numbered;
 use rlhf::run::announce;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::settings::RowsConfig;
@@ -168,7 +169,13 @@ impl Output {
             let terminal = io::stdout().is_terminal();
             return Ok(Self { writer, name: "standard output".into(), part: None, overwrites, terminal, bar: hidden });
         };
-        let (file, part) = create_part(path)?;
+        let process = std::process::id();
+        // A restarted container has the same process id: then a file with its name may be left there.
+        let (file, part) = create_numbered(|number| {
+            let mut part = path.as_os_str().to_os_string();
+            part.push(if number == 0 { format!(".{process}.part") } else { format!(".{process}.{number}.part") });
+            part.into()
+        })?;
         *PART.lock().unwrap_or_else(PoisonError::into_inner) = Some(part.clone());
         // Rows go to a file: show their number on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
@@ -208,23 +215,6 @@ impl Output {
             *PART.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
         Ok(())
-    }
-}
-
-/// Creates a temporary file beside `path`, which no other process writes. A restarted container has the same process id: then a file with
-/// its name may be left there.
-fn create_part(path: &Path) -> Result<(File, PathBuf)> {
-    let process = std::process::id();
-    let mut serial = 0;
-    loop {
-        let mut part = path.as_os_str().to_os_string();
-        part.push(if serial == 0 { format!(".{process}.part") } else { format!(".{process}.{serial}.part") });
-        let part = PathBuf::from(part);
-        match File::create_new(&part) {
-            Ok(file) => return Ok((file, part)),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => serial += 1,
-            Err(error) => return Err(Error::io("create", part)(error)),
-        }
     }
 }
 

@@ -6,11 +6,11 @@
 //! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers); for texts and
 //! hyperparameters `torch/utils/tensorboard/summary.py` and `tensorboard/plugins/hparams/{plugin_data,api}.proto`.
 
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 use crc::{CRC_32_ISCSI, Crc, Table};
 use serde_json::{Map, Value};
-use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -38,15 +38,7 @@ impl TensorBoard {
         // TensorBoard takes any file with `tfevents` in its name and reads those of one folder in the order of the
         // seconds; the rest of the name distinguishes writers of one second.
         let stem = format!("{PREFIX}{:010}.{}.{}", now as u64, host_name(), std::process::id());
-        let mut serial = 0;
-        let (file, path) = loop {
-            let path = dir.join(format!("{stem}.{serial}"));
-            match OpenOptions::new().write(true).create_new(true).open(&path) {
-                Ok(file) => break (file, path),
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => serial += 1,
-                Err(error) => return Err(Error::io("create", path)(error)),
-            }
-        };
+        let (file, path) = files::create_numbered(|number| dir.join(format!("{stem}.{number}")))?;
         let mut writer = TensorBoard { file, path };
         writer.append(&version_event(now))?;
         Ok(writer)
