@@ -76,20 +76,11 @@ pub(crate) trait Trainee {
     /// left in the middle.
     fn steps(&self) -> i64;
 
-    /// Writes models and tokenizer to an empty folder.
+    /// Writes models and tokenizer to an empty folder in `dtype`; a run resumes from `Auto` alone.
     ///
     /// # Errors
-    /// If a file cannot be written.
-    fn write_models(&self, dir: &Path) -> Result<()>;
-
-    /// Writes models and tokenizer to an empty folder as [`Trainee::write_models`] does, for use and not to resume from: in the dtype of
-    /// `save_dtype`.
-    ///
-    /// # Errors
-    /// As [`Trainee::write_models`].
-    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
-        self.write_models(dir)
-    }
+    /// If a file cannot be written, or `dtype` does not hold a number of the model.
+    fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()>;
 
     /// Writes the optimizers' states beside the models in `dir`.
     ///
@@ -114,7 +105,7 @@ pub(crate) trait Trainee {
     /// If a file cannot be written, or `dtype` does not hold a number of the model.
     fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()>;
 
-    /// The dtype in which [`Trainee::save_final`] is to save.
+    /// The dtype of the final and the best model.
     fn save_dtype(&self) -> Dtype {
         Dtype::Auto
     }
@@ -572,9 +563,9 @@ impl<'w> Session<'w> {
         let written = if !best.is_due(done) {
             Ok(None)
         } else if self.world.is_main() {
-            trainee
-                .write_bases()
-                .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_rounded_models(dir)))
+            trainee.write_bases().and_then(|()| {
+                best.write(self.checkpoints.dir(), done, |dir| trainee.write_models(dir, trainee.save_dtype()))
+            })
         } else {
             best.mark_written(done);
             trainee.share_models().map(|()| None)
@@ -630,7 +621,7 @@ impl<'w> Session<'w> {
         let (done, metrics) = (progress.done, trainee.card_metrics());
         let state = progress.snapshot.as_ref().map(|snapshot| snapshot.state.clone()).unwrap_or_default();
         self.checkpoints.save(done, metrics, state, |dir| {
-            trainee.write_models(dir)?;
+            trainee.write_models(dir, Dtype::Auto)?;
             trainee.write_optimizers(dir)
         })?;
         let dir = self.checkpoints.place(done);
@@ -1012,7 +1003,7 @@ mod tests {
             self.steps
         }
 
-        fn write_models(&self, dir: &Path) -> Result<()> {
+        fn write_models(&self, dir: &Path, _: Dtype) -> Result<()> {
             crate::weights::write_text(&dir.join("weights"), &self.weights.to_string())
         }
 
@@ -1028,8 +1019,8 @@ mod tests {
             crate::weights::write_text(&self.dir.join("base"), "base")
         }
 
-        fn save_final(&self, dir: &Path, _: Dtype) -> Result<()> {
-            self.write_models(dir)
+        fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
+            self.write_models(dir, dtype)
         }
     }
 

@@ -446,13 +446,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         self.optimizer.bit_sums()
     }
 
-    fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write(dir, Dtype::Auto)?;
-        Shards::end_serving(&[self.model.shards()])
-    }
-
-    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
-        self.write(dir, self.spec.run.save_dtype)?;
+    fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()> {
+        self.write(dir, dtype)?;
         Shards::end_serving(&[self.model.shards()])
     }
 

@@ -11,7 +11,7 @@ use crate::data::Prompt;
 use crate::dist::{World, as_ranks};
 use crate::generate::Response;
 use crate::metrics::Metrics;
-use crate::model::TokenSet;
+use crate::model::{Dtype, TokenSet};
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
@@ -187,7 +187,7 @@ impl RecordedUpdate {
             true => {
                 write_resolved(config, out.join(CONFIG))?;
                 write_text(&out.join(METRICS), &format!("{}\n", json!(metrics)))?;
-                trainer.write_models(&after)?;
+                trainer.write_models(&after, Dtype::Auto)?;
                 trainer.write_optimizers(&after)
             }
             false => trainer.share_models().and_then(|()| trainer.share_optimizers()),

@@ -365,12 +365,8 @@ impl Trainee for PpoTrainer {
         self.learner.steps()
     }
 
-    fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write_folder(dir, Dtype::Auto)
-    }
-
-    fn write_rounded_models(&self, dir: &Path) -> Result<()> {
-        self.write_folder(dir, self.config.run.save_dtype)
+    fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()> {
+        self.write_folder(dir, dtype)
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
