@@ -102,8 +102,7 @@ impl Spec {
     /// If it cannot be imported.
     pub(crate) fn check_import(&self, settings: &RewardSourcesConfig) -> Result<()> {
         let Kind::Python(function) = &self.kind else { return Ok(()) };
-        let named = |e: Error| Error::Reward { name: self.name.clone(), source: Box::new(e) };
-        CommandReward::python(function, retry(settings)).start().map_err(named)
+        imported(&self.name, function, settings).map(drop)
     }
 
     /// The name of the reward and the column that it reads, if rows may lack it.
@@ -443,12 +442,7 @@ impl Rewards {
                     reward.start()?;
                     Box::new(reward)
                 }
-                Kind::Python(function) => {
-                    let mut reward = CommandReward::python(function, retry(settings));
-                    let wrong = |e: Error| Error::Run(format!("reward `{name}`: {e}"));
-                    reward.start().map_err(wrong)?;
-                    Box::new(reward)
-                }
+                Kind::Python(function) => Box::new(imported(&name, &function, settings)?),
                 Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
                 Kind::Rule(rule) => Box::new(rule),
                 Kind::Trl(function) => Box::new(function),
@@ -458,6 +452,17 @@ impl Rewards {
         }
         Ok(rewards)
     }
+}
+
+/// Returns the reward `name` of a function of Python, imported.
+///
+/// # Errors
+/// If it cannot be imported.
+fn imported(name: &str, function: &str, settings: &RewardSourcesConfig) -> Result<CommandReward> {
+    let mut reward = CommandReward::python(function, retry(settings));
+    let named = |e: Error| Error::Reward { name: name.into(), source: Box::new(e) };
+    reward.start().map_err(named)?;
+    Ok(reward)
 }
 
 fn retry(settings: &RewardSourcesConfig) -> RetryPolicy {
