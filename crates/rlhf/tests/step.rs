@@ -15,7 +15,7 @@ use rlhf::rl::math::KlEstimator;
 use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::ReportTo;
-use rlhf::settings::{AdvantageEstimator, LossType, LrSchedulerType, PpoConfig, Preset};
+use rlhf::settings::{AdvantageEstimator, DecayType, LossType, LrSchedulerType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -243,10 +243,13 @@ fn a_learner_refuses_rows_sizes_shapes_and_rates_before_anything_moves() {
 fn settings_of_the_optimizer_that_others_are_in_the_place_of_are_refused() {
     type Change = fn(&mut StepConfig);
     let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
-    let changes: [(Change, &str, &str); 4] = [
+    let changes: [(Change, &str, &str); 7] = [
         (|c| c.optimizer.lr_scheduler_type = LrSchedulerType::Cosine, "lr_scheduler_type = cosine", of_schedule),
         (|c| c.optimizer.warmup_steps = 7, "warmup_steps = 7", of_schedule),
         (|c| c.optimizer.lr_end = Some(1e-6), "lr_end = 0.000001", of_schedule),
+        (|c| c.optimizer.num_cycles = Some(2.0), "num_cycles = 2", of_schedule),
+        (|c| c.optimizer.num_decay_steps = Some(5), "num_decay_steps = 5", of_schedule),
+        (|c| c.optimizer.decay_type = DecayType::Linear, "decay_type = linear", of_schedule),
         (|c| c.optimizer.max_grad_norm = Some(0.5), "max_grad_norm = 0.5", "max_grad_norm of StepConfig is the limit"),
     ];
     for (change, found, instead) in changes {

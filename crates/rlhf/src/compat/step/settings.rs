@@ -9,11 +9,24 @@ use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, Re
 use crate::{Error, Result, files};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 /// The setting that has best models pushed, in errors.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
+
+/// Settings of an optimizer's schedule.
+const SCHEDULE: [&str; 9] = [
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",
+    "lr_end",
+    "min_lr_rate",
+    "num_cycles",
+    "num_decay_steps",
+    "decay_type",
+    "power",
+];
 
 /// Settings of a [`StepTrainer`](super::StepTrainer), with TRL's names and defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -242,32 +255,16 @@ impl StepConfig {
 
     /// Refuses settings of the optimizer that other settings are in the place of.
     fn check_optimizer(&self) -> Result<()> {
-        let (own, usual) = (&self.optimizer, Self::default().optimizer);
-        let norm = |norm: Option<f64>| norm.map_or("none".to_string(), |norm| norm.to_string());
         let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
         let of_norm = "max_grad_norm of StepConfig is the limit";
-        for (name, differs, found, instead) in [
-            (
-                "lr_scheduler_type",
-                own.lr_scheduler_type != usual.lr_scheduler_type,
-                own.lr_scheduler_type.name(),
-                of_schedule,
-            ),
-            ("warmup_steps", own.warmup_steps != usual.warmup_steps, own.warmup_steps.to_string(), of_schedule),
-            ("warmup_ratio", own.warmup_ratio != usual.warmup_ratio, own.warmup_ratio.to_string(), of_schedule),
-            ("lr_end", own.lr_end != usual.lr_end, norm(own.lr_end), of_schedule),
-            ("power", own.power != usual.power, own.power.to_string(), of_schedule),
-            ("min_lr_rate", own.min_lr_rate != usual.min_lr_rate, norm(own.min_lr_rate), of_schedule),
-            ("num_cycles", own.num_cycles != usual.num_cycles, norm(own.num_cycles), of_schedule),
-            (
-                "num_decay_steps",
-                own.num_decay_steps != usual.num_decay_steps,
-                own.num_decay_steps.map_or("none".to_string(), |steps| steps.to_string()),
-                of_schedule,
-            ),
-            ("max_grad_norm", own.max_grad_norm != usual.max_grad_norm, norm(own.max_grad_norm), of_norm),
-        ] {
-            if differs {
+        let [own, usual] = [&self.optimizer, &Self::default().optimizer].map(|optimizer| json!(optimizer));
+        for (name, instead) in SCHEDULE.map(|name| (name, of_schedule)).into_iter().chain([("max_grad_norm", of_norm)])
+        {
+            if own[name] != usual[name] {
+                let found = match &own[name] {
+                    Value::String(found) => found.clone(),
+                    found => found.as_f64().map_or("none".into(), |number| number.to_string()),
+                };
                 return Err(Error::Usage(format!("optimizer: {name} = {found} has no effect: {instead}")));
             }
         }
