@@ -4,7 +4,6 @@ use super::chat::{conversation, encode_chat, encode_prompt_and_response};
 use super::dataset::Dataset;
 use super::row::{expected, field, messages_field, text_field, token_ids};
 use crate::tokenizer::Tokenizer;
-use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
@@ -199,10 +198,7 @@ fn numbers(row: &Value, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
             "field `{name}`: expected as many numbers as `input_ids` has, {len}, found {}",
             numbers.len()
         ))),
-        None => Err(Error::Run(format!(
-            "field `{name}`: expected a list of whole numbers, found {}",
-            brief(&found.to_string())
-        ))),
+        None => Err(Error::Run(expected(name, "a list of whole numbers", row))),
     }
 }
 

@@ -244,21 +244,17 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
 pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
     let (is_list, is_number) = (LISTS.contains(&name), NUMBERS.contains(&name));
     let wrong = |what: &str| format!("field `{name}`: expected {what}, found {:?}", beginning(text, 120));
+    let is_pythons = PYTHON_MESSAGES.iter().any(|start| text.trim().starts_with(start));
+    let no_list = || wrong("a list in JSON") + if is_pythons { AS_JSONL } else { "" };
     match text.trim() {
         // Other formats have a null here.
         "" if is_list || is_number => Ok(Value::Null),
-        list if is_list => {
-            let is_pythons = PYTHON_MESSAGES.iter().any(|start| list.starts_with(start));
-            let wrong = || wrong("a list in JSON") + if is_pythons { AS_JSONL } else { "" };
-            serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(wrong)
-        }
+        list if is_list => serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(no_list),
         number if is_number => {
             serde_json::from_str(number).ok().filter(Value::is_number).ok_or_else(|| wrong("a number"))
         }
+        _ if TEXT_OR_MESSAGES.contains(&name) && is_pythons => Err(no_list()),
         list if TEXT_OR_MESSAGES.contains(&name) && list.starts_with("[{") => {
-            if PYTHON_MESSAGES.iter().any(|start| list.starts_with(start)) {
-                return Err(wrong("a list in JSON") + AS_JSONL);
-            }
             Ok(serde_json::from_str(list).ok().filter(are_messages).unwrap_or_else(|| text.into()))
         }
         list if TEXT_OR_LISTS.contains(&name) && list.starts_with('[') => {

@@ -164,11 +164,14 @@ impl Experience {
         }
     }
 
+    /// Number of responses that are not masked.
+    pub(crate) fn unmasked_rows(&self) -> f64 {
+        self.masks.response.any_dim(1, false).sum(Kind::Double).double_value(&[])
+    }
+
     /// Mean number of tokens of the responses that are not masked; NaN if all are.
     pub(crate) fn mean_unmasked_length(&self) -> f64 {
-        let mask = &self.masks.response;
-        let number = |x: Tensor| x.sum(Kind::Double).double_value(&[]);
-        number(mask.shallow_clone()) / number(mask.any_dim(1, false))
+        self.masks.response.sum(Kind::Double).double_value(&[]) / self.unmasked_rows()
     }
 
     /// Total score of each row as a number, NaN where `unscored`.

@@ -105,7 +105,7 @@ impl Learner {
     /// Metrics of the responses, before anything is trained.
     fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
         // Rows that are masked have no KL and no entropy; without any other row there is none to report.
-        let rows = e.masks.response.any_dim(1, false).sum(Kind::Double).double_value(&[]);
+        let rows = e.unmasked_rows();
         let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / rows.max(1.0);
         let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
         let in_rewards = if self.settings.update.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
