@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Provides what `rlhf --device cuda` needs, and what several GPUs need (`cuda.sh --help` prints this text):
+# Provides what `rlhf --device cuda` needs (`cuda.sh --help` prints this text):
 #
 # 1. The CUDA libraries of libtorch, downloaded into the libtorch that setup.sh downloaded: those of the torch wheel, and
 #    NVIDIA's wheels that its metadata pins (cuBLAS, cuDNN, NCCL and others). Nothing is linked with them; they are loaded only
 #    by `--device cuda`, and by `--device auto` on a machine with a GPU.
-# 2. libtch_ext_nccl.so beside libtorch_cuda.so, compiled from crates/tch-ext/csrc/nccl.cpp: ranks on GPUs communicate by it.
-#    It is compiled again when its source changes.
+# 2. libtch_ext_cuda.so beside libtorch_cuda.so, compiled from crates/tch-ext/csrc/nccl.cpp and graph.cpp: ranks on GPUs
+#    communicate by it, and one GPU generates faster with it. It is compiled again when its sources change.
 #
-# A machine with a GPU often has a torch built for CUDA already. To use that one, and to build the NCCL library into its lib
+# A machine with a GPU often has a torch built for CUDA already. To use that one, and to build this library into its lib
 # folder, name its folder:
 #
 #     export LIBTORCH=/usr/lib/python3/dist-packages/torch
@@ -23,7 +23,7 @@ TORCH=2.11.0
 # Disk space for the wheels, pip's cache of them, and the unpacked files: of CUDA, and of the headers alone.
 FETCH_NEEDS_MB=12000
 HEADERS_NEED_MB=3000
-# Headers that the NCCL library includes, and the wheels that have them, at the versions that torch's metadata pins
+# Headers that the library includes, and the wheels that have them, at the versions that torch's metadata pins
 # (cuda-toolkit 13.0.2). The version of nccl.h determines the layout of torch's classes.
 NCCL_VERSION_CODE=22809
 HEADERS=(
@@ -38,7 +38,8 @@ COMPILER_HEADERS=(
     cu13/include/crt/host_defines.h nvidia-cuda-crt==13.0.88
     cu13/include/nv/target nvidia-cuda-cccl==13.0.85
 )
-SOURCES=(crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/groups.h)
+SOURCES=(crates/tch-ext/csrc/{nccl,graph}.cpp)
+INCLUDED=(crates/tch-ext/csrc/{groups,graph,common}.h)
 
 say() { printf 'cuda: %s\n' "$*"; }
 fail() {
@@ -56,12 +57,12 @@ case ${1-} in
 esac
 
 torch=${LIBTORCH-$PWD/.libtorch/torch}
-library=$torch/lib/libtch_ext_nccl.so
+library=$torch/lib/libtch_ext_cuda.so
 # The library contains this text, so that a change of its sources or of libtorch is noticed.
-key="tch-ext nccl $(cat "${SOURCES[@]}" <(echo $TORCH) | sha256sum | cut -c 1-64)"
+key="tch-ext cuda $(cat "${SOURCES[@]}" "${INCLUDED[@]}" <(echo $TORCH) | sha256sum | cut -c 1-64)"
 
 has_cuda() { [ -e "$torch/lib/libtorch_cuda.so" ]; }
-has_nccl() { [ -e "$library" ] && grep -aqF "$key" "$library"; }
+has_library() { [ -e "$library" ] && grep -aqF "$key" "$library"; }
 
 # Fails unless CUDA can be fetched into $torch.
 check_fetch() {
@@ -72,17 +73,17 @@ check_fetch() {
         fail "$(readlink .libtorch/torch): expected a torch built for CUDA, found one without; install torch==$TORCH from PyPI there"
 }
 
-# Fails unless the NCCL library can be built for $torch.
+# Fails unless the CUDA library can be built for $torch.
 check_build() {
     command -v "${cxx%% *}" >/dev/null ||
-        fail "no C++ compiler for the NCCL library: '${cxx%% *}' is not on PATH; install g++ (or name yours in CXX)"
+        fail "no C++ compiler for the CUDA library: '${cxx%% *}' is not on PATH; install g++ (or name yours in CXX)"
     [ -w "$torch/lib" ] ||
-        fail "$torch/lib: no permission to write the NCCL library there; run 'make cuda' as the owner of that libtorch"
+        fail "$torch/lib: no permission to write the CUDA library there; run 'make cuda' as the owner of that libtorch"
     local runtime
     runtime=$(grep -aoEm 1 'libcudart[-.0-9a-z]*\.so\.[0-9]+' "$torch/lib/libc10_cuda.so" 2>/dev/null | head -n 1 || true)
     case ${runtime:-libcudart.so.13} in
     *.so.13) ;;
-    *) fail "$torch: the NCCL library needs a libtorch built for CUDA 13 (libcudart.so.13), found one for $runtime" ;;
+    *) fail "$torch: the CUDA library needs a libtorch built for CUDA 13 (libcudart.so.13), found one for $runtime" ;;
     esac
 }
 
@@ -190,8 +191,8 @@ fetch_headers() {
     cp -R "$partial"/nvidia/. .libtorch/headers/nvidia/
 }
 
-# Compiles the NCCL library. It names no libraries: its symbols are those of libtorch_cuda.so, which is loaded before it.
-build_nccl() {
+# Compiles the CUDA library. It names no libraries: its symbols are those of libtorch_cuda.so, which is loaded before it.
+build_library() {
     local beside fetched=$PWD/.libtorch/headers/nvidia folder folders=() nccl reason
     beside=$(realpath -m "$torch/../nvidia")
     fetch_headers
@@ -200,21 +201,21 @@ build_nccl() {
     for folder in "$torch"/include{,/torch/csrc/api/include} "$nccl/nccl/include" {"$beside","$fetched"}/cu13/include; do
         folders+=(-isystem "$folder")
     done
-    say "compiling the NCCL library"
+    say "compiling the CUDA library"
     # shellcheck disable=SC2086 # CXX may have options
-    $cxx -shared -fPIC -O2 -std=c++17 -D_GLIBCXX_USE_CXX11_ABI=1 -DTCH_EXT_NCCL_KEY="\"$key\"" "${folders[@]}" \
-        -o "$partial/nccl.so" "${SOURCES[0]}" 2>"$partial/c++.log" || {
+    $cxx -shared -fPIC -O2 -std=c++17 -D_GLIBCXX_USE_CXX11_ABI=1 -DTCH_EXT_CUDA_KEY="\"$key\"" "${folders[@]}" \
+        -o "$partial/library.so" "${SOURCES[@]}" 2>"$partial/c++.log" || {
         reason=$(grep -m 1 -E 'error|cannot' "$partial/c++.log" || head -n 1 "$partial/c++.log")
-        fail "'$cxx' could not compile ${SOURCES[0]}: ${reason:-it printed no reason}"
+        fail "'$cxx' could not compile ${SOURCES[*]}: ${reason:-it printed no reason}"
     }
     # A rename within the folder: a running program keeps the old library.
-    cp "$partial/nccl.so" "$library.partial" && mv -f "$library.partial" "$library" || fail "cannot write $library"
-    say "the NCCL library is ready: $library"
+    cp "$partial/library.so" "$library.partial" && mv -f "$library.partial" "$library" || fail "cannot write $library"
+    say "the CUDA library is ready: $library"
 }
 
 cxx=${CXX:-c++}
-if has_cuda && has_nccl; then
-    say "libtorch's CUDA half and the NCCL library are there: $torch/lib"
+if has_cuda && has_library; then
+    say "libtorch's CUDA half and the CUDA library are there: $torch/lib"
     exit
 fi
 has_cuda || check_fetch
@@ -232,4 +233,4 @@ trap 'exit 130' INT
 rm -rf "$partial"
 mkdir "$partial"
 has_cuda || fetch_cuda
-has_nccl || build_nccl
+has_library || build_library

@@ -18,11 +18,11 @@ if [ -z "${LIBTORCH:-}" ] && [ ! -L .libtorch/torch ]; then
         path=$(realpath -m "$path")
         case $path in "$fetched"/*) install -D -m 644 "$path" "$lib/${path#"$fetched"/}" ;; esac
     done
-    # The binary is not linked with CUDA: it loads libtorch_cuda.so and the NCCL library from the folder of libtorch_cpu.so, and
+    # The binary is not linked with CUDA: it loads libtorch_cuda.so and the CUDA library of scripts/cuda.sh from the folder of libtorch_cpu.so, and
     # they load NVIDIA's libraries by their place relative to it.
     if [ -e "$fetched/torch/lib/libtorch_cuda.so" ]; then
         (cd "$fetched" && find torch/lib nvidia/*/lib -maxdepth 1 -name '*.so*') |
-            grep -E '^nvidia/|^torch/lib/lib(.*cuda|.*nvrtc|torch_nvshmem|tch_ext_nccl)' | while read -r path; do
+            grep -E '^nvidia/|^torch/lib/lib(.*cuda|.*nvrtc|torch_nvshmem)' | while read -r path; do
             install -D -m 644 "$fetched/$path" "$lib/$path"
         done
     fi

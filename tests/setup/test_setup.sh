@@ -25,7 +25,7 @@ fresh() {
     rm -rf "$repo" "$bin"
     mkdir -p "$repo/scripts" "$repo/crates/tch-ext/csrc" "$bin"
     cp scripts/setup.sh scripts/cuda.sh "$repo/scripts/"
-    echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,groups.h} >/dev/null
+    echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,graph.cpp,groups.h,graph.h,common.h} >/dev/null
     local tool
     for tool in $tools; do ln -s "$(command -v "$tool")" "$bin/$tool"; done
     fake cargo 'exit 0'
@@ -252,21 +252,21 @@ check "no CUDA is written into Python's torch" one_error "$work/site/torch" "bui
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; fake_compiler; cuda
 files=$(cd "$repo/.libtorch" && find . -name '*.so*' | LC_ALL=C sort | tr '\n' ' ')
 check "CUDA is unpacked where libtorch looks for it" [ "$rc:$files" = "0:./nvidia/cu13/lib/libcublas.so.13 \
-./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nccl/lib/libnccl.so.2 ./torch/lib/libtch_ext_nccl.so ./torch/lib/libtorch_cpu.so \
+./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nccl/lib/libnccl.so.2 ./torch/lib/libtch_ext_cuda.so ./torch/lib/libtorch_cpu.so \
 ./torch/lib/libtorch_cuda.so ./torch/lib/libtorch_cuda_linalg.so ./torch/lib/libtorch_nvshmem.so " ]
 check "libtorch stays as it is" [ ! -s "$repo/.libtorch/torch/lib/libtorch_cpu.so" ]
 check "the wheels are those that torch's metadata pins, and the compiler's headers" [ "$(<"$work/asked")" = \
 "--no-deps torch==2.11.0
 cuda-toolkit[cublas,cudart]==13.0.2 nvidia-nccl-cu13==2.28.9 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85" ]
-library=$repo/.libtorch/torch/lib/libtch_ext_nccl.so
+library=$repo/.libtorch/torch/lib/libtch_ext_cuda.so
 for part in "-shared -fPIC" "-D_GLIBCXX_USE_CXX11_ABI=1" "-isystem $repo/.libtorch/torch/include " \
-    "-isystem $repo/.libtorch/nvidia/nccl/include " "-isystem $repo/.libtorch/nvidia/cu13/include " " crates/tch-ext/csrc/nccl.cpp"; do
-    check "the NCCL library is compiled with $part" contains "$(<"$library")" "$part"
+    "-isystem $repo/.libtorch/nvidia/nccl/include " "-isystem $repo/.libtorch/nvidia/cu13/include " " crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp"; do
+    check "the CUDA library is compiled with $part" contains "$(<"$library")" "$part"
 done
 check "no partial folder is left" [ ! -e "$repo/.libtorch/partial" -a ! -e "$library.partial" ]
 rm "$work/asked" "$work/compiled"; cuda
 check "a second run fetches and compiles nothing" [ "$rc" = 0 -a ! -e "$work/asked" -a ! -e "$work/compiled" ]
-for source in nccl.cpp groups.h; do
+for source in nccl.cpp graph.cpp common.h; do
     rm -f "$work/compiled"; echo changed >>"$repo/crates/tch-ext/csrc/$source"; cuda
     check "a change of $source compiles the library again, and fetches nothing" \
         [ "$rc" = 0 -a -e "$work/compiled" -a ! -e "$work/asked" ]
@@ -275,12 +275,12 @@ done
 # The library of before is in use: a failure leaves it as it is.
 echo changed >>"$repo/crates/tch-ext/csrc/nccl.cpp"; before=$(<"$library")
 fake c++ 'echo "In file included from x:" >&2; echo "nccl.cpp:3:10: fatal error: nccl.h: No such file" >&2; exit 1'; cuda
-check "an error of the compiler" one_error "'c++' could not compile crates/tch-ext/csrc/nccl.cpp: nccl.cpp:3:10: fatal error: nccl.h"
+check "an error of the compiler" one_error "'c++' could not compile crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp: nccl.cpp:3:10: fatal error: nccl.h"
 check "an error of the compiler leaves the library of before" [ "$(<"$library")" = "$before" -a ! -e "$repo/.libtorch/partial" ]
 fake c++ 'exit 1'; cuda
 check "a compiler that fails without a reason" one_error "it printed no reason"
 rm "$bin/c++"; cuda
-check "no compiler for the NCCL library" one_error "no C++ compiler for the NCCL library: 'c++' is not on PATH; install g++"
+check "no compiler for the CUDA library" one_error "no C++ compiler for the CUDA library: 'c++' is not on PATH; install g++"
 
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; rm "$bin/c++"; rm -f "$work/asked"; cuda
 check "no compiler is noticed before a download" [ "$rc" = 1 -a ! -e "$work/asked" ]
@@ -292,31 +292,31 @@ check "a failed fetch of CUDA leaves nothing" [ "$(ls "$repo/.libtorch" | tr '\n
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip 'exit 0'; disk 999; cuda
 check "too little disk for CUDA" one_error "expected 12000 MB free" "found 999 MB"
 
-# The user's own torch: only the NCCL library is added to it.
+# The user's own torch: only the CUDA library is added to it.
 mine=$work/gpu/torch
 cuda_libtorch "$mine" 22809
 fresh; fake_compiler; rm "$bin/python3"; LIBTORCH=$mine cuda
-check "the NCCL library is built for the user's LIBTORCH, with the headers beside it" \
-    [ "$rc:$(ls "$mine/lib" | tr '\n' ' ')" = "0:libtch_ext_nccl.so libtorch_cpu.so libtorch_cuda.so " ]
-check "its headers are used" contains "$(<"$mine/lib/libtch_ext_nccl.so")" "-isystem $work/gpu/nvidia/nccl/include "
+check "the CUDA library is built for the user's LIBTORCH, with the headers beside it" \
+    [ "$rc:$(ls "$mine/lib" | tr '\n' ' ')" = "0:libtch_ext_cuda.so libtorch_cpu.so libtorch_cuda.so " ]
+check "its headers are used" contains "$(<"$mine/lib/libtch_ext_cuda.so")" "-isystem $work/gpu/nvidia/nccl/include "
 LIBTORCH=$mine cuda
-check "a libtorch that has all needs nothing" contains "$rc: $out" "0: cuda: libtorch's CUDA half and the NCCL library are there"
+check "a libtorch that has all needs nothing" contains "$rc: $out" "0: cuda: libtorch's CUDA half and the CUDA library are there"
 
-fresh; fake_compiler; mkdir -p "$repo/.libtorch"; ln -s "$mine" "$repo/.libtorch/torch"; rm "$mine/lib/libtch_ext_nccl.so"; cuda
-check "the NCCL library is built for Python's torch" [ "$rc" = 0 -a -s "$mine/lib/libtch_ext_nccl.so" ]
+fresh; fake_compiler; mkdir -p "$repo/.libtorch"; ln -s "$mine" "$repo/.libtorch/torch"; rm "$mine/lib/libtch_ext_cuda.so"; cuda
+check "the CUDA library is built for Python's torch" [ "$rc" = 0 -a -s "$mine/lib/libtch_ext_cuda.so" ]
 
 # Another version of NCCL beside it, and no crt: these are fetched, and nothing else.
-cuda_libtorch "$mine" 23007; rm "$mine/../nvidia/cu13/include/crt/host_defines.h" "$mine/lib/libtch_ext_nccl.so"
+cuda_libtorch "$mine" 23007; rm "$mine/../nvidia/cu13/include/crt/host_defines.h" "$mine/lib/libtch_ext_cuda.so"
 fresh; fake_compiler; fake_cuda_wheels; rm -f "$work/asked"; LIBTORCH=$mine cuda
 check "missing headers are fetched" [ "$rc:$(<"$work/asked")" = "0:--no-deps nvidia-nccl-cu13==2.28.9 nvidia-cuda-crt==13.0.88" ]
-check "nccl.h of another version is not used" contains "$(<"$mine/lib/libtch_ext_nccl.so")" \
+check "nccl.h of another version is not used" contains "$(<"$mine/lib/libtch_ext_cuda.so")" \
     "torch/include/torch/csrc/api/include -isystem $repo/.libtorch/headers/nvidia/nccl/include "
 check "headers are fetched into the checkout" [ -f "$repo/.libtorch/headers/nvidia/cu13/include/crt/host_defines.h" ]
 
-rm "$mine/lib/libtch_ext_nccl.so"
+rm "$mine/lib/libtch_ext_cuda.so"
 fresh; fake_compiler; fake pip '[ "$1" = --version ] || { echo "ERROR: No matching distribution" >&2; exit 1; }'; LIBTORCH=$mine cuda
 check "headers without a network" one_error "is there a network? pip said: ERROR: No matching distribution"
-check "a failed fetch of headers leaves nothing" [ ! -e "$mine/lib/libtch_ext_nccl.so" -a ! -e "$repo/.libtorch/headers" ]
+check "a failed fetch of headers leaves nothing" [ ! -e "$mine/lib/libtch_ext_cuda.so" -a ! -e "$repo/.libtorch/headers" ]
 
 fresh; fake_compiler; fake pip 'exit 0'; disk 999; LIBTORCH=$mine cuda
 check "too little disk for headers" one_error "expected 3000 MB free" "found 999 MB"

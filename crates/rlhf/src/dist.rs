@@ -606,13 +606,13 @@ impl Ranks {
     /// The group of tensors on `device`. That of GPUs is made at its first collective, which all ranks reach together.
     ///
     /// # Errors
-    /// If the NCCL library is missing or cannot be loaded, or a rank does not come.
+    /// If the CUDA library is missing or cannot be loaded, or a rank does not come.
     fn group_for(&self, device: Device) -> Result<MutexGuard<'_, Group>, String> {
         let Device::Cuda(index) = device else { return Ok(self.group()) };
         if let Some(group) = self.gpu_group.get() {
             return Ok(lock(group));
         }
-        let path = nccl_library_in(&tch_ext::libtorch_folder()?)?;
+        let path = cuda_library_in(&tch_ext::libtorch_folder()?)?;
         let group = self
             .group()
             .with_nccl(&path.to_string_lossy(), index, self.timeout)
@@ -630,13 +630,13 @@ fn from_json<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
         .map_err(|e| Error::Run(format!("a value that rank {rank} has sent cannot be read: {e}")))
 }
 
-/// Returns the path of the library by which ranks on GPUs communicate, in the folder of libtorch's libraries.
-pub(crate) fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
-    let path = folder.join("libtch_ext_nccl.so");
+/// Returns the path of the library that `make cuda` builds, by which ranks on GPUs communicate, in the folder of libtorch's libraries.
+pub(crate) fn cuda_library_in(folder: &Path) -> Result<PathBuf, String> {
+    let path = folder.join(tch_ext::CUDA_LIBRARY);
     if path.is_file() {
         return Ok(path);
     }
-    Err(format!("no NCCL library for several GPUs: expected {}; `make cuda` builds it", path.display()))
+    Err(format!("no CUDA library: expected {}; `make cuda` builds it", path.display()))
 }
 
 /// The part of `rank` of `rows` rows.
@@ -700,12 +700,12 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_nccl_library_is_named_with_the_command_that_builds_it() {
+    fn a_missing_cuda_library_is_named_with_the_command_that_builds_it() {
         let folder = tempfile::tempdir().unwrap();
-        let error = nccl_library_in(folder.path()).unwrap_err();
-        assert!(error.contains("libtch_ext_nccl.so; `make cuda` builds it"), "{error}");
-        std::fs::write(folder.path().join("libtch_ext_nccl.so"), "").unwrap();
-        nccl_library_in(folder.path()).unwrap();
+        let error = cuda_library_in(folder.path()).unwrap_err();
+        assert!(error.contains("libtch_ext_cuda.so; `make cuda` builds it"), "{error}");
+        std::fs::write(folder.path().join("libtch_ext_cuda.so"), "").unwrap();
+        cuda_library_in(folder.path()).unwrap();
     }
 
     #[test]

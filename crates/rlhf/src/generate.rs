@@ -926,6 +926,51 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "needs a GPU, `make cuda` and RLHF_TEST_CUDA=1"]
+    fn a_gpu_that_records_its_steps_generates_what_the_processor_does() {
+        if std::env::var_os("RLHF_TEST_CUDA").is_none() {
+            return;
+        }
+        tch_ext::load_cuda().unwrap();
+        assert!(tch_ext::has_graphs(), "`make cuda` has built the library");
+        // The last three have steps that cannot be recorded.
+        let recorded = ["gpt2", "gpt_neox", "llama_tied", "gemma2", "gemma3", "mistral", "olmo2", "opt", "qwen3"];
+        for name in recorded.into_iter().chain(["phi3_long", "mixtral", "t5"]) {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let [model, on_gpu] = [Device::Cpu, Device::Cuda(0)].map(|device| {
+                CausalLm::from_pretrained(&dir, ModelOptions { device, ..ModelOptions::default() }).unwrap()
+            });
+            let vocab = model.config().vocab_size;
+            let within = |prompt: Vec<i64>| prompt.into_iter().map(|id| 5 + id % (vocab - 5)).collect();
+            let prompts: Vec<Vec<i64>> = prompts().into_iter().map(within).collect();
+            let stops: Vec<i64> = (0..vocab).filter(|id| id % 40 == 0).collect();
+            let longest = model.config().max_position_embeddings.min(64) - 10;
+            let plain = GenerationConfig { seed: 3, ..GenerationConfig::new(Sampling::at_temperature(0.7), longest) };
+            let settings = [
+                plain.clone(),
+                GenerationConfig { stop_token_ids: stops.clone(), ..plain.clone() },
+                GenerationConfig { sampling: Sampling::Greedy, repetition_penalty: 1.4, ..plain.clone() },
+                GenerationConfig { num_return_sequences: 3, batch_size: 5, stop_token_ids: stops, ..plain },
+            ];
+            for (i, config) in settings.iter().enumerate() {
+                let expected = generate(&model, &prompts, config).unwrap();
+                let found = generate(&on_gpu, &prompts, config).unwrap();
+                // A draw at the border between two tokens may fall to either side.
+                let mut other = 0;
+                for (row, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let what = format!("{name}, settings {i}, row {row}");
+                    let tokens = found.tokens.iter().zip(&expected.tokens);
+                    let same = tokens.take_while(|(a, b)| a == b).count();
+                    let pairs = found.logprobs.iter().zip(&expected.logprobs).take(same);
+                    assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-4), "{what}: {found:?}");
+                    other += usize::from((same, found.finish) != (expected.tokens.len(), expected.finish));
+                }
+                assert!(other <= 1, "{name}, settings {i}: {other} rows of {}", found.len());
+            }
+        }
+    }
+
+    #[test]
     fn every_token_is_reported_once_with_its_alternatives_and_a_break_ends_the_generation() {
         let (model, tokenizer) = golden_model("gpt_neox");
         let strings = StopStrings::new(&tokenizer, vec!["a".into(), "he".into()]).unwrap();

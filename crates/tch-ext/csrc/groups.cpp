@@ -106,7 +106,7 @@ char* tch_ext_group_connect(Group* group, int rank, int size, int64_t timeout_ms
 // Closes the connections to the other ranks, whose collectives then fail; the store stays open.
 void tch_ext_group_disconnect(Group* group) { group->backend.reset(); }
 
-// Makes a second group of the same ranks for tensors on GPU `device`, by the NCCL library at `path`.
+// Makes a second group of the same ranks for tensors on GPU `device`, by the CUDA library at `path`.
 char* tch_ext_group_nccl(Group* group, const char* path, int rank, int size, int device, int64_t timeout_ms, Group** out) {
   return guard([&] {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);

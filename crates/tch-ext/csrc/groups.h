@@ -1,4 +1,4 @@
-// Declarations shared by the shim and the NCCL library.
+// Declarations shared by the shim and the CUDA library.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,7 +13,7 @@ struct GroupSettings {
   int64_t timeout_ms, rendezvous_ms;
 };
 
-// The one function of the NCCL library (nccl.cpp): a backend on GPU `device` whose ranks meet in `store`.
+// The function of the CUDA library (nccl.cpp): a backend on GPU `device` whose ranks meet in `store`.
 using NcclFactory = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                            int device, int64_t timeout_ms);
 constexpr const char* NCCL_FACTORY = "tch_ext_nccl_backend";

@@ -1,14 +1,14 @@
-// The part of the process groups that needs CUDA's and NCCL's headers: a library of its own, which
+// The part of the process groups that needs CUDA's and NCCL's headers. With graph.cpp it is a library of its own, which
 // scripts/cuda.sh compiles and which is loaded after libtorch_cuda.
 #define USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "groups.h"
 
-// Identifies this source and the libtorch that it was compiled for: scripts/cuda.sh looks for it in the library.
+// Identifies the library's sources and the libtorch that it was compiled for: scripts/cuda.sh looks for it in the library.
 extern "C" {
-extern const char tch_ext_nccl_key[];
-const char tch_ext_nccl_key[] = TCH_EXT_NCCL_KEY;
+extern const char tch_ext_cuda_key[];
+const char tch_ext_cuda_key[] = TCH_EXT_CUDA_KEY;
 }
 
 extern "C" c10::intrusive_ptr<c10d::Backend> tch_ext_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,

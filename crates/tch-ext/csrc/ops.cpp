@@ -195,6 +195,11 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
               a.device());
   if (a.scalar_type() == grad.scalar_type() || (widens(a) && grad.is_cpu() && grad.scalar_type() == at::kFloat))
     return multiply_into(grad, a, b, true);
+  if (grad.is_cuda() && grad.scalar_type() == at::kFloat) {
+    // In one pass over the gradient; the sums are f32.
+    at::addmm_out(grad, grad, a, b, at::kFloat);
+    return;
+  }
   if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 &&
         grad.is_contiguous())) {
     grad.add_(product(a, b));
@@ -597,13 +602,17 @@ struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
 struct Residual : torch::autograd::Function<Residual> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b) {
     const Tensor second = value_of(b);
+    ctx->saved_data["dtype"] = a.scalar_type();
+    ctx->saved_data["two"] = b.has_value();
+    if (!x.is_cpu()) {
+      Tensor out = at::add(x, a);
+      return b ? out.add_(second) : out;
+    }
     for (const Tensor& branch : {a, b ? second : a})
-      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() &&
+      TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() &&
                       branch.is_contiguous() && branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
                   "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ",
                   branch.scalar_type());
-    ctx->saved_data["dtype"] = a.scalar_type();
-    ctx->saved_data["two"] = b.has_value();
     Tensor out = at::empty_like(x, x.options().requires_grad(false));
     for_dtype(a.scalar_type(), "residual", [&](auto zero) {
       using T = decltype(zero);
@@ -617,6 +626,49 @@ struct Residual : torch::autograd::Function<Residual> {
     at::NoGradGuard no_grad;
     const Tensor branch = grads[0].to(ctx->saved_data["dtype"].toScalarType());
     return {grads[0], branch, ctx->saved_data["two"].toBool() ? branch : Tensor()};
+  }
+};
+
+// --- Rotary positions -----------------------------------------------------------------------------------------------
+
+// Rotates the first dimensions of the first `parts` entries of x [N, heads, entries, head_dim] by the angles whose cosines and
+// sines are [N, dim / 2], in f32, pairing dimension i with i + dim / 2; by their negatives if `back`. Few operations, each over
+// as much as possible: on a GPU each costs a start. Returns a new tensor of `dtype`.
+Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t parts, bool back, at::ScalarType dtype) {
+  const int64_t half = cos.size(1), dim = 2 * half;
+  const auto rotates = [&](const Tensor& of) { return of.narrow(2, 0, parts).narrow(3, 0, dim); };
+  const auto half_of = [&](const Tensor& of, int64_t which) { return of.narrow(3, which * half, half); };
+  const auto angles = [&](const Tensor& of) { return of.view({of.size(0), 1, 1, 1, half}); };
+  Tensor source = at::empty({x.size(0), x.size(1), parts, dim}, x.options().dtype(at::kFloat).requires_grad(false));
+  source.copy_(rotates(x));
+  Tensor sum = at::mul(source.view({x.size(0), x.size(1), parts, 2, half}), angles(cos)).view_as(source);
+  const Tensor sines = sin.view({sin.size(0), 1, 1, half});
+  half_of(sum, 0).addcmul_(half_of(source, 1), sines, back ? 1 : -1);
+  half_of(sum, 1).addcmul_(half_of(source, 0), sines, back ? -1 : 1);
+  if (sum.sizes() == x.sizes()) return sum.to(dtype);
+  Tensor out = at::empty(x.sizes(), x.options().dtype(dtype).requires_grad(false));
+  out.copy_(x);
+  rotates(out).copy_(sum);
+  return out;
+}
+
+struct Rotate : torch::autograd::Function<Rotate> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t parts,
+                        at::ScalarType dtype) {
+    TORCH_CHECK(x.dim() == 4 && cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == x.size(0) &&
+                    2 * cos.size(1) <= x.size(3) && parts <= x.size(2),
+                "rotate: x ", x.sizes(), ", angles ", cos.sizes(), " and ", sin.sizes(), ", parts ", parts);
+    ctx->save_for_backward({cos, sin});
+    ctx->saved_data["parts"] = parts;
+    ctx->saved_data["dtype"] = x.scalar_type();
+    return rotated(x, cos, sin, parts, false, dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const auto dtype = ctx->saved_data["dtype"].toScalarType();
+    return {rotated(grads[0], saved[0], saved[1], ctx->saved_data["parts"].toInt(), true, dtype), {}, {}, {}, {}};
   }
 };
 
@@ -927,6 +979,10 @@ char* tch_ext_quantized_linear(Tensor** out, const Tensor* x, const tch_ext_quan
 
 char* tch_ext_residual(Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b) {
   return guard([&] { *out = new Tensor(Residual::apply(*x, *a, maybe(b))); });
+}
+
+char* tch_ext_rotate(Tensor** out, const Tensor* x, const Tensor* cos, const Tensor* sin, int64_t parts, int dtype) {
+  return guard([&] { *out = new Tensor(Rotate::apply(*x, *cos, *sin, parts, static_cast<at::ScalarType>(dtype))); });
 }
 
 char* tch_ext_embedding(Tensor** out, const Tensor* table, const Tensor* ids) {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "common.h"
+#include "graph.h"
 
 using namespace tch_ext;
 
@@ -40,6 +41,9 @@ std::string libtorch_folder() {
   if (folder.empty()) throw std::runtime_error("libtorch_cpu.so is not among the loaded libraries");
   return folder;
 }
+
+// The functions of CUDA graphs, once their library is loaded.
+const GraphFunctions* graphs = nullptr;
 
 }  // namespace
 
@@ -118,6 +122,10 @@ char* tch_ext_load_cuda() {
     };
     load(libtorch_folder() + "/libtorch_cuda.so");
     load("libcuda.so.1");
+    // Without the CUDA library, which `make cuda` builds, there are no graphs.
+    if (void* library = dlopen((libtorch_folder() + "/" + CUDA_LIBRARY).c_str(), RTLD_NOW | RTLD_LOCAL)) {
+      graphs = static_cast<const GraphFunctions*>(dlsym(library, GRAPH_FUNCTIONS));
+    }
     // cuDNN's attention, libtorch's first choice on newer GPUs, prepares a plan for each length, of which decoding has one per token.
     at::globalContext().setSDPUseCuDNN(false);
   });
@@ -129,6 +137,17 @@ char* tch_ext_gpu_memory(int number, size_t* free, size_t* total) {
     std::tie(*free, *total) = c10::getDeviceAllocator(at::kCUDA)->getMemoryInfo(static_cast<c10::DeviceIndex>(number));
   });
 }
+
+// Whether the CUDA library, with its graphs, has been loaded.
+bool tch_ext_has_graphs() { return graphs; }
+
+char* tch_ext_graph_begin(int device, void** out) { return graphs->begin(device, out); }
+
+char* tch_ext_graph_end(void* graph, bool keep) { return graphs->end(graph, keep); }
+
+char* tch_ext_graph_replay(void* graph) { return graphs->replay(graph); }
+
+void tch_ext_graph_free(void* graph) { graphs->free(graph); }
 
 // Exits without running destructors: libtorch's would free tables that other threads may still be using.
 void tch_ext_exit_at_once(int code) { _exit(code); }

@@ -1,20 +1,26 @@
 //! The parts of libtorch that `rlhf` needs and `tch` lacks. All C++ and all `unsafe` of the project is in this crate.
 
+mod graph;
 mod groups;
 mod memory;
 mod offload;
 mod ops;
 mod optim;
 
+pub use graph::{Graph, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id, to_host};
 pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
     attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
-    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, token_multiple,
+    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, rotate,
+    token_multiple,
 };
 pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};
+
+/// Name of the library that `make cuda` builds beside libtorch's: NCCL's groups and CUDA's graphs.
+pub const CUDA_LIBRARY: &str = "libtch_ext_cuda.so";
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
@@ -113,12 +119,17 @@ pub fn load_cuda() -> Result<(), String> {
         .clone()
 }
 
+/// Whether [`load_cuda`] has succeeded.
+pub(crate) fn is_cuda_loaded() -> bool {
+    LOADED_CUDA.get() == Some(&Ok(()))
+}
+
 /// Returns the free and the whole memory of the GPU that is `cuda:number`, in bytes, after [`load_cuda`].
 ///
 /// # Errors
 /// If CUDA is not loaded, or there is no such GPU.
 pub fn gpu_memory(number: usize) -> Result<[usize; 2], String> {
-    if LOADED_CUDA.get() != Some(&Ok(())) {
+    if !is_cuda_loaded() {
         return Err("CUDA is not loaded".into());
     }
     let number = c_int::try_from(number).map_err(|e| e.to_string())?;

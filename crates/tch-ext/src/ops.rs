@@ -134,6 +134,14 @@ unsafe extern "C" {
         logprobs: *mut f32,
         rows: usize,
     ) -> *mut c_char;
+    fn tch_ext_rotate(
+        out: *mut *mut C_tensor,
+        x: *const C_tensor,
+        cos: *const C_tensor,
+        sin: *const C_tensor,
+        parts: i64,
+        dtype: c_int,
+    ) -> *mut c_char;
     fn tch_ext_residual(
         out: *mut *mut C_tensor,
         x: *const C_tensor,
@@ -608,6 +616,17 @@ pub fn logits_sample(logits: &Tensor, temperature: f64, draws: Option<&[f64]>) -
 pub fn product_into(out: &mut Tensor, a: &Tensor, b: &Tensor) {
     // SAFETY: `out` is borrowed mutably, the others are read.
     expect(into_result(unsafe { tch_ext_product_into(out.as_mut_ptr(), a.as_ptr(), b.as_ptr()) }));
+}
+
+/// Rotates the first dimensions of the first `parts` entries of `x` `[N, heads, entries, head_dim]` by rotary angles, in f32, and returns
+/// all entries in `kind`. The angles' cosines and sines are `[N, dim / 2]` f32; dimension `i` is paired with `i + dim / 2`, as in Hugging
+/// Face's models. On every device. Differentiable in `x`.
+///
+/// # Panics
+/// If the shapes or devices are incompatible.
+pub fn rotate(x: &Tensor, (cos, sin): (&Tensor, &Tensor), parts: i64, kind: Kind) -> Tensor {
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe { tch_ext_rotate(out, x.as_ptr(), cos.as_ptr(), sin.as_ptr(), parts, number_of(kind)) })
 }
 
 /// Adds one or two branches, both f32 or both bf16, to the residual stream `x`, f32. Differentiable in all.

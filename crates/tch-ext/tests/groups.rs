@@ -266,7 +266,7 @@ fn the_program_defines_no_class_of_gloo() {
 
 /// The NCCL library beside libtorch's own, if `make cuda` has built it.
 fn nccl_library() -> Option<String> {
-    let path = tch_ext::libtorch_folder().unwrap().join("libtch_ext_nccl.so");
+    let path = tch_ext::libtorch_folder().unwrap().join(tch_ext::CUDA_LIBRARY);
     path.is_file().then(|| path.to_str().unwrap().to_string())
 }
 
@@ -276,7 +276,7 @@ fn group_of_one() -> Group {
 
 #[test]
 fn the_nccl_library_loads_behind_libtorchs_cuda_libraries() {
-    let Some(path) = nccl_library() else { return skip("no NCCL library; `make cuda` builds it") };
+    let Some(path) = nccl_library() else { return skip("no CUDA library; `make cuda` builds it") };
     let _alone = alone();
     // Fails without a driver, once libtorch_cuda.so is loaded.
     if let Err(e) = tch_ext::load_cuda() {

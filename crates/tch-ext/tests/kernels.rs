@@ -464,6 +464,33 @@ fn branches_are_added_to_the_residual_stream_and_receive_its_gradient() {
 }
 
 #[test]
+fn heads_are_rotated_in_part_and_their_gradient_back() {
+    for (kind, tolerance) in KINDS {
+        // The first entries of each head, whole or in part; the others are copied.
+        for (entries, parts, head_dim, dim) in [(3, 2, 16, 8), (3, 2, 8, 8), (1, 1, 16, 4), (1, 1, 8, 8)] {
+            let x = leaf(&randn(&[5, 2, entries, head_dim], 1), kind);
+            let angles = randn(&[5, dim / 2], 2).to_kind(Kind::Float);
+            let (cos, sin) = (angles.cos(), angles.sin());
+            let wide = leaf(&x, Kind::Double);
+            let [c, s] = [&cos, &sin].map(|x| x.to_kind(Kind::Double).view([5, 1, 1, dim / 2]));
+            let turned = wide.narrow(2, 0, parts).narrow(3, 0, dim);
+            let (a, b) = (turned.narrow(3, 0, dim / 2), turned.narrow(3, dim / 2, dim / 2));
+            let turned = Tensor::cat(&[&a * &c - &b * &s, &b * &c + &a * &s], 3);
+            let turned = Tensor::cat(&[turned, wide.narrow(2, 0, parts).narrow(3, dim, head_dim - dim)], 3);
+            let expected = Tensor::cat(&[turned, wide.narrow(2, parts, entries - parts)], 2);
+            let found = tch_ext::rotate(&x, (&cos, &sin), parts, kind);
+            let what = format!("{kind:?}, {parts} of {entries}, {dim} of {head_dim}");
+            assert_eq!(found.kind(), kind);
+            assert_close(&what, &found, &expected, tolerance);
+            let grad = randn(&[5, 2, entries, head_dim], 3).to_kind(kind);
+            tch_ext::backward(&found, &grad);
+            tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
+            assert_close(&format!("{what}: gradient"), &x.grad(), &wide.grad(), tolerance);
+        }
+    }
+}
+
+#[test]
 fn padding_after_the_last_sequence_has_zero_output_and_gradient() {
     let attention = attention_of(4, 4, 8);
     let starts = [0, 5, 12];

@@ -15,7 +15,7 @@ const SELF_TEST: &str = "RLHF_DOCTOR_SELF_TEST";
 
 /// Columns of the status and of the name in a line.
 const STATUS: usize = 9;
-const NAME: usize = 17;
+const NAME: usize = 22;
 
 /// Runs the checks and prints them. Returns the exit code: 1 if one failed.
 pub(crate) fn doctor(config: &DoctorConfig) -> Result<u8> {

@@ -41,8 +41,8 @@ struct Seen {
     gpus: Vec<Gpu>,
     /// Value of `CUDA_VISIBLE_DEVICES`.
     visible: Option<String>,
-    /// Path of the NCCL library, or the reason that there is none.
-    nccl: Option<Result<String, String>>,
+    /// Path of the library that `make cuda` builds, or the reason that there is none; `None` if libtorch has no CUDA.
+    library: Option<Result<String, String>>,
 }
 
 /// Examines GPUs. Returns the findings, and whether libtorch can use a GPU.
@@ -60,13 +60,13 @@ pub(super) fn examine() -> (Vec<Finding>, bool) {
         usable: (driver && cuda).then(device::gpus),
         gpus: if driver { described() } else { Vec::new() },
         visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-        nccl: cuda.then(|| dist::nccl_library_in(&folder).map(|path| path.display().to_string())),
+        library: cuda.then(|| dist::cuda_library_in(&folder).map(|path| path.display().to_string())),
     };
     let usable = matches!(seen.usable, Some(Ok(1..)));
     (findings(&seen), usable)
 }
 
-/// Returns the findings about the GPU, and about NCCL.
+/// Returns the findings about the GPU, and about the library that `make cuda` builds.
 fn findings(seen: &Seen) -> Vec<Finding> {
     let gpus = seen
         .gpus
@@ -83,8 +83,8 @@ fn findings(seen: &Seen) -> Vec<Finding> {
         .with("usable", usable)
         .with("gpus", gpus.collect::<Vec<Value>>())
         .with("cuda_visible_devices", seen.visible.clone());
-    let library = seen.nccl.as_ref().and_then(|found| found.as_ref().ok()).cloned();
-    vec![gpu, nccl(seen, usable).with("library", library)]
+    let path = seen.library.as_ref().and_then(|found| found.as_ref().ok()).cloned();
+    vec![gpu, library(seen, usable).with("library", path)]
 }
 
 fn gpu(seen: &Seen) -> Finding {
@@ -151,16 +151,15 @@ fn without_driver(seen: &Seen) -> Finding {
     Finding::ok("gpu", format!("no NVIDIA GPU{half}: runs use the CPU"))
 }
 
-fn nccl(seen: &Seen, usable: usize) -> Finding {
-    match &seen.nccl {
-        Some(Ok(path)) => Finding::ok("nccl", path),
-        Some(Err(reason)) if usable > 1 => Finding::warning(
-            "nccl",
-            format!("{usable} GPUs, of which a run can use one: {reason}"),
-            "run `make cuda`, then `make install` again",
-        ),
-        Some(Err(_)) => Finding::ok("nccl", "not there; only runs on several GPUs need it (`make cuda`)"),
-        None => Finding::ok("nccl", "not there, as libtorch has no CUDA; ranks on CPUs use Gloo"),
+fn library(seen: &Seen, usable: usize) -> Finding {
+    const NAME: &str = "cuda library";
+    let missed = |text: String| Finding::warning(NAME, text, "run `make cuda`, then `make install` again");
+    match (&seen.library, usable) {
+        (Some(Ok(path)), _) => Finding::ok(NAME, path),
+        (Some(Err(reason)), 0) => Finding::ok(NAME, format!("not there, as no GPU can be used: {reason}")),
+        (Some(Err(reason)), 1) => missed(format!("generation starts each operation by itself: {reason}")),
+        (Some(Err(reason)), count) => missed(format!("{count} GPUs, of which a run can use one: {reason}")),
+        (None, _) => Finding::ok(NAME, "not there, as libtorch has no CUDA; ranks on CPUs use Gloo"),
     }
 }
 
@@ -254,12 +253,13 @@ mod tests {
     }
 
     #[test]
-    fn nccl_is_missed_only_where_there_are_several_gpus() {
-        let missing = Seen { nccl: Some(Err("no NCCL library".into())), ..Seen::default() };
-        assert_eq!([1, 2].map(|gpus| nccl(&missing, gpus).status), [Status::Ok, Status::Warning]);
-        assert_eq!(nccl(&Seen::default(), 0).status, Status::Ok);
-        let there = Seen { nccl: Some(Ok("/lib/libtch_ext_nccl.so".into())), ..Seen::default() };
-        assert_eq!(findings(&there)[1].facts["library"], "/lib/libtch_ext_nccl.so");
+    fn the_cuda_library_is_missed_only_where_there_is_a_gpu() {
+        let missing = Seen { library: Some(Err("no CUDA library".into())), ..Seen::default() };
+        let found = [0, 1, 2].map(|gpus| library(&missing, gpus).status);
+        assert_eq!(found, [Status::Ok, Status::Warning, Status::Warning]);
+        assert_eq!(library(&Seen::default(), 0).status, Status::Ok);
+        let there = Seen { library: Some(Ok("/lib/libtch_ext_cuda.so".into())), ..Seen::default() };
+        assert_eq!(findings(&there)[1].facts["library"], "/lib/libtch_ext_cuda.so");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::params::{Files, Param};
 use super::quantized::Quantization;
 use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
-use super::uses_kernels;
+use super::{plain, uses_kernels};
 use crate::dist::{World, ZeroStage};
 use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::Checkpoint;
@@ -546,6 +546,11 @@ impl Body {
     pub(super) fn start_pass<'a>(&'a self, kind: PassKind, head: Option<&'a Linear>) -> Result<Pass<'a>> {
         let loaded = self.offloaded.get().map(Offloaded::in_use).transpose()?;
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
+    }
+
+    /// Whether every decoding step does the same work with the same tensors, so that a GPU can record it.
+    pub(super) fn has_recordable_steps(&self) -> bool {
+        !plain() && tch_ext::has_graphs() && self.offloaded.get().is_none() && self.decoder.has_recordable_steps()
     }
 
     /// Offloads the parameters between their uses, unless they are offloaded already: of a frozen model that is not divided over ranks, but

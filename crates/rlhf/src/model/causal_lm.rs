@@ -516,7 +516,10 @@ impl CausalLm {
     pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let logits = {
             let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
-            self.head.forward(&self.body.decoder.forward_step(tokens, cache)?)
+            let step = |tokens: &Tensor, cache: &mut KvCache| {
+                Ok(self.head.forward(&self.body.decoder.forward_step(tokens, cache)?))
+            };
+            cache.decode(tokens, self.body.has_recordable_steps(), step)?
         };
         self.read_outgrown(cache, logits)
     }

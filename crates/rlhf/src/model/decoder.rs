@@ -10,10 +10,10 @@ use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
-use super::uses_kernels;
+use super::{plain, uses_kernels};
 use crate::Result;
 use crate::rng::Stream;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 #[derive(Debug)]
 struct Layer {
@@ -303,6 +303,17 @@ impl Decoder {
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(self.finish(x, None, None))
+    }
+
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step: there are no experts, whose rows are
+    /// chosen on the host, no quantized weights, whose copies are made anew, and no gathered layers.
+    pub(crate) fn has_recordable_steps(&self) -> bool {
+        let constant =
+            |layer: &Layer| !layer.mlp.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
+        self.encoder.is_none()
+            && self.has_kernel()
+            && !self.shards.are_params_divided()
+            && self.layers.iter().all(constant)
     }
 
     /// Forward and backward pass; accumulates gradients. `gradient_of` receives the first `count` hidden states at `rows`,
@@ -662,8 +673,17 @@ impl Decoder {
     fn attend_plainly(&self, index: usize, layer: &Layer, projections: &[Tensor], pass: &mut Pass<'_>) -> Tensor {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let angles = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
+        // Queries and keys of each head lie side by side.
+        let together = matches!(c.family.names.qkv, Qkv::FusedByHead(_)) && rotates_at_once(projections[0].device());
         let [q, k, v] = match (projections, c.family.names.qkv) {
-            ([fused], Qkv::FusedByHead(_)) => three(fused.view([-1, heads, 3, head_dim]).unbind(2)),
+            ([fused], Qkv::FusedByHead(_)) => {
+                let all = fused.view([-1, heads, 3, head_dim]);
+                three(match angles.filter(|_| together) {
+                    Some((cos, sin)) => tch_ext::rotate(&all, (cos, sin), 2, self.compute).unbind(2),
+                    None => all.unbind(2),
+                })
+            }
             ([fused], _) => {
                 let widths = [heads, kv_heads, kv_heads].map(|n| n * head_dim);
                 three(fused.split_with_sizes(widths, -1)).map(|x| x.unflatten(-1, [-1, head_dim]))
@@ -674,9 +694,9 @@ impl Decoder {
             None => (q, k),
             Some([q_norm, k_norm]) => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
         };
-        let (q, k) = match self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]) {
+        let (q, k) = match angles.filter(|_| !together) {
             None => (q, k),
-            Some(angles) => (rotate(&q, angles), rotate(&k, angles)),
+            Some(angles) => (rotate(&q, angles, self.compute), rotate(&k, angles, self.compute)),
         };
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
         match &mut pass.attention {
@@ -788,7 +808,8 @@ impl Layer {
 
 /// The residual stream `x` with one or two branches added.
 fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
-    if uses_kernels(a.kind(), x.device()) {
+    let on_gpu = x.device().is_cuda() && !plain() && b.is_none_or(|b| b.kind() == a.kind());
+    if on_gpu || uses_kernels(a.kind(), x.device()) {
         return tch_ext::residual(x, a, b);
     }
     match b {
@@ -801,8 +822,18 @@ fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
     parts.try_into().expect("three parts")
 }
 
-/// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.
-fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Tensor {
+/// Whether heads on `device` are rotated by few operations over much, each of which costs a GPU a start, in place of libtorch's own
+/// differentiable ones.
+fn rotates_at_once(device: Device) -> bool {
+    device.is_cuda() && !plain()
+}
+
+/// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does. Returns
+/// `kind`, or f32.
+fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor), kind: Kind) -> Tensor {
+    if rotates_at_once(x.device()) {
+        return tch_ext::rotate(&x.unsqueeze(2), (cos, sin), 1, kind).squeeze_dim(2);
+    }
     let (cos, sin) = (&cos.unsqueeze(1), &sin.unsqueeze(1));
     let half = *cos.size().last().expect("the angles have dimensions");
     let head_dim = *x.size().last().expect("a head has dimensions");

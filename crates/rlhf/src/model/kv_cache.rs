@@ -1,9 +1,15 @@
 //! The key-value cache of decoding.
 
 use super::layout::{Layout, Scores, mask_of};
-use crate::Result;
+use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{Graph, on_device};
+
+/// Positions that a step on a GPU attends to are a multiple of this, the rest of them masked: a graph serves so many steps.
+const POSITIONS_ON_GPU: u64 = 64;
+
+/// A graph is not recorded for fewer steps than this: recording takes about as long as computing a step or two.
+const LEAST_RECORDED: i64 = 8;
 
 /// The keys and values of the rows that are decoded, preallocated.
 ///
@@ -25,6 +31,27 @@ pub(crate) struct KvCache {
     history: Option<History>,
     /// The encoder's keys and values, if there is an encoder.
     source: Option<SourceCache>,
+    /// The recorded step ([`KvCache::decode`]).
+    recorded: Recorded,
+}
+
+/// One decoding step as a CUDA graph, which reads and writes the tensors of its cache.
+struct StepGraph {
+    graph: Graph,
+    /// The tokens of the step, `[rows]` i64; copied here before a replay.
+    tokens: Tensor,
+    /// Logits of the next tokens, `[rows, vocab]`, which each replay replaces.
+    logits: Tensor,
+}
+
+/// Whether a step of the rows of a cache is recorded.
+enum Recorded {
+    /// None has been computed.
+    None,
+    /// One of this width has been computed. This loads CUDA's kernels, so that the next can be recorded.
+    Computed(i64),
+    /// Steps of this width are replayed.
+    Graph(i64, StepGraph),
 }
 
 /// The tokens of the rows of a cache.
@@ -85,6 +112,11 @@ impl Step {
     }
 }
 
+/// `positions` rounded up to a multiple of [`POSITIONS_ON_GPU`].
+fn rounded_on_gpu(positions: i64) -> i64 {
+    (positions as u64).next_multiple_of(POSITIONS_ON_GPU) as i64
+}
+
 impl KvCache {
     pub(crate) fn new(
         num_layers: i64,
@@ -94,12 +126,14 @@ impl KvCache {
         head_dim: i64,
         options: (Kind, Device),
     ) -> Result<Self> {
+        let capacity = if let Device::Cuda(_) = options.1 { rounded_on_gpu(capacity) } else { capacity };
         // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
         let (lens, device) = (vec![0; rows as usize], options.1);
-        let (filled, places, step, history) = (None, None, None, None);
-        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history, source: None })
+        let (filled, places, step, history, source) = (None, None, None, None, None);
+        let recorded = Recorded::None;
+        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history, source, recorded })
     }
 
     /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
@@ -115,7 +149,7 @@ impl KvCache {
     pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
-        self.source = None;
+        (self.source, self.recorded) = (None, Recorded::None);
         if let Some(history) = &self.history {
             let rows: Vec<Tensor> =
                 layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
@@ -167,7 +201,7 @@ impl KvCache {
     /// if all rows have equally many.
     pub(crate) fn distances(&self) -> Tensor {
         let filled = self.filled.as_ref().expect("a step has begun");
-        let width = self.lens.iter().copied().max().unwrap_or(0);
+        let width = self.longest();
         let filled =
             if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
         let keys = Tensor::arange(width, (Kind::Int64, self.device)).view([1, 1, -1]);
@@ -211,16 +245,73 @@ impl KvCache {
     /// Prepares the cache for one more token in every row, `tokens` `[rows]` i64, and returns the position of each in its sequence,
     /// `[rows]` i64; the decoder calls it once per forward pass.
     pub(crate) fn begin_step(&mut self, tokens: &Tensor) -> Tensor {
-        let positions = self.filled.take().unwrap_or_else(|| on_device(&self.lens, self.device));
+        let mut filled = self.filled.take().unwrap_or_else(|| on_device(&self.lens, self.device));
+        // In place: a graph increments the same tensor at each replay.
+        let positions = filled.copy();
+        filled += 1;
         if let Some(history) = &self.history {
             let _ = history.tokens.shallow_clone().scatter_(1, &positions.unsqueeze(1), &tokens.unsqueeze(1));
         }
-        self.filled = Some(&positions + 1);
+        self.filled = Some(filled);
         for len in &mut self.lens {
             *len += 1;
         }
         self.step = None;
         positions
+    }
+
+    /// Number of tokens of the longest row.
+    fn longest(&self) -> i64 {
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Number of positions of each row that a step attends to after which the longest row has `longest` tokens; positions without a token
+    /// are masked.
+    fn width(&self, longest: i64) -> i64 {
+        match self.device {
+            Device::Cuda(_) => rounded_on_gpu(longest).min(self.capacity),
+            _ => longest,
+        }
+    }
+
+    /// The logits of one more token in every row, `tokens` `[rows]` i64, which `step` computes from them and this cache.
+    ///
+    /// With `records`, a GPU records the work of a step once, and queues it as a whole for the steps after it: `step` must then do the same
+    /// work in each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
+    ///
+    /// # Errors
+    /// If `step` fails, or CUDA does.
+    pub(crate) fn decode(
+        &mut self,
+        tokens: &Tensor,
+        records: bool,
+        step: impl FnOnce(&Tensor, &mut Self) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let Device::Cuda(device) = self.device else { return step(tokens, self) };
+        if !records || self.history.is_some() || self.source.is_some() {
+            return step(tokens, self);
+        }
+        let width = self.width(self.longest() + 1);
+        match &self.recorded {
+            Recorded::Graph(of, recorded) if *of == width => {
+                recorded.tokens.shallow_clone().copy_(tokens);
+                recorded.graph.replay().map_err(Error::Run)?;
+                self.lens.iter_mut().for_each(|len| *len += 1);
+                return Ok(recorded.logits.shallow_clone());
+            }
+            Recorded::Computed(of) if *of == width && width - self.longest() >= LEAST_RECORDED => {}
+            _ => {
+                let logits = step(tokens, self)?;
+                self.recorded = Recorded::Computed(width);
+                return Ok(logits);
+            }
+        }
+        let tokens = tokens.copy();
+        let (graph, logits) = Graph::record(device, || step(&tokens, self)).map_err(Error::Run)?;
+        let logits = logits?;
+        graph.replay().map_err(Error::Run)?;
+        self.recorded = Recorded::Graph(width, StepGraph { graph, tokens, logits: logits.shallow_clone() });
+        Ok(logits)
     }
 
     fn new_step(&self) -> Step {
@@ -229,7 +320,7 @@ impl KvCache {
         Step {
             places: rows * self.capacity + filled - 1,
             lens: filled.view([-1, 1, 1, 1]),
-            width: self.lens.iter().copied().max().unwrap_or(0),
+            width: self.width(self.longest()),
             masks: Vec::new(),
         }
     }
@@ -248,8 +339,9 @@ impl KvCache {
         let mut step = self.step.take().unwrap_or_else(|| self.new_step());
         self.write(layer, &step.places, keys, values);
         let rows = self.lens.len() as i64;
+        let width = bias.map_or(step.width, |bias| bias.size()[3]);
         let view = |cache: &Tensor| {
-            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, step.width).transpose(1, 2)
+            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, width).transpose(1, 2)
         };
         let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
         // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
@@ -270,7 +362,8 @@ impl KvCache {
         Self {
             layers: layers.collect(),
             lens: self.lens.clone(),
-            filled: self.filled.as_ref().map(Tensor::shallow_clone),
+            // Each increments its own.
+            filled: self.filled.as_ref().map(Tensor::copy),
             places: None,
             step: None,
             history: self
@@ -278,6 +371,7 @@ impl KvCache {
                 .as_ref()
                 .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
             source: self.source.as_ref().map(SourceCache::shallow_clone),
+            recorded: Recorded::None,
             ..*self
         }
     }
@@ -298,7 +392,7 @@ impl KvCache {
         if let Some(history) = &mut self.history {
             history.tokens = history.tokens.index_select(0, &index);
         }
-        (self.places, self.step) = (None, None);
+        (self.places, self.step, self.recorded) = (None, None, Recorded::None);
     }
 
     fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {

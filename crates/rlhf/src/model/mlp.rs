@@ -78,6 +78,10 @@ impl Mlp {
         Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
     }
 
+    pub(super) fn has_experts(&self) -> bool {
+        matches!(self, Self::Experts(_))
+    }
+
     pub(super) fn linears(&self) -> Vec<&Linear> {
         match self {
             Self::Dense(dense) => dense.linears().collect(),

@@ -1,0 +1,80 @@
+//! CUDA graphs: work of a GPU that is recorded once and queued again as a whole.
+
+use crate::into_result;
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr::{NonNull, null_mut};
+
+unsafe extern "C" {
+    fn tch_ext_has_graphs() -> bool;
+    fn tch_ext_graph_begin(device: c_int, out: *mut *mut c_void) -> *mut c_char;
+    fn tch_ext_graph_end(graph: *mut c_void, keep: bool) -> *mut c_char;
+    fn tch_ext_graph_replay(graph: *mut c_void) -> *mut c_char;
+    fn tch_ext_graph_free(graph: *mut c_void);
+}
+
+/// Whether work can be recorded: CUDA is loaded ([`crate::load_cuda`]), and beside libtorch's libraries is the one that `make cuda` builds.
+pub fn has_graphs() -> bool {
+    // SAFETY: takes no arguments, and reads a pointer that is set before.
+    crate::is_cuda_loaded() && unsafe { tch_ext_has_graphs() }
+}
+
+/// Work of a GPU that has been recorded.
+#[derive(Debug)]
+pub struct Graph {
+    raw: NonNull<c_void>,
+}
+
+/// A recording in progress, which ends when this is dropped.
+struct Recording(NonNull<c_void>);
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        // SAFETY: the graph is alive, and its recording has not ended.
+        let message = unsafe { tch_ext_graph_end(self.0.as_ptr(), false) };
+        let _ = into_result(message);
+        // SAFETY: nothing else has it.
+        unsafe { tch_ext_graph_free(self.0.as_ptr()) }
+    }
+}
+
+impl Graph {
+    /// Records what `work` queues on GPU `device`, without running it, and returns the graph with the result of `work`.
+    ///
+    /// The work must neither wait for the GPU nor copy between it and the host. It reads and writes the same tensors at each
+    /// [`Graph::replay`]: those that exist before must outlive the graph, and its results are valid until the next replay.
+    ///
+    /// # Errors
+    /// If there are no graphs ([`has_graphs`]), or CUDA cannot record the work.
+    pub fn record<T>(device: usize, work: impl FnOnce() -> T) -> Result<(Self, T), String> {
+        if !has_graphs() {
+            return Err("CUDA's graphs are not loaded".into());
+        }
+        let mut raw = null_mut();
+        // SAFETY: the pointer lives until the call returns.
+        into_result(unsafe { tch_ext_graph_begin(device as c_int, &raw mut raw) })?;
+        let recording = Recording(NonNull::new(raw).ok_or("CUDA returned no graph")?);
+        let result = work();
+        let raw = recording.0;
+        std::mem::forget(recording);
+        let graph = Self { raw };
+        // SAFETY: the graph is alive, and its recording has not ended.
+        into_result(unsafe { tch_ext_graph_end(raw.as_ptr(), true) })?;
+        Ok((graph, result))
+    }
+
+    /// Queues the recorded work, without waiting for it.
+    ///
+    /// # Errors
+    /// If CUDA refuses.
+    pub fn replay(&self) -> Result<(), String> {
+        // SAFETY: the graph is alive and complete.
+        into_result(unsafe { tch_ext_graph_replay(self.raw.as_ptr()) })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: nothing else has it.
+        unsafe { tch_ext_graph_free(self.raw.as_ptr()) }
+    }
+}
