@@ -21,6 +21,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Buffer size for reading a tensor, in bytes: the memory that loading takes in addition to the model. Buffers of several MiB would
 /// be no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
+/// The same for a tensor on a GPU, which each copy waits for.
+const READ_AT_ONCE_TO_GPU: usize = 1 << 22;
 /// Buffer size for writing a tensor, in bytes.
 const WRITE_AT_ONCE: usize = 1 << 23;
 /// Subfolder of a folder's new files until all of them are complete.
@@ -182,15 +184,17 @@ impl Checkpoint {
         let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
         let (mut at, end) = entry.info.data_offsets;
-        let mut bytes = vec![0; READ_AT_ONCE.min(end - at)];
+        let at_once = if device == Device::Cpu { READ_AT_ONCE } else { READ_AT_ONCE_TO_GPU };
+        let mut bytes = vec![0; at_once.min(end - at)];
         let mut filled = 0;
-        // Through a small buffer into the tensor's memory, converted on the way, so that no second copy exists.
+        // Through a small buffer into the tensor's memory, converted on the way by the device, so that no second copy exists.
         while at < end {
-            let part = &mut bytes[..READ_AT_ONCE.min(end - at)];
+            let part = &mut bytes[..at_once.min(end - at)];
             let place = source.data_start + at as u64;
             source.file.read_exact_at(part, place).map_err(Error::io("read", &source.path))?;
             let len = (part.len() / width) as i64;
-            flat.f_narrow(0, filled, len)?.f_copy_(&Tensor::f_from_data_size(part, &[len], stored)?)?;
+            let part_read = Tensor::f_from_data_size(part, &[len], stored)?.f_to_device(device)?;
+            flat.f_narrow(0, filled, len)?.f_copy_(&part_read)?;
             (at, filled) = (at + part.len(), filled + len);
         }
         Ok(tensor)

@@ -284,7 +284,7 @@ fn unevaluated(
         rewards: None,
         baselines: None,
         token_scores: scores.tokens.map(|rows| to_slots(&flat(rows), &lengths, width)),
-        scores: scores.responses,
+        scores: scores.responses.to_device(device),
         sets: sets_of(responses, settings),
         responses: responses.iter().map(|response| response.tokens.clone()).collect(),
         counted,

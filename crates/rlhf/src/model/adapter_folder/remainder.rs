@@ -2,7 +2,7 @@
 
 use crate::Result;
 use serde_json::{Map, Value};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// A change of a setting's value.
 type Change<'c> = &'c dyn Fn(&Value) -> Value;
@@ -29,6 +29,13 @@ impl Remainder {
 
     /// The first matrices B0 `[out, r]` and A0 `[r, in]` for a weight `[out, in]` in f32.
     pub(super) fn first(self, weight: &Tensor, r: i64, scale: f64) -> Result<[Tensor; 2]> {
+        // CUDA's decompositions in f32 are less exact than the processor's.
+        let wide = if weight.device().is_cuda() { weight.to_kind(Kind::Double) } else { weight.shallow_clone() };
+        let [b, a] = self.first_of(&wide, r, scale)?;
+        Ok([b.to_kind(weight.kind()), a.to_kind(weight.kind())])
+    }
+
+    fn first_of(self, weight: &Tensor, r: i64, scale: f64) -> Result<[Tensor; 2]> {
         match self {
             Self::Pissa => {
                 let (u, s, v) = weight.f_svd(true, true)?;
