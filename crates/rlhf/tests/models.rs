@@ -1,6 +1,6 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
-use crate::support::{Tensors, assert_close, given_golden, golden, read_json, say};
+use crate::support::{Tensors, assert_close, given_golden, golden, model_options, read_json, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
@@ -79,7 +79,7 @@ fn real_tokens(golden: &Tensors, set: &str) -> Vec<(Vec<i64>, Vec<i64>)> {
 fn logits_and_hidden_states_equal_transformers_in_every_padding() {
     for dir in folders(Hold::Lm) {
         let golden = values(&dir);
-        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let model = CausalLm::from_pretrained(&dir, model_options()).unwrap();
         let last = model.config().num_hidden_layers;
         for set in ["unpadded", "padded"] {
             let rows = real_tokens(&golden, set);
@@ -130,7 +130,7 @@ fn the_config_of_transformers_4_gives_the_same_model() {
 fn rewards_at_every_position_and_scores_equal_transformers() {
     for dir in folders(Hold::Classifier) {
         let golden = values(&dir);
-        let model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        let model = SequenceClassifier::from_pretrained(&dir, None, model_options()).unwrap();
         for set in ["unpadded", "padded"] {
             let rows = real_tokens(&golden, set);
             let sequences: Vec<&Vec<i64>> = rows.iter().map(|(tokens, _)| tokens).collect();
@@ -170,7 +170,7 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
     let index = read_json(&given_golden().join("models/index.json"));
     for dir in folders(Hold::Lm) {
         let golden = values(&dir);
-        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let model = CausalLm::from_pretrained(&dir, model_options()).unwrap();
         let masks = golden.rows("greedy.prompt_mask");
         let prompts: Vec<Vec<i64>> = golden
             .rows("greedy.prompt_ids")
@@ -219,7 +219,7 @@ fn greedy_tokens_under_a_penalty_a_minimum_and_a_stop_string_equal_transformers_
     };
     for golden_model in file["greedy"].as_array().unwrap() {
         let dir = golden().join("models").join(golden_model["model"].as_str().unwrap());
-        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let model = CausalLm::from_pretrained(&dir, model_options()).unwrap();
         let prompt = ids(&golden_model["prompt_ids"]);
         for run in golden_model["runs"].as_array().unwrap() {
             let settings = &run["settings"];
@@ -495,7 +495,7 @@ fn bf16_and_f16_compute_stay_near_f32_and_keep_f32_weights_and_gradients() {
 fn encoders_give_transformers_logits_alone_and_in_a_batch() {
     for dir in folders(Hold::Encoder) {
         let golden = values(&dir);
-        let model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        let model = SequenceClassifier::from_pretrained(&dir, None, model_options()).unwrap();
         let rows = real_tokens(&golden, "text");
         let sequences: Vec<&Vec<i64>> = rows.iter().map(|(tokens, _)| tokens).collect();
         let what = dir.display().to_string();
@@ -729,7 +729,7 @@ fn gradients_of_every_parameter_equal_autograd_of_transformers() {
     let info = |dir: &Path| index["models"][dir.file_name().unwrap().to_str().unwrap()]["grads"].clone();
     let mut compared = 0;
     for dir in folders(Hold::Lm).into_iter().filter(|dir| dir.join("grads.safetensors").is_file()) {
-        let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let mut model = CausalLm::from_pretrained(&dir, model_options()).unwrap();
         model.set_trainable(true);
         let rows = values(&dir).rows("unpadded.input_ids");
         let spans: Vec<_> = rows.iter().map(|row| 1..row.len()).collect();
@@ -739,12 +739,12 @@ fn gradients_of_every_parameter_equal_autograd_of_transformers() {
         compared += 1;
     }
     for dir in folders(Hold::Encoder).into_iter().filter(|dir| dir.join("grads.safetensors").is_file()) {
-        let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        let mut model = SequenceClassifier::from_pretrained(&dir, None, model_options()).unwrap();
         model.set_trainable(true);
         let rows: Vec<Vec<i64>> = real_tokens(&values(&dir), "text").into_iter().map(|(row, _)| row).collect();
         let logits = model.logits(&rows).unwrap();
         let weights = Tensor::from_slice(&[1f32, -2.0, 3.0]).narrow(0, 0, logits.size()[1]);
-        (logits * weights).sum(tch::Kind::Float).backward();
+        (&logits * weights.to_device(logits.device())).sum(tch::Kind::Float).backward();
         assert_gradients(&dir, model.params(), &info(&dir));
         compared += 1;
     }

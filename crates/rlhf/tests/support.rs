@@ -2,6 +2,7 @@
 
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
+use rlhf::model::ModelOptions;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io::Write;
@@ -10,12 +11,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// The folder of reference values in the repository.
 pub(crate) fn golden() -> PathBuf {
     // The tests run in parallel threads already; more threads inside each would compete for the cores.
     tch::set_num_threads(1);
+    // Before libtorch first asks whether there is CUDA.
+    if on_gpu() {
+        rlhf::device::load_ahead(rlhf::device::Device::Auto);
+    }
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
@@ -106,6 +111,26 @@ impl Part<'_> {
     }
 }
 
+/// Whether golden values are compared on a GPU, as `RLHF_TEST_DEVICE=cuda` asks.
+fn on_gpu() -> bool {
+    match std::env::var("RLHF_TEST_DEVICE").as_deref() {
+        Ok("cuda") => true,
+        Ok(other) => panic!("RLHF_TEST_DEVICE: expected cuda, found {other}"),
+        Err(_) => false,
+    }
+}
+
+/// The default options, on the device of the test.
+pub(crate) fn model_options() -> ModelOptions {
+    let device = if on_gpu() { rlhf::device::Device::Cuda(None).resolve().unwrap() } else { Device::Cpu };
+    ModelOptions { device, ..ModelOptions::default() }
+}
+
+/// A tensor in the host's memory.
+pub(crate) fn on_host(x: &Tensor) -> Tensor {
+    x.to_device(Device::Cpu)
+}
+
 /// The JSON of the file `path`.
 pub(crate) fn read_json(path: &Path) -> Value {
     let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -115,6 +140,7 @@ pub(crate) fn read_json(path: &Path) -> Value {
 /// Panics with `what` unless both are finite and differ by at most `tolerance` everywhere.
 pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.size(), expected.size(), "{what}: shapes");
+    let found = found.to_device(expected.device());
     let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
     assert!(gap <= tolerance, "{what}: largest difference {gap:e}, allowed {tolerance:e}");
 }
@@ -156,6 +182,9 @@ pub(crate) fn free_port() -> u16 {
 /// All must pass.
 #[track_caller]
 pub(crate) fn run_as_ranks(test: &str, world: usize, vars: &[(&str, String)]) {
+    if on_gpu() {
+        return say(&format!("{test}: not run, as each rank needs a GPU of its own"));
+    }
     let port = free_port();
     let start = |rank: usize| {
         let place = [("RANK", rank), ("WORLD_SIZE", world), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world)];

@@ -1,10 +1,12 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{Tensors, assert_close, given_golden, golden, join_ranks, near, read_json, run_as_ranks, say};
+use crate::support::{
+    Tensors, assert_close, given_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks, say,
+};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
-use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
+use rlhf::model::{CausalLm, Param, SequenceClassifier};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::rollout::{RolloutSettings, experience, score};
@@ -63,7 +65,7 @@ impl Variant {
 
     fn check(&self, iteration: usize, name: &str, found: &Tensor, mask: &Tensor) {
         let full = format!("it{iteration}.{name}");
-        let expected = self.tensor(iteration, name).masked_fill(&mask.logical_not(), 0.0);
+        let expected = self.tensor(iteration, name).masked_fill(&on_host(mask).logical_not(), 0.0);
         assert_close(&format!("{}: {full}", self.name()), found, &expected, self.tolerance(&full));
     }
 
@@ -133,7 +135,7 @@ fn responses(variant: &Variant, iteration: usize) -> Vec<Response> {
 }
 
 fn compare(variant: &Variant) {
-    let options = ModelOptions::default();
+    let options = model_options();
     let load = |model: &str| CausalLm::from_pretrained(&variant.init(model), options).unwrap();
     let load_cls = |model: &str| SequenceClassifier::from_pretrained(&variant.init(model), None, options).unwrap();
     let (reference, reward) = (load("ref"), load_cls("reward"));
@@ -255,7 +257,7 @@ fn compare_weights(variant: &Variant, model: &str, params: &[Param]) {
         let name = format!("{model}.{}", param.name.replace("embed_out", "lm_head"));
         let part = golden.part(&name);
         let tolerance = variant.info["noise_floor_f32_vs_f64"]["final"][&name].as_f64().unwrap_or(0.0);
-        let found = part.of(&param.tensor.detach()).copy();
+        let found = on_host(&part.of(&param.tensor.detach())).copy();
         if name.ends_with("query_key_value.bias") {
             // The gradient of a key's bias is 0 where it is not rotated, and Adam turns its round-off into whole steps.
             let (heads, head_dim, rotated) = (2, 16, 4);

@@ -1,12 +1,12 @@
 //! Runs of TRL 1.11's GRPOTrainer and RLOOTrainer (`tests/golden/trl_grpo`): its responses, rewards and order of rows are injected,
 //! everything else is computed here.
 
-use crate::support::{Tensors, given_golden, join_ranks, read_json, run_as_ranks, say};
+use crate::support::{Tensors, given_golden, join_ranks, model_options, on_host, read_json, run_as_ranks, say};
 use clap::ValueEnum;
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
-use rlhf::model::{CausalLm, ModelOptions, Param, ValueModel};
+use rlhf::model::{CausalLm, Param, ValueModel};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, RewardInput, Rewards, ScoreTransform, ScoreUse, Scored};
 use rlhf::rl::advantage::{Aggregation, ScaleRewards};
@@ -88,7 +88,7 @@ impl Run {
     }
 
     fn load(&self, model: &str) -> CausalLm {
-        CausalLm::from_pretrained(&self.init(model), ModelOptions::default()).unwrap()
+        CausalLm::from_pretrained(&self.init(model), model_options()).unwrap()
     }
 
     fn updates(&self) -> Vec<Update> {
@@ -230,7 +230,8 @@ impl Run {
     /// Compares two tensors by their largest difference.
     fn close(&self, kind: &str, what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
         assert_eq!(found.size(), expected.size(), "{}: {what}: shapes", self.name());
-        let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
+        let gap =
+            if found.numel() == 0 { 0.0 } else { (on_host(found) - on_host(expected)).abs().max().double_value(&[]) };
         self.near(kind, &format!("{what}: largest difference"), gap, 0.0, tolerance);
     }
 

@@ -1,10 +1,12 @@
 //! [`StepTrainer`] against TRL 0.11.4's own `step()` (`tests/golden/trl_legacy`): its rows are given, and the order of its
 //! mini-batches; everything else is ours.
 
-use crate::support::{Tensors, assert_close, given_golden, golden, join_ranks, near, read_json, run_as_ranks, say};
+use crate::support::{
+    Tensors, assert_close, given_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks, say,
+};
 use rlhf::compat::step::{Stat, Stats, StepConfig, StepTrainer};
 use rlhf::dist::World;
-use rlhf::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueHeadInit};
+use rlhf::model::{CausalLm, CausalLmWithValueHead, ValueHeadInit};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::math::{gae, keep, whiten};
 use rlhf::rl::shaping::Targets;
@@ -109,7 +111,7 @@ impl Variant {
                 whole.get(at).narrow(0, starts[row], length).constant_pad_nd([0, width - length])
             })
             .collect();
-        keep(&Tensor::stack(&parts, 0).to_kind(Kind::Float), &mask.index_select(0, &index(rows)))
+        keep(&Tensor::stack(&parts, 0).to_kind(Kind::Float), &on_host(mask).index_select(0, &index(rows)))
     }
 
     /// The mini-batches of each pass of each step, in order.
@@ -130,7 +132,7 @@ impl Variant {
 
     fn trainer(&self) -> StepTrainer {
         let init = self.dir.parent().unwrap().join("init");
-        let options = ModelOptions::default();
+        let options = model_options();
         let (policy, reference) =
             if self.is_encoder_decoder() { ("t5_vhead", "t5_ref") } else { ("policy_vhead", "ref") };
         let (policy, reference) = (init.join(policy), init.join(reference));
@@ -210,7 +212,7 @@ fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) 
             variant.tolerance(&full),
         );
     };
-    let scores = &e.scores - variant.data.get(&format!("step{step}.scores_processed"));
+    let scores = on_host(&e.scores) - variant.data.get(&format!("step{step}.scores_processed"));
     near("scores", scores.abs().max().double_value(&[]), 0.0, 1e-5);
     assert_close("mask", &mask.to_kind(Kind::Float), &variant.slots(step, "masks", &mask.ones_like()), 0.0);
     if variant.is_left_padded() {
@@ -303,7 +305,7 @@ fn compare_mini_batches(variant: &Variant, e: &Experience, targets: &Targets) {
             let name = format!("micro{at:02}.{name}");
             let mask = &e.masks.response;
             let expected = variant.slots_of(0, variant.data.get(&name), &rows, mask);
-            let found = keep(found, mask).index_select(0, &index(&rows));
+            let found = on_host(&keep(found, mask)).index_select(0, &index(&rows));
             assert_close(&format!("{}: {name}", variant.name()), &found, &expected, variant.tolerance(&name));
         }
         let far = variant.ratios(0, at, &rows).mean(Kind::Float).double_value(&[]) > variant.config.ratio_threshold;
