@@ -3,8 +3,7 @@
     python benchmarks/estimates.py            # prints the table; half a minute, nothing is downloaded
     python benchmarks/estimates.py --write    # and puts it into docs/guide.md
 
-The models are configurations alone, of Llama-3.2-1B and of Llama-2's 7B and 13B. Each number is `rlhf plan`'s for one GPU of that size: arithmetic that no run on
-a GPU has been held against.
+The models are configurations alone, of Llama-3.2-1B and of Llama-2's 7B and 13B. Each number is `rlhf plan`'s for one GPU of that size: arithmetic.
 """
 
 import argparse

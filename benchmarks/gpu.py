@@ -11,6 +11,7 @@ and gpu.json.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,20 +131,23 @@ def measure(args, folder, deadline):
             if memory.watching:
                 run["card_bytes"] = memory.peak_bytes
         except Failed as error:
-            run["error"] = str(error)
             say(str(error))
+            # Without the command, whose paths are those of one machine.
+            ended = re.search(r"killed after \d+ s|exit code -?\d+: .*", str(error))
+            run["error"] = ended[0] if ended else str(error)
         report["runs"].append(run)
     return report
 
 
 def page(report):
     """The report as Markdown."""
-    prompts, rows, ours = report["prompts"], [], None
+    prompts, rows, failures, ours = report["prompts"], [], "", None
     peak = next((peak for name, peak in PEAKS.items() if name in report["card"]), None)
     for run in report["runs"]:
         name = MODES[run["program"], run["precision"]]
         if "error" in run:
             rows.append([name, "failed"] + [""] * 9)
+            failures += f"\n{name}: {run['error'].splitlines()[0]}.\n"
             continue
         phases = update, generate, _, optimise = [
             median(run[key]) for key in ("update", "generate", "rollout", "optimise")
@@ -169,7 +173,7 @@ def page(report):
         + markdown(header, rows)
         + f"MFU: the {report['optimise_flops'] / 1e12:.1f} TFLOP that the optimise phase cannot do without, over its "
         "seconds and the card's dense bf16 peak. GB of the card: the most that nvidia-smi saw; GB allocated: torch's "
-        "own count.\n"
+        "own count.\n" + failures
     )
 
 
