@@ -11,7 +11,7 @@ help: ## this list
 setup: ## find or fetch libtorch 2.11.0 (the other targets do this first)
 	@scripts/setup.sh
 
-cuda: setup ## fetch CUDA's libraries for --device cuda (once, about 3 GB), build the NCCL library for several GPUs
+cuda: setup ## fetch CUDA's libraries for --device cuda (once, about 3 GB), build the library of NCCL and CUDA graphs
 	@scripts/cuda.sh
 
 demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a summary

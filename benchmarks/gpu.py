@@ -133,8 +133,12 @@ def measure(args, folder, deadline):
         except Failed as error:
             say(str(error))
             # Without the command, whose paths are those of one machine.
-            ended = re.search(r"killed after \d+ s|exit code -?\d+: .*", str(error))
-            run["error"] = ended[0] if ended else str(error)
+            killed = re.search(r"killed after (\d+) s", str(error))
+            ended = re.search(r"exit code -?\d+: .*", str(error))
+            if killed:
+                run["error"] = f"stopped after {killed[1]} s, its share of the time, before its {args.updates} updates were done"
+            else:
+                run["error"] = ended[0] if ended else str(error)
         report["runs"].append(run)
     return report
 
@@ -146,7 +150,7 @@ def page(report):
     for run in report["runs"]:
         name = MODES[run["program"], run["precision"]]
         if "error" in run:
-            rows.append([name, "failed"] + [""] * 9)
+            rows.append([name, run["error"].split()[0] if run["error"].startswith("stopped") else "failed"] + [""] * 9)
             failures += f"\n{name}: {run['error'].splitlines()[0]}.\n"
             continue
         phases = update, generate, _, optimise = [

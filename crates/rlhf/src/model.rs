@@ -44,7 +44,7 @@ pub use classifier::{ClassifierFormat, ClassifierHead, SequenceClassifier};
 pub use config::ModelConfig;
 pub(crate) use config::is_encoder_decoder_family;
 pub(crate) use described::{Activations, Held, Holding, ModelSizes, PassTokens, SourceTokens, TrainedTensor};
-pub(crate) use kv_cache::KvCache;
+pub(crate) use kv_cache::{KvCache, positions_for};
 pub(crate) use logprobs::logits_chunk;
 pub use logprobs::{Distributions, LmHead, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub(crate) use lora::DropoutRows;

@@ -436,7 +436,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
         let mut notes = rows.notes.clone();
         if device != Device::Cpu {
             notes.push(
-                "memory of a GPU is arithmetic; two measured runs took 9 % less and 10 % more. There is no time".into(),
+                "memory of a GPU is arithmetic; two measured runs took 9 % less and 10 % more. The time is not estimated".into(),
             );
         }
         notes.extend(job.offloaded());

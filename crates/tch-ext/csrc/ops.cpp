@@ -604,15 +604,16 @@ struct Residual : torch::autograd::Function<Residual> {
     const Tensor second = value_of(b);
     ctx->saved_data["dtype"] = a.scalar_type();
     ctx->saved_data["two"] = b.has_value();
+    for (const Tensor& branch : {a, b ? second : a})
+      TORCH_CHECK(x.scalar_type() == at::kFloat && branch.device() == x.device() && branch.sizes() == x.sizes() &&
+                      branch.scalar_type() == a.scalar_type() &&
+                      (!x.is_cpu() || (x.is_contiguous() && branch.is_contiguous())),
+                  "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ",
+                  branch.scalar_type());
     if (!x.is_cpu()) {
       Tensor out = at::add(x, a);
       return b ? out.add_(second) : out;
     }
-    for (const Tensor& branch : {a, b ? second : a})
-      TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() &&
-                      branch.is_contiguous() && branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
-                  "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ",
-                  branch.scalar_type());
     Tensor out = at::empty_like(x, x.options().requires_grad(false));
     for_dtype(a.scalar_type(), "residual", [&](auto zero) {
       using T = decltype(zero);
@@ -656,7 +657,8 @@ struct Rotate : torch::autograd::Function<Rotate> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t parts,
                         at::ScalarType dtype) {
     TORCH_CHECK(x.dim() == 4 && cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == x.size(0) &&
-                    2 * cos.size(1) <= x.size(3) && parts <= x.size(2),
+                    cos.scalar_type() == at::kFloat && cos.device() == x.device() && 2 * cos.size(1) <= x.size(3) &&
+                    parts <= x.size(2),
                 "rotate: x ", x.sizes(), ", angles ", cos.sizes(), " and ", sin.sizes(), ", parts ", parts);
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["parts"] = parts;

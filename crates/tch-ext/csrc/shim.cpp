@@ -42,8 +42,9 @@ std::string libtorch_folder() {
   return folder;
 }
 
-// The functions of CUDA graphs, once their library is loaded.
+// The functions of CUDA graphs once their library is loaded, and the linker's message if it cannot be.
 const GraphFunctions* graphs = nullptr;
+std::string graphs_error;
 
 }  // namespace
 
@@ -123,9 +124,9 @@ char* tch_ext_load_cuda() {
     load(libtorch_folder() + "/libtorch_cuda.so");
     load("libcuda.so.1");
     // Without the CUDA library, which `make cuda` builds, there are no graphs.
-    if (void* library = dlopen((libtorch_folder() + "/" + CUDA_LIBRARY).c_str(), RTLD_NOW | RTLD_LOCAL)) {
-      graphs = static_cast<const GraphFunctions*>(dlsym(library, GRAPH_FUNCTIONS));
-    }
+    void* library = dlopen((libtorch_folder() + "/" + CUDA_LIBRARY).c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library) graphs = static_cast<const GraphFunctions*>(dlsym(library, GRAPH_FUNCTIONS));
+    if (!graphs) graphs_error = dlerror();
     // cuDNN's attention, libtorch's first choice on newer GPUs, prepares a plan for each length, of which decoding has one per token.
     at::globalContext().setSDPUseCuDNN(false);
   });
@@ -138,8 +139,8 @@ char* tch_ext_gpu_memory(int number, size_t* free, size_t* total) {
   });
 }
 
-// Whether the CUDA library, with its graphs, has been loaded.
-bool tch_ext_has_graphs() { return graphs; }
+// The linker's message if the CUDA library, with its graphs, could not be loaded; else null.
+const char* tch_ext_graphs_error() { return graphs ? nullptr : graphs_error.c_str(); }
 
 char* tch_ext_graph_begin(int device, void** out) { return graphs->begin(device, out); }
 

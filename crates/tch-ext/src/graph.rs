@@ -1,21 +1,35 @@
 //! CUDA graphs: work of a GPU that is recorded once and queued again as a whole.
 
 use crate::into_result;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 unsafe extern "C" {
-    fn tch_ext_has_graphs() -> bool;
+    fn tch_ext_graphs_error() -> *const c_char;
     fn tch_ext_graph_begin(device: c_int, out: *mut *mut c_void) -> *mut c_char;
     fn tch_ext_graph_end(graph: *mut c_void, keep: bool) -> *mut c_char;
     fn tch_ext_graph_replay(graph: *mut c_void) -> *mut c_char;
     fn tch_ext_graph_free(graph: *mut c_void);
 }
 
-/// Whether work can be recorded: CUDA is loaded ([`crate::load_cuda`]), and beside libtorch's libraries is the one that `make cuda` builds.
+/// A recording has failed in this process: the next would too.
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+/// Whether work can be recorded: CUDA is loaded ([`crate::load_cuda`]), beside libtorch's libraries is the one that `make cuda` builds
+/// ([`crate::CUDA_LIBRARY`]), and no recording has failed.
 pub fn has_graphs() -> bool {
-    // SAFETY: takes no arguments, and reads a pointer that is set before.
-    crate::is_cuda_loaded() && unsafe { tch_ext_has_graphs() }
+    graphs_error().is_none() && !FAILED.load(Ordering::Relaxed)
+}
+
+/// The reason that the library [`crate::CUDA_LIBRARY`] is not loaded; `None` if it is.
+pub fn graphs_error() -> Option<String> {
+    if !crate::is_cuda_loaded() {
+        return Some("CUDA is not loaded".into());
+    }
+    // SAFETY: null, or a text that is set before `load_cuda` returns and stays.
+    let error = unsafe { tch_ext_graphs_error().as_ref().map(|error| CStr::from_ptr(error)) };
+    error.map(|error| error.to_string_lossy().into_owned())
 }
 
 /// Work of a GPU that has been recorded.
@@ -29,6 +43,7 @@ struct Recording(NonNull<c_void>);
 
 impl Drop for Recording {
     fn drop(&mut self) {
+        FAILED.store(true, Ordering::Relaxed);
         // SAFETY: the graph is alive, and its recording has not ended.
         let message = unsafe { tch_ext_graph_end(self.0.as_ptr(), false) };
         let _ = into_result(message);
@@ -41,24 +56,29 @@ impl Graph {
     /// Records what `work` queues on GPU `device`, without running it, and returns the graph with the result of `work`.
     ///
     /// The work must neither wait for the GPU nor copy between it and the host. It reads and writes the same tensors at each
-    /// [`Graph::replay`]: those that exist before must outlive the graph, and its results are valid until the next replay.
+    /// [`Graph::replay`]. Those that exist before must outlive the graph. Those that it makes share their memory with those of other graphs:
+    /// what is read after a replay has to be in a tensor from before. Waits for the work that the GPU has to do.
     ///
     /// # Errors
-    /// If there are no graphs ([`has_graphs`]), or CUDA cannot record the work.
+    /// If there are no graphs ([`has_graphs`]), or CUDA cannot record the work. Nothing is recorded in this process then.
     pub fn record<T>(device: usize, work: impl FnOnce() -> T) -> Result<(Self, T), String> {
         if !has_graphs() {
-            return Err("CUDA's graphs are not loaded".into());
+            return Err("CUDA's graphs are not loaded, or could not be recorded before".into());
         }
+        let failed = |message: String| {
+            FAILED.store(true, Ordering::Relaxed);
+            message
+        };
         let mut raw = null_mut();
         // SAFETY: the pointer lives until the call returns.
-        into_result(unsafe { tch_ext_graph_begin(device as c_int, &raw mut raw) })?;
+        into_result(unsafe { tch_ext_graph_begin(device as c_int, &raw mut raw) }).map_err(failed)?;
         let recording = Recording(NonNull::new(raw).ok_or("CUDA returned no graph")?);
         let result = work();
         let raw = recording.0;
         std::mem::forget(recording);
         let graph = Self { raw };
         // SAFETY: the graph is alive, and its recording has not ended.
-        into_result(unsafe { tch_ext_graph_end(raw.as_ptr(), true) })?;
+        into_result(unsafe { tch_ext_graph_end(raw.as_ptr(), true) }).map_err(failed)?;
         Ok((graph, result))
     }
 

@@ -7,7 +7,7 @@ mod offload;
 mod ops;
 mod optim;
 
-pub use graph::{Graph, has_graphs};
+pub use graph::{Graph, graphs_error, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id, to_host};
 pub use offload::MappedFile;

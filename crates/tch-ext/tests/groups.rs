@@ -264,8 +264,8 @@ fn the_program_defines_no_class_of_gloo() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The NCCL library beside libtorch's own, if `make cuda` has built it.
-fn nccl_library() -> Option<String> {
+/// The CUDA library beside libtorch's own, if `make cuda` has built it.
+fn cuda_library() -> Option<String> {
     let path = tch_ext::libtorch_folder().unwrap().join(tch_ext::CUDA_LIBRARY);
     path.is_file().then(|| path.to_str().unwrap().to_string())
 }
@@ -275,8 +275,8 @@ fn group_of_one() -> Group {
 }
 
 #[test]
-fn the_nccl_library_loads_behind_libtorchs_cuda_libraries() {
-    let Some(path) = nccl_library() else { return skip("no CUDA library; `make cuda` builds it") };
+fn the_cuda_library_loads_behind_libtorchs_cuda_libraries() {
+    let Some(path) = cuda_library() else { return skip("no CUDA library; `make cuda` builds it") };
     let _alone = alone();
     // Fails without a driver, once libtorch_cuda.so is loaded.
     if let Err(e) = tch_ext::load_cuda() {
@@ -295,7 +295,7 @@ fn every_collective_of_nccl_has_exact_results_on_one_gpu() {
     }
     let _alone = alone();
     tch_ext::load_cuda().unwrap();
-    let path = nccl_library().expect("`make cuda` has built the NCCL library");
+    let path = cuda_library().expect("`make cuda` has built it");
     let gloo = group_of_one();
     let group = gloo.with_nccl(&path, 0, TIMEOUT).unwrap();
     for kind in [Kind::Float, Kind::BFloat16] {

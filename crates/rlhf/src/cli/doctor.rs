@@ -119,8 +119,8 @@ mod tests {
     #[test]
     fn a_finding_is_a_line_and_the_last_line_counts_them() {
         let (good, bad) = (finding("ok", None), finding("failure", Some("unset OMP_NUM_THREADS")));
-        assert_eq!(line(&good), "ok       threads          64 threads on 2 processors");
-        assert_eq!(line(&bad), "failure  threads          64 threads on 2 processors; unset OMP_NUM_THREADS");
+        assert_eq!(line(&good), "ok       threads               64 threads on 2 processors");
+        assert_eq!(line(&bad), "failure  threads               64 threads on 2 processors; unset OMP_NUM_THREADS");
         let warning = finding("warning", Some("x"));
         assert_eq!(summary(std::slice::from_ref(&good)), "no problems found");
         assert_eq!(summary(&[good, warning.clone()]), "1 warning: rlhf works");

@@ -50,20 +50,30 @@ pub(super) fn examine() -> (Vec<Finding>, bool) {
     let folder = tch_ext::libtorch_folder().unwrap_or_default();
     let (driver, cuda) = (device::has_driver(), folder.join("libtorch_cuda.so").is_file());
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
+    // Loads a gigabyte of libraries.
+    let usable = (driver && cuda).then(device::gpus);
     let seen = Seen {
         on_bus: on_bus(Path::new("/sys/bus/pci/devices")),
         driver,
         driver_version: version.as_deref().and_then(driver_version),
         driver_library: knows_driver(&std::fs::read("/etc/ld.so.cache").unwrap_or_default()),
         cuda,
-        // Loads a gigabyte of libraries.
-        usable: (driver && cuda).then(device::gpus),
+        library: cuda.then(|| library_in(&folder, usable.as_ref())),
+        usable,
         gpus: if driver { described() } else { Vec::new() },
         visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-        library: cuda.then(|| dist::cuda_library_in(&folder).map(|path| path.display().to_string())),
     };
     let usable = matches!(seen.usable, Some(Ok(1..)));
     (findings(&seen), usable)
+}
+
+/// The path of the library that `make cuda` builds in libtorch's folder, or the reason that it is not there or, where CUDA is loaded, cannot be.
+fn library_in(folder: &Path, usable: Option<&Result<usize, String>>) -> Result<String, String> {
+    let path = dist::cuda_library_in(folder)?;
+    match (usable, tch_ext::graphs_error()) {
+        (Some(Ok(_)), Some(error)) => Err(format!("it cannot be loaded: {error}")),
+        _ => Ok(path.display().to_string()),
+    }
 }
 
 /// Returns the findings about the GPU, and about the library that `make cuda` builds.
@@ -156,9 +166,11 @@ fn library(seen: &Seen, usable: usize) -> Finding {
     let missed = |text: String| Finding::warning(NAME, text, "run `make cuda`, then `make install` again");
     match (&seen.library, usable) {
         (Some(Ok(path)), _) => Finding::ok(NAME, path),
-        (Some(Err(reason)), 0) => Finding::ok(NAME, format!("not there, as no GPU can be used: {reason}")),
-        (Some(Err(reason)), 1) => missed(format!("generation starts each operation by itself: {reason}")),
-        (Some(Err(reason)), count) => missed(format!("{count} GPUs, of which a run can use one: {reason}")),
+        (Some(Err(_)), 0) => Finding::ok(NAME, "not there; no GPU can be used, so nothing needs it"),
+        (Some(Err(reason)), 1) => missed(format!("generation takes twice as long without it: {reason}")),
+        (Some(Err(reason)), count) => missed(format!(
+            "{count} GPUs, of which a run can use one, and generation takes twice as long without it: {reason}"
+        )),
         (None, _) => Finding::ok(NAME, "not there, as libtorch has no CUDA; ranks on CPUs use Gloo"),
     }
 }

@@ -509,7 +509,8 @@ impl CausalLm {
     }
 
     /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
-    /// or bf16. Neither waits for the device nor copies anything to it, except where `longrope` has a row read again.
+    /// or bf16. Neither waits for the device nor copies anything to it, except where `longrope` has a row read again and where a GPU records a
+    /// step ([`KvCache::decode`]).
     ///
     /// # Errors
     /// If the model is divided over ranks, and a rank has ended or does not respond.
@@ -522,6 +523,11 @@ impl CausalLm {
             cache.decode(tokens, self.body.has_recordable_steps(), step)?
         };
         self.read_outgrown(cache, logits)
+    }
+
+    #[cfg(test)]
+    pub(super) fn steps_can_be_recorded(&self) -> bool {
+        self.body.decoder.has_recordable_steps()
     }
 
     /// [`Body::hidden_at`] for the LM head.

@@ -305,13 +305,15 @@ impl Decoder {
         Ok(self.finish(x, None, None))
     }
 
-    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step: there are no experts, whose rows are
-    /// chosen on the host, no quantized weights, whose copies are made anew, and no gathered layers.
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step. It does not with an encoder and with a bias by
+    /// distance, which depend on the lengths that the host has; with `longrope`, whose factors are copied to the device; with experts,
+    /// whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
     pub(crate) fn has_recordable_steps(&self) -> bool {
         let constant =
             |layer: &Layer| !layer.mlp.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
         self.encoder.is_none()
             && self.has_kernel()
+            && self.shape.rope_switch().is_none()
             && !self.shards.are_params_divided()
             && self.layers.iter().all(constant)
     }

@@ -5,11 +5,14 @@ use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 use tch_ext::{Graph, on_device};
 
-/// Positions that a step on a GPU attends to are a multiple of this, the rest of them masked: a graph serves so many steps.
-const POSITIONS_ON_GPU: u64 = 64;
+/// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps.
+const POSITIONS_ON_GPU: i64 = 64;
 
 /// A graph is not recorded for fewer steps than this: recording takes about as long as computing a step or two.
 const LEAST_RECORDED: i64 = 8;
+
+/// Bytes of a GPU that must be free for a recording: it cannot take memory that libtorch holds for other uses.
+const FREE_TO_RECORD: usize = 512 << 20;
 
 /// The keys and values of the rows that are decoded, preallocated.
 ///
@@ -31,8 +34,20 @@ pub(crate) struct KvCache {
     history: Option<History>,
     /// The encoder's keys and values, if there is an encoder.
     source: Option<SourceCache>,
-    /// The recorded step ([`KvCache::decode`]).
-    recorded: Recorded,
+    /// A step attends to a multiple of so many positions; 1 but on a GPU.
+    multiple: i64,
+    /// The step that was computed or recorded last ([`KvCache::decode`]), until the rows change.
+    last_step: Option<LastStep>,
+}
+
+/// A step of a cache's rows, of which others can be copies.
+struct LastStep {
+    /// Number of positions that it attends to.
+    width: i64,
+    /// Shape and dtype of its logits.
+    logits: (Vec<i64>, Kind),
+    /// The step as a graph, if it was recorded.
+    graph: Option<StepGraph>,
 }
 
 /// One decoding step as a CUDA graph, which reads and writes the tensors of its cache.
@@ -44,14 +59,24 @@ struct StepGraph {
     logits: Tensor,
 }
 
-/// Whether a step of the rows of a cache is recorded.
-enum Recorded {
-    /// None has been computed.
-    None,
-    /// One of this width has been computed. This loads CUDA's kernels, so that the next can be recorded.
-    Computed(i64),
-    /// Steps of this width are replayed.
-    Graph(i64, StepGraph),
+/// The way to the logits of the next step.
+#[derive(Debug, PartialEq)]
+enum NextStep {
+    Compute,
+    Record,
+    Replay,
+}
+
+impl NextStep {
+    /// The way for a step that attends to `width` positions, with which so many steps, it included, are left. A step is recorded only after one of its width has been
+    /// computed, which loads CUDA's kernels.
+    fn after(last: Option<(i64, bool)>, width: i64, left: i64) -> Self {
+        match last {
+            Some((of, true)) if of == width => Self::Replay,
+            Some((of, false)) if of == width && left >= LEAST_RECORDED => Self::Record,
+            _ => Self::Compute,
+        }
+    }
 }
 
 /// The tokens of the rows of a cache.
@@ -112,9 +137,19 @@ impl Step {
     }
 }
 
-/// `positions` rounded up to a multiple of [`POSITIONS_ON_GPU`].
-fn rounded_on_gpu(positions: i64) -> i64 {
-    (positions as u64).next_multiple_of(POSITIONS_ON_GPU) as i64
+/// The multiple of positions that a step on `device` attends to.
+fn multiple_on(device: Device) -> i64 {
+    if device.is_cuda() { POSITIONS_ON_GPU } else { 1 }
+}
+
+/// Number of positions of a row that a cache on `device` has for `capacity` tokens.
+pub(crate) fn positions_for(capacity: usize, device: Device) -> usize {
+    capacity.next_multiple_of(multiple_on(device) as usize)
+}
+
+/// Whether GPU `device` has memory for a recording.
+fn has_room(device: usize) -> bool {
+    tch_ext::gpu_memory(device).is_ok_and(|[free, _]| free >= FREE_TO_RECORD)
 }
 
 impl KvCache {
@@ -126,14 +161,28 @@ impl KvCache {
         head_dim: i64,
         options: (Kind, Device),
     ) -> Result<Self> {
-        let capacity = if let Device::Cuda(_) = options.1 { rounded_on_gpu(capacity) } else { capacity };
+        let capacity = positions_for(capacity as usize, options.1) as i64;
         // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         let (filled, places, step, history, source) = (None, None, None, None, None);
-        let recorded = Recorded::None;
-        Ok(Self { layers, lens, filled, capacity, kv_heads, head_dim, device, places, step, history, source, recorded })
+        let (multiple, last_step) = (multiple_on(device), None);
+        Ok(Self {
+            layers,
+            lens,
+            filled,
+            capacity,
+            kv_heads,
+            head_dim,
+            device,
+            places,
+            step,
+            history,
+            source,
+            multiple,
+            last_step,
+        })
     }
 
     /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
@@ -149,7 +198,7 @@ impl KvCache {
     pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
-        (self.source, self.recorded) = (None, Recorded::None);
+        (self.source, self.last_step) = (None, None);
         if let Some(history) = &self.history {
             let rows: Vec<Tensor> =
                 layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
@@ -268,10 +317,7 @@ impl KvCache {
     /// Number of positions of each row that a step attends to after which the longest row has `longest` tokens; positions without a token
     /// are masked.
     fn width(&self, longest: i64) -> i64 {
-        match self.device {
-            Device::Cuda(_) => rounded_on_gpu(longest).min(self.capacity),
-            _ => longest,
-        }
+        ((longest as u64).next_multiple_of(self.multiple as u64) as i64).min(self.capacity)
     }
 
     /// The logits of one more token in every row, `tokens` `[rows]` i64, which `step` computes from them and this cache.
@@ -285,33 +331,44 @@ impl KvCache {
         &mut self,
         tokens: &Tensor,
         records: bool,
-        step: impl FnOnce(&Tensor, &mut Self) -> Result<Tensor>,
+        step: impl Fn(&Tensor, &mut Self) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let Device::Cuda(device) = self.device else { return step(tokens, self) };
         if !records || self.history.is_some() || self.source.is_some() {
             return step(tokens, self);
         }
         let width = self.width(self.longest() + 1);
-        match &self.recorded {
-            Recorded::Graph(of, recorded) if *of == width => {
-                recorded.tokens.shallow_clone().copy_(tokens);
-                recorded.graph.replay().map_err(Error::Run)?;
-                self.lens.iter_mut().for_each(|len| *len += 1);
-                return Ok(recorded.logits.shallow_clone());
-            }
-            Recorded::Computed(of) if *of == width && width - self.longest() >= LEAST_RECORDED => {}
-            _ => {
-                let logits = step(tokens, self)?;
-                self.recorded = Recorded::Computed(width);
-                return Ok(logits);
-            }
+        let last = self.last_step.as_ref().map(|last| (last.width, last.graph.is_some()));
+        let next = NextStep::after(last, width, width - self.longest());
+        if next == NextStep::Record && has_room(device) {
+            self.record(device, tokens, &step);
         }
-        let tokens = tokens.copy();
-        let (graph, logits) = Graph::record(device, || step(&tokens, self)).map_err(Error::Run)?;
-        let logits = logits?;
-        graph.replay().map_err(Error::Run)?;
-        self.recorded = Recorded::Graph(width, StepGraph { graph, tokens, logits: logits.shallow_clone() });
+        if let Some(graph) =
+            self.last_step.as_ref().and_then(|last| last.graph.as_ref()).filter(|_| next != NextStep::Compute)
+        {
+            graph.tokens.shallow_clone().copy_(tokens);
+            graph.graph.replay().map_err(Error::Run)?;
+            self.lens.iter_mut().for_each(|len| *len += 1);
+            return Ok(graph.logits.shallow_clone());
+        }
+        let logits = step(tokens, self)?;
+        self.last_step = Some(LastStep { width, logits: (logits.size(), logits.kind()), graph: None });
         Ok(logits)
+    }
+
+    /// Records the next step, whose logits have the form of the last one's. If that fails, the step remains to be computed: nothing of it
+    /// has run.
+    fn record(&mut self, device: usize, tokens: &Tensor, step: &impl Fn(&Tensor, &mut Self) -> Result<Tensor>) {
+        let Some(last) = &self.last_step else { return };
+        // Not in the memory of the recording, which other graphs use too.
+        let mut logits = Tensor::empty(&last.logits.0, (last.logits.1, self.device));
+        let (tokens, lens) = (tokens.copy(), self.lens.clone());
+        let recorded = Graph::record(device, || step(&tokens, self).map(|found| logits.copy_(&found)));
+        // The host's lengths count the steps that run.
+        (self.lens, self.step) = (lens, None);
+        if let (Ok((graph, Ok(()))), Some(last)) = (recorded, &mut self.last_step) {
+            last.graph = Some(StepGraph { graph, tokens, logits });
+        }
     }
 
     fn new_step(&self) -> Step {
@@ -371,7 +428,7 @@ impl KvCache {
                 .as_ref()
                 .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
             source: self.source.as_ref().map(SourceCache::shallow_clone),
-            recorded: Recorded::None,
+            last_step: None,
             ..*self
         }
     }
@@ -392,12 +449,92 @@ impl KvCache {
         if let Some(history) = &mut self.history {
             history.tokens = history.tokens.index_select(0, &index);
         }
-        (self.places, self.step, self.recorded) = (None, None, Recorded::None);
+        (self.places, self.step, self.last_step) = (None, None, None);
     }
 
     fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {
         let (all_keys, all_values) = &mut self.layers[layer];
         let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
         let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{CausalLm, ModelOptions, Precision, StopCheck};
+    use std::path::Path;
+
+    fn golden_model(name: &str, options: ModelOptions) -> CausalLm {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+        CausalLm::from_pretrained(&dir, options).unwrap()
+    }
+
+    #[test]
+    fn a_step_is_recorded_after_one_of_its_width_and_replayed_until_the_width_changes() {
+        use NextStep::{Compute, Record, Replay};
+        let after = |last, left| NextStep::after(last, 128, left);
+        assert_eq!(after(None, 64), Compute); // nothing is loaded yet
+        assert_eq!(after(Some((128, false)), 63), Record);
+        assert_eq!(after(Some((128, false)), 8), Record);
+        assert_eq!(after(Some((128, false)), 7), Compute); // too few steps
+        assert_eq!([64, 1].map(|left| after(Some((128, true)), left)), [Replay, Replay]);
+        assert_eq!([false, true].map(|graph| after(Some((64, graph)), 64)), [Compute, Compute]);
+    }
+
+    #[test]
+    fn positions_that_are_masked_change_no_logits() {
+        // f16 has no kernels, which attend to a row's own positions: libtorch's operations are used, as on a GPU.
+        let options = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
+        // Windows of 4 and 8 positions, a soft cap, learned and rotary positions.
+        for name in ["gemma2", "gemma3", "gpt2", "gpt_neox", "mistral"] {
+            let model = golden_model(name, options);
+            let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14]];
+            let of = |multiple: i64| {
+                let (mut cache, _) = model.prefill(&prompts, 12, StopCheck::NEVER).unwrap();
+                cache.multiple = multiple;
+                let step = |token: i64| model.decode(&Tensor::from_slice(&[token, token + 1]), &mut cache).unwrap();
+                Tensor::cat(&(20..31).map(step).collect::<Vec<_>>(), 0).to_kind(Kind::Float)
+            };
+            let (exact, wide) = tch::no_grad(|| (of(1), of(16)));
+            let gap = (&exact - &wide).abs().max().double_value(&[]);
+            assert!(gap < 4e-3 * exact.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
+        }
+    }
+
+    #[test]
+    fn a_clone_of_a_cache_counts_its_own_steps() {
+        let model = golden_model("gpt_neox", ModelOptions::default());
+        let prompts = [vec![5i64, 6, 7], vec![8, 9]];
+        let tokens = Tensor::from_slice(&[20i64, 21]);
+        tch::no_grad(|| {
+            let (mut cache, _) = model.prefill(&prompts, 8, StopCheck::NEVER).unwrap();
+            model.decode(&tokens, &mut cache).unwrap();
+            let mut other = cache.shallow_clone();
+            for _ in 0..2 {
+                model.decode(&tokens, &mut other).unwrap();
+            }
+            let filled = |cache: &KvCache| Vec::<i64>::try_from(cache.filled.as_ref().unwrap()).unwrap();
+            assert_eq!((filled(&cache), &cache.lens), (vec![4, 3], &vec![4, 3]));
+            assert_eq!((filled(&other), &other.lens), (vec![6, 5], &vec![6, 5]));
+        });
+    }
+
+    #[test]
+    fn a_cache_on_a_gpu_has_whole_multiples_of_positions() {
+        let of = |capacity| [Device::Cpu, Device::Cuda(1)].map(|device| positions_for(capacity, device));
+        assert_eq!([1, 64, 65].map(of), [[1, 64], [64, 64], [65, 128]]);
+    }
+
+    #[test]
+    fn steps_that_differ_or_depend_on_the_host_are_not_recorded() {
+        let recordable = |name: &str| golden_model(name, ModelOptions::default()).steps_can_be_recorded();
+        for name in ["gpt2", "gpt_neox", "gemma2", "gemma3", "llama_dynamic", "mistral", "olmo2", "opt", "qwen3"] {
+            assert!(recordable(name), "{name}");
+        }
+        // Angles that change with the length, experts, encoders.
+        for name in ["phi3_long", "mixtral", "qwen3_moe", "t5", "bart"] {
+            assert!(!recordable(name), "{name}");
+        }
     }
 }

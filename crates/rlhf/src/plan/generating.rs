@@ -133,6 +133,7 @@ impl<'c> Generation<'c> {
                 new_tokens: self.generation.max_new_tokens,
                 keeps_prompts: size > 1 && size > most,
                 is_plain,
+                device: self.machine.device,
             };
             sampled.add_to(&mut phase, &self.sizes, compute);
             phase.sum_up();

@@ -6,7 +6,7 @@ use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::Result;
 use crate::dist::ZeroStage;
-use crate::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, uses_kernels};
+use crate::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels};
 use crate::optim::micro_batch::default_tokens;
 use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
@@ -35,12 +35,15 @@ pub(super) struct Sampled {
     pub(super) keeps_prompts: bool,
     /// Logits are sampled from by libtorch's own operations.
     pub(super) is_plain: bool,
+    /// Device of the cache.
+    pub(super) device: Device,
 }
 
 impl Sampled {
     /// Adds cache, activations and logits to `phase`.
     pub(super) fn add_to(self, phase: &mut Phase, sizes: &ModelSizes, compute: Kind) {
-        let cached = |rows| sizes.cache_bytes(rows, self.longest + self.new_tokens, compute);
+        let positions = positions_for(self.longest + self.new_tokens, self.device);
+        let cached = |rows| sizes.cache_bytes(rows, positions, compute);
         phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
         let (outputs, read) = (self.prompts, self.prompts * self.longest);
         let tokens = match sizes.config().is_encoder_decoder() {
@@ -269,6 +272,7 @@ impl<'a> Job<'a> {
                 || sampling.logprobs_of == LogprobsOf::Filtered
                 || sampling.repetition_penalty != 1.0
                 || !uses_kernels(self.compute, self.machine.device),
+            device: self.machine.device,
         };
         sampled.add_to(&mut phase, policy.sizes, self.compute);
         if self.releases(policy.stage) {
