@@ -38,17 +38,15 @@ pub struct Graph {
     raw: NonNull<c_void>,
 }
 
-/// A recording in progress, which ends when this is dropped.
-struct Recording(NonNull<c_void>);
+/// A graph that is being recorded. If the work panics, the recording ends here.
+struct Recording(Option<Graph>);
 
 impl Drop for Recording {
     fn drop(&mut self) {
+        let Some(graph) = &self.0 else { return };
         FAILED.store(true, Ordering::Relaxed);
         // SAFETY: the graph is alive, and its recording has not ended.
-        let message = unsafe { tch_ext_graph_end(self.0.as_ptr(), false) };
-        let _ = into_result(message);
-        // SAFETY: nothing else has it.
-        unsafe { tch_ext_graph_free(self.0.as_ptr()) }
+        let _ = into_result(unsafe { tch_ext_graph_end(graph.raw.as_ptr(), false) });
     }
 }
 
@@ -72,11 +70,10 @@ impl Graph {
         let mut raw = null_mut();
         // SAFETY: the pointer lives until the call returns.
         into_result(unsafe { tch_ext_graph_begin(device as c_int, &raw mut raw) }).map_err(failed)?;
-        let recording = Recording(NonNull::new(raw).ok_or("CUDA returned no graph")?);
+        let raw = NonNull::new(raw).ok_or("CUDA returned no graph")?;
+        let mut recording = Recording(Some(Self { raw }));
         let result = work();
-        let raw = recording.0;
-        std::mem::forget(recording);
-        let graph = Self { raw };
+        let graph = recording.0.take().ok_or("the recording has ended")?;
         // SAFETY: the graph is alive, and its recording has not ended.
         into_result(unsafe { tch_ext_graph_end(raw.as_ptr(), true) }).map_err(failed)?;
         Ok((graph, result))

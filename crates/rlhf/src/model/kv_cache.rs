@@ -509,10 +509,10 @@ mod tests {
         let tokens = Tensor::from_slice(&[20i64, 21]);
         tch::no_grad(|| {
             let (mut cache, _) = model.prefill(&prompts, 8, StopCheck::NEVER).unwrap();
-            model.decode(&tokens, &mut cache).unwrap();
+            let _ = model.decode(&tokens, &mut cache).unwrap();
             let mut other = cache.shallow_clone();
             for _ in 0..2 {
-                model.decode(&tokens, &mut other).unwrap();
+                let _ = model.decode(&tokens, &mut other).unwrap();
             }
             let filled = |cache: &KvCache| Vec::<i64>::try_from(cache.filled.as_ref().unwrap()).unwrap();
             assert_eq!((filled(&cache), &cache.lens), (vec![4, 3], &vec![4, 3]));
