@@ -1,4 +1,4 @@
-//! CUDA graphs: work of a GPU that is recorded once and queued again as a whole.
+//! CUDA graphs: work of a GPU that is recorded once (PyTorch: captured) and replayed as a whole.
 
 use crate::into_result;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -54,8 +54,9 @@ impl Graph {
     /// Records what `work` queues on GPU `device`, without running it, and returns the graph with the result of `work`.
     ///
     /// The work must neither wait for the GPU nor copy between it and the host. It reads and writes the same tensors at each
-    /// [`Graph::replay`]. Those that exist before must outlive the graph. Those that it makes share their memory with those of other graphs:
-    /// what is read after a replay has to be in a tensor from before. Waits for the work that the GPU has to do.
+    /// [`Graph::replay`]. Inputs and outputs must be tensors that were allocated before the recording and that outlive the graph: all graphs of a
+    /// GPU share one memory pool, so tensors that the work allocates may be overwritten by the replay of another graph. Synchronizes with the
+    /// GPU before it records.
     ///
     /// # Errors
     /// If there are no graphs ([`has_graphs`]), or CUDA cannot record the work. Nothing is recorded in this process then.

@@ -548,9 +548,13 @@ impl Body {
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
     }
 
-    /// Whether every decoding step does the same work with the same tensors, so that a GPU can record it.
+    /// Whether the model is on a GPU that can record its decoding steps: each does the same work with the same tensors.
     pub(super) fn has_recordable_steps(&self) -> bool {
-        !plain() && tch_ext::has_graphs() && self.offloaded.get().is_none() && self.decoder.has_recordable_steps()
+        self.device.is_cuda()
+            && !plain()
+            && tch_ext::has_graphs()
+            && self.offloaded.get().is_none()
+            && self.decoder.has_recordable_steps()
     }
 
     /// Offloads the parameters between their uses, unless they are offloaded already: of a frozen model that is not divided over ranks, but

@@ -147,8 +147,8 @@ pub(crate) fn positions_for(capacity: usize, device: Device) -> usize {
     capacity.next_multiple_of(multiple_on(device) as usize)
 }
 
-/// Whether GPU `device` has memory for a recording.
-fn has_room(device: usize) -> bool {
+/// Whether enough memory of GPU `device` is free to record a step.
+fn has_memory_to_record(device: usize) -> bool {
     tch_ext::gpu_memory(device).is_ok_and(|[free, _]| free >= FREE_TO_RECORD)
 }
 
@@ -333,19 +333,15 @@ impl KvCache {
         records: bool,
         step: impl Fn(&Tensor, &mut Self) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let Device::Cuda(device) = self.device else { return step(tokens, self) };
-        if !records || self.history.is_some() || self.source.is_some() {
-            return step(tokens, self);
-        }
+        let (Device::Cuda(device), true) = (self.device, records) else { return step(tokens, self) };
         let width = self.width(self.longest() + 1);
         let last = self.last_step.as_ref().map(|last| (last.width, last.graph.is_some()));
-        let next = NextStep::after(last, width, width - self.longest());
-        if next == NextStep::Record && has_room(device) {
-            self.record(device, tokens, &step);
+        match NextStep::after(last, width, width - self.longest()) {
+            NextStep::Compute => self.last_step = None,
+            NextStep::Record if has_memory_to_record(device) => self.record(device, tokens, &step),
+            NextStep::Record | NextStep::Replay => {}
         }
-        if let Some(graph) =
-            self.last_step.as_ref().and_then(|last| last.graph.as_ref()).filter(|_| next != NextStep::Compute)
-        {
+        if let Some(graph) = self.last_step.as_ref().and_then(|last| last.graph.as_ref()) {
             graph.tokens.shallow_clone().copy_(tokens);
             graph.graph.replay().map_err(Error::Run)?;
             self.lens.iter_mut().for_each(|len| *len += 1);

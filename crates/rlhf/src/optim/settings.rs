@@ -10,6 +10,19 @@ use crate::flag::{
 };
 use crate::model::Trains;
 
+/// Names of the settings of the learning rate's schedule.
+pub(crate) const SCHEDULE: [&str; 9] = [
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",
+    "lr_end",
+    "min_lr_rate",
+    "num_cycles",
+    "num_decay_steps",
+    "decay_type",
+    "power",
+];
+
 /// The optimizer and the learning-rate schedule. The peak learning rate is a field of each command, as its default differs.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]

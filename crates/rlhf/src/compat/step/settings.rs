@@ -1,6 +1,7 @@
 //! Settings of TRL's `step()`.
 
 use crate::hub::push::Destination;
+use crate::optim::settings::SCHEDULE;
 use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{ImportanceLevel, KlEstimator};
@@ -14,19 +15,6 @@ use std::path::{Path, PathBuf};
 
 /// The setting that has best models pushed, in errors.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
-
-/// Settings of an optimizer's schedule.
-const SCHEDULE: [&str; 9] = [
-    "lr_scheduler_type",
-    "warmup_steps",
-    "warmup_ratio",
-    "lr_end",
-    "min_lr_rate",
-    "num_cycles",
-    "num_decay_steps",
-    "decay_type",
-    "power",
-];
 
 /// Settings of a [`StepTrainer`](super::StepTrainer), with TRL's names and defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]

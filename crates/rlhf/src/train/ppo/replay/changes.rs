@@ -1,9 +1,10 @@
 //! Settings that a replay may change, and why it may not change the others.
 
+use crate::optim::settings::SCHEDULE;
 use crate::run::checkpoint::{Change, FREE, LENGTH, OF_BEST};
 use crate::{Error, Result};
 
-/// Settings that act after responses are sampled and scored. A replay may change them.
+/// Settings that act after responses are sampled and scored, beside those of the schedule. A replay may change them.
 const ALLOWED: &[&str] = &[
     "advantage_estimator",
     "scale_rewards",
@@ -72,15 +73,6 @@ const ALLOWED: &[&str] = &[
     "use_score_norm",
     "score_clip",
     "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "warmup_ratio",
-    "lr_end",
-    "min_lr_rate",
-    "num_cycles",
-    "num_decay_steps",
-    "decay_type",
-    "power",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
@@ -134,7 +126,7 @@ const ELSEWHERE: &str = "it changes nothing of one update";
 /// Returns why a replay may not change the setting `name`; `None` if it may.
 fn reason(name: &str) -> Option<&'static str> {
     // The folder of the run; where a replay writes is no setting of it.
-    if ALLOWED.contains(&name) || name == "output_dir" {
+    if ALLOWED.contains(&name) || SCHEDULE.contains(&name) || name == "output_dir" {
         return None;
     }
     Some(match name {
@@ -186,7 +178,7 @@ mod tests {
         for name in &names {
             assert_eq!(reason(name) == Some(ELSEWHERE), elsewhere.contains(&name.as_str()), "{name}");
         }
-        let lists = [ALLOWED, SAMPLING, &LENGTH, &elsewhere];
+        let lists = [ALLOWED, &SCHEDULE, SAMPLING, &LENGTH, &elsewhere];
         for name in lists.iter().copied().flatten() {
             assert!(names.iter().any(|known| known == name), "no setting {name}");
             assert_eq!(lists.iter().filter(|list| list.contains(name)).count(), 1, "{name}");
