@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo demo-chat test test-setup test-kills test-attack test-interop bench lint deny package install crate
+.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint deny package install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,29 +22,17 @@ demo-chat: setup ## a pretrained chat model learns to answer in JSON: GRPO with 
 	cargo build --release --locked
 	examples/smollm2/grpo.sh "$(target)/release/rlhf"
 
-test: test-setup lint ## formatting, clippy, docs, every test
-	cargo test --workspace --locked
-	tests/setup/test_crate.sh
-	RLHF_KERNELS=plain cargo test -p rlhf --locked --test main -- golden models:: lora:: ppo:: ppo_
+test: ## the checks of every change: formatting, clippy, unit and integration tests, goldens
+	@python3 scripts/check.py always
 
-test-setup: setup
-	tests/setup/test_setup.sh
-	python3 examples/sentiment/test_example.py
-	python3 examples/gpt2-sentiment/test_example.py
-	python3 examples/code_reward/test_example.py
-	python3 examples/t5-summary/test_example.py
-	python3 examples/smollm2/test_example.py
-	python3 benchmarks/test_table.py
+test-all: ## everything, with the minutes of each part; needs 10 GB of disk for Python's packages
+	@python3 scripts/check.py all
 
-test-kills: setup ## kill a run fifty times at random moments, resume it each time, compare every bit
-	cargo test -p rlhf --locked --test main -- --ignored --nocapture a_run_killed_fifty_times
+test-part: ## some of the parts that CONTRIBUTING.md lists: make test-part PART='ranks plan'
+	@python3 scripts/check.py $(PART)
 
-test-attack: setup ## the attacks of the test suite in their long form, twenty times as many cases, about an hour
-	RLHF_ATTACK=20 cargo test -p rlhf --locked --test main -- --nocapture attack:: a_run_killed_fifty_times hub::hostile
-	RLHF_ATTACK=20 cargo test -p rlhf --locked --bin rlhf -- attack::
-
-test-interop: setup ## check what rlhf writes with transformers, peft, tensorboard, trackers and Chromium, rlhf serve with openai, rlhf push with huggingface_hub
-	scripts/test-interop.sh
+test-attack: ## the attacks of the test suite in their long form, twenty times as many cases, about an hour
+	@RLHF_ATTACK=20 python3 scripts/check.py attacks kills
 
 bench: setup ## time rlhf against TRL, two to three hours; CELLS='update/s/f32 ...' for a part
 	cargo build --release --locked

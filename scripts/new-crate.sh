@@ -35,6 +35,9 @@ rlhf = { path = "$checkout/crates/rlhf" }
 [profile.dev]
 opt-level = 1
 debug = "line-tables-only"
+
+[profile.dev.package."*"]
+debug = false
 TOML
 # The versions of dependencies that rlhf is tested with.
 cp "$checkout/Cargo.lock" "$folder/Cargo.lock"

@@ -2,8 +2,9 @@
 # Provides libtorch for cargo: $LIBTORCH, else .libtorch/torch, which .cargo/config.toml points at. Every make target runs
 # this script first; it prints nothing and returns at once if libtorch is there.
 #
-# In order of preference: $LIBTORCH, an importable Python torch (linked, not copied), the wheel from PyPI (unpacked here;
-# nothing is installed into Python). All must have the version that tch binds.
+# In order of preference: $LIBTORCH, an importable Python torch (linked, not copied), what another checkout has fetched, the wheel from
+# PyPI (unpacked here; nothing is installed into Python). All must have the version that tch binds. What is fetched is kept in
+# ${RLHF_CACHE:-~/.cache/rlhf}, from where checkouts on the same file system have it as hard links, which take no space.
 #
 # Each failure is one line on standard error and exit code 1.
 set -euo pipefail
@@ -14,6 +15,8 @@ TORCH=2.11.0
 CUDA_WHEELS=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85)
 # Disk space for the wheels, pip's cache of them, and the unpacked files.
 FETCH_NEEDS_MB=2048
+
+cache=${RLHF_CACHE:-${XDG_CACHE_HOME:-${HOME-}/.cache}/rlhf}/libtorch-$TORCH
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() {
@@ -89,6 +92,32 @@ if [ -n "$python_torch" ]; then
     say "Python's torch in $python_torch is ${found:-without libtorch}, not $TORCH; leaving it alone"
 fi
 
+# All work is done in this folder, and the last step renames its result, so that an interrupted download leaves no
+# incomplete libtorch. A killed script may leave the folder; the next one removes it.
+partial=$PWD/.libtorch/partial
+trap 'rm -rf "$partial"' EXIT
+trap 'exit 130' INT
+rm -rf "$partial"
+mkdir "$partial"
+
+# Puts the unpacked folders of $partial in place.
+finish() {
+    rm -rf .libtorch/nvidia
+    mv "$partial/nvidia" .libtorch/nvidia
+    put_in_place "$partial/torch"
+}
+
+# Copies the folder $1 to $2, as hard links where that is possible.
+copy() { cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2"; cp -a "$1" "$2"; }; }
+
+if [ "$(version_of "$cache/torch")" = $TORCH ]; then
+    copy "$cache/torch" "$partial/torch"
+    copy "$cache/nvidia" "$partial/nvidia"
+    finish
+    say "libtorch $TORCH: from $cache"
+    exit
+fi
+
 arch=$(uname -m)
 case "$(uname -s) $arch" in
 "Linux x86_64" | "Linux aarch64") ;;
@@ -100,16 +129,8 @@ free_mb=$(df -Pm .libtorch | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge $FETCH_NEEDS_MB ] ||
     fail "$PWD/.libtorch: too little disk space for libtorch: expected $FETCH_NEEDS_MB MB free, found $free_mb MB"
 
-# All work is done in this folder, and the last step renames its result, so that an interrupted download leaves no
-# incomplete libtorch. A killed script may leave the folder; the next one removes it.
-partial=$PWD/.libtorch/partial
-trap 'rm -rf "$partial"' EXIT
-trap 'exit 130' INT
-rm -rf "$partial"
-mkdir "$partial"
-
 say "libtorch $TORCH: fetching the PyPI wheel (once, about 530 MB)"
-# The wheels of all Python versions contain the same libtorch; with the user's version, `make test-interop` reuses pip's cache.
+# The wheels of all Python versions contain the same libtorch; with the user's version, the tests' environment reuses pip's cache.
 python=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case $python in 3.1[0-4]) ;; *) python=3.12 ;; esac
 # pip downloads to $TMPDIR first, and /tmp is often small.
@@ -146,7 +167,11 @@ found=$(version_of "$partial/torch")
 # link it for those (lld, rustc's default on x86-64 since 1.90, would not), and the program would not start.
 echo 'INPUT(-ltorch_cpu)' >"$partial/torch/lib/libtorch.so"
 
-rm -rf .libtorch/nvidia
-mv "$partial/nvidia" .libtorch/nvidia
-put_in_place "$partial/torch"
+# For other checkouts. Where it cannot be kept, they fetch it themselves.
+kept=$cache.$$
+if mkdir -p "$kept" 2>/dev/null; then
+    { copy "$partial/torch" "$kept/torch" && copy "$partial/nvidia" "$kept/nvidia" && rm -rf "$cache" && mv -T "$kept" "$cache"; } 2>/dev/null ||
+        rm -rf "$kept"
+fi
+finish
 say "libtorch $TORCH is ready in .libtorch/torch"

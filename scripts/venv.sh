@@ -1,14 +1,29 @@
 #!/usr/bin/env bash
-# venv.sh FOLDER REQUIREMENTS MESSAGE: makes the Python environment FOLDER with the packages of the file REQUIREMENTS, and prints
-# MESSAGE first. Does nothing if the environment is there with these packages.
+# venv.sh LINK REQUIREMENTS MESSAGE: makes the Python environment LINK with the packages of the file REQUIREMENTS, and prints MESSAGE
+# first. Does nothing if the environment is there with these packages.
+#
+# LINK leads to a folder in ${RLHF_CACHE:-~/.cache/rlhf}/venvs, one for each list of packages and version of Python, so that all
+# checkouts share it. Environments that nothing has used for 30 days are removed.
 set -euo pipefail
-venv=$1 requirements=$2 message=$3
+link=$1 requirements=$2 message=$3
+cache=${RLHF_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rlhf}/venvs
+mkdir -p "$cache"
+hash=$({ python3 --version; cat "$requirements"; } | sha256sum)
+venv=$cache/${hash:0:16}
 
-# `installed` is a copy of REQUIREMENTS, written when all packages are installed.
-if cmp -s "$requirements" "$venv/installed" && [ -x "$venv/bin/python" ]; then
+place() { [ "$(readlink "$link")" = "$venv" ] || { rm -rf "$link" && ln -s "$venv" "$link"; }; }
+
+# One at a time: a second one waits, then finds the environment in place.
+exec 9>"$venv.lock"
+flock 9
+# `installed` is written when all packages are installed, and its time is that of the last use.
+if [ -e "$venv/installed" ] && [ -x "$venv/bin/python" ]; then
+    touch "$venv/installed"
+    place
     exit
 fi
 echo "$message" >&2
+find "$cache" -mindepth 2 -maxdepth 2 -name installed -mtime +30 -printf '%h\n' | while read -r old; do rm -rf "$old"; done
 rm -rf "$venv"
 if python3 -m venv "$venv" >/dev/null 2>&1; then
     pip=("$venv/bin/python" -m pip)
@@ -18,9 +33,10 @@ else
     python3 -m venv --without-pip "$venv"
     pip=(python3 -m pip --python "$venv/bin/python")
 fi
-# pip downloads to $TMPDIR first, and /tmp is often small.
+# pip downloads to $TMPDIR first, and /tmp is often small. Compiling all modules now would take longer than those that are imported later.
 mkdir "$venv/tmp"
-TMPDIR=$venv/tmp "${pip[@]}" --disable-pip-version-check install --quiet --only-binary=:all: -r "$requirements" ||
+TMPDIR=$venv/tmp "${pip[@]}" --disable-pip-version-check install --quiet --no-compile --only-binary=:all: -r "$requirements" ||
     { echo "error: $venv: pip could not install $requirements, for the reason above; is there a network, and disk space?" >&2; exit 1; }
 rm -rf "$venv/tmp"
 cp "$requirements" "$venv/installed"
+place

@@ -1,6 +1,6 @@
 """Tests of the example's data and scripts: python3 examples/gpt2-sentiment/test_example.py
 
-What needs torch is tested by `make test-interop`, what needs rlhf by `cargo test`.
+What needs torch is tested by `make test-part PART=transformers`, what needs rlhf by `cargo test`.
 """
 
 import ast

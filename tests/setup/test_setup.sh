@@ -16,13 +16,14 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 repo=$work/repo
 bin=$work/bin
+export RLHF_CACHE=$work/cache
 python=$(python3 -c 'import sys; print(sys.executable)')
 tools="bash env awk cat cp cut head readlink realpath flock grep ln mkdir mv rm sha256sum sleep tail uname"
 . tests/setup/check.sh
 
 # A new checkout and a PATH with what set-up needs. The fake python3 sees no site-packages; its pip is the file pip.
 fresh() {
-    rm -rf "$repo" "$bin"
+    rm -rf "$repo" "$bin" "$RLHF_CACHE"
     mkdir -p "$repo/scripts" "$repo/crates/tch-ext/csrc" "$bin"
     cp scripts/setup.sh scripts/cuda.sh "$repo/scripts/"
     echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,graph.cpp,groups.h,graph.h,common.h} >/dev/null
@@ -215,6 +216,15 @@ check "GNU ld does not meet libtorch_cuda.so" [ "$(<"$repo/.libtorch/torch/lib/l
 setup
 check "a second run is silent" silent_success
 check "a second run fetches nothing" fetched_times 1
+
+rm -rf "$repo/.libtorch"; setup
+check "another checkout has what this one fetched" [ "$rc:$out" = "0:setup: libtorch 2.11.0: from $RLHF_CACHE/libtorch-2.11.0" ]
+check "it is not fetched again" fetched_times 1
+check "it takes no space" [ "$(stat -c %h "$repo/.libtorch/torch/lib/libtorch_cpu.so")" = 2 ]
+
+fresh; fake_wheels 2.11.0; touch "$RLHF_CACHE"; setup
+check "a cache that cannot be written is done without" [ "$rc" = 0 -a -f "$repo/.libtorch/torch/lib/libtorch_cpu.so" ]
+rm "$RLHF_CACHE"
 
 fresh; fake_wheels 2.12.0; setup
 check "a wheel of another version" one_error "expected libtorch 2.11.0" "found 2.12.0"

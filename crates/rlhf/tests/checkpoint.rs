@@ -461,7 +461,7 @@ fn a_run_killed_at_random_moments_ends_in_the_same_bits() {
 }
 
 #[test]
-#[ignore = "a minute: `make test-kills`"]
+#[ignore = "a minute: `make test-part PART=kills`"]
 fn a_run_killed_fifty_times_ends_in_the_same_bits() {
     killed_at_random(50);
 }

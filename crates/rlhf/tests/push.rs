@@ -1,4 +1,4 @@
-//! Uploads to the hub, against `tests/hub/server.py`, which is as strict as the hub; `make test-interop` uploads to it with
+//! Uploads to the hub, against `tests/hub/server.py`, which is as strict as the hub; `make test-part PART=clients` uploads to it with
 //! `huggingface_hub` and compares.
 
 use crate::cli::{PPO, Ran, SFT, Scratch};

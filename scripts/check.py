@@ -1,0 +1,480 @@
+#!/usr/bin/env python3
+"""Runs the checks of this repository: those of every change, and the parts that are due.
+
+    scripts/check.py change        what .ci/run does: the checks of every change, and each part that is due
+    scripts/check.py always        the checks of every change (`make test`)
+    scripts/check.py all           everything (`make test-all`); notes the commit in .ci/checked
+    scripts/check.py PART...       the named parts (`make test-part PART=...`); notes the commit likewise
+    scripts/check.py --list        the table of CONTRIBUTING.md
+
+A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
+it is its turn: a third of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
+In the end comes a table with the minutes of each step, then the closing lines of the test programs.
+
+All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKED = ROOT / ".ci/checked"
+CACHE = Path(os.environ.get("RLHF_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf")
+
+# One profile and one set of features: `-p rlhf` in place of `--workspace` would compile the dependencies a second time.
+BUILD = "cargo test --workspace --locked"
+MAIN = f"{BUILD} --test main --"
+PROGRAM = '"${CARGO_TARGET_DIR:-target}/debug/rlhf"'
+# Python environments, with what is printed while they are made.
+PYTHON = {
+    "interop": "transformers, peft, tensorboard and openai (once; with torch 5 GB)",
+    "trackers": "wandb, mlflow and trackio (once, 1 GB)",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Checks that run where they are due."""
+
+    name: str
+    about: str
+    # Files and folders (ending in /) of the repository, or beginnings of their names (ending in *).
+    paths: tuple
+    # In which of three turns it runs though no file of its paths has changed.
+    turn: int
+    # Names of integration tests, or parts of names.
+    tests: tuple = ()
+    # Names of `#[ignore]`d integration tests.
+    ignored: tuple = ()
+    commands: tuple = ()
+    # Python environments that the commands need: names of PYTHON.
+    python: tuple = ()
+
+    def steps(self):
+        steps = [f"{MAIN} {' '.join(self.tests)}"] if self.tests else []
+        steps += [f"{MAIN} --ignored {' '.join(self.ignored)}"] if self.ignored else []
+        return steps + list(self.commands)
+
+
+SRC = "crates/rlhf/src/"
+TESTS = "crates/rlhf/tests/"
+
+# Tests that stay among those of every change, though a part has the others of their kind.
+KEPT = (
+    "checkpoint::a_run_stopped_after_any_update_resumes_to_the_same_bits",
+    "distributed::ppo_trains_alike_on_any_number_of_ranks_and_a_repeated_run_has_the_same_bits",
+    "distributed::values_of_ranks_arrive_in_order_with_the_bits_of_their_numbers",
+    "eval::one_model_and_a_rule_give_the_share_right_and_pass_at_k",
+    "launch::a_rank_that_is_killed_ends_the_others_and_is_named",
+    "offload::a_run_is_the_same_to_the_bit_whichever_part_of_it_is_offloaded",
+    "plan::a_plan_needs_the_configuration_and_the_tokenizer_alone",
+    "push::a_folder_is_pushed_once_and_comes_back_with_the_same_bytes",
+    "replay::updates_of_ppo_are_those_of_the_run",
+    "sharding::every_stage_trains_every_kind_of_model_alike",
+)
+
+PARTS = (
+    Part(
+        "ranks",
+        "training and resuming on 2 and 4 ranks, at every stage of sharding, and their golden runs",
+        paths=(f"{SRC}dist*", f"{SRC}model/shard*", f"{SRC}model/body.rs", f"{SRC}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
+               f"{TESTS}distributed*", f"{TESTS}sharding.rs", f"{TESTS}rank_rows.rs", "crates/tch-ext/"),
+        turn=0,
+        tests=("distributed::", "sharding::", "rank_rows::", "by_2_ranks", "by_2_and_4_ranks",
+               "replay::an_update_of_two_ranks", "push::of_several_ranks"),
+    ),
+    Part(
+        "launch",
+        "`rlhf launch`: restarts, signals, ranks that fail or hang",
+        paths=(f"{SRC}cli/launch*", f"{SRC}dist*", f"{SRC}signals*", f"{SRC}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
+        turn=1,
+        tests=("launch::",),
+    ),
+    Part(
+        "resume",
+        "runs of every kind, stopped after each update or offloaded, end in the same bits",
+        paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{SRC}offload*", f"{SRC}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
+               f"{TESTS}offload.rs"),
+        turn=1,
+        tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
+               "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
+               "checkpoint::an_adapter_on", "offload::"),
+    ),
+    Part(
+        "kills",
+        "a run killed at random moments, ten and fifty times; failures of ranks and disks at every call",
+        paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{SRC}files*", f"{SRC}weights*", f"{TESTS}attack/faults*"),
+        turn=2,
+        tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::"),
+        ignored=("a_run_killed_fifty_times",),
+    ),
+    Part(
+        "attacks",
+        "damaged files, folders, templates, rewards, checkpoints and hubs, from fixed seeds",
+        paths=(f"{SRC}model/config*", f"{SRC}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{SRC}weights*", f"{SRC}gguf*", f"{SRC}safe_text*",
+               f"{SRC}run/checkpoint*", f"{SRC}serve*", f"{SRC}hub*", f"{TESTS}attack*", "crates/rlhf/src/cli/yaml.rs"),
+        turn=2,
+        tests=("attack::files::", "attack::folders::", "attack::rewards::", "hub::hostile"),
+        commands=(f"{BUILD} --bin rlhf -- attack::",),
+    ),
+    Part(
+        "plan",
+        "plans against the measured peaks of runs",
+        paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{SRC}model/described.rs", f"{SRC}optim*", f"{TESTS}plan.rs"),
+        turn=2,
+        tests=("plan::",),
+    ),
+    Part(
+        "eval",
+        "`rlhf eval` and its judges",
+        paths=(f"{SRC}eval*", f"{SRC}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
+        turn=0,
+        tests=("eval::",),
+    ),
+    Part(
+        "hub",
+        "uploads to a hub, whole, cut and refused",
+        paths=(f"{SRC}hub*", f"{SRC}push*", f"{SRC}run/push*", f"{TESTS}push.rs", "tests/hub/"),
+        turn=2,
+        tests=("push::",),
+    ),
+    Part(
+        "replay",
+        "`rlhf replay`: each kind of update is computed again to the bit",
+        paths=(f"{SRC}train/ppo*", f"{SRC}rl/*", f"{TESTS}replay.rs"),
+        turn=0,
+        tests=("replay::",),
+    ),
+    Part(
+        "large",
+        "a model file of 1 GiB is loaded within its size in memory",
+        paths=(f"{SRC}weights*", f"{SRC}model/body.rs", f"{SRC}model/pretrained.rs"),
+        turn=2,
+        ignored=("a_model_of_one_gib",),
+    ),
+    Part(
+        "kernels",
+        "models, adapters and PPO again with libtorch's operators in place of the kernels",
+        paths=("crates/tch-ext/", f"{SRC}model/layout.rs", f"{SRC}model/logprobs.rs", f"{SRC}model/mlp.rs", f"{SRC}model/decoder.rs"),
+        turn=1,
+        commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks",),
+    ),
+    Part(
+        "examples",
+        "the library's examples compile without warnings",
+        paths=("crates/rlhf/examples/", f"{SRC}lib.rs", f"{SRC}compat*", f"{SRC}train/*"),
+        turn=0,
+        commands=(f"{BUILD} --examples",),
+    ),
+    Part(
+        "set-up",
+        "scripts/setup.sh and cuda.sh, the scripts and data of examples/ and benchmarks/",
+        paths=("scripts/", "examples/", "benchmarks/", "tests/setup/", "Makefile"),
+        turn=1,
+        commands=(
+            "tests/setup/test_setup.sh",
+            "python3 examples/sentiment/test_example.py",
+            "python3 examples/gpt2-sentiment/test_example.py",
+            "python3 examples/code_reward/test_example.py",
+            "python3 examples/t5-summary/test_example.py",
+            "python3 examples/smollm2/test_example.py",
+            "python3 benchmarks/test_table.py",
+        ),
+    ),
+    Part(
+        "crate",
+        "a crate outside the checkout builds, starts and trains",
+        paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
+               "crates/tch-ext/Cargo.toml"),
+        turn=2,
+        commands=("tests/setup/test_crate.sh",),
+    ),
+    Part(
+        "rustdoc",
+        "documentation of the crates, without warnings",
+        paths=(f"{SRC}lib.rs", "crates/tch-ext/src/lib.rs"),
+        turn=1,
+        commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
+    ),
+    Part(
+        "transformers",
+        "what rlhf writes, read with transformers, PEFT and TensorBoard",
+        paths=(f"{SRC}model/save*", f"{SRC}model/families.rs", f"{SRC}model/config*", f"{SRC}model/adapter_folder.rs", f"{SRC}run/tensorboard.rs",
+               "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
+        turn=0,
+        commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
+        python=("interop",),
+    ),
+    Part(
+        "clients",
+        "torchrun, OpenAI's client, huggingface_hub and a browser",
+        paths=(f"{SRC}serve*", f"{SRC}http_server*", f"{SRC}report*", f"{SRC}push*", f"{SRC}dist/launch*", "tests/interop/", "tests/hub/",
+               "scripts/interop-requirements.txt"),
+        turn=1,
+        commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
+        python=("interop",),
+    ),
+    Part(
+        "trackers",
+        "wandb, MLflow and trackio read what runs report",
+        paths=(f"{SRC}run/sinks*", "tests/interop/trackers.py", "scripts/trackers-requirements.txt"),
+        turn=2,
+        commands=(f'.venv-trackers/bin/python tests/interop/trackers.py {PROGRAM}',),
+        python=("trackers",),
+    ),
+)
+
+
+def in_parts():
+    """Filters of the integration tests that parts have."""
+    return [name for part in PARTS for name in part.tests]
+
+
+# The checks of every change: the name of a step, and its command. The cheapest come first.
+ALWAYS = (
+    ("libtorch", "scripts/setup.sh"),
+    ("formatting", "cargo fmt --all --check"),
+    ("parts", "python3 scripts/test_check.py"),
+    ("licences, unused dependencies", "make --no-print-directory deny"),
+    ("packages", "make --no-print-directory package PACKAGE_FLAGS=--no-verify"),
+    ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),
+    ("every test has a part", "python3 scripts/test_check.py --built"),
+    ("unit tests", f"{BUILD} --lib --bins"),
+    ("kernels", f"{BUILD} --test kernels --test groups --test spin"),
+    ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
+    ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
+    ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every step::golden::every"),
+    ("examples in the docs", f"{BUILD} --doc"),
+)
+
+
+# What is due
+
+
+def git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def read_checked(text):
+    """Part -> commit, from the lines of .ci/checked."""
+    lines = (line.split() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    return {name: commit for name, commit in lines}
+
+
+def touches(paths, changed):
+    """The first changed file that is one of `paths`, or in a folder of them; None if there is none."""
+    for path in paths:
+        for file in changed:
+            if file == path or (path.endswith(("/", "*")) and file.startswith(path.rstrip("*"))):
+                return file
+    return None
+
+
+def changed_since(commit):
+    """Files that differ from `commit`, in commits and in the working tree; None where the commit is unknown."""
+    if commit is None or git("cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return None
+    names = git("diff", "--name-only", commit)
+    new = git("ls-files", "--others", "--exclude-standard")
+    return None if names is None or new is None else names.split("\n") + new.split("\n")
+
+
+def reason(part, checked, turn, changed_since=changed_since):
+    """Why a part is due, in words; None where it is not."""
+    changed = changed_since(checked.get(part.name))
+    if changed is None:
+        return "the commit that it last passed at is unknown"
+    if file := touches(part.paths, changed):
+        return f"{file} has changed"
+    return "its turn" if part.turn == turn else None
+
+
+def turn_of_head():
+    """Turns follow the number of commits."""
+    return int(git("rev-list", "--count", "HEAD") or 0) % 3
+
+
+# Running
+
+
+class Run:
+    """Steps with their times, and the closing lines of the test programs."""
+
+    def __init__(self):
+        self.rows = []
+        self.closing = []
+        self.failed = False
+
+    def step(self, name, command):
+        """Runs a command with its output on ours; returns whether it passed."""
+        print(f"\n=== {name}: {command}", flush=True)
+        begin = time.monotonic()
+        process = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True, errors="replace")
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if re.match(r"test result: |\d+ passed, \d+ failed", line):
+                self.closing.append((name, line.strip()))
+        passed = process.wait() == 0
+        self.rows.append((name, time.monotonic() - begin, "" if passed else "FAILED"))
+        self.failed |= not passed
+        return passed
+
+    def summary(self):
+        width = max(len(name) for name, _, _ in self.rows)
+        print(f"\n{'minutes':>7}  step (load average {' '.join(f'{load:.1f}' for load in os.getloadavg())})")
+        for name, seconds, note in self.rows:
+            minutes = f"{seconds / 60:7.1f}" if seconds is not None else "      -"
+            print(f"{minutes}  {name:{width}}  {note}".rstrip())
+        print(f"{sum(seconds or 0 for _, seconds, _ in self.rows) / 60:7.1f}  in all\n")
+        for name, line in self.closing:
+            print(f"{name}: {line}" if not line.startswith("test result") else line)
+        sys.stdout.flush()
+
+
+def environments(parts):
+    """Makes the Python environments of `parts` while the tests are built; returns a function that waits for them."""
+    names = sorted({name for part in parts for name in part.python})
+    failures = []
+
+    def make(name):
+        arguments = [f".venv-{name}", f"scripts/{name}-requirements.txt", f"installing {PYTHON[name]}"]
+        if subprocess.run(["scripts/venv.sh", *arguments], cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
+            failures.append(name)
+
+    thread = threading.Thread(target=lambda: [make(name) for name in names])
+    thread.start()
+
+    def wait():
+        begin = time.monotonic()
+        thread.join()
+        return time.monotonic() - begin, failures
+
+    return wait
+
+
+def settings():
+    """Clippy compiles the workspace's own crates; dependencies are compiled by rustc, once for clippy's builds and all others."""
+    os.environ.update(RUSTC_WORKSPACE_WRAPPER="clippy-driver", CLIPPY_ARGS="-Dwarnings")
+    os.environ.setdefault("CARGO_TERM_COLOR", "never" if not sys.stdout.isatty() else "auto")
+
+
+def shared_target():
+    """On CI, compiled dependencies are kept beside the other caches, one folder for each Cargo.lock and compiler.
+
+    Returns the lock that keeps others from replacing the programs while they are tested; where another run has it, the checkout's
+    own folder is used.
+    """
+    if os.environ.get("CI") != "true" or "CARGO_TARGET_DIR" in os.environ:
+        return None
+    version = subprocess.run(["rustc", "-vV"], capture_output=True, cwd=ROOT).stdout
+    key = hashlib.sha256(version + b"".join((ROOT / name).read_bytes() for name in ("Cargo.lock", "Cargo.toml", "scripts/setup.sh")))
+    folder = CACHE / f"target-{key.hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(CACHE / "target.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print("another run uses the shared target folder: this one uses its own", flush=True)
+        return None
+    for other in CACHE.glob("target-*"):
+        if other != folder:
+            subprocess.run(["rm", "-rf", str(other)])
+    os.environ.update(CARGO_TARGET_DIR=str(folder), CARGO_INCREMENTAL="0")
+    return lock
+
+
+def note(parts, commit):
+    """Writes the commit at which `parts` have passed, unless files differ from it."""
+    if git("status", "--porcelain"):
+        print(".ci/checked stays as it is: the working tree has changes that no commit has")
+        return
+    checked = read_checked(CHECKED.read_text()) | {part.name: commit for part in parts}
+    head = [line for line in CHECKED.read_text().splitlines() if line.startswith("#")]
+    lines = [f"{part.name} {checked[part.name]}" for part in PARTS if part.name in checked]
+    CHECKED.write_text("\n".join(head + lines) + "\n")
+    print(f".ci/checked: {', '.join(part.name for part in parts)} passed at {commit[:9]}; commit the file")
+
+
+def table():
+    """The rows of CONTRIBUTING.md."""
+    rows = ["| part | checks | runs on its own where these change | turn |", "|---|---|---|---|"]
+    for part in PARTS:
+        paths = ", ".join(f"`{path.replace(SRC, 'src/').replace(TESTS, 'crates/rlhf/tests/')}`" for path in part.paths)
+        rows.append(f"| `{part.name}` | {part.about} | {paths} | {part.turn} |")
+    return "\n".join(rows)
+
+
+def chosen(words):
+    """The checks that the command line names: whether those of every change run, the parts with the reasons, the parts left out."""
+    if words in (["always"], ["change"]):
+        if words == ["always"]:
+            return True, [], [(part, "not a check of every change") for part in PARTS]
+        checked, turn = read_checked(CHECKED.read_text()), turn_of_head()
+        reasons = [(part, reason(part, checked, turn)) for part in PARTS]
+        return True, [(part, why) for part, why in reasons if why], [(part, "not due") for part, why in reasons if not why]
+    if words == ["all"]:
+        return True, [(part, "all") for part in PARTS], []
+    known = {part.name: part for part in PARTS}
+    if unknown := [word for word in words if word not in known]:
+        sys.exit(f"error: part `{unknown[0]}`: expected change, always, all or some of {', '.join(known)}")
+    return False, [(known[word], "named") for word in words], []
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the table of parts")
+    parser.add_argument("what", nargs="*", metavar="WHAT", help="change, always, all, or names of parts")
+    options = parser.parse_args()
+    if options.list:
+        print(table())
+        return 0
+    if not options.what:
+        parser.error("expected change, always, all, or names of parts")
+    always, parts, skipped = chosen(options.what)
+    commit = git("rev-parse", "HEAD")
+    settings()
+    lock = shared_target()  # held until this process ends
+    run = Run()
+    for part, why in parts:
+        print(f"due: {part.name} ({why})")
+    wait = environments([part for part, _ in parts])
+    for name, command in ALWAYS if always else ALWAYS[:1]:
+        if not run.step(name, command):
+            break
+        if lock and "LIBTORCH" not in os.environ:
+            # torch-sys is built again for another path to libtorch: that of all checkouts.
+            os.environ["LIBTORCH"] = str(next(CACHE.glob("libtorch-*/torch")))
+    if not run.failed:
+        seconds, failures = wait()
+        if seconds > 1:
+            run.rows.append(("Python environments", seconds, "beyond the build"))
+        for part, _ in parts:
+            if missing := [name for name in part.python if name in failures]:
+                run.rows.append((part.name, None, f"FAILED: no Python environment {missing[0]}"))
+                run.failed = True
+                continue
+            for command in part.steps():
+                run.step(part.name, command)
+    for part, why in skipped:
+        run.rows.append((part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
+    run.summary()
+    if not run.failed and parts and options.what != ["change"] and commit:
+        note([part for part, _ in parts], commit)
+    del lock
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Tests of check.py: what is due, and that every test of the repository is in a part or in the checks of every change.
+
+    python3 scripts/test_check.py            what can be told from the files
+    python3 scripts/test_check.py --built    the names of the integration tests too, once they are built
+"""
+
+import json
+import re
+import subprocess
+import sys
+import unittest
+
+import check
+from check import ALWAYS, KEPT, PARTS, ROOT
+
+COMMANDS = [command for _, command in ALWAYS] + [step for part in PARTS for step in part.steps()]
+# Ignored tests that no part runs, by a part of their reason.
+NOT_HERE = ("started by", "started by another", "one rank of the test above", "needs a GPU", "another folder of reference values")
+
+
+def files(*patterns):
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def integration_tests(*options):
+    listed = subprocess.run(["bash", "-c", f"{check.MAIN} --list --format terse {' '.join(options)}"], cwd=ROOT, check=True,
+                            capture_output=True, text=True).stdout
+    return [line.removesuffix(": test") for line in listed.splitlines() if line.endswith(": test")]
+
+
+class Due(unittest.TestCase):
+    def reason(self, changed, turn=9, path="a/b*"):
+        part = check.Part("p", "about", paths=(path, "c/"), turn=1)
+        return check.reason(part, {"p": "123"}, turn, lambda commit: changed if commit == "123" else None)
+
+    def test_a_part_runs_where_a_file_of_its_paths_has_changed(self):
+        self.assertEqual(self.reason(["x", "a/bc/d.rs"]), "a/bc/d.rs has changed")
+        self.assertEqual(self.reason(["c/d"]), "c/d has changed")
+        self.assertIsNone(self.reason(["a/c", "b", "cc/d", "a/b"], path="a/b.rs"))
+
+    def test_a_part_runs_at_its_turn(self):
+        self.assertEqual(self.reason([], turn=1), "its turn")
+
+    def test_a_part_runs_where_the_commit_of_its_last_run_is_unknown(self):
+        part = check.Part("p", "about", paths=(), turn=1)
+        for checked in ({}, {"p": "0" * 40}):
+            self.assertIn("unknown", check.reason(part, checked, 9))
+
+    def test_the_file_of_commits_names_parts_that_there_are(self):
+        names = {part.name for part in PARTS}
+        self.assertEqual(len(names), len(PARTS))
+        self.assertLessEqual(set(check.read_checked(check.CHECKED.read_text())), names)
+
+    def test_each_turn_has_parts_and_each_path_a_file(self):
+        self.assertEqual({part.turn for part in PARTS}, {0, 1, 2})
+        tracked = check.git("ls-files").split("\n")
+        for part in PARTS:
+            for path in part.paths:
+                self.assertIsNotNone(check.touches((path,), tracked), f"{part.name}: {path}: no such file")
+
+
+class Complete(unittest.TestCase):
+    def test_every_script_of_tests_is_in_a_command(self):
+        scripts = files("tests/*/test_*.sh", "**/test_*.py", "tests/interop/*.py")
+        helpers = {"tests/interop/runner.py", "tests/interop/chromium.py"}
+        for script in set(scripts) - helpers - set(files("target/**/*.py", ".venv-*/**/*.py", ".libtorch/**/*.py")):
+            self.assertTrue(any(script in command for command in COMMANDS), f"{script}: in no part of scripts/check.py")
+
+    def test_every_target_of_cargo_is_in_a_command(self):
+        listed = subprocess.run(["cargo", "metadata", "--no-deps", "--format-version=1", "--locked", "--offline"], cwd=ROOT, check=True,
+                                capture_output=True, text=True).stdout
+        flags = {"lib": "--lib", "bin": "--bins", "example": "--examples", "test": "--test {}"}
+        for package in json.loads(listed)["packages"]:
+            for target in package["targets"]:
+                if flag := flags.get(target["kind"][0]):
+                    flag = flag.format(target["name"])
+                    self.assertTrue(any(f"{flag} " in f"{command} " for command in COMMANDS), f"{package['name']}: {flag}: in no command")
+
+    def test_every_ignored_test_is_in_a_part_or_has_a_reason_not_to_be(self):
+        ignored = [name for part in PARTS for name in part.ignored]
+        for file in files("crates/*/src/**/*.rs", "crates/*/tests/**/*.rs"):
+            text = (ROOT / file).read_text()
+            for why, name in re.findall(r'^\s*#\[ignore(?: = "([^"]*)")?\]\s*(?:#\[.*\]\s*)*fn (\w+)', text, re.MULTILINE):
+                known = any(reason in why for reason in NOT_HERE) or any(part in name for part in ignored)
+                self.assertTrue(known, f"{file}: {name}: ignored, and in no part of scripts/check.py")
+
+    def test_the_page_for_contributors_has_the_table_of_parts(self):
+        self.assertIn(check.table(), (ROOT / "CONTRIBUTING.md").read_text(), "put the output of `scripts/check.py --list` there")
+
+
+class Built(unittest.TestCase):
+    def test_every_name_in_a_part_is_that_of_a_test(self):
+        tests = integration_tests()
+        ignored = integration_tests("--ignored")
+        self.assertGreater(len(tests), 500)
+        for name in KEPT:
+            self.assertIn(name, tests)
+        for part in PARTS:
+            for name in part.tests:
+                self.assertTrue(any(name in test for test in tests), f"{part.name}: {name}: no such test")
+            for name in part.ignored:
+                self.assertTrue(any(name in test for test in ignored), f"{part.name}: {name}: no such ignored test")
+
+    def test_every_module_of_a_part_has_a_test_in_every_change_or_is_named_as_a_whole(self):
+        # A module that a part takes as a whole keeps at least one test among those of every change, but for attacks.
+        for module in {name.split("::")[0] for part in PARTS for name in part.tests if name.endswith("::") and name.count("::") == 1}:
+            kept = any(name.startswith(f"{module}::") for name in KEPT)
+            self.assertTrue(kept or module in ("rank_rows",), f"{module}: no test in every change: name one in KEPT")
+
+
+if __name__ == "__main__":
+    built = "--built" in sys.argv
+    if built:
+        sys.argv.remove("--built")
+        check.settings()
+    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in ((Built,) if built else (Due, Complete)))
+    result = unittest.TextTestRunner().run(suite)
+    sys.exit(not result.wasSuccessful())
