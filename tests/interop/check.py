@@ -1230,21 +1230,39 @@ def example_checks(work):
     yield f"{what}: scores of the shipped classifier", lambda: scores_agree(example / "classifier")
 
 
-def main():
-    torch.set_num_threads(2)
+def pipelines(work, part):
+    """The checks of every second pipeline, from the one of number `part`."""
+    for family, layout, demonstrations in PIPELINES[part::2]:
+        place = work / family.replace(", ", "_").replace(" ", "_")
+        place.mkdir()
+        yield from pipeline_checks(place, family, layout, demonstrations)
+
+
+# Each process does one of these, on one core. Checks of a group share the models that they made.
+GROUPS = (
+    (reading_checks, lora_checks, example_checks, lambda work: pipelines(work, 0)),
+    (encoder_checks, gguf_checks, saving_checks, encoder_decoder_checks, quantized_checks, lambda work: pipelines(work, 1)),
+)
+
+
+def run_groups(groups):
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
-        work = Path(folder)
-        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work)) + list(gguf_checks(work))
-        checks += list(saving_checks(work)) + list(encoder_decoder_checks(work)) + list(example_checks(work))
-        checks += list(quantized_checks(work))
-        for family, layout, demonstrations in PIPELINES:
-            place = work / family.replace(", ", "_").replace(" ", "_")
-            place.mkdir()
-            checks += pipeline_checks(place, family, layout, demonstrations)
-        return run_checks(checks)
+        return run_checks([check for group in groups for check in group(Path(folder))])
+
+
+def main():
+    # Forked before anything computes: libtorch's threads do not survive a fork.
+    children = []
+    for groups in GROUPS:
+        child = os.fork()
+        if child == 0:
+            os._exit(run_groups(groups))
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
 
 
 if __name__ == "__main__":

@@ -50,5 +50,5 @@ def run_checks(checks):
         else:
             passed += 1
             print(f"ok    {claim}", flush=True)
-    print(f"{passed} passed, {failed} failed")
+    print(f"{passed} passed, {failed} failed", flush=True)
     return 1 if failed else 0
