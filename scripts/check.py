@@ -482,8 +482,8 @@ def main():
         if not run.step(name, command):
             break
         if lock and "LIBTORCH" not in os.environ:
-            # torch-sys is built again for another path to libtorch: that of all checkouts.
-            os.environ["LIBTORCH"] = str(next(CACHE.glob("libtorch-*/torch")))
+            # The path that all checkouts have: torch-sys is built again where it changes.
+            os.environ.update({"LIBTORCH": str(folder) for folder in CACHE.glob("libtorch-*/torch")})
     if not run.failed:
         seconds, failures = wait()
         if seconds > 1:
