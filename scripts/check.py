@@ -355,7 +355,11 @@ class Run:
             if re.match(r"test result: |\d+ passed, \d+ failed", line):
                 self.closing.append((name, line.strip()))
         passed = process.wait() == 0
-        self.rows.append((name, time.monotonic() - begin, "" if passed else "FAILED"))
+        seconds, note = time.monotonic() - begin, "" if passed else "FAILED"
+        if self.rows and self.rows[-1][0] == name:
+            _, before, failed = self.rows.pop()
+            seconds, note = seconds + before, failed or note
+        self.rows.append((name, seconds, note))
         self.failed |= not passed
         return passed
 
