@@ -133,6 +133,13 @@ impl World {
         if OF_PROCESS.get().is_some() {
             return Err(Error::Usage("World::join: this process has joined its ranks already".into()));
         }
+        let world = Self::connect(launch, timeout)?;
+        let _ = OF_PROCESS.set(world.clone());
+        Ok(world)
+    }
+
+    /// Meets the other ranks of `launch`, as [`World::join`] does.
+    fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let at = &Rendezvous {
             host: launch.host.clone(),
             port: launch.port,
@@ -163,9 +170,7 @@ impl World {
             models: passes::Models::default(),
             fault: Fault::of_rank(at.rank),
         };
-        let world = Self { ranks: Some(Arc::new(ranks)), inside_pass: false };
-        let _ = OF_PROCESS.set(world.clone());
-        Ok(world)
+        Ok(Self { ranks: Some(Arc::new(ranks)), inside_pass: false })
     }
 
     /// Number of this process, from 0.
@@ -663,6 +668,33 @@ fn shares_by(weights: &[usize], size: usize) -> Vec<Range<usize>> {
             part
         })
         .collect()
+}
+
+/// Calls `f` on two threads, each a rank of one world, and returns the results in the order of ranks.
+#[cfg(test)]
+pub(crate) fn as_two_ranks<T: Send>(f: impl Fn(World) -> T + Sync) -> [T; 2] {
+    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+    let port = free.expect("a free port").port();
+    let rank = |rank: usize| {
+        let launch = Launch {
+            rank,
+            size: 2,
+            local_rank: rank,
+            local_size: 2,
+            host: "127.0.0.1".into(),
+            port,
+            serves_store: rank == 0,
+            launcher_serves_store: false,
+            restart: 0,
+            key_prefix: "test".into(),
+        };
+        f(World::connect(&launch, MEETING).expect("two ranks"))
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| rank(1));
+        let own = rank(0);
+        [own, other.join().expect("rank 1")]
+    })
 }
 
 /// Locks a value that no panic leaves half changed.

@@ -66,10 +66,11 @@ char* start(Group* group, Pending** out, F&& collective) {
   });
 }
 
-// libtorch logs a trace of twenty lines where a peer or the store goes away; the error itself is returned to the caller.
+// libtorch logs a trace of twenty lines where a peer or the store goes away; the error itself is returned to the caller. The user's
+// TORCH_CPP_LOG_LEVEL holds. It is not set here: other threads may read the environment meanwhile.
 void silence_traces() {
-  setenv("TORCH_CPP_LOG_LEVEL", "FATAL", 0);
   c10::initLogging();
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
 }
 
 }  // namespace

@@ -531,7 +531,7 @@ impl<'w> Session<'w> {
     }
 
     /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics
-    /// and samples. Alarms and the best model so far stay.
+    /// and samples. The alarms are those of the checkpoint; the best model so far stays.
     ///
     /// # Errors
     /// If a file cannot be read or written.
