@@ -732,6 +732,25 @@ mod tests {
     }
 
     #[test]
+    fn the_store_of_ranks_on_one_machine_listens_on_the_loopback_interface_alone() {
+        let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
+        let (second, port) = (Duration::from_secs(1), free.port());
+        let host = "127.0.0.1".to_string();
+        let at = Rendezvous { host, port, serves: true, prefix: "test".into(), rank: 0, size: 1, patience: second, timeout: second };
+        let store = tch_ext::Store::open(&at).unwrap();
+        store.set("key", "value").unwrap();
+        let read = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
+        let tables = [read("tcp"), read("tcp6")].concat();
+        // Hexadecimal address and port, and state 0A for a socket that listens.
+        let listens = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let local = words.get(1)?.strip_suffix(&format!(":{port:04X}"))?;
+            (*words.get(3)? == "0A").then(|| local.to_string())
+        };
+        assert_eq!(tables.lines().filter_map(listens).collect::<Vec<_>>(), ["0100007F"]);
+    }
+
+    #[test]
     fn a_missing_cuda_library_is_named_with_the_command_that_builds_it() {
         let folder = tempfile::tempdir().unwrap();
         let error = cuda_library_in(folder.path()).unwrap_err();
