@@ -736,7 +736,16 @@ mod tests {
         let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
         let (second, port) = (Duration::from_secs(1), free.port());
         let host = "127.0.0.1".to_string();
-        let at = Rendezvous { host, port, serves: true, prefix: "test".into(), rank: 0, size: 1, patience: second, timeout: second };
+        let at = Rendezvous {
+            host,
+            port,
+            serves: true,
+            prefix: "test".into(),
+            rank: 0,
+            size: 1,
+            patience: second,
+            timeout: second,
+        };
         let store = tch_ext::Store::open(&at).unwrap();
         store.set("key", "value").unwrap();
         let read = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();

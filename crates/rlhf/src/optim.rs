@@ -93,7 +93,16 @@ impl Optimizer {
         let params = own.iter().map(trained).collect::<Result<_>>()?;
         // The state that was put last is offloaded too.
         offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
-        Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0, world: World::single() })
+        Ok(Self {
+            config: config.clone(),
+            params,
+            shards: None,
+            parts: None,
+            offloaded,
+            steps: 0,
+            seed: 0,
+            world: World::single(),
+        })
     }
 
     /// Sets the seed of the random numbers by which [`Optim::AdamwBf16`] rounds; a step depends on it and on the step's number.

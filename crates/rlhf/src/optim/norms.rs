@@ -40,7 +40,8 @@ pub(crate) fn square(x: &Tensor) -> Tensor {
 pub(crate) fn square_along(x: &Tensor, dim: i64) -> Tensor {
     let dim = if dim < 0 { dim + x.dim() as i64 } else { dim };
     let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let of_rows = |x: &Tensor, dim: i64| x.norm_scalaropt_dim_dtype(2, [dim], false, kind).to_kind(Kind::Double).square();
+    let of_rows =
+        |x: &Tensor, dim: i64| x.norm_scalaropt_dim_dtype(2, [dim], false, kind).to_kind(Kind::Double).square();
     let size = x.size()[dim as usize];
     let whole = size - size % ROW;
     if whole == 0 {

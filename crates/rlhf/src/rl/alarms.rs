@@ -534,7 +534,8 @@ impl Alarms {
     /// The metrics of an update are those of the policy after the one before it, except those of its optimizer steps.
     pub(crate) fn beginning(&self, kind: WarningKind, update: usize) -> (usize, usize) {
         let began = self.moving.iter().find(|(of, _)| *of == kind).map_or(update, |(_, began)| *began);
-        let of_steps = matches!(kind, WarningKind::HighClipShare | WarningKind::GradientLeap | WarningKind::SkippedSteps);
+        let of_steps =
+            matches!(kind, WarningKind::HighClipShare | WarningKind::GradientLeap | WarningKind::SkippedSteps);
         (began, began.saturating_sub(if of_steps { 1 } else { 2 }))
     }
 

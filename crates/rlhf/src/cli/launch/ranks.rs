@@ -442,7 +442,10 @@ mod tests {
     fn the_cause_is_the_rank_that_the_first_error_names_if_it_has_failed_too() {
         assert_eq!(rank_in_error(b"error: rank 0: the reward failed\n"), Some(0));
         assert_eq!(rank_in_error(b"error: rank 12 ended without an error message (killed?)\n"), Some(12));
-        assert_eq!([&b"error: no such file"[..], b"rank 0: x", b"error: ranks 1, 2 of 3"].map(rank_in_error), [None; 3]);
+        assert_eq!(
+            [&b"error: no such file"[..], b"rank 0: x", b"error: ranks 1, 2 of 3"].map(rank_in_error),
+            [None; 3]
+        );
         let mut ranks = Ranks::of_machine(0, true, channel().1);
         let (now, exited) = (Instant::now(), ExitStatus::from_raw(1 << 8));
         // Rank 0 waits until rank 1 has read its error.
