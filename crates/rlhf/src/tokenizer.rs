@@ -86,6 +86,12 @@ pub struct Tokenizer {
     apart: bool,
 }
 
+/// Bytes of the smallest part of a text that is encoded before the whole.
+const LEAST_PART: usize = 64 << 10;
+
+/// Tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
+const PART_SLACK: usize = 64;
+
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
     ///
@@ -314,16 +320,55 @@ impl Tokenizer {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<(String, Vec<i64>)> {
+        let text = self.render_chat(messages, add_generation_prompt, variables)?;
+        let ids = self.encode_rendered(&text)?;
+        Ok((text, ids))
+    }
+
+    /// The text of [`Tokenizer::encode_chat`].
+    pub(crate) fn render_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<String> {
         if self.apart {
             let message = "a list of messages, for an encoder-decoder: expected a text, since no chat template divides its prompt from the response";
             return Err(Error::Run(message.into()));
         }
         let template = self.require_chat_template()?;
-        let text = template.render(messages, add_generation_prompt, self.chat_variables(variables))?;
-        match self.encode_verbatim(&text)? {
+        template.render(messages, add_generation_prompt, self.chat_variables(variables))
+    }
+
+    /// Token ids of a text from [`Tokenizer::render_chat`].
+    pub(crate) fn encode_rendered(&self, text: &str) -> Result<Vec<i64>> {
+        match self.encode_verbatim(text)? {
             ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
-            ids => Ok((text, ids)),
+            ids => Ok(ids),
         }
+    }
+
+    /// Returns the beginning of `text`, or its end if `keeps_end`, that has more than `most` tokens, if the text is much longer than that;
+    /// otherwise the whole text. Encoding takes 144 bytes of memory for each byte of a text, and the part is all that a limit of `most` needs.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub(crate) fn part_above<'a>(&self, text: &'a str, most: usize, keeps_end: bool) -> Result<&'a str> {
+        // Four times the bytes that a token of most texts has.
+        let mut bytes = most.saturating_mul(16).max(LEAST_PART);
+        while text.len() / 2 > bytes {
+            let mut at = if keeps_end { text.len() - bytes } else { bytes };
+            while !text.is_char_boundary(at) {
+                at -= 1;
+            }
+            let (start, end) = text.split_at(at);
+            let part = if keeps_end { end } else { start };
+            if self.encode_verbatim(part)?.len() > most.saturating_add(PART_SLACK) {
+                return Ok(part);
+            }
+            bytes = bytes.saturating_mul(4);
+        }
+        Ok(text)
     }
 
     fn require_chat_template(&self) -> Result<&ChatTemplate> {

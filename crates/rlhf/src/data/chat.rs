@@ -12,13 +12,29 @@ pub(crate) fn encode_chat(
     fields: &[&str],
     add_generation_prompt: bool,
 ) -> Result<(String, Vec<i64>)> {
+    let (messages, variables) = conversation_of(row, fields, add_generation_prompt)?;
+    tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
+}
+
+/// Renders the messages in field `name` of a row, a prompt, by the chat template.
+pub(super) fn render_prompt(row: &Value, tokenizer: &Tokenizer, name: &str) -> Result<String> {
+    let (messages, variables) = conversation_of(row, &[name], true)?;
+    tokenizer.render_chat(&messages, true, &variables)
+}
+
+/// [`conversation`], which has to end with a message to respond to before a generation prompt.
+fn conversation_of(
+    row: &Value,
+    fields: &[&str],
+    add_generation_prompt: bool,
+) -> Result<(Vec<Value>, Map<String, Value>)> {
     let (messages, variables) = conversation(row, fields)?;
     if add_generation_prompt && messages.last().is_some_and(|message| message["role"] == "assistant") {
         let message =
             format!("field `{}`: expected a message to respond to at the end, found the assistant's", fields[0]);
         return Err(Error::Run(message));
     }
-    tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
+    Ok((messages, variables))
 }
 
 /// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template: those of

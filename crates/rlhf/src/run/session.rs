@@ -514,14 +514,14 @@ impl<'w> Session<'w> {
         if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
     }
 
-    /// Returns the newest complete checkpoint before the trainee's last update, as rank 0 finds it; the one before that if the last
-    /// rollback has taken the run there already.
+    /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before that if the last rollback has
+    /// taken the run there already.
     ///
     /// # Errors
     /// If the output folder cannot be read.
-    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee) -> Result<Option<Saved>> {
-        let Progress { done, rolled_to, .. } = *trainee.progress();
-        let find = || match self.checkpoints.newest_before(done)? {
+    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee, most: usize) -> Result<Option<Saved>> {
+        let Progress { rolled_to, .. } = *trainee.progress();
+        let find = || match self.checkpoints.newest_before(most + 1)? {
             Some(last) if rolled_to == Some(last.state.update) => {
                 Ok(self.checkpoints.newest_before(last.state.update)?.or(Some(last)))
             }
@@ -531,7 +531,7 @@ impl<'w> Session<'w> {
     }
 
     /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics
-    /// and samples. Alarms and the best model so far stay.
+    /// and samples. The alarms are those of the checkpoint; the best model so far stays.
     ///
     /// # Errors
     /// If a file cannot be read or written.

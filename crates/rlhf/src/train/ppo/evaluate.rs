@@ -55,7 +55,9 @@ impl PpoTrainer {
         let (responses, _) = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(false) };
+        // Policy and reference by the same pass: decoding rounds differently in low precision and on a GPU.
+        let anew = self.reference.is_some() && !self.learner.policy.is_exact();
+        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(anew) };
         let models = self.rollout_models();
         let e = experience(models, &prompts, &responses, scores, &settings)?;
         let rows = prompts.len() as f64;
