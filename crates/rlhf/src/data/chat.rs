@@ -1,11 +1,13 @@
 //! Conversations in the fields of a row.
 
 use super::row::{expected, field};
-use crate::tokenizer::{Tokenizer, shared_prefix};
+use crate::tokenizer::{Tokenizer, shared_prefix, without_nulls};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 
-/// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids.
+/// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids. With
+/// `add_generation_prompt` the text ends where the response starts: after the generation prompt, or, if the last message is the assistant's,
+/// within that message, which the response continues.
 pub(crate) fn encode_chat(
     row: &Value,
     tokenizer: &Tokenizer,
@@ -14,9 +16,9 @@ pub(crate) fn encode_chat(
 ) -> Result<(String, Vec<i64>)> {
     let (messages, variables) = conversation(row, fields)?;
     if add_generation_prompt && messages.last().is_some_and(|message| message["role"] == "assistant") {
-        let message =
-            format!("field `{}`: expected a message to respond to at the end, found the assistant's", fields[0]);
-        return Err(Error::Run(message));
+        return tokenizer
+            .encode_continued_chat(&messages, &variables)
+            .map_err(|e| Error::Run(format!("field `{}`: {e}", fields[0])));
     }
     tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
 }
@@ -31,7 +33,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
             let message = expected(name, "a list of at least one message", row);
             Error::Run(format!("{message}{}", hint_of_whole(row, fields)))
         };
-        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+        join(&mut conversation, messages.ok_or_else(wrong)?);
     }
     let mut variables = match field(row, "chat_template_kwargs") {
         None => Map::new(),
@@ -44,6 +46,24 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         variables.insert("tools".into(), tools);
     }
     Ok((conversation, variables))
+}
+
+/// Appends `messages` to a conversation. Where this ends with the beginning of the assistant's message and they start with the assistant's, the
+/// two are one message.
+fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
+    let is_open = |message: Option<&Value>| message.is_some_and(|m| m["role"] == "assistant" && m["content"].is_string());
+    let mut rest = messages;
+    if is_open(conversation.last())
+        && is_open(messages.first())
+        && let (Some(Value::Object(last)), [Value::Object(first), others @ ..]) = (conversation.last_mut(), messages)
+    {
+        let text = |fields: &Map<String, Value>| fields["content"].as_str().unwrap_or_default().to_string();
+        let joined = text(last) + &text(first);
+        last.extend(first.clone());
+        last.insert("content".into(), joined.into());
+        rest = others;
+    }
+    conversation.extend_from_slice(rest);
 }
 
 /// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.
@@ -73,18 +93,6 @@ fn tools(row: &Value) -> Result<Option<Value>> {
             Err(Error::Run(expected("tools", "a list of tools as objects, or that list in JSON", row)))
         }
         found => Ok(found),
-    }
-}
-
-/// Returns `value` without the fields that are null: formats with columns have them where another row's tool has a field.
-fn without_nulls(value: &Value) -> Value {
-    match value {
-        Value::Array(items) => items.iter().map(without_nulls).collect(),
-        Value::Object(fields) => {
-            let fields = fields.iter().filter(|(_, value)| !value.is_null());
-            fields.map(|(name, value)| (name.clone(), without_nulls(value))).collect::<Map<_, _>>().into()
-        }
-        other => other.clone(),
     }
 }
 
