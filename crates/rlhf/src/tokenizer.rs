@@ -17,7 +17,7 @@ use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
 pub(crate) use chat::{message_text, user_message};
-pub(crate) use messages::{MessageFault, check_message, without_nulls};
+pub(crate) use messages::{MessageFault, REASONING, check_message, without_nulls};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use settings::Settings;

@@ -41,7 +41,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
     };
     if !variables.contains_key("tools")
-        && let Some(tools) = tools(row)?
+        && let Some(tools) = tools(row)?.filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
     {
         variables.insert("tools".into(), tools);
     }
@@ -103,10 +103,20 @@ pub(super) fn encode_prompt_and_response(
     tokenizer: &Tokenizer,
     response: &str,
 ) -> Result<(Vec<i64>, usize)> {
-    let prompt = encode_chat(row, tokenizer, &["prompt"], true)?.1;
-    let whole = encode_chat(row, tokenizer, &["prompt", response], false)?.1;
-    let prompt_len = shared_prefix(&prompt, &whole);
+    let (_, whole, prompt_len) = render_prompt_and_response(row, tokenizer, response)?;
     Ok((whole, prompt_len))
+}
+
+/// As [`encode_prompt_and_response`], with the text.
+pub(super) fn render_prompt_and_response(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    response: &str,
+) -> Result<(String, Vec<i64>, usize)> {
+    let prompt = encode_chat(row, tokenizer, &["prompt"], true)?.1;
+    let (text, whole) = encode_chat(row, tokenizer, &["prompt", response], false)?;
+    let prompt_len = shared_prefix(&prompt, &whole);
+    Ok((text, whole, prompt_len))
 }
 
 /// Returns `ids` without the whitespace that a chat template may put after the last EOS, such as a newline.

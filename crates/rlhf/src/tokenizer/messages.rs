@@ -1,14 +1,14 @@
 //! Messages as chat templates read them: one form for the rows of datasets and for requests over HTTP.
 //!
 //! A message reaches the template as it is, as in transformers, except where that loses or breaks something: fields that are null (formats
-//! with columns have them where another message has a field), `content` aside; empty lists of calls; and the parts, roles and names of fields
-//! that the template does not read, which become those that it reads.
+//! with columns have them where another message has a field), `content` aside; empty lists of calls; and parts, roles and names
+//! of fields that the template does not read, which become those that it reads.
 
 use super::chat::{json_text, message_text};
 use serde_json::{Map, Value, json};
 
 /// Names of the field with a message's reasoning.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+pub(crate) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// Roles of a tool's result, other than `tool`.
 const RESULTS: [&str; 3] = ["observation", "tool_response", "function"];
@@ -67,12 +67,12 @@ pub(super) fn normalized(message: &Value, source: &str) -> Value {
         let calls = json!([{"type": "function", "function": with_parsed_arguments(call)}]);
         all.insert("tool_calls".into(), calls);
     }
-    let own = REASONING.into_iter().find(|name| all.contains_key(*name));
-    if let Some(own) = own.filter(|own| !reads(source, own))
-        && let Some(other) = REASONING.into_iter().find(|name| reads(source, name))
-    {
-        let reasoning = all[own].clone();
-        all.insert(other.into(), reasoning);
+    // Under both names that templates read, in transformers' order.
+    if let Some(reasoning) = REASONING.into_iter().find_map(|name| all.get(name)).cloned() {
+        let mut aliased = Map::from_iter([("thinking".to_string(), reasoning.clone())]);
+        aliased.extend(all);
+        aliased.insert("reasoning_content".into(), reasoning);
+        all = aliased;
     }
     all.into()
 }
@@ -188,13 +188,10 @@ mod tests {
 
     #[test]
     fn fields_and_roles_have_the_names_that_the_template_reads() {
-        let thought = |name: &str| json!({"role": "assistant", "content": "a", name: "b"});
-        is("{{ m.reasoning_content }}", thought("thinking"), json!({
-            "role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"
-        }));
-        // A template that reads the field itself gets no other.
-        is("{{ m.thinking }}{{ m.reasoning_content }}", thought("thinking"), thought("thinking"));
-        is("{% if enable_thinking %}", thought("reasoning"), thought("reasoning"));
+        for name in REASONING {
+            let found = normalized(&json!({"role": "assistant", "content": "a", name: "b"}), "");
+            assert_eq!((&found["thinking"], &found["reasoning_content"]), (&json!("b"), &json!("b")), "{name}");
+        }
         let seen = |role: &str| json!({"role": role, "content": "a"});
         for role in RESULTS {
             is("{% if m.role == 'tool' %}", seen(role), seen("tool"));

@@ -19,6 +19,9 @@ const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "p
 const LIST: &str = "extra_special_tokens";
 const OLDER_LIST: &str = "additional_special_tokens";
 
+/// Name of the map of tokens of a model by their names.
+const OF_MODEL: &str = "model_specific_special_tokens";
+
 /// The tokens that the files beside a `tokenizer.json` name.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Described {
@@ -152,6 +155,8 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
     }
     // Tokens of a model, such as image_token.
     let own = settings.iter().filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
+    let of_model = settings.get(OF_MODEL).and_then(Value::as_object);
+    let own = own.chain(of_model.into_iter().flatten());
     let list: Vec<&Value> = match settings.get(LIST) {
         Some(Value::Array(tokens)) => tokens.iter().collect(),
         Some(Value::Object(tokens)) => tokens.values().collect(),
