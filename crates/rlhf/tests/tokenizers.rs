@@ -562,6 +562,19 @@ fn a_prompt_of_messages_ends_where_the_assistant_responds() {
 }
 
 #[test]
+fn tokens_of_a_model_are_special_and_known_to_templates_as_in_transformers() {
+    let read = |config: &str| open(&[("tokenizer_config.json", config), ("chat_template.jinja", "{{ boi_token }}")]);
+    let named = read(r#"{"eos_token": "<|endoftext|>", "model_specific_special_tokens": {"boi_token": "<boi>"}}"#);
+    let ids = named.encode("a<boi>").unwrap();
+    assert_eq!((ids.len(), named.decode(&ids).unwrap()), (2, "a".into()));
+    assert_eq!(named.encode_chat(&[turn("user", "a")], true, &Map::new()).unwrap().0, "<boi>");
+    // transformers 5.23 passes over the map where another token of the model has a key of its own.
+    let other = read(r#"{"image_token": "<img>", "model_specific_special_tokens": {"boi_token": "<boi>"}}"#);
+    assert_eq!(other.encode("<img>").unwrap().len(), 1);
+    assert!(other.encode("<boi>").unwrap().len() > 1);
+}
+
+#[test]
 fn a_prompt_that_ends_with_the_assistants_beginning_is_continued_and_is_one_message_with_the_completion() {
     let begun = [turn("user", "hi"), turn("assistant", "oh ")];
     let (mut tokenizer, dataset, dir) = rows(&[
