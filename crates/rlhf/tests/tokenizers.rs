@@ -599,7 +599,12 @@ fn a_prompt_that_ends_with_the_assistants_beginning_is_continued_and_is_one_mess
     std::fs::write(&path, "{{ messages[0].content }}").unwrap();
     tokenizer.use_chat_template(&path).unwrap();
     let error = dataset.prompts(&tokenizer, 320, 64).unwrap_err().to_string();
-    assert!(error.contains("line 1: field `prompt`: the last message, which the response continues: the chat template does not"), "{error}");
+    assert!(
+        error.contains(
+            "line 1: field `prompt`: the last message, which the response continues: the chat template does not"
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -850,7 +855,8 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t, true).err();
     refuse(json!({"prompt": []}), prompts, "field `prompt`: expected a list of at least one message, found []");
     let call = json!({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]});
-    let wanted = "field `prompt`: the last message, which the response continues: expected a text as its `content`, found none";
+    let wanted =
+        "field `prompt`: the last message, which the response continues: expected a text as its `content`, found none";
     refuse(json!({"prompt": [turn("user", "hi"), call]}), prompts, wanted);
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
     refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
@@ -1001,7 +1007,11 @@ fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     std::fs::write(&path, short).unwrap();
     tokenizer.use_chat_template(&path).unwrap();
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
-    assert!(error.contains("line 1: assistant_only_loss: the place of message 2 in the text of ") && error.contains("--chat_template_path"), "{error}");
+    assert!(
+        error.contains("line 1: assistant_only_loss: the place of message 2 in the text of ")
+            && error.contains("--chat_template_path"),
+        "{error}"
+    );
     let (tokenizer, dataset, _dir) = rows(&[json!({"text": "hi"})]);
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
     assert!(error.contains("assistant_only_loss: expected a row with a list of messages"), "{error}");

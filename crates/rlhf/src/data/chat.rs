@@ -51,7 +51,8 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
 /// Appends `messages` to a conversation. Where this ends with the beginning of the assistant's message and they start with the assistant's, the
 /// two are one message.
 fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
-    let is_open = |message: Option<&Value>| message.is_some_and(|m| m["role"] == "assistant" && m["content"].is_string());
+    let is_open =
+        |message: Option<&Value>| message.is_some_and(|m| m["role"] == "assistant" && m["content"].is_string());
     let mut rest = messages;
     if is_open(conversation.last())
         && is_open(messages.first())

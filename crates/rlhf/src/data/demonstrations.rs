@@ -267,8 +267,7 @@ fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded
 }
 
 fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
-    let text =
-        |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new(), text: String::new() };
+    let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new(), text: String::new() };
     let chat = |(text, tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields, text };
     let whole_chat = |name| {
         let (text, tokens) = encode_chat(row, tokenizer, &[name], false)?;

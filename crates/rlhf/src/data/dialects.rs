@@ -125,9 +125,8 @@ fn swift_pair(fields: &mut Map<String, Value>) {
 /// Reads a conversation that ends with a question beside the responses to it as a prompt.
 fn question(fields: &mut Map<String, Value>) {
     let Some(name) = conversation(fields).filter(|_| !is_set(fields, "prompt")) else { return };
-    let responds = |side: &str| {
-        fields.get(side).and_then(|side| side[0]["role"].as_str()).is_some_and(|role| role == "assistant")
-    };
+    let responds =
+        |side: &str| fields.get(side).and_then(|side| side[0]["role"].as_str()).is_some_and(|role| role == "assistant");
     let asks = !ends_with(&fields[name], Some("assistant"));
     if asks && (responds("completion") || (responds("chosen") && responds("rejected"))) {
         let prompt = fields.remove(name).unwrap_or_default();
@@ -137,7 +136,9 @@ fn question(fields: &mut Map<String, Value>) {
 
 /// Puts the text in `system` before the messages of the row, if these have no system message.
 fn system(fields: &mut Map<String, Value>) {
-    let Some(text) = fields.get("system").and_then(Value::as_str).filter(|text| !text.trim().is_empty()) else { return };
+    let Some(text) = fields.get("system").and_then(Value::as_str).filter(|text| !text.trim().is_empty()) else {
+        return;
+    };
     let message = json!({"role": "system", "content": text});
     let begins = |value: &Value| value[0]["role"].as_str().is_some_and(|role| !["system", "developer"].contains(&role));
     let whole: &[&str] = match is_set(fields, "prompt") {

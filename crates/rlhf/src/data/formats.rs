@@ -387,7 +387,10 @@ mod tests {
     #[test]
     fn numbers_that_are_none_are_null_and_a_text_that_names_them_stays() {
         for (text, wanted) in [
-            (r#"{"a": NaN, "b": [-Infinity, Infinity], "c": "NaN \" Infinity"}"#, json!({"a": null, "b": [null, null], "c": "NaN \" Infinity"})),
+            (
+                r#"{"a": NaN, "b": [-Infinity, Infinity], "c": "NaN \" Infinity"}"#,
+                json!({"a": null, "b": [null, null], "c": "NaN \" Infinity"}),
+            ),
             (r#"{"a": "é\\", "b": NaN}"#, json!({"a": "é\\", "b": null})),
         ] {
             assert_eq!(parse::<Value>(text).unwrap(), wanted);

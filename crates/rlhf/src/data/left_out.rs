@@ -17,7 +17,8 @@ pub(super) struct LeftOut {
 impl LeftOut {
     /// Looks for all parts of `messages` in `text`. A part that several messages have is there as often as it is in them.
     pub(super) fn find(messages: &[Value], text: &str) -> Self {
-        let all: Vec<(usize, String)> = (1..).zip(messages).flat_map(|(at, m)| parts(m).into_iter().map(move |p| (at, p))).collect();
+        let all: Vec<(usize, String)> =
+            (1..).zip(messages).flat_map(|(at, m)| parts(m).into_iter().map(move |p| (at, p))).collect();
         let mut found = Self { parts: all.len(), ..Self::default() };
         for (place, (at, part)) in all.iter().enumerate() {
             let wanted = 1 + all[..place].iter().filter(|(_, other)| other == part).count();
@@ -85,7 +86,8 @@ mod tests {
         assert!(LeftOut::find(&messages[..2], "").is_all());
         assert!(!LeftOut::find(&[said("")], "").is_some());
         assert!(!LeftOut::find(&[said("a\n\"b\"")], "[\"a\\n\\\"b\\\"\"]").is_some());
-        let call = json!({"role": "assistant", "reasoning_content": "so", "tool_calls": [{"function": {"name": "look"}}]});
+        let call =
+            json!({"role": "assistant", "reasoning_content": "so", "tool_calls": [{"function": {"name": "look"}}]});
         assert_eq!(LeftOut::find(&[call.clone()], "look").first(), "\"so\" of message 1 (assistant)");
         assert!(!LeftOut::find(&[call], "so look").is_some());
     }

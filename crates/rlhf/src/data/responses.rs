@@ -115,9 +115,11 @@ impl Dataset {
 
 /// Returns a row that is a conversation, and no other form, as its prompt and the assistant's last message; any other row as it is.
 fn of_conversation(row: &Value) -> Result<Cow<'_, Value>> {
-    let is_other = ["completion", "completion_ids", "prompt_ids", "response"].iter().any(|name| field(row, name).is_some());
+    let is_other =
+        ["completion", "completion_ids", "prompt_ids", "response"].iter().any(|name| field(row, name).is_some());
     let Some((name, found)) = messages_field(row).filter(|_| !is_other) else { return Ok(Cow::Borrowed(row)) };
-    let last = found.as_array().and_then(|messages| messages.split_last()).filter(|(last, _)| last["role"] == "assistant");
+    let last =
+        found.as_array().and_then(|messages| messages.split_last()).filter(|(last, _)| last["role"] == "assistant");
     let (last, prompt) = last.ok_or_else(|| {
         Error::Run(expected(name, "a list of messages that ends with the assistant's, which rewards score,", row))
     })?;

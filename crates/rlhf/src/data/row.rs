@@ -34,7 +34,8 @@ pub(super) const ARRAY: &str =
     "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
 
 /// The fields that may hold messages.
-pub(super) const MESSAGES: [&str; 7] = ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
+pub(super) const MESSAGES: [&str; 7] =
+    ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
 
 /// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
 /// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
@@ -269,7 +270,9 @@ fn hint_of_lists(row: &Value) -> Option<String> {
         .iter()
         .filter(|field| !is_row(field))
         .filter_map(|(name, value)| Some((name, value.as_array()?)))
-        .filter(|(_, list)| list.len() > 1 && list.iter().all(|item| item.as_object().is_some_and(|item| !item.contains_key("role"))))
+        .filter(|(_, list)| {
+            list.len() > 1 && list.iter().all(|item| item.as_object().is_some_and(|item| !item.contains_key("role")))
+        })
         .map(|(name, list)| (name, list.len()))
         .collect();
     let (first, _) = lists.first()?;
@@ -300,7 +303,10 @@ fn is_field(name: &str) -> bool {
 
 /// Other names that datasets use for each field.
 const SYNONYMS: [(&str, &[&str]); 5] = [
-    ("prompt", &["system", "system_prompt", "instruction", "question", "problem", "context", "input", "text", "history"]),
+    (
+        "prompt",
+        &["system", "system_prompt", "instruction", "question", "problem", "context", "input", "text", "history"],
+    ),
     ("completion", &["response", "answer", "output", "solution", "target"]),
     ("text", &["content", "document", "review", "sentence", "body"]),
     ("chosen", &["preferred", "accepted", "positive", "response_chosen", "response_j"]),
@@ -324,7 +330,8 @@ fn likely_fields<'r>(name: &str, row: &'r Value) -> Vec<&'r str> {
         .filter(|field| !row[*field].is_null())
         .collect();
     let is_empty = |field: &&str| {
-        row[*field].as_str().is_some_and(|text| text.trim().is_empty()) || row[*field].as_array().is_some_and(Vec::is_empty)
+        row[*field].as_str().is_some_and(|text| text.trim().is_empty())
+            || row[*field].as_array().is_some_and(Vec::is_empty)
     };
     let filled: Vec<&str> = all.iter().filter(|field| !is_empty(field)).copied().collect();
     let is_part = |field: &&str| PARTS.iter().any(|part| field.eq_ignore_ascii_case(part));
@@ -432,7 +439,11 @@ mod tests {
             "expected a JSON object on each line, found an object over several lines; the object holds a list: `rows` with 2 objects; if these \
              are the rows: jq -c '.[\"rows\"][]' FILE > rows.jsonl"
         );
-        assert!(object_over_lines("{\n\"a\": 1\n}\n{\n\"a\": 2\n}").unwrap().ends_with("if each object is a row: jq -c . FILE > rows.jsonl"));
+        assert!(
+            object_over_lines("{\n\"a\": 1\n}\n{\n\"a\": 2\n}")
+                .unwrap()
+                .ends_with("if each object is a row: jq -c . FILE > rows.jsonl")
+        );
         assert!(object_over_lines("{\n\"a\": 1").is_none() && object_over_lines("{\"a\": 1}\n{\"a\": ").is_none());
     }
 }

@@ -383,7 +383,8 @@ impl Fields {
         let (continued, prompted) = (flag("continue_final_message")?, flag("add_generation_prompt")?);
         match (continued, prompted) {
             (Some(true), Some(true)) => {
-                let message = "`continue_final_message`: expected false, as `add_generation_prompt` is true, found true";
+                let message =
+                    "`continue_final_message`: expected false, as `add_generation_prompt` is true, found true";
                 Err(ApiError::invalid("continue_final_message", message))
             }
             (Some(true), _) => Ok(ChatEnd::Continued),

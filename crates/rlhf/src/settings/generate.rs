@@ -256,7 +256,9 @@ impl GenerateConfig {
             && of_model.get("top_k").is_none_or(Value::is_null)
             && self.responses.sampler.top_k.is_none()
             && generation.sampling != Sampling::Greedy;
-        let all = has_all.then(|| "no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest (--top_k 50)".into());
+        let all = has_all.then(|| {
+            "no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest (--top_k 50)".into()
+        });
         let notes: Vec<String> = greedy.into_iter().chain(all).chain(others).collect();
         (!notes.is_empty()).then(|| format!("{}: {}", file.display(), notes.join("; ")))
     }
@@ -429,7 +431,10 @@ mod tests {
         let silent = of(&json!({"_from_model_config": true, "eos_token_id": 2}));
         assert!(matches!(resolved(&config, &silent), (Sampling::Random { .. }, None)));
         let all = resolved(&config, &of(&json!({"do_sample": true, "top_p": 0.9}))).1.unwrap();
-        assert!(all.contains("no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest"), "{all}");
+        assert!(
+            all.contains("no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest"),
+            "{all}"
+        );
         assert_eq!(resolved(&config, &of(&json!({"do_sample": true, "top_k": 0}))).1, None);
     }
 }

@@ -61,7 +61,8 @@ pub(super) fn normalized(message: &Value, source: &str) -> Value {
         };
         all.insert(name.clone(), value);
     }
-    if let Some(call) = all.get("function_call").filter(|_| !reads(source, "function_call") && reads(source, "tool_calls"))
+    if let Some(call) =
+        all.get("function_call").filter(|_| !reads(source, "function_call") && reads(source, "tool_calls"))
         && !all.contains_key("tool_calls")
     {
         let calls = json!([{"type": "function", "function": with_parsed_arguments(call)}]);
@@ -158,7 +159,8 @@ mod tests {
 
     #[test]
     fn nulls_are_removed_but_for_the_content_of_a_message_with_calls() {
-        let call = json!([{"id": null, "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": null}}}]);
+        let call =
+            json!([{"id": null, "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": null}}}]);
         let tidy = json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]);
         is(
             "{{ message.tool_calls }}",
@@ -199,8 +201,12 @@ mod tests {
             is(&format!("{{% if m.role == 'tool' or m.role == '{role}' %}}"), seen(role), seen(role));
         }
         let call = json!({"name": "f", "arguments": "{\"a\": 1}"});
-        let found = normalized(&json!({"role": "assistant", "content": null, "function_call": call}), "{{ m.tool_calls }}");
-        assert_eq!(found["tool_calls"], json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]));
+        let found =
+            normalized(&json!({"role": "assistant", "content": null, "function_call": call}), "{{ m.tool_calls }}");
+        assert_eq!(
+            found["tool_calls"],
+            json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}])
+        );
     }
 
     #[test]

@@ -92,9 +92,8 @@ impl Templates {
     /// Describes them in a few words, for the log.
     pub(super) fn describe(&self) -> String {
         // The folder may be one of the user's, and this is in the card that is pushed.
-        let file = |template: &ChatTemplate| {
-            template.file().file_name().unwrap_or_default().to_string_lossy().into_owned()
-        };
+        let file =
+            |template: &ChatTemplate| template.file().file_name().unwrap_or_default().to_string_lossy().into_owned();
         match self.0.as_slice() {
             [] => "none".into(),
             [(_, template)] => file(template),
@@ -111,7 +110,8 @@ impl Templates {
     /// If a file cannot be written.
     pub(super) fn save(&self, dir: &Path) -> Result<()> {
         let folder = dir.join(FURTHER);
-        let is_further = |template: &ChatTemplate| template.file().parent().is_some_and(|parent| parent.ends_with(FURTHER));
+        let is_further =
+            |template: &ChatTemplate| template.file().parent().is_some_and(|parent| parent.ends_with(FURTHER));
         for (name, template) in self.0.iter().filter(|(_, template)| is_further(template)) {
             std::fs::create_dir_all(&folder).map_err(Error::io("create the folder", &folder))?;
             let path = folder.join(format!("{name}.jinja"));
@@ -158,7 +158,10 @@ mod tests {
         let list = json!({"chat_template": [{"name": "tool_use", "template": "with"}, {"name": "default", "template": "without"}]});
         let of_config = Templates::read(dir.path(), &list).unwrap();
         let tools = json!([{"name": "f"}]);
-        assert_eq!((shown(&of_config, &tools).unwrap(), shown(&of_config, &json!(null)).unwrap()), ("with".into(), "without".into()));
+        assert_eq!(
+            (shown(&of_config, &tools).unwrap(), shown(&of_config, &json!(null)).unwrap()),
+            ("with".into(), "without".into())
+        );
         assert_eq!(of_config.describe(), "tokenizer_config.json (tool_use, default)");
         // Files count in place of the configuration.
         std::fs::write(dir.path().join(CHAT_TEMPLATE), "default file").unwrap();
@@ -166,7 +169,10 @@ mod tests {
         std::fs::create_dir(dir.path().join(FURTHER)).unwrap();
         std::fs::write(dir.path().join(FURTHER).join("tool_use.jinja"), "tool file").unwrap();
         let of_files = Templates::read(dir.path(), &list).unwrap();
-        assert_eq!((shown(&of_files, &tools).unwrap(), shown(&of_files, &json!(null)).unwrap()), ("tool file".into(), "default file".into()));
+        assert_eq!(
+            (shown(&of_files, &tools).unwrap(), shown(&of_files, &json!(null)).unwrap()),
+            ("tool file".into(), "default file".into())
+        );
         // They are saved, and read again.
         let saved = tempfile::tempdir().unwrap();
         of_files.save(saved.path()).unwrap();

@@ -80,9 +80,10 @@ impl Turns<'_> {
         let before = &self.messages[..at];
         let prompt = prompt(before).or_else(|| prompt(&user)).unwrap_or_default();
         if prompt.is_empty() {
-            let closed = self.render(before, false).ok().map_or(within.end, |closed| {
-                if text.starts_with(&closed) { closed.len() } else { within.end }
-            });
+            let closed = self
+                .render(before, false)
+                .ok()
+                .map_or(within.end, |closed| if text.starts_with(&closed) { closed.len() } else { within.end });
             return closed.clamp(within.start, within.end);
         }
         // A template may leave out what its generation prompt adds for the last turn, such as `<think>`.
@@ -146,10 +147,7 @@ mod tests {
         assert_eq!(found(LAST_REASONS, &reasoned).unwrap(), ["b<end>\n", "<think>\nso\n</think>\n\nd<end>\n"]);
         // The generation prompt has a beginning of reasoning that earlier turns do not have, as DeepSeek-R1's.
         let opened = LAST_REASONS.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}");
-        assert_eq!(
-            found(&opened, &turns(&["a", "b", "c", "d"])).unwrap(),
-            ["b<end>\n", "\n</think>\n\nd<end>\n"]
-        );
+        assert_eq!(found(&opened, &turns(&["a", "b", "c", "d"])).unwrap(), ["b<end>\n", "\n</think>\n\nd<end>\n"]);
         // A turn without a generation prompt, and an end for the last one alone.
         let plain = "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}";
         assert_eq!(found(plain, &turns(&["a", "b", "c", "b"])).unwrap(), ["b", "b!"]);
@@ -171,7 +169,10 @@ mod tests {
     fn a_turn_whose_place_depends_on_its_content_is_an_error_with_the_remedy() {
         let source = "{% for m in messages %}{% if m.content | length > 2 %}{{ raise_exception('too long') }}{% endif %}{{ m.content }}{{ loop.last }}{% endfor %}";
         let error = found(source, &turns(&["a", "b", "c", "d"])).unwrap_err().to_string();
-        assert!(error.contains("message 2") && error.contains("too long") && error.contains("--chat_template_path"), "{error}");
+        assert!(
+            error.contains("message 2") && error.contains("too long") && error.contains("--chat_template_path"),
+            "{error}"
+        );
         assert!(found("{{ messages[0].content }}", &turns(&["a", "b"])).unwrap().is_empty());
     }
 }

@@ -535,7 +535,8 @@ pub(crate) fn shorten(
         warnings.push(format!("{path}: {empty} of {all} rows were left out: their text is empty"));
     }
     if untaught > 0 {
-        warnings.push(format!("{path}: {untaught} of {all} rows were left out: no token to learn, whatever their length"));
+        warnings
+            .push(format!("{path}: {untaught} of {all} rows were left out: no token to learn, whatever their length"));
     }
     if cut > 0 {
         warnings.push(format!("{path}: {cut} of {all} rows were cut at max_length = {max_length} tokens"));
