@@ -1,6 +1,6 @@
 //! Prompts: token ids, text, and the limit on their length.
 
-use super::chat::render_prompt;
+use super::chat::render;
 use super::dataset::Dataset;
 use super::row::{expected, field, prompt_field, token_ids};
 use super::settings::{LongPrompts, PromptLengthConfig};
@@ -186,7 +186,7 @@ fn prompt_above(row: &Value, tokenizer: &Tokenizer, vocab: i64, most: Option<(us
         }
         (None, Some((name, Value::Array(_)))) => {
             let text;
-            (text, is_part) = part(&render_prompt(row, tokenizer, name)?)?;
+            (text, is_part) = part(&render(row, tokenizer, &[name], true)?)?;
             (tokenizer.encode_rendered(&text)?, text)
         }
         (None, Some((_, Value::String(whole)))) => {

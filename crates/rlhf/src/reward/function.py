@@ -110,7 +110,11 @@ def arguments(batch):
     prompts, completions = [prompt_of(line) for line in batch], []
     for prompt, line in zip(prompts, batch):
         text = line["response"]
-        completions.append([{"role": "assistant", "content": text}] if isinstance(prompt, list) else text)
+        if isinstance(prompt, list):
+            # A response that continues the assistant's message is one message with it, as in TRL.
+            begun = prompt[-1].get("content") if prompt and prompt[-1].get("role") == "assistant" else None
+            text = [{"role": "assistant", "content": (begun if isinstance(begun, str) else "") + text}]
+        completions.append(text)
     ids = [line["response_ids"] for line in batch]
     return {**named, "prompts": prompts, "completions": completions, "completion_ids": ids}
 

@@ -1,6 +1,6 @@
 //! The thread that owns the model: it responds to one request after another.
 
-use super::api::{ApiError, Endpoint, Prompt, Request};
+use super::api::{ApiError, ChatEnd, Endpoint, Prompt, Request};
 use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
 use crate::generate::{Alternatives, GenerationConfig, Token, generate_until};
@@ -165,12 +165,15 @@ impl Engine {
                 }
                 (ids.clone(), self.tokenizer.decode(ids).map_err(of_prompt)?)
             }
-            Prompt::Chat(messages, variables) => {
+            Prompt::Chat(messages, variables, end) => {
                 if !self.tokenizer.has_chat_template() {
                     let message = "this model has no chat template: use /v1/completions";
                     return Err(ApiError::invalid("messages", message));
                 }
-                let encoded = self.tokenizer.encode_chat(messages, true, variables);
+                let encoded = match end {
+                    ChatEnd::Continued => self.tokenizer.encode_continued_chat(messages, variables),
+                    end => self.tokenizer.encode_chat(messages, *end == ChatEnd::GenerationPrompt, variables),
+                };
                 // Clients do not need to know the folder of the model.
                 let of_template = |error: Error| match error {
                     Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
