@@ -48,6 +48,13 @@ impl Console {
         }
     }
 
+    /// Writes a line that a function of Python has printed above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_printed(self, line: &str) {
+        if self != Console::Silent {
+            announce(&one_line(line));
+        }
+    }
+
     /// Writes a note above the progress bar, from any thread, if someone reads standard error.
     pub(crate) fn announce_note(self, message: &str) {
         if self.is_read() {
@@ -433,6 +440,7 @@ mod tests {
             response: response.into(),
             score: 0.5,
             components: BTreeMap::new(),
+            extra: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
             tokens: Vec::new(),
