@@ -109,7 +109,7 @@ fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
         assert_eq!(ran.code, code, "{}", ran.stderr);
         let error = ran.stderr.lines().last().unwrap();
         assert!(
-            error.starts_with(&format!("error: {step}: stopped as requested after update {} of ", lines())),
+            error.starts_with(&format!("{step}: stopped as requested after update {} of ", lines())),
             "{error}"
         );
         assert!(error.ends_with("; the same command with --resume_from_checkpoint resumes"), "{error}");

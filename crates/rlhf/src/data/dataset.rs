@@ -3,10 +3,10 @@
 use super::columns::Columns;
 use super::files::Files;
 use super::formats::read_rows;
-use super::row::{Row, prompt_field};
+use super::row::{Row, messages_field, prompt_field};
 use crate::tokenizer::user_message;
 use crate::{Error, Result};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Rows, each a JSON object with its file and line.
@@ -69,6 +69,21 @@ impl Dataset {
             if let Some((name, Value::String(text))) = prompt_field(&row.value) {
                 let message = user_message(text);
                 row.value[name] = Value::from(vec![message]);
+            }
+        }
+        self
+    }
+
+    /// Puts a system message at the start of every conversation that has none; the prompts of the others, and texts, stay as they are.
+    pub fn with_system_prompt(mut self, system: &str) -> Self {
+        for row in &mut self.rows {
+            let names = [prompt_field(&row.value), messages_field(&row.value)].map(|field| field.map(|(name, _)| name));
+            for name in names.into_iter().flatten() {
+                let Some(messages) = row.value[name].as_array_mut() else { continue };
+                let role = messages.first().map(|message| message["role"].as_str().unwrap_or_default().to_string());
+                if role.is_some_and(|role| !matches!(role.as_str(), "" | "system" | "developer")) {
+                    messages.insert(0, json!({"role": "system", "content": system}));
+                }
             }
         }
         self
