@@ -298,7 +298,9 @@ impl Judge {
     fn print_by(&mut self, progress: &Progress) {
         if let Self::Scores(scorer) = self {
             let (bar, console) = (progress.bar.clone(), progress.console);
-            scorer.rewards.print_by(&(Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line))) as Warn));
+            scorer
+                .rewards
+                .print_by(&(Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line))) as Warn));
         }
     }
 

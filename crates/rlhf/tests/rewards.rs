@@ -531,11 +531,18 @@ fn a_function_of_python_that_lists_its_arguments_gets_no_others() {
 fn functions_of_python_get_the_state_of_the_run_and_log_metrics_and_columns() {
     let scratch = functions();
     scratch.write("prompts.jsonl", &format!("{}\n", json!({"prompt": "Good?", "answer": 2})));
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
     let ran = scratch.run(&format!("{NO_MODEL} --reward python:mine.rewards.logs"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
+    // The prompt is text, and the template is not used.
+    assert!(ran.stderr.contains("the prompts are plain text, and the model has a chat template"), "{}", ran.stderr);
     let metrics = scratch.metrics("out");
     assert_eq!(number(&metrics[0], "reward/logs/right"), 0.75);
-    assert!(ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 1"), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 1"),
+        "{}",
+        ran.stderr
+    );
     // The state says how far the run is, and with it the score: the updates done.
     let states: Vec<Value> = scratch.read("states").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for (update, metrics) in metrics.iter().enumerate() {

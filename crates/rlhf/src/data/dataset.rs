@@ -152,6 +152,25 @@ mod tests {
     }
 
     #[test]
+    fn a_system_prompt_begins_every_conversation_that_has_none() {
+        let lines = [
+            json!({"prompt": [{"role": "user", "content": "Hi"}], "answer": 1}),
+            json!({"prompt": [{"role": "system", "content": "Be rude."}, {"role": "user", "content": "Hi"}]}),
+            json!({"prompt": "text"}),
+            json!({"messages": [{"role": "user", "content": "Hi"}]}),
+        ];
+        let dataset = read("a.jsonl", &lines.map(|line| format!("{line}\n")).concat()).unwrap();
+        let rows: Vec<Value> = dataset.with_chat_prompts().with_system_prompt("Be brief.").rows().cloned().collect();
+        let whole = json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]);
+        assert_eq!((&rows[0]["prompt"], &rows[0]["answer"], &rows[3]["messages"]), (&whole, &json!(1), &whole));
+        assert_eq!(rows[1]["prompt"][0]["content"], "Be rude.");
+        assert_eq!(
+            (&rows[2]["prompt"][0]["role"], &rows[2]["prompt"][1]["content"]),
+            (&json!("system"), &json!("text"))
+        );
+    }
+
+    #[test]
     fn jsonl_json_and_csv_hold_the_same_rows() {
         let lines = read("a.jsonl", "{\"prompt\": \"x\"}\n\n{\"prompt\": \"y\"}\n").unwrap();
         let array = read("a.json", "[{\"prompt\": \"x\"}, {\"prompt\": \"y\"}]").unwrap();

@@ -127,7 +127,8 @@ mod tests {
         assert!(logged.takes(b"{\"log_extra\": \"found\", \"values\": [\"a\", null]}"));
         assert_eq!(logged.means().collect::<Vec<_>>(), [("right".to_string(), 0.75)]);
         let of = |name: &str, values: Value| (name.to_string(), values.as_array().unwrap().clone());
-        let batches = [(2, logged.columns), (1, Vec::new()), (1, vec![of("more", json!([3])), of("found", json!([4]))])];
+        let batches =
+            [(2, logged.columns), (1, Vec::new()), (1, vec![of("more", json!([3])), of("found", json!([4]))])];
         let expected = [of("found", json!(["a", null, null, 4])), of("more", json!([null, null, null, 3]))];
         assert_eq!(joined_columns(batches), expected);
     }

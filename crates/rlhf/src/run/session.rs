@@ -941,7 +941,9 @@ mod tests {
         let said = how_to_resume(Path::new("out"), Some("sft"), None);
         assert!(said.starts_with("; to begin again: ") && said.contains(" sft --config out/config.yaml "), "{said}");
         // Other programs have their own ways to resume.
-        assert!(how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes"));
+        assert!(
+            how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes")
+        );
     }
     use crate::flag::defaults;
     use crate::run::settings::Resume;

@@ -316,6 +316,17 @@ impl PpoConfig {
         config
     }
 
+    /// Creates a configuration of GRPO with the defaults of TRL's `GRPOTrainer` and no reward: name one in `rewards`, or pass your own to
+    /// [`crate::train::ppo::PpoTrainer::from_config_with`].
+    pub fn grpo(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let config = Self::with_preset(Preset::Grpo, model_name_or_path, "", dataset_name, output_dir);
+        Self { reward_model_path: None, ..config }
+    }
+
     /// Creates a configuration with every default and no reward: name one in `rewards`, or pass your own to
     /// [`crate::train::ppo::PpoTrainer::from_config_with`].
     pub fn without_reward(
