@@ -138,10 +138,32 @@ fn heading(page: &mut Html, runs: &[Run], at: usize) {
     }
 }
 
+/// Settings that say in a line what a run is about, each with its name there; of the models the first that is set.
+const SUMMARY: [(&str, &[&str]); 3] =
+    [("model", &["model_name_or_path", "sft_model_path"]), ("data", &["dataset_name"]), ("folder", &["output_dir"])];
+
+/// Writes what a run is about: its command, its model, its data and its folder, as far as they are known.
+fn summary(page: &mut Html, run: &Run) {
+    let command = run.command_line.as_deref().and_then(|line| {
+        let words: Vec<&str> = line.split_whitespace().take(2).collect();
+        (words.len() == 2 && words[0] == "rlhf").then(|| words.join(" "))
+    });
+    let is_set = |value: &&str| !matches!(*value, "" | "null" | "none" | "[]");
+    let of = |(name, settings): (&str, &[&str])| {
+        let value = settings.iter().find_map(|setting| run.public_setting(setting).filter(is_set))?;
+        Some(format!("{name} {value}"))
+    };
+    let facts: Vec<String> = command.into_iter().chain(SUMMARY.into_iter().filter_map(of)).collect();
+    if !facts.is_empty() {
+        page.raw("<p class=\"note\">").text(one_line(&facts.join(" \u{b7} "))).raw("</p>\n");
+    }
+}
+
 fn verdicts(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"verdict\">\n<h2>Verdict</h2>\n");
     for (at, run) in runs.iter().enumerate() {
         heading(page, runs, at);
+        summary(page, run);
         page.raw("<ul class=\"verdict\">\n");
         for finding in verdict(run) {
             let (class, sign) = match finding.mark {
