@@ -298,9 +298,8 @@ impl Judge {
     fn print_by(&mut self, progress: &Progress) {
         if let Self::Scores(scorer) = self {
             let (bar, console) = (progress.bar.clone(), progress.console);
-            scorer
-                .rewards
-                .print_by(&(Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line))) as Warn));
+            let print: Warn = Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line)));
+            scorer.rewards.print_by(&print);
         }
     }
 

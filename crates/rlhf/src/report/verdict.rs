@@ -13,6 +13,9 @@ const FAR: f64 = 1.0;
 /// Share of `response_length` from which on the mean length counts as cut.
 const CUT: f64 = 0.95;
 
+/// Standard errors of the difference of two evaluations from which on it is clear.
+const CLEAR: f64 = 2.0;
+
 /// Share of responses cut at the limit from which on the verdict says so.
 const CUT_SHARE: f64 = 0.2;
 
@@ -242,13 +245,22 @@ fn score(run: &Run) -> Option<Finding> {
 
 fn held_out_score(run: &Run) -> Option<Finding> {
     let held_out = Ends::single(run, "eval/score")?;
-    let (from, to) = (short(held_out.first), short(held_out.last));
+    let errors = Ends::single(run, "eval/score_stderr");
+    let with_error = |value: f64, error: Option<f64>| match error.filter(|error| error.is_finite()) {
+        Some(error) => format!("{} \u{b1} {}", short(value), number(error, 2)),
+        None => short(value),
+    };
+    let from = with_error(held_out.first, errors.map(|errors| errors.first));
+    let to = with_error(held_out.last, errors.map(|errors| errors.last));
+    let unsure = errors
+        .filter(|errors| held_out.change().abs() < CLEAR * errors.first.hypot(errors.last))
+        .map_or("", |_| "; with these standard errors they may be equal");
     let trained = Ends::of(run, "objective/scores")?;
     let is_evident = |ends: Ends| ends.doubt().is_none();
     let overfits = trained.change() > 0.0 && held_out.change() < 0.0 && is_evident(trained) && is_evident(held_out);
     let mark = if overfits { Mark::Bad } else { Mark::Neutral };
     let why = if overfits { ", while that of the training prompts rose: the policy overfits to them" } else { "" };
-    Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}.")))
+    Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}{unsure}.")))
 }
 
 fn kl(run: &Run) -> Option<Finding> {
@@ -620,6 +632,24 @@ mod tests {
         assert!(last(&run).contains("skipped_steps at update 7 and 2 more; 1 rollback"), "{}", last(&run));
         run.outcome = Outcome::Stopped { done: 2, total: 9 };
         assert_eq!(verdict(&run)[0].text, "The run ended early, after 2 of 9 updates.");
+    }
+
+    #[test]
+    fn a_held_out_score_has_its_standard_error() {
+        let of = |to: f64| {
+            let scores = [0.0188, to];
+            let run = run(&[
+                ("objective/scores", &[0.1, 0.2]),
+                ("eval/score", &scores),
+                ("eval/score_stderr", &[0.02, 0.05]),
+            ]);
+            held_out_score(&run).unwrap().text
+        };
+        // The standard error of the difference is 0.054.
+        let words = "On held-out prompts the score went from 0.0188 \u{b1} 0.02 to 0.101 \u{b1} 0.05; with these standard errors they \
+                     may be equal.";
+        assert_eq!(of(0.101), words);
+        assert!(of(0.201).ends_with("to 0.201 \u{b1} 0.05."), "{}", of(0.201));
     }
 
     #[test]

@@ -63,6 +63,10 @@ impl PpoTrainer {
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
         m.push("eval/score", per_row(&e.scores));
+        if prompts.len() > 1 {
+            let spread = e.scores.to_kind(Kind::Double).std(true).double_value(&[]);
+            m.push("eval/score_stderr", spread / rows.sqrt());
+        }
         for component in &components {
             m.push(format!("{EVAL_SCORES}{}", component.name), component.mean());
         }
