@@ -7,11 +7,13 @@ mod http;
 mod math;
 mod model;
 mod optional;
+mod printed;
 mod retry;
 mod rules;
 mod scaling;
 pub(crate) mod settings;
 mod spec;
+mod state;
 mod trl;
 
 pub(crate) use address::without_query;
@@ -30,6 +32,7 @@ pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 pub use spec::{check_written, is_function_path};
+pub use state::TrainerState;
 pub use trl::{TrlFunction, TrlReward};
 
 use crate::data::Prompt;
@@ -39,6 +42,7 @@ use crate::metrics::Metrics;
 use crate::offload::Offload;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use printed::joined_columns;
 use retry::{RETRIES, check};
 use scaling::Moments;
 use serde_json::{Map, Value};
@@ -163,8 +167,19 @@ pub trait Reward: Send {
         Vec::new()
     }
 
+    /// Returns further columns of the last batch, with one value per response; they are shown beside its samples.
+    fn columns(&self) -> Vec<(String, Vec<Value>)> {
+        Vec::new()
+    }
+
     /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
     fn warn_by(&mut self, _name: &str, _warn: Warn) {}
+
+    /// Sets what receives the lines that the reward prints, each after `name` and a colon.
+    fn print_by(&mut self, _name: &str, _print: Warn) {}
+
+    /// Sets the state of the run, before a batch is scored.
+    fn set_trainer_state(&mut self, _state: &TrainerState) {}
 
     /// Returns the reward model, if this is one: training checks its input, and may initialize the value model from it.
     fn model(&self) -> Option<&RewardModel> {
@@ -208,6 +223,7 @@ struct Called {
     scores: Vec<Score>,
     seconds: f64,
     extra: Vec<(String, f64)>,
+    columns: Vec<(String, Vec<Value>)>,
 }
 
 impl Called {
@@ -224,7 +240,8 @@ impl Called {
         let extras: Vec<(usize, Vec<_>)> = world.gather((rows, self.extra.into_iter().map(sent).collect()))?;
         let of_rank = |(rows, extra): (usize, Vec<_>)| (rows, extra.into_iter().map(received).collect());
         let extra = mean_of_extras(extras.into_iter().map(of_rank));
-        Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
+        let columns = joined_columns(world.gather((rows, self.columns))?);
+        Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra, columns })
     }
 }
 
@@ -329,8 +346,8 @@ impl Component {
             }
             e => Error::Reward { name: self.name.clone(), source: Box::new(e) },
         });
-        let extra = self.reward.extra();
-        let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
+        let (extra, columns) = (self.reward.extra(), self.reward.columns());
+        let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra, columns };
         let called = called.gathered(world, own.len())?;
         let scores = &called.scores;
         if usage == ScoreUse::Training && self.transform.normalize != Normalize::None {
@@ -398,6 +415,16 @@ impl Rewards {
     /// Sets what receives warnings about failures that are tried again.
     pub fn warn_by(&mut self, warn: &Warn) {
         self.components.iter_mut().for_each(|component| component.reward.warn_by(&component.name, warn.clone()));
+    }
+
+    /// Sets what receives the lines that functions of Python print.
+    pub fn print_by(&mut self, print: &Warn) {
+        self.components.iter_mut().for_each(|component| component.reward.print_by(&component.name, print.clone()));
+    }
+
+    /// Sets the state of the run, before a batch is scored.
+    pub fn set_trainer_state(&mut self, state: &TrainerState) {
+        self.components.iter_mut().for_each(|component| component.reward.set_trainer_state(state));
     }
 
     /// Adds a reward with weight 1. Metrics and errors use `name`.
@@ -533,7 +560,7 @@ impl Rewards {
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
-            let Called { scores: found, seconds, extra } = component.score(batch, usage, &self.world)?;
+            let Called { scores: found, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
             for (row, score) in found.iter().enumerate() {
                 let raw = |number: &f64| component.transformed(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
@@ -550,7 +577,7 @@ impl Rewards {
             }
             let name = component.name.clone();
             let scores = found.iter().map(Score::total).collect();
-            scored.components.push(ComponentScores { name, scores, seconds, extra });
+            scored.components.push(ComponentScores { name, scores, seconds, extra, columns });
         }
         self.world.agree(scored.check_finite(batch))?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
@@ -612,6 +639,8 @@ pub struct ComponentScores {
     pub seconds: f64,
     /// Additional metrics, by name.
     pub extra: Vec<(String, f64)>,
+    /// Further columns, each with one value per response.
+    pub columns: Vec<(String, Vec<Value>)>,
 }
 
 impl ComponentScores {
@@ -666,6 +695,7 @@ impl Scored {
             own.scores.extend(more.scores);
             own.seconds += more.seconds;
             own.extra = mean_of_extras([(rows[0], std::mem::take(&mut own.extra)), (rows[1], more.extra)]);
+            own.columns = joined_columns([(rows[0], std::mem::take(&mut own.columns)), (rows[1], more.columns)]);
         }
         self.warning = self.warning.take().or(more.warning);
     }
@@ -675,7 +705,11 @@ impl Scored {
         let of = |numbers: &Vec<f64>| rows.iter().map(|&row| numbers[row]).collect();
         (self.responses, self.raw) = (of(&self.responses), of(&self.raw));
         self.tokens = self.tokens.map(|tokens| rows.iter().map(|&row| tokens[row].clone()).collect());
-        self.components.iter_mut().for_each(|component| component.scores = of(&component.scores));
+        for component in &mut self.components {
+            component.scores = of(&component.scores);
+            let of = |values: &[Value]| rows.iter().map(|&row| values.get(row).cloned().unwrap_or_default()).collect();
+            component.columns.iter_mut().for_each(|(_, values)| *values = of(values));
+        }
         self
     }
 

@@ -334,6 +334,7 @@ print("a module may print")
 def asked(prompts, completions, completion_ids, **columns):
     print("and so may a function")
     with open("asked", "a") as file:
+        columns = {k: v for k, v in columns.items() if k not in ("trainer_state", "log_extra", "log_metric")}
         file.write(json.dumps([prompts, completions, completion_ids, columns]) + "\n")
     assert sys.stdin.read() == ""
     return [None if answer is None else answer for answer in columns["answer"]]
@@ -352,6 +353,24 @@ def single(completions, **columns):
     return 1.0
 def strict(completions, trainer_state):
     return [1.0, 1.0]
+def logs(completions, answer, trainer_state, log_extra, log_metric, **columns):
+    state = trainer_state
+    log_metric("right", 1)
+    log_metric("right", 0.5)
+    log_extra("found", [text.strip() for text in completions])
+    log_extra("few", [1])
+    with open("states", "a") as file:
+        file.write(json.dumps([state.global_step, state.max_steps, state.epoch, state.is_world_process_zero]) + "\n")
+    return [float(state.global_step) for _ in completions]
+def lists_all(prompts, completions, completion_ids, answer, level):
+    return [1.0 for _ in completions]
+def misspelt(completions, **columns):
+    print("this far")
+    return helper(completions)
+def helper(completions):
+    return completion
+def unreachable(completions, **columns):
+    raise ConnectionError("no route")
 def quits(completions, **columns):
     sys.stdout.flush()
     import os
@@ -453,7 +472,7 @@ fn a_function_of_python_that_fails_is_one_error_with_the_place() {
     let scratch = functions();
     let row = "row 2 of 2 (prompt \"do\"): ";
     for (name, words) in [
-        ("reads", &["JSONDecodeError: Expecting value", "(mine/rewards.py:14, in "][..]),
+        ("reads", &["JSONDecodeError: Expecting value", "(mine/rewards.py:15, in "][..]),
         ("short", &["expected 2 scores, one per response, found 1"]),
         ("words", &[row, "expected a number or None, found 'high'"]),
         ("endless", &[row, "expected a finite score, found inf"]),
@@ -463,12 +482,80 @@ fn a_function_of_python_that_fails_is_one_error_with_the_place() {
     ] {
         let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.{name}"));
         let reward = format!("reward `{name}`: ");
-        ran.is_one_error(name, 1, &[&[reward.as_str()], words].concat());
+        ran.ends_with_one_error(name, &[&[reward.as_str()], words].concat());
     }
     let began = Instant::now();
     let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.sleeps --reward_timeout 10"));
-    ran.is_one_error("sleeps", 1, &["no score within 10 s"]);
+    ran.ends_with_one_error("sleeps", &["no score within 10 s"]);
     assert!(began.elapsed() < Duration::from_secs(60));
+}
+
+impl Ran {
+    /// Requires exit code 1 and, after what a function has printed, one error with all of `words`.
+    #[track_caller]
+    fn ends_with_one_error(&self, line: &str, words: &[&str]) {
+        assert_eq!(self.code, 1, "{line}: {}", self.stderr);
+        let error = self.stderr.lines().last().unwrap_or_default();
+        assert!(error.starts_with("error: ") && self.stderr.matches("error: ").count() == 1, "{line}: {}", self.stderr);
+        for word in words {
+            assert!(error.contains(word), "{line}: no `{word}` in {error}");
+        }
+    }
+}
+
+#[test]
+fn the_prints_and_the_traceback_of_a_function_of_python_are_shown_and_its_own_error_is_not_retried() {
+    let scratch = functions();
+    let line = SCORE.replace(" --reward_retries 0", "");
+    let ran = scratch.run(&format!("{line} --reward python:mine.rewards.misspelt"));
+    let error = "NameError: name 'completion' is not defined";
+    ran.ends_with_one_error("misspelt", &["reward `misspelt`: ", error, "(mine/rewards.py:"]);
+    assert!(!ran.stderr.contains("tried"), "{}", ran.stderr);
+    for shown in ["a module may print", "this far", "Traceback (most recent call last):", "    return completion"] {
+        let count = ran.stderr.lines().filter(|line| line.starts_with("misspelt: ") && line.contains(shown)).count();
+        assert_eq!(count, 1, "{shown}: {}", ran.stderr);
+    }
+    // The program that calls the function is no part of it.
+    assert!(!ran.stderr.contains("function.py"), "{}", ran.stderr);
+    let ran = scratch.run(&format!("{line} --reward_retries 1 --reward python:mine.rewards.unreachable"));
+    ran.ends_with_one_error("unreachable", &["ConnectionError: no route", "(tried 2 times)"]);
+}
+
+#[test]
+fn a_function_of_python_that_lists_its_arguments_gets_no_others() {
+    let rows = json_lines(&functions().succeeds(&format!("{SCORE} --reward python:mine.rewards.lists_all")));
+    assert!(rows.iter().all(|row| row["score"] == 1.0), "{rows:?}");
+}
+
+#[test]
+fn functions_of_python_get_the_state_of_the_run_and_log_metrics_and_columns() {
+    let scratch = functions();
+    scratch.write("prompts.jsonl", &format!("{}\n", json!({"prompt": "Good?", "answer": 2})));
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let ran = scratch.run(&format!("{NO_MODEL} --reward python:mine.rewards.logs"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    // The prompt is text, and the template is not used.
+    assert!(ran.stderr.contains("the prompts are plain text, and the model has a chat template"), "{}", ran.stderr);
+    let metrics = scratch.metrics("out");
+    assert_eq!(number(&metrics[0], "reward/logs/right"), 0.75);
+    assert!(
+        ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 1"),
+        "{}",
+        ran.stderr
+    );
+    // The state says how far the run is, and with it the score: the updates done.
+    let states: Vec<Value> = scratch.read("states").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for (update, metrics) in metrics.iter().enumerate() {
+        assert_eq!(number(metrics, "objective/scores/logs"), update as f64);
+        assert!(states.iter().any(|state| state[0] == update), "{states:?}");
+    }
+    assert!(states.iter().all(|state| state[1] == metrics.len() && state[3] == true), "{states:?}");
+    let folder = fs::read_dir(scratch.path("out/samples")).unwrap();
+    let texts: Vec<String> = folder.map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
+    for row in texts.iter().flat_map(|text| json_lines(text)) {
+        assert_eq!(row["extra"], json!({"found": row["response"].as_str().unwrap().trim()}));
+    }
+    assert!(!texts.is_empty());
 }
 
 #[test]

@@ -152,6 +152,8 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
         });
         rewards.warn_by(&warn);
     }
+    let print: Warn = Arc::new(|line: &str| announce(&one_line(line)));
+    rewards.print_by(&print);
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, &tokenizer, |part| {
         let of_rows = part.scored_responses(&tokenizer)?;

@@ -277,6 +277,22 @@ impl Setting {
     }
 }
 
+/// Returns settings as texts.
+pub(super) fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
+    let text_of = |value: &Value| match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let public = without_programs(settings);
+    let of = |((name, value), public): ((&String, &Value), &Value)| Setting {
+        name: name.clone(),
+        value: text_of(value),
+        public: text_of(public),
+    };
+    settings.iter().zip(public.values()).map(of).collect()
+}
+
 /// Reads the settings in `config.yaml`.
 fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
     let text = match files::read_settings(&dir.join(CONFIG)) {
@@ -286,23 +302,8 @@ fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
             return Vec::new();
         }
     };
-    let text_of = |value: &Value| match value {
-        Value::Null => "none".into(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    };
     match serde_saphyr::from_str::<Map<String, Value>>(&text) {
-        Ok(settings) => {
-            let public = without_programs(&settings);
-            let values = settings.iter().zip(public.values());
-            values
-                .map(|((name, value), public)| Setting {
-                    name: name.clone(),
-                    value: text_of(value),
-                    public: text_of(public),
-                })
-                .collect()
-        }
+        Ok(settings) => settings_of(&settings),
         Err(_) => {
             notes.push(format!("{CONFIG}: expected settings as YAML, found something else"));
             Vec::new()

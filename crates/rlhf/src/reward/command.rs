@@ -1,7 +1,8 @@
 //! A reward that is an external program, or a function of Python in one, started once; it reads and writes JSON lines.
 
+use super::printed::{Logged, Printed};
 use super::retry::{Failure, Retries, check, excerpt};
-use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
+use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use crate::dist::launch::VARIABLES;
 use crate::process::{loaded, loader, python, python_hint};
 use crate::safe_text::{beginning, one_line};
@@ -41,12 +42,16 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 ///
 /// It is started once, by `sh -c`. It reads one JSON object per response and line from its standard input, and writes one line
 /// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
-/// number; `null` or `{"score": null}` for a response that it gives no score. With `{"error": "why"}` it reports a failure of the batch.
-/// It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
+/// number; `null` or `{"score": null}` for a response that it gives no score. With `{"error": "why"}` it reports a failure of the batch,
+/// with `{"error": "why", "retry": false}` one that another attempt would have too. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
 pub struct CommandReward {
     program: RestartedProgram,
     retry: RetryPolicy,
     retries: Retries,
+    /// State of the run, for a function of Python.
+    state: Option<TrainerState>,
+    /// Metrics and columns that a function of Python has logged for the last batch.
+    logged: Logged,
 }
 
 /// The input line for one response.
@@ -65,7 +70,7 @@ struct Line<'a> {
 impl CommandReward {
     /// Creates the reward without starting the program.
     pub fn new(command: impl Into<String>, retry: RetryPolicy) -> Self {
-        Self { program: RestartedProgram::new(command), retry, retries: Retries::default() }
+        Self::of(RestartedProgram::new(command), retry)
     }
 
     /// Creates the reward of a function of Python, `module.function`, without importing it. The Python is that of `RLHF_PYTHON`, or
@@ -73,10 +78,14 @@ impl CommandReward {
     ///
     /// The function is called as by TRL's `GRPOTrainer`: `f(prompts=..., completions=..., completion_ids=..., **columns)` with a list
     /// for each column of the rows, and returns a list of numbers, with None for a response that it gives no score. It may be a
-    /// coroutine function. TRL's `trainer_state`, `log_extra` and `log_metric` are not passed.
+    /// coroutine function. TRL's `trainer_state`, `log_extra` and `log_metric` are passed where it accepts them. The lines that it prints,
+    /// and the traceback of an exception, go to [`Reward::print_by`]; an exception that another call would raise too is not retried.
     pub fn python(function: impl Into<String>, retry: RetryPolicy) -> Self {
-        let program = RestartedProgram { source: Source::Python(function.into()), running: None };
-        Self { program, retry, retries: Retries::default() }
+        Self::of(RestartedProgram::of(Source::Python(function.into())), retry)
+    }
+
+    fn of(program: RestartedProgram, retry: RetryPolicy) -> Self {
+        Self { program, retry, retries: Retries::default(), state: None, logged: Logged::default() }
     }
 
     /// Starts the program unless it is running, so that it initializes while something else is done. Waits until a function of Python
@@ -95,13 +104,35 @@ impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         self.retries.start();
         let timeout = self.retry.timeout;
-        let attempt = || self.program.call(|running| running.score(batch, timeout));
-        let scores = self.retry.run(&self.retries, attempt);
-        scores.map_err(|failure| failure.error(batch))
+        let state = self.state.as_ref().filter(|_| self.program.is_python());
+        let attempt = || {
+            self.program.call(|running| {
+                running.logged = Logged::default();
+                state.iter().for_each(|state| running.tell(state));
+                let scores = running.score(batch, timeout)?;
+                Ok((scores, std::mem::take(&mut running.logged)))
+            })
+        };
+        let (scores, logged) = self.retry.run(&self.retries, attempt).map_err(|failure| failure.error(batch))?;
+        self.logged = logged;
+        Ok(scores)
     }
 
     fn extra(&self) -> Vec<(String, f64)> {
-        self.retries.metric().into_iter().collect()
+        self.logged.means().chain(self.retries.metric()).collect()
+    }
+
+    fn columns(&self) -> Vec<(String, Vec<Value>)> {
+        self.logged.columns.clone()
+    }
+
+    fn set_trainer_state(&mut self, state: &TrainerState) {
+        self.state = Some(state.clone());
+    }
+
+    fn print_by(&mut self, name: &str, print: Warn) {
+        let name = name.to_string();
+        self.program.printed.show_by(Arc::new(move |line: &str| print(&format!("{name}: {line}"))));
     }
 
     fn warn_by(&mut self, name: &str, warn: Warn) {
@@ -113,6 +144,8 @@ impl Reward for CommandReward {
 pub(crate) struct RestartedProgram {
     source: Source,
     running: Option<Program>,
+    /// Lines that a function of Python prints.
+    printed: Printed,
 }
 
 /// The code of a program.
@@ -126,7 +159,16 @@ enum Source {
 impl RestartedProgram {
     /// Returns the program of `command`, for `sh -c`, without starting it.
     pub(crate) fn new(command: impl Into<String>) -> Self {
-        Self { source: Source::Shell(command.into()), running: None }
+        Self::of(Source::Shell(command.into()))
+    }
+
+    fn of(source: Source) -> Self {
+        Self { source, running: None, printed: Printed::default() }
+    }
+
+    /// Returns whether this is a function of Python.
+    fn is_python(&self) -> bool {
+        matches!(self.source, Source::Python(_))
     }
 
     /// Returns the running program; starts it unless it is running.
@@ -141,7 +183,7 @@ impl RestartedProgram {
                         Failure::permanent(format!("{} cannot be started: {e}{}", python(), python_hint()))
                     }
                 };
-                Ok(none.insert(Program::start(&self.source).map_err(wrong)?))
+                Ok(none.insert(Program::start(&self.source, &self.printed).map_err(wrong)?))
             }
         }
     }
@@ -174,13 +216,19 @@ pub(crate) struct Program {
     stderr_end: Receiver<()>,
     /// True if its output ended before all scores were read.
     output_ended: bool,
-    /// True until a function of Python is imported.
+    /// True for a function of Python.
+    is_python: bool,
+    /// True until it is imported.
     is_importing: bool,
+    /// Lines that a function of Python prints.
+    printed: Printed,
+    /// Metrics and columns that it has logged.
+    logged: Logged,
 }
 
 impl Program {
     /// Starts the program.
-    fn start(source: &Source) -> io::Result<Self> {
+    fn start(source: &Source, printed: &Printed) -> io::Result<Self> {
         let (program, script, input) = match source {
             Source::Shell(line) => ("sh".to_string(), line.clone(), String::new()),
             Source::Python(function) => {
@@ -219,8 +267,10 @@ impl Program {
         }
         if let Some(stderr) = child.stderr.take() {
             let tail = stderr_tail.clone();
+            let printed = matches!(source, Source::Python(_)).then(|| printed.clone());
             thread::spawn(move || {
                 read_lines(stderr, MAX_STDERR_LINE, |text| {
+                    printed.iter().for_each(|printed| printed.receive(&text));
                     let mut tail = tail.lock().unwrap_or_else(PoisonError::into_inner);
                     tail.push_back(String::from_utf8_lossy(&text).trim().chars().take(200).collect());
                     if tail.len() > STDERR_LINES {
@@ -231,8 +281,19 @@ impl Program {
                 drop(end_of_stderr);
             });
         }
-        let is_importing = matches!(source, Source::Python(_));
-        Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false, is_importing })
+        let is_python = matches!(source, Source::Python(_));
+        Ok(Self {
+            child,
+            to_child: Some(to_child),
+            lines,
+            stderr_tail,
+            stderr_end,
+            output_ended: false,
+            is_python,
+            is_importing: is_python,
+            printed: printed.clone(),
+            logged: Logged::default(),
+        })
     }
 
     /// Waits until a function of Python is imported.
@@ -291,6 +352,13 @@ impl Program {
                 self.output_ended = true;
                 Err(Failure::new("the program exited without a reply"))
             }
+        }
+    }
+
+    /// Sends the state of the run to a function of Python.
+    fn tell(&mut self, state: &TrainerState) {
+        if let Some(to_child) = &self.to_child {
+            let _ = to_child.send(format!("{}\n", json!({"trainer_state": state})).into_bytes());
         }
     }
 
@@ -360,6 +428,8 @@ impl Program {
                         exited.get_or_insert_with(Instant::now);
                     }
                 }
+                // A program of the user's has no such lines.
+                Ok(line) if self.is_python && self.logged.takes(&line) => {}
                 found => return found,
             }
         }
@@ -375,6 +445,9 @@ impl Program {
         }
         let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
         let tail = self.stderr_tail.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_python && self.printed.is_shown() {
+            return failure;
+        }
         let tail: Vec<&str> = tail.iter().map(String::as_str).filter(|line| !line.is_empty()).collect();
         if !tail.is_empty() {
             failure.message += &format!("; its standard error ends with: {}", tail.join(" / "));
@@ -418,6 +491,10 @@ impl Drop for Program {
         self.to_child = None;
         self.wait();
         self.kill();
+        if self.is_python {
+            // Its last lines are shown before what follows.
+            let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
+        }
     }
 }
 
@@ -449,12 +526,14 @@ fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> 
     }
 }
 
-/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known.
+/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known, and with
+/// `retry` false if another attempt would fail too.
 fn reported(line: &[u8]) -> Option<Failure> {
     let value: Value = serde_json::from_slice(line).ok()?;
     let message = one_line(value.get("error")?.as_str()?).into_owned();
     let row = value.get("row").and_then(Value::as_u64).and_then(|row| usize::try_from(row).ok());
-    Some(Failure { row, ..Failure::new(beginning(&message, 600)) })
+    let retryable = value.get("retry").and_then(Value::as_bool).unwrap_or(true);
+    Some(Failure { row, retryable, ..Failure::new(beginning(&message, 600)) })
 }
 
 /// Parses the score in a line.

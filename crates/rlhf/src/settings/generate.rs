@@ -83,6 +83,9 @@ pub struct GenerateConfig {
     /// Put a prompt that is a string into the chat template, as a user message.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
+    /// System message of every conversation that has none.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub system_prompt: std::option::Option<String>,
 
     /// Responses to each prompt.
     #[command(flatten)]
