@@ -4,6 +4,7 @@ mod address;
 mod client;
 mod command;
 mod http;
+mod lines;
 mod math;
 mod model;
 mod optional;
@@ -161,6 +162,14 @@ pub trait Reward: Send {
     /// Returns additional metrics of the last batch; they are logged as `reward/NAME/KEY`.
     fn extra(&self) -> Vec<(String, f64)> {
         Vec::new()
+    }
+
+    /// Ends what the reward has started, after its last batch. It may be called again, and another batch starts it anew.
+    ///
+    /// # Errors
+    /// If scores of earlier batches turn out not to be those of their responses.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
     }
 
     /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
@@ -560,6 +569,19 @@ impl Rewards {
             scored.warning = Some(failure.describe(batch));
         }
         Ok(scored)
+    }
+
+    /// Ends the programs of the rewards, after the last batch; another one starts them anew.
+    ///
+    /// # Errors
+    /// If a program has written a score too many, on any rank: then scores of earlier batches may be those of other responses.
+    pub fn finish(&mut self) -> Result<()> {
+        let ended = self.components.iter_mut().map(|Component { name, reward, .. }| {
+            reward.finish().map_err(|source| Error::Reward { name: name.clone(), source: Box::new(source) })
+        });
+        // All are ended, also after an error.
+        let ended = ended.fold(Ok(()), Result::and);
+        self.world.agree(ended)
     }
 
     /// Returns the state for a checkpoint: the running moments by reward.

@@ -2,7 +2,8 @@
 
 rlhf starts this program once per function, with the Python of the user, and writes JSON lines to its standard input: first the path of
 the function, `module.function`, then one object per response. The function is called with whole batches, on the main thread. Each
-response has one line of what was the standard output of this program; the function's own output goes to standard error.
+response has one line of what was the standard output of this program, with the `id` of its request; the function's own output goes to
+standard error.
 """
 
 import sys
@@ -23,6 +24,9 @@ import traceback  # noqa: E402
 
 # Seconds that a call has to end in after the input has ended.
 LEFT_AFTER_INPUT = 5
+
+# The process that replies. A child that the function forks, and that returns from it too, must not.
+PROCESS = os.getpid()
 
 # Columns of a row that are arguments under another name.
 OWN = ("prompt", "completion", "completion_ids")
@@ -193,6 +197,8 @@ def main():
     lines, replies = take_pipes()
 
     def reply(*values):
+        if os.getpid() != PROCESS:
+            os._exit(0)
         replies.write("".join(f"{json.dumps(value)}\n" for value in values))
         replies.flush()
 
@@ -207,7 +213,7 @@ def main():
         if batch[-1]["left"] > 0:
             continue
         try:
-            reply(*({"score": score} for score in caller.scores(batch)))
+            reply(*({"score": score, "id": line["id"]} for score, line in zip(caller.scores(batch), batch)))
         except Failure as failure:
             reply({"error": str(failure), "row": failure.row})
         batch = []

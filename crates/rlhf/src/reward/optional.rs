@@ -44,6 +44,10 @@ impl<R: Reward> Reward for Optional<R> {
     fn extra(&self) -> Vec<(String, f64)> {
         self.reward.extra()
     }
+
+    fn finish(&mut self) -> Result<()> {
+        self.reward.finish()
+    }
 }
 
 /// Takes `optional=true` or `optional=false` out of the argument of a rule that reads a column; returns the rest, and whether the rule
