@@ -159,6 +159,11 @@ pub trait Reward: Send {
         Ok(())
     }
 
+    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run warns of others.
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        Vec::new()
+    }
+
     /// Returns additional metrics of the last batch; they are logged as `reward/NAME/KEY`.
     fn extra(&self) -> Vec<(String, f64)> {
         Vec::new()
@@ -457,6 +462,12 @@ impl Rewards {
     /// The names, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.components.iter().map(|component| component.name.as_str())
+    }
+
+    /// The rewards' names with the contents that decide their scores, where there are some.
+    pub(crate) fn contents(&self) -> impl Iterator<Item = (&str, Vec<(String, Vec<u8>)>)> {
+        let of = |component: &Component| component.reward.contents();
+        self.components.iter().map(move |component| (component.name.as_str(), of(component)))
     }
 
     /// The weights, in the order of the names.

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
-/// The line of that program once the function is imported.
-const READY: &[u8] = br#"{"ready": true}"#;
+/// Maximum size in bytes of a file of a program whose content a resumed run compares.
+const MAX_SOURCE: u64 = 4 << 20;
 /// Maximum length of an output line in bytes, far above any real one.
 pub(super) const MAX_LINE: usize = 4 << 20;
 /// Number of bytes of a line of standard error that are kept.
@@ -111,6 +111,22 @@ impl Reward for CommandReward {
 
     fn extra(&self) -> Vec<(String, f64)> {
         self.retries.metric().into_iter().collect()
+    }
+
+    /// The files that a program's command line names, or the modules of a function: those in the working directory, and its own.
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        let files = match &self.program.source {
+            Source::Shell(line) => {
+                line.split_whitespace().map(|word| word.trim_matches(['"', '\'']).to_string()).collect()
+            }
+            Source::Python(_) => {
+                self.program.running.as_ref().map(|running| running.modules.clone()).unwrap_or_default()
+            }
+        };
+        let is_small =
+            |file: &String| std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.len() <= MAX_SOURCE);
+        let content = |file: String| Some((file.clone(), std::fs::read(file).ok()?));
+        files.into_iter().filter(is_small).filter_map(content).collect()
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -223,6 +239,8 @@ pub(crate) struct Program {
     output_ended: bool,
     /// True until a function of Python is imported.
     is_importing: bool,
+    /// The files of the modules of a function of Python, once it is imported.
+    modules: Vec<String>,
     /// Number of requests sent so far; the `id` of the last response.
     asked: u64,
     /// Whether its replies have the id of their request; none before the first.
@@ -290,6 +308,7 @@ impl Program {
             stderr_end,
             output_ended: false,
             is_importing: is_python,
+            modules: Vec::new(),
             asked: 0,
             // Its program is part of this one.
             echoes: is_python.then_some(true),
@@ -304,8 +323,11 @@ impl Program {
         }
         loop {
             match self.next_line(timeout) {
-                Ok(line) if line == READY => return Ok(()),
                 Ok(line) => {
+                    if let Some(modules) = ready(&line) {
+                        self.modules = modules;
+                        return Ok(());
+                    }
                     // Another attempt would import the same files. A file that Python reads at its start may print other lines.
                     if let Some(failure) = reported(&line) {
                         return Err(Failure { retryable: false, ..failure });
@@ -605,6 +627,13 @@ fn reported(line: &[u8]) -> Option<Failure> {
     let message = one_line(value.get("error")?.as_str()?).into_owned();
     let row = value.get("row").and_then(Value::as_u64).and_then(|row| usize::try_from(row).ok());
     Some(Failure { row, ..Failure::new(beginning(&message, 600)) })
+}
+
+/// Returns the files of the modules, if a line says that a function of Python is imported: `{"ready": ["path", ...]}`.
+fn ready(line: &[u8]) -> Option<Vec<String>> {
+    let value: Value = serde_json::from_slice(line).ok()?;
+    let files = value.as_object().filter(|line| line.len() == 1)?.get("ready")?.as_array()?;
+    files.iter().map(|file| file.as_str().map(String::from)).collect()
 }
 
 /// Parses the score in a line, and returns the id that it repeats, if there is one.

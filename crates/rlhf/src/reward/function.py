@@ -74,6 +74,14 @@ def load(path):
     return function
 
 
+def modules(path):
+    """Returns the files of the imported modules that are in the working directory, and that of the function's module."""
+    here, own = os.path.join(os.getcwd(), ""), path.rpartition(".")[0]
+    places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    mine = [place for name, place in places.items() if place and (name == own or place.startswith(here))]
+    return sorted(shown(place) for place in set(mine) if not any(part in place for part in ("site-packages", "dist-packages")) or place == places.get(own))
+
+
 def shown(place):
     """Returns the path of a file, relative to the working directory if it is below."""
     if not place:
@@ -203,10 +211,11 @@ def main():
         replies.flush()
 
     try:
-        caller = Caller(load(json.loads(lines.readline())["function"]))
+        path = json.loads(lines.readline())["function"]
+        caller = Caller(load(path))
     except Failure as failure:
         return reply({"error": str(failure)})
-    reply({"ready": True})
+    reply({"ready": modules(path)})
     batch = []
     for line in iter(read_ahead(lines).get, None):
         batch.append(json.loads(line))

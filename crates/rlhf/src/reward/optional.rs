@@ -45,6 +45,10 @@ impl<R: Reward> Reward for Optional<R> {
         self.reward.extra()
     }
 
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        self.reward.contents()
+    }
+
     fn finish(&mut self) -> Result<()> {
         self.reward.finish()
     }

@@ -62,6 +62,7 @@ pub(super) struct Shared {
     ending: AtomicBool,
     warnings: AtomicUsize,
     notes: AtomicUsize,
+    shown_notes: AtomicUsize,
     /// Number of the last line that it was sent.
     sent: AtomicUsize,
     /// Whether it is ready.
@@ -208,6 +209,7 @@ impl Shared {
             ending: AtomicBool::new(false),
             warnings: AtomicUsize::new(0),
             notes: AtomicUsize::new(0),
+            shown_notes: AtomicUsize::new(0),
             sent: AtomicUsize::new(0),
             is_ready: AtomicBool::new(false),
         }
@@ -225,6 +227,17 @@ impl Shared {
         if self.warnings.fetch_add(1, Ordering::SeqCst) < MOST_WARNINGS {
             self.console.announce_warning(&format!("{}: {}", self.name, safe(message)));
         }
+    }
+
+    /// Writes a note of the tracker, unless there were enough.
+    fn note(&self, message: &str) {
+        let message = match self.notes.fetch_add(1, Ordering::SeqCst) {
+            before if before < MOST_NOTES => safe(message),
+            MOST_NOTES => "its further notes are not shown".to_string(),
+            _ => return,
+        };
+        self.shown_notes.fetch_add(1, Ordering::SeqCst);
+        self.console.announce_record(&format!("{}: {message}", self.name));
     }
 
     /// Takes a line that the process has written; lines of another form are ignored.
@@ -255,15 +268,7 @@ impl Shared {
                     self.console.announce_record(&format!("{}: {}", self.name, safe(url)));
                 }
             }
-            "note" => match self.notes.fetch_add(1, Ordering::SeqCst) {
-                shown if shown < MOST_NOTES => {
-                    self.console.announce_record(&format!("{}: {}", self.name, safe(message)));
-                }
-                MOST_NOTES => {
-                    self.console.announce_record(&format!("{}: further notes are not shown", self.name));
-                }
-                _ => {}
-            },
+            "note" => self.note(message),
             "warning" => self.warn(message),
             "missing" if self.may_lack => self.warnings.store(MOST_WARNINGS, Ordering::SeqCst),
             "missing" | "failed" => {
@@ -357,4 +362,37 @@ fn safe(text: &str) -> String {
 /// Returns the end of a warning about a tracker that has stopped working.
 fn goes_through() -> String {
     format!("the run continues without it, and its metrics are in {METRICS}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_tracker_is_ready_once_and_its_notes_and_warnings_are_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let ids = Arc::new(Ids::read(dir.path()));
+        let shared = Shared::new("command".into(), Console::Silent, ids.clone(), false);
+        let reply = |reply: Value| shared.reply(reply.to_string().as_bytes());
+        let first: Value = serde_json::from_slice(&shared.numbered(&json!({"type": "start"}))).unwrap();
+        let second: Value = serde_json::from_slice(&shared.numbered(&json!({"type": "metrics"}))).unwrap();
+        assert_eq!((&first["line"], &second["line"]), (&json!(1), &json!(2)));
+        let warnings = || shared.warnings.load(Ordering::SeqCst);
+        // `ready` replies to the first line.
+        reply(json!({"type": "ready", "id": "of the second", "line": 2}));
+        assert_eq!((ids.get("command"), warnings()), (None, 1));
+        reply(json!({"type": "ready", "id": "mine", "line": 1}));
+        assert_eq!((ids.get("command").as_deref(), warnings()), (Some("mine"), 1));
+        reply(json!({"type": "ready", "id": "another"}));
+        assert_eq!((ids.get("command").as_deref(), warnings()), (Some("mine"), 2));
+        for line in [json!(3), json!(0), json!("1")] {
+            reply(json!({"type": "note", "message": "early", "line": line}));
+        }
+        assert_eq!((warnings(), shared.notes.load(Ordering::SeqCst)), (5, 0));
+        for _ in 0..50 {
+            reply(json!({"type": "note", "message": "x", "line": 2}));
+        }
+        assert_eq!(shared.shown_notes.load(Ordering::SeqCst), MOST_NOTES + 1, "the last says that there are more");
+    }
 }
