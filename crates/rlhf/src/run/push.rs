@@ -220,7 +220,7 @@ impl Pusher {
         let what = if strategy == HubStrategy::Best { "Best model" } else { "Checkpoint" };
         let queued = open_model(dir).and_then(|mut files| {
             add(&mut files, &self.output_dir, &[CONFIG])?;
-            self.queue(without_programs(files)?, format!("{what}, after update {done}"), false)
+            self.queue(without_programs(files, |_| false)?, format!("{what}, after update {done}"), false)
         });
         failed.or(queued.err().map(|error| self.not_pushed(&error)))
     }
@@ -232,7 +232,7 @@ impl Pusher {
             if self.folder() != self.output_dir {
                 add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
             }
-            self.queue(without_programs(files)?, "End of training".into(), shows)
+            self.queue(without_programs(files, |_| false)?, "End of training".into(), shows)
         });
         if let Err(error) = queued {
             self.refused = Some(error);
