@@ -191,6 +191,7 @@ impl Clients {
     fn add(&mut self) -> (IsWhole, oneshot::Receiver<()>) {
         let (close, closed) = oneshot::channel();
         let whole = IsWhole::default();
+        self.open.retain(|(_, _, close)| !close.is_closed());
         self.open.push_back((Instant::now(), whole.clone(), close));
         (whole, closed)
     }
@@ -206,8 +207,9 @@ impl Clients {
             let left = slow.map(|at| self.patience.saturating_sub(self.open[at].0.elapsed()));
             match (slow, left) {
                 (Some(at), Some(Duration::ZERO)) => {
-                    let close = self.open.remove(at).map(|(_, _, close)| close.send(()));
-                    drop(close);
+                    if let Some((_, _, close)) = self.open.remove(at) {
+                        let _ = close.send(());
+                    }
                     // Its place is free once its task has ended.
                     return Arc::clone(places).acquire_owned().await.expect("it is never closed");
                 }

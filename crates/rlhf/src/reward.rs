@@ -159,7 +159,7 @@ pub trait Reward: Send {
         Ok(())
     }
 
-    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run warns of others.
+    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run must have the same.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         Vec::new()
     }

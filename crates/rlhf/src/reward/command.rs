@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
+/// Ends of the names of scripts.
+const SCRIPTS: [&str; 8] = ["py", "sh", "bash", "pl", "rb", "js", "lua", "jl"];
 /// Maximum size in bytes of a file of a program whose content a resumed run compares.
 const MAX_SOURCE: u64 = 4 << 20;
 /// Maximum length of an output line in bytes, far above any real one.
@@ -113,7 +115,7 @@ impl Reward for CommandReward {
         self.retries.metric().into_iter().collect()
     }
 
-    /// The files that a program's command line names, or the modules of a function: those in the working directory, and its own.
+    /// The scripts that a program's command line names, or the modules of a function: those in the working directory, and its own.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         let files = match &self.program.source {
             Source::Shell(line) => {
@@ -126,7 +128,12 @@ impl Reward for CommandReward {
         let is_small =
             |file: &String| std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.len() <= MAX_SOURCE);
         let content = |file: String| Some((file.clone(), std::fs::read(file).ok()?));
-        files.into_iter().filter(is_small).filter_map(content).collect()
+        // Other files that a command line names may be the program's own, such as a log.
+        let is_source = |(file, bytes): &(String, Vec<u8>)| {
+            let extension = file.rsplit('.').next().unwrap_or_default();
+            SCRIPTS.contains(&extension) || bytes.starts_with(b"#!")
+        };
+        files.into_iter().filter(is_small).filter_map(content).filter(is_source).collect()
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -506,6 +513,10 @@ impl Program {
             // A program may write some last words.
             if self.asked > 0 && is_reply(&line) {
                 return Err(self.late_line(&line));
+            }
+            // Some write without end.
+            if Instant::now() >= until {
+                break;
             }
         }
         Ok(())

@@ -77,9 +77,14 @@ def load(path):
 def modules(path):
     """Returns the files of the imported modules that are in the working directory, and that of the function's module."""
     here, own = os.path.join(os.getcwd(), ""), path.rpartition(".")[0]
-    places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    mine = [place for name, place in places.items() if place and (name == own or place.startswith(here))]
-    return sorted(shown(place) for place in set(mine) if not any(part in place for part in ("site-packages", "dist-packages")) or place == places.get(own))
+    found = set()
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        # A virtual environment may be in the working directory.
+        is_mine = isinstance(place, str) and place.startswith(here) and "site-packages" not in place
+        if isinstance(place, str) and (name == own or is_mine):
+            found.add(shown(place))
+    return sorted(found)
 
 
 def shown(place):

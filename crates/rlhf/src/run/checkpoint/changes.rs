@@ -252,12 +252,13 @@ fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
         || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
 }
 
-/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run, so that another path with the same contents
-/// is the same.
+/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run, so that another path that is there, with
+/// the same contents, is the same.
 fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
-    let is_path = |value: &Value| value.is_string();
     let has_digest =
         |name: &str| inputs.get(name).is_some_and(|input| !input["digest"].is_null() || input["files"].is_object());
+    let are_paths =
+        |then: &Value, now: &Value| then.is_string() && now.as_str().is_some_and(|now| Path::new(now).exists());
     match (name, then, now) {
         // The rewards, with the model or the word list that each reads.
         ("reward", Value::Array(then), Value::Array(now)) => {
@@ -266,27 +267,27 @@ fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value)
             };
             then.len() == now.len() && then.iter().zip(now).all(is_same)
         }
-        ("reward_model_path", then, now) => is_path(then) && is_path(now) && has_digest(&reward_input("model")),
-        ("eval_dataset_name", then, now) => is_path(then) && is_path(now) && has_digest("rows held out"),
+        ("reward_model_path", then, now) => are_paths(then, now) && has_digest(&reward_input("model")),
+        ("eval_dataset_name", then, now) => are_paths(then, now) && has_digest("rows held out"),
         (name, Value::Array(then), Value::Array(now)) => {
-            then.len() == now.len() && then.iter().chain(now).all(is_path) && has_digest(name)
+            then.len() == now.len() && then.iter().zip(now).all(|(then, now)| are_paths(then, now)) && has_digest(name)
         }
-        (name, then, now) => is_path(then) && is_path(now) && has_digest(name),
+        (name, then, now) => are_paths(then, now) && has_digest(name),
     }
 }
 
-/// Returns the name of two rewards that differ by a path alone.
+/// Returns the name of two rewards that differ by a path alone, of which that of `now` is there.
 fn reads_the_same_kind(then: &Value, now: &Value) -> Option<String> {
     let parts = |value: &Value| {
-        let text = value.as_str()?;
-        let (kind, path) = text.split_once(':')?;
+        let (kind, path) = value.as_str()?.split_once(':')?;
         // The label of a model is no part of its path.
-        let label = path.split_once('#').map(|(_, label)| label.to_string());
-        ["model", "words"].contains(&kind.rsplit('=').next()?).then(|| (kind.to_string(), label))
+        let (path, label) = path.split_once('#').map_or((path, None), |(path, label)| (path, Some(label.to_string())));
+        let is_read = ["model", "words"].contains(&kind.rsplit('=').next()?);
+        is_read.then(|| (kind.to_string(), label, path.to_string()))
     };
     let (then, now) = (parts(then)?, parts(now)?);
-    let name = then.0.split('=').next()?.to_string();
-    (then == now).then_some(name)
+    let is_same = then.0 == now.0 && then.1 == now.1 && Path::new(&now.2).exists();
+    is_same.then(|| now.0.split('=').next().unwrap_or_default().to_string())
 }
 
 /// Returns a setting as error messages show it.
@@ -311,21 +312,24 @@ mod tests {
         });
         let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
         for name in ["dataset_name", "sft_model_path", "reward_model_path", "eval_dataset_name"] {
-            assert!(of(name, json!("a"), json!("b")), "{name}");
+            assert!(of(name, json!("a"), json!("/")), "{name}");
             assert!(!of(name, json!("a"), Value::Null), "{name}");
+            assert!(!of(name, json!("a"), json!("/nowhere/at/all")), "{name}");
         }
-        assert!(of("dataset_name", json!(["a"]), json!(["b"])) && !of("dataset_name", json!(["a"]), json!(["b", "c"])));
-        assert!(!of("value_model_path", json!("a"), json!("b")), "no digest");
+        assert!(of("dataset_name", json!(["a"]), json!(["/"])));
+        assert!(!of("dataset_name", json!(["a"]), json!(["/", "/tmp"])));
+        assert!(!of("value_model_path", json!("a"), json!("/")), "no digest");
         assert!(!of("seed", json!(1), json!(2)));
         let rewards = |then: &str, now: &str| of("reward", json!(["json", then]), json!(["json", now]));
-        assert!(rewards("mood=model:a", "mood=model:b") && rewards("words:a.txt", "words:b.txt"));
-        assert!(rewards("mood=model:a#GOOD", "mood=model:b#GOOD"));
+        assert!(rewards("mood=model:a", "mood=model:/") && rewards("words:a.txt", "words:/"));
+        assert!(rewards("mood=model:a#GOOD", "mood=model:/#GOOD"));
         for (then, now) in [
-            ("mood=model:a#GOOD", "mood=model:b#BAD"),
-            ("mood=model:a", "other=model:b"),
-            ("other=model:a", "other=model:b"),
-            ("words:a", "model:a"),
-            ("regex:a", "regex:b"),
+            ("mood=model:a#GOOD", "mood=model:/#BAD"),
+            ("mood=model:a", "other=model:/"),
+            ("other=model:a", "other=model:/"),
+            ("mood=model:a", "mood=model:/nowhere/at/all"),
+            ("words:a", "model:/"),
+            ("regex:a", "regex:/"),
         ] {
             assert!(!rewards(then, now), "{then} {now}");
         }
