@@ -336,7 +336,10 @@ impl Judge {
             failures.check()?;
             progress.advance(indices.len());
         }
-        Ok(())
+        match &mut self {
+            Self::Pairs(pairs) => pairs.finish(),
+            Self::Scores(scorer) => scorer.rewards.finish(),
+        }
     }
 }
 

@@ -4,6 +4,7 @@ mod address;
 mod client;
 mod command;
 mod http;
+mod lines;
 mod math;
 mod model;
 mod optional;
@@ -162,6 +163,11 @@ pub trait Reward: Send {
         Ok(())
     }
 
+    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run must have the same.
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        Vec::new()
+    }
+
     /// Returns additional metrics of the last batch; they are logged as `reward/NAME/KEY`.
     fn extra(&self) -> Vec<(String, f64)> {
         Vec::new()
@@ -170,6 +176,14 @@ pub trait Reward: Send {
     /// Returns further columns of the last batch, with one value per response; they are shown beside its samples.
     fn columns(&self) -> Vec<(String, Vec<Value>)> {
         Vec::new()
+    }
+
+    /// Ends what the reward has started, after its last batch. It may be called again, and another batch starts it anew.
+    ///
+    /// # Errors
+    /// If scores of earlier batches turn out not to be those of their responses.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
     }
 
     /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
@@ -477,6 +491,12 @@ impl Rewards {
         self.components.iter().map(|component| component.name.as_str())
     }
 
+    /// The rewards' names with the contents that decide their scores, where there are some.
+    pub(crate) fn contents(&self) -> impl Iterator<Item = (&str, Vec<(String, Vec<u8>)>)> {
+        let of = |component: &Component| component.reward.contents();
+        self.components.iter().map(move |component| (component.name.as_str(), of(component)))
+    }
+
     /// The weights, in the order of the names.
     pub fn weights(&self) -> impl Iterator<Item = f64> {
         self.components.iter().map(|component| component.transform.weight)
@@ -587,6 +607,19 @@ impl Rewards {
             scored.warning = Some(failure.describe(batch));
         }
         Ok(scored)
+    }
+
+    /// Ends the programs of the rewards, after the last batch; another one starts them anew.
+    ///
+    /// # Errors
+    /// If a program has written a score too many, on any rank: then scores of earlier batches may be those of other responses.
+    pub fn finish(&mut self) -> Result<()> {
+        let ended = self.components.iter_mut().map(|Component { name, reward, .. }| {
+            reward.finish().map_err(|source| Error::Reward { name: name.clone(), source: Box::new(source) })
+        });
+        // All are ended, also after an error.
+        let ended = ended.fold(Ok(()), Result::and);
+        self.world.agree(ended)
     }
 
     /// Returns the state for a checkpoint: the running moments by reward.

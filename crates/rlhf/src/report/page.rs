@@ -35,6 +35,9 @@ const MOST_ALARMS: usize = 100;
 /// Prompts in each list of those to look at first.
 const HIGHLIGHTS: usize = 8;
 
+/// Bytes of all parts of a page together, at most.
+const MOST_PAGE: usize = 1_900_000;
+
 /// Returns the page of these runs, at least one.
 pub(super) fn page(runs: &[Run]) -> String {
     let mut page = Html::default();
@@ -73,7 +76,24 @@ pub(super) fn parts(runs: &[Run]) -> Vec<Part> {
         write(&mut part, runs);
         (id, part)
     };
-    sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect()
+    let mut parts: Vec<Part> = sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect();
+    leave_out(&mut parts, MOST_PAGE);
+    parts
+}
+
+/// Replaces the largest parts by a note until all together have at most `most` bytes: a folder may have more than a run writes.
+fn leave_out(parts: &mut [Part], most: usize) {
+    while parts.iter().map(|(_, part)| part.len()).sum::<usize>() > most {
+        let Some((id, part)) = parts.iter_mut().max_by_key(|(_, part)| part.len()) else { return };
+        let bytes = part.len();
+        let mut note = Html::default();
+        note.raw("<section id=\"").raw(id).raw("\">\n<p class=\"note\">This part is left out: it has ").text(bytes);
+        note.raw(" bytes. The files in the folder of the run have its contents.</p>\n</section>\n");
+        if note.len() >= bytes {
+            return;
+        }
+        *part = note;
+    }
 }
 
 /// Returns the page of a run whose script asks the server for parts that changed after `revision`.
@@ -544,4 +564,26 @@ fn checks(page: &mut Html, runs: &[Run]) {
         }
     }
     page.raw("</section>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_parts_are_left_out_of_a_page_that_would_be_too_large() {
+        let of = |len: usize| {
+            let mut part = Html::default();
+            part.text("x".repeat(len));
+            part
+        };
+        let mut parts = [("verdict", of(100)), ("curves", of(9000)), ("samples", of(2000))];
+        leave_out(&mut parts, 20_000);
+        assert_eq!(parts.iter().map(|(_, part)| part.len()).collect::<Vec<_>>(), [100, 9000, 2000]);
+        leave_out(&mut parts, 3000);
+        assert!(parts[0].1.len() == 100 && parts[1].1.len() < 300 && parts[2].1.len() == 2000);
+        let [_, (_, note), _] = parts;
+        let note = note.finish();
+        assert!(note.contains("id=\"curves\"") && note.contains("9000 bytes"), "{note}");
+    }
 }

@@ -2,8 +2,8 @@
 
 rlhf starts this program once per function, with the Python of the user, and writes JSON lines to its standard input: first the path of
 the function, `module.function`, then one object per response, and between batches the state of the run. The function is called with whole
-batches, on the main thread. Each response has one line of what was the standard output of this program, after lines with what the function
-logs; the function's own output goes to standard error, where rlhf shows it.
+batches, on the main thread. Each response has one line of what was the standard output of this program, with the `id` of its request, after
+lines with what the function logs; the function's own output goes to standard error, where rlhf shows it.
 """
 
 import sys
@@ -24,6 +24,9 @@ import traceback  # noqa: E402
 
 # Seconds that a call has to end in after the input has ended.
 LEFT_AFTER_INPUT = 5
+
+# The process that replies. A child that the function forks, and that returns from it too, must not.
+PROCESS = os.getpid()
 
 # Columns of a row that are arguments under another name.
 OWN = ("prompt", "completion", "completion_ids")
@@ -108,6 +111,19 @@ def load(path):
         kind = "a class" if inspect.isclass(function) else f"of the type {type(function).__name__}"
         raise Failure(f"`{name}` of the module `{module}` ({shown(place)}) is {kind}: expected a function")
     return function
+
+
+def modules(path):
+    """Returns the files of the imported modules that are in the working directory, and that of the function's module."""
+    here, own = os.path.join(os.getcwd(), ""), path.rpartition(".")[0]
+    found = set()
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        # A virtual environment may be in the working directory.
+        is_mine = isinstance(place, str) and place.startswith(here) and "site-packages" not in place
+        if isinstance(place, str) and (name == own or is_mine):
+            found.add(shown(place))
+    return sorted(found)
 
 
 def shown(place):
@@ -308,14 +324,17 @@ def main():
     lines, replies = take_pipes()
 
     def reply(*values):
+        if os.getpid() != PROCESS:
+            os._exit(0)
         replies.write("".join(f"{json.dumps(value)}\n" for value in values))
         replies.flush()
 
     try:
-        caller = Caller(load(json.loads(lines.readline())["function"]))
+        path = json.loads(lines.readline())["function"]
+        caller = Caller(load(path))
     except Failure as failure:
         return reply({"error": str(failure)})
-    reply({"ready": True})
+    reply({"ready": modules(path)})
     batch = []
     for line in iter(read_ahead(lines).get, None):
         line = json.loads(line)
@@ -328,7 +347,7 @@ def main():
         try:
             scores = caller.scores(batch)
             reply(*caller.log.lines(len(batch)))
-            reply(*({"score": score} for score in scores))
+            reply(*({"score": score, "id": line["id"]} for score, line in zip(scores, batch)))
         except Failure as failure:
             reply({"error": str(failure), "row": failure.row, "retry": failure.retry})
         batch = []

@@ -63,6 +63,8 @@ fn load_run<'a>(
     let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Sft)?;
     inputs.extend(files);
     let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, model.config())?;
+    let tokens: Vec<&[i64]> = train_rows.rows.iter().flatten().map(|row| row.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();

@@ -501,6 +501,9 @@ fn load_prompts(
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
     let (train, eval) = read_prompts(config, (train, eval), tokenizer, limit, |row| rewards.check_row(row))?;
+    let tokens: Vec<&[i64]> = train.rows.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
+    rewards.contents().for_each(|(name, contents)| inputs.reward(name, &contents));
     let cursor = train.cursor(config.run.seed, &config.data);
     let bare = bare_prompts(config, tokenizer, &train.rows);
     let notes = [train.warnings, eval.warnings].into_iter().flatten().chain(bare).collect();
