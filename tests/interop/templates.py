@@ -3,9 +3,8 @@
     python tests/interop/templates.py target/debug/rlhf
 
 Reads the chat templates that the installed trl ships, renders conversations of many forms with each by transformers, and has `rlhf generate`
-encode the same rows: the token ids of both must be equal. Then the same for conversations that the response continues, for named templates,
-and, with templates that mark the assistant's text, for the tokens that `rlhf sft` learns. A conversation that transformers refuses may be
-refused. Prints one line per check and a total. Exit code 1 if any failed.
+encode the same rows: the token ids of both must be equal. Then the same for conversations that the response continues and for named
+templates. A conversation that transformers refuses may be refused. Prints one line per check and a total. Exit code 1 if any failed.
 
 Needs transformers, trl (whose templates are read as files) and jinja2; no network.
 """
@@ -103,7 +102,6 @@ class Model:
         copy_model(folder)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         config.pop("chat_template", None)
-        # Names that templates read.
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         model = json.loads((folder / "config.json").read_text())
         model["max_position_embeddings"] = 1 << 16
@@ -121,11 +119,6 @@ class Model:
 
     def write(self, template):
         (self.folder / "chat_template.jinja").write_text(template)
-
-    def encoded(self, rows):
-        """The token ids that rlhf makes of the prompts of rows, or the error of all."""
-        code, out, err = self.run("logprobs", "--model", str(self.folder), "--batch_size", "64", rows=rows)
-        return [json.loads(line) for line in out.splitlines()] if code == 0 else err.strip()
 
 
 def rendered(tokenizer, template, row, **more):
@@ -180,10 +173,8 @@ def prompts_are_those_of_transformers(model):
     cases = Cases()
     rows = conversations()
     names = list(rows)
-    # One start of the program for all rows of all templates: each row brings its template as a variable of a dispatcher is not possible, so a
-    # template is one start, and only those that differ.
-    for name, template in {source: name for name, source in shipped().items()}.items():
-        source, label = name, template
+    # A template is a start of the program, and equal ones are one.
+    for source, label in {source: label for label, source in shipped().items()}.items():
         if "generation %}" in source:
             continue
         model.write(source)

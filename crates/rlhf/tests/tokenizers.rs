@@ -576,21 +576,21 @@ fn tokens_of_a_model_are_special_and_known_to_templates_as_in_transformers() {
 
 #[test]
 fn a_prompt_that_ends_with_the_assistants_beginning_is_continued_and_is_one_message_with_the_completion() {
-    let begun = [turn("user", "hi"), turn("assistant", "oh ")];
+    let begun = [turn("user", "hi"), turn("assistant", "oh")];
     let (mut tokenizer, dataset, dir) = rows(&[
-        json!({"prompt": begun, "completion": [turn("assistant", "well")], "chosen": [turn("assistant", "a")]}),
-        json!({"prompt": [begun[0], {"role": "assistant", "content": [{"type": "text", "text": "oh "}]}]}),
+        json!({"prompt": begun, "completion": [turn("assistant", " well")], "chosen": [turn("assistant", "a")]}),
+        json!({"prompt": [begun[0], {"role": "assistant", "content": [{"type": "text", "text": "oh"}]}]}),
     ]);
     let texts = |tokenizer: &Tokenizer| {
         let prompts = dataset.prompts(tokenizer, 320, 64).unwrap();
         prompts.into_iter().map(|prompt| prompt.text).collect::<Vec<_>>()
     };
-    assert_eq!(texts(&tokenizer), ["user: hi<|endoftext|>\nassistant: oh "; 2]);
-    let (_, whole, _dir) = rows(&[json!({"prompt": begun, "completion": [turn("assistant", "well")]})]);
+    assert_eq!(texts(&tokenizer), ["user: hi<|endoftext|>\nassistant: oh"; 2]);
+    let (_, whole, _dir) = rows(&[json!({"prompt": begun, "completion": [turn("assistant", " well")]})]);
     let found = whole.demonstrations(&tokenizer, true).unwrap().remove(0);
     let text = |ids: &[i64]| tokenizer.decode_verbatim(ids).unwrap();
     assert_eq!(text(&found.tokens), "user: hi<|endoftext|>\nassistant: oh well<|endoftext|>\n");
-    assert_eq!(text(&found.tokens[found.loss_start..]), "well<|endoftext|>\n");
+    assert_eq!(text(&found.tokens[found.loss_start..]), " well<|endoftext|>\n");
     // As transformers' `continue_final_message`, where the template trims contents.
     let path = dir.path().join("trims.jinja");
     std::fs::write(&path, "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}").unwrap();
@@ -998,12 +998,16 @@ fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     tokenizer.use_chat_template(&path).unwrap();
     assert_eq!(learned(&tokenizer), ["oh<|endoftext|>no<|endoftext|>", "no<|endoftext|>", ""]);
     // A template that writes a turn otherwise when others follow it.
-    std::fs::write(&path, "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}").unwrap();
+    std::fs::write(
+        &path,
+        "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{{ '\\n' }}{% endfor %}",
+    )
+    .unwrap();
     tokenizer.use_chat_template(&path).unwrap();
-    assert_eq!(learned(&tokenizer), ["ohno!", "no!", ""]);
+    assert_eq!(learned(&tokenizer), ["ohno!\n", "no!\n", ""]);
     // One whose turns cannot be found.
     let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
-    let short = "{% for m in messages %}{{ m.content if m.content | length < 3 else raise_exception('long') }}{{ loop.last }}{% endfor %}";
+    let short = "{% for m in messages %}{{ m.content if m.content in ['hi', 'oh', 'and', 'no'] else raise_exception('long') }}{{ loop.last }}{% endfor %}";
     std::fs::write(&path, short).unwrap();
     tokenizer.use_chat_template(&path).unwrap();
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();

@@ -182,7 +182,7 @@ fn demonstration_of(
     }
     let mut learned = match chat_fields.as_slice() {
         [] => Vec::new(),
-        [_, completion] if options.completion_only => conversation(row, &[completion])?.0,
+        [_, completion] if options.completion_only => conversation(row, &[*completion])?.0,
         fields => conversation(row, fields)?.0,
     };
     learned.retain(|message| !options.assistant_only || message["role"] == "assistant");

@@ -1,13 +1,37 @@
 //! Rows of other programs' datasets in the fields that are read here: those of LLaMA-Factory, ms-swift and axolotl.
 
-use super::row::{MESSAGES, to_roles};
 use serde_json::{Map, Value, json};
+
+/// The fields that may hold messages.
+pub(super) const MESSAGES: [&str; 7] =
+    ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
 
 /// Fields of a whole conversation.
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 
 /// Roles of a message whose content is a call, or a list of calls, in JSON.
 const CALLS: [&str; 2] = ["function_call", "tool_call"];
+
+/// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
+/// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
+///
+/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
+pub(super) fn to_roles(value: &mut Value) {
+    for fields in value.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
+        for (name, of_chats) in [("from", "role"), ("value", "content")] {
+            if !fields.contains_key(of_chats)
+                && let Some(value) = fields.remove(name)
+            {
+                let value = match (of_chats, value.as_str()) {
+                    ("role", Some("human")) => "user".into(),
+                    ("role", Some("gpt")) => "assistant".into(),
+                    _ => value,
+                };
+                fields.insert(of_chats.into(), value);
+            }
+        }
+    }
+}
 
 /// Gives a row the fields that are read here.
 pub(super) fn read(fields: &mut Map<String, Value>) {

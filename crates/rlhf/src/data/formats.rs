@@ -108,7 +108,8 @@ pub(super) fn next_line(
             }
             let mut rest = text.to_string();
             // Bytes of another encoding leave the error of the first line.
-            let whole = reader.take(MAX_LINE).read_to_string(&mut rest).ok().and_then(|_| object_over_lines(&rest));
+            let whole =
+                (&mut *reader).take(MAX_LINE).read_to_string(&mut rest).ok().and_then(|_| object_over_lines(&rest));
             return row.map(Some).map_err(|e| whole.map_or(e, |message| Error::invalid(&**file, message)));
         }
         let text = text.strip_suffix('\n').unwrap_or(text);

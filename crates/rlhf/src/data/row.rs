@@ -1,6 +1,6 @@
 //! One row of a dataset: a JSON object, its file and its line, and access to its fields.
 
-use super::dialects;
+use super::dialects::{self, MESSAGES, to_roles};
 use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -32,31 +32,6 @@ pub(super) const FIELDS: [(&str, &[&str]); 17] = [
 /// The error for an array where a line is to be a row.
 pub(super) const ARRAY: &str =
     "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
-
-/// The fields that may hold messages.
-pub(super) const MESSAGES: [&str; 7] =
-    ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
-
-/// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
-/// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
-///
-/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
-pub(super) fn to_roles(value: &mut Value) {
-    for fields in value.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
-        for (name, of_chats) in [("from", "role"), ("value", "content")] {
-            if !fields.contains_key(of_chats)
-                && let Some(value) = fields.remove(name)
-            {
-                let value = match (of_chats, value.as_str()) {
-                    ("role", Some("human")) => "user".into(),
-                    ("role", Some("gpt")) => "assistant".into(),
-                    _ => value,
-                };
-                fields.insert(of_chats.into(), value);
-            }
-        }
-    }
-}
 
 /// [`to_roles`] of a value that is read as the field `name`, if that may hold messages.
 pub(super) fn as_field(name: &str, mut value: Value) -> Value {
@@ -201,9 +176,6 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
 /// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by it, and by the fields that are
 /// read along with it, and the flag or the line that reads them. No text of the row is left out by that.
 fn hint(name: &str, row: &Value) -> String {
-    if let Some(rows) = hint_of_lists(row) {
-        return rows;
-    }
     let likely = likely_fields(name, row);
     if !is_field(name) {
         return likely.first().map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
@@ -216,7 +188,7 @@ fn hint(name: &str, row: &Value) -> String {
         _ => (name, &own),
     };
     if likely_fields(needed, row).is_empty() {
-        return String::new();
+        return hint_of_lists(row).unwrap_or_default();
     }
     let missing = fields.iter().filter(|name| field(row, name).is_none());
     let found: Vec<(&str, Vec<&str>)> =
@@ -286,6 +258,10 @@ fn hint_of_lists(row: &Value) -> Option<String> {
 
 /// Returns the error of a file that is one JSON object over several lines, if `text` is that, or several such objects.
 pub(super) fn object_over_lines(text: &str) -> Option<String> {
+    let line = text.lines().find(|line| !line.trim().is_empty())?;
+    if serde_json::from_str::<Value>(line).is_ok() {
+        return None;
+    }
     let mut objects = serde_json::Deserializer::from_str(text).into_iter::<Value>();
     let first = objects.next()?.ok().filter(Value::is_object)?;
     let hint = match objects.next() {

@@ -239,23 +239,6 @@ pub(super) fn unused_mark(messages: &[Value]) -> String {
     format!("\u{1}{n}\u{2}")
 }
 
-/// The text of a message's `content`: a string, or a list of text parts, which are joined.
-pub(crate) fn message_text(content: &Value) -> Option<String> {
-    let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-    match content {
-        Value::String(text) => Some(text.clone()),
-        content => content.as_array()?.iter().map(text).collect(),
-    }
-}
-
-/// Returns a value in JSON as `json.dumps` of Python writes it, except that letters outside of ASCII stay.
-pub(super) fn json_text(value: &Value) -> String {
-    let mut json = String::new();
-    let dumps = Dumps { item: ", ", key: ": ", indent: None, ascii: false, sort_keys: false };
-    // Only an indentation is limited.
-    dumps.write(value, 0, &mut json).map_or_else(|_| value.to_string(), |()| json)
-}
-
 /// A user's message with the content `text`.
 pub(crate) fn user_message(text: &str) -> Value {
     json!({"role": "user", "content": text})

@@ -4,7 +4,7 @@
 //! with columns have them where another message has a field), `content` aside; empty lists of calls; and parts, roles and names
 //! of fields that the template does not read, which become those that it reads.
 
-use super::chat::{json_text, message_text};
+use super::python::python_float;
 use serde_json::{Map, Value, json};
 
 /// Names of the field with a message's reasoning.
@@ -76,6 +76,30 @@ pub(super) fn normalized(message: &Value, source: &str) -> Value {
         all = aliased;
     }
     all.into()
+}
+
+/// The text of a message's `content`: a string, or a list of text parts, which are joined.
+pub(crate) fn message_text(content: &Value) -> Option<String> {
+    let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
+    match content {
+        Value::String(text) => Some(text.clone()),
+        content => content.as_array()?.iter().map(text).collect(),
+    }
+}
+
+/// Returns a value in JSON as `json.dumps` of Python writes it, except that letters outside of ASCII stay. Unlike the filter `tojson`, it is called
+/// outside of a rendering, whose budget it does not take from.
+fn json_text(value: &Value) -> String {
+    match value {
+        Value::Array(items) => format!("[{}]", items.iter().map(json_text).collect::<Vec<_>>().join(", ")),
+        Value::Object(fields) => {
+            let field =
+                |(name, value): (&String, &Value)| format!("{}: {}", Value::from(name.as_str()), json_text(value));
+            format!("{{{}}}", fields.iter().map(field).collect::<Vec<_>>().join(", "))
+        }
+        Value::Number(number) if number.is_f64() => python_float(number.as_f64().unwrap_or_default()),
+        other => other.to_string(),
+    }
 }
 
 /// Returns `value` without the fields that are null.

@@ -85,8 +85,8 @@ impl Templates {
 
     /// Whether the two have the same templates.
     pub(super) fn are_same(&self, other: &Self) -> bool {
-        let pairs = self.0.iter().zip(&other.0);
-        self.0.len() == other.0.len() && pairs.into_iter().all(|(a, b)| a.0 == b.0 && a.1.is_same(&b.1))
+        let mut pairs = self.0.iter().zip(&other.0);
+        self.0.len() == other.0.len() && pairs.all(|(a, b)| a.0 == b.0 && a.1.is_same(&b.1))
     }
 
     /// Describes them in a few words, for the log.

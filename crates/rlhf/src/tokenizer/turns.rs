@@ -65,7 +65,13 @@ impl Turns<'_> {
         }
         let alone = self.render(&messages[..=at], false).map_err(|e| self.not_found(at, &e.to_string()))?;
         let closing = alone.rsplit_once(&mark).map_or("", |(_, closing)| closing);
-        let end = end + shared_start(&text[end..], closing);
+        let shared = shared_start(&text[end..], closing);
+        // Where the last turn is closed otherwise, the two may share the beginning of a mark.
+        let closed = match &closing[..shared] {
+            all if all.len() == closing.len() => all,
+            part => part.trim_end_matches(['<', '[', '{', '(', '|']),
+        };
+        let end = end + closed.len();
         Ok(Some(self.after_generation_prompt(text, at, begin..start)..end))
     }
 
@@ -87,11 +93,10 @@ impl Turns<'_> {
             return closed.clamp(within.start, within.end);
         }
         // A template may leave out what its generation prompt adds for the last turn, such as `<think>`.
-        let lengths = (prompt.len().div_ceil(3)..=prompt.len()).rev().filter(|len| prompt.is_char_boundary(*len));
+        let mut lengths = (prompt.len().div_ceil(3)..=prompt.len()).rev().filter(|len| prompt.is_char_boundary(*len));
         let region = &text[within.clone()];
         lengths
-            .filter_map(|len| region.rfind(&prompt[..len]).map(|found| within.start + found + len))
-            .next()
+            .find_map(|len| region.rfind(&prompt[..len]).map(|found| within.start + found + len))
             .unwrap_or(within.end)
     }
 
@@ -156,10 +161,10 @@ mod tests {
     #[test]
     fn turns_of_calls_and_turns_that_begin_a_conversation_are_found() {
         let source = "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}\
-            [{{ c.name }}]{% endfor %}{% if loop.last %}<last>{% endif %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+            [{{ c.name }}]{% endfor %}<end>{% if loop.last %}<last>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
         let call = json!({"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]});
         let messages = json!([{"role": "user", "content": "a"}, call, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "b"}]);
-        assert_eq!(found(source, &messages).unwrap(), ["[f]<end>", "b<last><end>"]);
+        assert_eq!(found(source, &messages).unwrap(), ["[f]<end>", "b<end><last>"]);
         let begun = json!([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]);
         assert_eq!(found(source, &begun).unwrap(), ["a<end>"]);
         assert_eq!(found("{{ messages[0].role + messages[0].content }}", &begun).unwrap(), ["a"]);
