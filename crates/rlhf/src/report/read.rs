@@ -292,7 +292,7 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Setting {
     pub(super) name: String,
-    value: String,
+    pub(super) value: String,
     /// The value without secrets.
     public: String,
 }

@@ -237,6 +237,7 @@ fn end_wait() -> Result<Duration, String> {
     let seconds = text.trim().parse::<f64>().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     seconds.ok_or(text)
 }
+
 /// Returns the metrics by the names of `tags`.
 fn named(metrics: &Metrics, tags: TensorboardTags) -> Value {
     match serde_json::to_value(metrics) {
