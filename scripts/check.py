@@ -410,6 +410,8 @@ def shared_target():
     """
     if os.environ.get("CI") != "true" or "CARGO_TARGET_DIR" in os.environ:
         return None
+    # Everything is compiled and installed once: files for the next time would only take gigabytes of disk.
+    os.environ.update(CARGO_INCREMENTAL="0", PIP_NO_CACHE_DIR="1")
     version = subprocess.run(["rustc", "-vV"], capture_output=True, cwd=ROOT).stdout
     key = hashlib.sha256(version + b"".join((ROOT / name).read_bytes() for name in ("Cargo.lock", "Cargo.toml", "scripts/setup.sh")))
     folder = CACHE / f"target-{key.hexdigest()[:16]}"
@@ -423,7 +425,7 @@ def shared_target():
     for other in CACHE.glob("target-*"):
         if other != folder:
             subprocess.run(["rm", "-rf", str(other)])
-    os.environ.update(CARGO_TARGET_DIR=str(folder), CARGO_INCREMENTAL="0")
+    os.environ["CARGO_TARGET_DIR"] = str(folder)
     return lock
 
 
