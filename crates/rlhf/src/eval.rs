@@ -104,6 +104,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let mut judge = task.judge(config, &models, pairs, specs)?;
     let (bar, console) = (progress.bar.clone(), progress.console);
     judge.warn_by(Arc::new(move |message: &str| bar.suspend(|| console.warn(message))));
+    judge.print_by(&progress);
     let described = judge.describe();
     judge.judge_missing(&task, &mut store, &progress)?;
     progress.finish();
@@ -293,6 +294,15 @@ impl Judge {
         }
     }
 
+    /// Shows what functions of Python print.
+    fn print_by(&mut self, progress: &Progress) {
+        if let Self::Scores(scorer) = self {
+            let (bar, console) = (progress.bar.clone(), progress.console);
+            let print: Warn = Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line)));
+            scorer.rewards.print_by(&print);
+        }
+    }
+
     fn describe(&self) -> String {
         match self {
             Self::Pairs(pairs) => pairs.describe(),
@@ -326,7 +336,10 @@ impl Judge {
             failures.check()?;
             progress.advance(indices.len());
         }
-        Ok(())
+        match &mut self {
+            Self::Pairs(pairs) => pairs.finish(),
+            Self::Scores(scorer) => scorer.rewards.finish(),
+        }
     }
 }
 

@@ -257,6 +257,11 @@ fn report(error: &Error, speaks: bool) -> u8 {
         return error.exit_code();
     }
     match error.refusals() {
+        // A signal's number or more: the user asked for it.
+        [] if matches!(error, Error::Stopped { code: 128.., .. }) => {
+            let _ = writeln!(io::stderr(), "{}", one_line(first_line(&error.to_string())));
+            error.exit_code()
+        }
         [] => fail(&error.to_string(), error.exit_code()),
         lines => {
             for line in lines {

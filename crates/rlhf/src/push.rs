@@ -32,7 +32,8 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     config.check()?;
     let dir = config.folder.as_path();
     check_model(dir)?;
-    let files = without_programs(find_folder(dir, &|path| is_selected(config, path))?)?;
+    let is_asked = |path: &str| config.include.iter().any(|glob| matches(glob, path));
+    let files = without_programs(find_folder(dir, &|path| is_selected(config, path))?, is_asked)?;
     check_secrets(dir, &files)?;
     let is_pushed = |name: &str| files.iter().any(|file| file.name().split('/').next() == Some(name));
     let left_out = names(dir)?.into_iter().filter(|name| !name.starts_with('.') && !is_pushed(name)).collect();

@@ -36,7 +36,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 
 pub use crate::metrics::{Warning, WarningKind};
 pub use crate::optim::micro_batch::MicroBatchLimit;
-pub use crate::signals::{clear_stop, request_stop, stop_requested};
+pub use crate::signals::{clear_stop, request_stop, stop_on_signals, stop_requested};
 pub use checkpoint::has_checkpoint;
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use output_dir::CONFIG;

@@ -3,17 +3,21 @@
 mod bounds;
 mod chat;
 mod file;
+mod messages;
 mod python;
 mod rules;
 mod settings;
 mod special;
+mod templates;
+mod turns;
 
 use crate::files;
 use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
 use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
-pub(crate) use chat::{message_text, user_message};
+pub(crate) use chat::user_message;
+pub(crate) use messages::{MessageFault, REASONING, check_message, message_text, without_nulls};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use settings::Settings;
@@ -21,6 +25,8 @@ use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use templates::Templates;
+use turns::Turns;
 
 /// The file of a tokenizer that is read.
 const JSON: &str = "tokenizer.json";
@@ -79,12 +85,18 @@ pub struct Tokenizer {
     settings: Settings,
     eos: Vec<i64>,
     pad: Option<i64>,
-    template: Option<ChatTemplate>,
+    templates: Templates,
     /// Variables of the chat template for every conversation.
     variables: Map<String, Value>,
     /// Prompt and response are two texts, as an encoder-decoder reads them.
     apart: bool,
 }
+
+/// Bytes of the smallest part of a text that is encoded before the whole.
+const LEAST_PART: usize = 64 << 10;
+
+/// Tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
+const PART_SLACK: usize = 64;
 
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
@@ -188,7 +200,7 @@ impl Tokenizer {
         {
             apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
         }
-        let mut tokenizer = Self {
+        Ok(Self {
             inner,
             growth,
             described,
@@ -200,17 +212,10 @@ impl Tokenizer {
             files,
             eos,
             pad,
-            template: None,
+            templates: Templates::read(dir, &tokenizer_config)?,
             variables: Map::new(),
             apart,
-        };
-        if dir.join(CHAT_TEMPLATE).is_file() {
-            tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
-        } else {
-            tokenizer.template =
-                template_of(&tokenizer_config).map(|source| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source));
-        }
-        Ok(tokenizer)
+        })
     }
 
     /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described` and have
@@ -244,10 +249,8 @@ impl Tokenizer {
     /// # Errors
     /// If it cannot be read or is not UTF-8. Errors in its syntax are reported on first use.
     pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
-        let bytes = files::read(file)?;
-        let source =
-            std::str::from_utf8(&bytes).map_err(|_| Error::invalid(file, "expected UTF-8, found other bytes"))?;
-        self.template = Some(ChatTemplate::new(file.to_path_buf(), source));
+        let (bytes, templates) = Templates::of_file(file)?;
+        self.templates = templates;
         self.files.retain(|(name, _)| *name != CHAT_TEMPLATE);
         self.files.push((CHAT_TEMPLATE, bytes));
         Ok(())
@@ -267,13 +270,12 @@ impl Tokenizer {
 
     /// Whether there is a chat template for prompts; there is none for those of an encoder-decoder.
     pub fn has_chat_template(&self) -> bool {
-        self.template.is_some() && !self.apart
+        !self.templates.is_empty() && !self.apart
     }
 
     /// Whether there is a chat template, and `other` has none or a different one.
     pub(crate) fn has_other_chat_template(&self, other: &Self) -> bool {
-        let same = |own: &ChatTemplate| other.template.as_ref().is_some_and(|theirs| theirs.is_same(own));
-        self.template.as_ref().is_some_and(|own| !same(own))
+        !self.templates.is_empty() && !self.templates.are_same(&other.templates)
     }
 
     /// Describes the tokens that end a text, the pad token and the chat template in one line, for the log.
@@ -293,10 +295,7 @@ impl Tokenizer {
             Some(pad) if self.eos() == Some(pad) => "the same".into(),
             Some(pad) => show(&pad),
         };
-        let template = self.template.as_ref().map_or("none".into(), |template| {
-            // Its folder may be one of the user's, and this is in the card that is pushed.
-            template.file().file_name().unwrap_or_default().to_string_lossy().into_owned()
-        });
+        let template = self.templates.describe();
         format!("eos {eos}; pad: {pad}; chat template: {template}")
     }
 
@@ -314,41 +313,95 @@ impl Tokenizer {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<(String, Vec<i64>)> {
+        let text = self.render_chat(messages, add_generation_prompt, variables)?;
+        let ids = self.encode_rendered(&text)?;
+        Ok((text, ids))
+    }
+
+    /// The text of [`Tokenizer::encode_chat`].
+    pub(crate) fn render_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<String> {
+        let variables = self.chat_variables(variables);
+        self.chat_template(&variables)?.render(messages, add_generation_prompt, variables)
+    }
+
+    /// As [`Tokenizer::encode_chat`], up to the end of the last message's content, which the response continues: transformers'
+    /// `continue_final_message`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_chat`]; if the last message has no text, or the template does not write it as it is.
+    pub fn encode_continued_chat(
+        &self,
+        messages: &[Value],
+        variables: &Map<String, Value>,
+    ) -> Result<(String, Vec<i64>)> {
+        let text = self.render_continued_chat(messages, variables)?;
+        let ids = self.encode_rendered(&text)?;
+        Ok((text, ids))
+    }
+
+    /// The text of [`Tokenizer::encode_continued_chat`].
+    pub(crate) fn render_continued_chat(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<String> {
+        let variables = self.chat_variables(variables);
+        self.chat_template(&variables)?.render_continued(messages, variables)
+    }
+
+    /// Returns the template of a conversation with these variables.
+    fn chat_template(&self, variables: &Map<String, Value>) -> Result<&ChatTemplate> {
         if self.apart {
             let message = "a list of messages, for an encoder-decoder: expected a text, since no chat template divides its prompt from the response";
             return Err(Error::Run(message.into()));
         }
-        let template = self.require_chat_template()?;
-        let text = template.render(messages, add_generation_prompt, self.chat_variables(variables))?;
-        match self.encode_verbatim(&text)? {
+        self.templates.of(variables, &self.dir)
+    }
+
+    /// Token ids of a text from [`Tokenizer::render_chat`].
+    pub(crate) fn encode_rendered(&self, text: &str) -> Result<Vec<i64>> {
+        match self.encode_verbatim(text)? {
             ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
-            ids => Ok((text, ids)),
+            ids => Ok(ids),
         }
     }
 
-    fn require_chat_template(&self) -> Result<&ChatTemplate> {
-        self.template.as_ref().ok_or_else(|| {
-            Error::Run(format!(
-                "a list of messages needs a chat template: expected `chat_template` in tokenizer_config.json, or a \
-                 {CHAT_TEMPLATE}, in {}, found neither",
-                self.dir.display()
-            ))
-        })
+    /// Returns the beginning of `text`, or its end if `keeps_end`, that has more than `most` tokens, if the text is much longer than that;
+    /// otherwise the whole text. Encoding takes 144 bytes of memory for each byte of a text, and the part is all that a limit of `most` needs.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub(crate) fn part_above<'a>(&self, text: &'a str, most: usize, keeps_end: bool) -> Result<&'a str> {
+        // Four times the bytes that a token of most texts has.
+        let mut bytes = most.saturating_mul(16).max(LEAST_PART);
+        while text.len() / 2 > bytes {
+            let mut at = if keeps_end { text.len() - bytes } else { bytes };
+            while !text.is_char_boundary(at) {
+                at -= 1;
+            }
+            let (start, end) = text.split_at(at);
+            let part = if keeps_end { end } else { start };
+            if self.encode_verbatim(part)?.len() > most.saturating_add(PART_SLACK) {
+                return Ok(part);
+            }
+            bytes = bytes.saturating_mul(4);
+        }
+        Ok(text)
     }
 
     /// Spans of the assistant's tokens in a conversation as encoded by [`Tokenizer::encode_chat`]: the tokens in the
     /// `{% generation %}` blocks of the chat template; if it has none, each turn of the assistant from the end of the
-    /// template's generation prompt to the end of the turn.
+    /// template's generation prompt to the end of the turn. A turn that the template leaves out has no span.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and renders a turn differently when others follow it.
+    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and the place of a turn in its text cannot be found.
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
-        let template = self.require_chat_template()?;
-        let all = || self.chat_variables(variables);
-        let (text, spans) = if template.has_marks() {
-            template.render_marked(messages, all())?
-        } else {
-            turns(template, messages, all)?
+        let variables = self.chat_variables(variables);
+        let template = self.chat_template(&variables)?;
+        let (text, spans) = match template.has_marks() {
+            true => template.render_marked(messages, variables)?,
+            false => Turns { template, messages, variables }.find()?,
         };
         let offsets = self.offsets(&text)?;
         let within = |span: &Range<usize>| {
@@ -738,7 +791,7 @@ impl Tokenizer {
         for (name, bytes) in &self.files {
             std::fs::write(dir.join(name), bytes).map_err(Error::io("write", dir.join(name)))?;
         }
-        Ok(())
+        self.templates.save(dir)
     }
 
     fn error(&self, message: &str) -> Error {
@@ -805,45 +858,6 @@ impl TextStream<'_> {
     }
 }
 
-/// Renders `messages` by a template without marks; returns the text and the byte ranges of the assistant's turns in it.
-fn turns<V: IntoIterator<Item = (String, Value)>>(
-    template: &ChatTemplate,
-    messages: &[Value],
-    variables: impl Fn() -> V,
-) -> Result<(String, Vec<Range<usize>>)> {
-    let text = template.render(messages, false, variables())?;
-    let mut spans = Vec::new();
-    for (at, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
-        // A template may refuse a conversation without messages, or begin it with a text of its own.
-        let before = match template.render(&messages[..at], true, variables()) {
-            Err(_) if at == 0 => None,
-            before => Some(before?),
-        };
-        let after = template.render(&messages[..=at], false, variables())?;
-        match before {
-            Some(before) if after.starts_with(&before) && text.starts_with(&after) => {
-                spans.push(before.len()..after.len());
-            }
-            _ if at == 0 => {
-                return Err(Error::Run(format!(
-                    "assistant_only_loss: message 1 is the assistant's, and its place in the text cannot be found without \
-                     {{% generation %}} blocks in {}: add them, or a message before it",
-                    template.file().display()
-                )));
-            }
-            _ => {
-                return Err(Error::Run(format!(
-                    "assistant_only_loss: {} has no {{% generation %}} blocks, and its text of message {} is not the same alone and \
-                     among the others",
-                    template.file().display(),
-                    at + 1
-                )));
-            }
-        }
-    }
-    Ok((text, spans))
-}
-
 /// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a
 /// text; with one more than its largest id.
 fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64)> {
@@ -868,13 +882,6 @@ fn generates_from_an_encoder(config: &Value) -> bool {
     let is_known = || config["model_type"].as_str().is_some_and(is_encoder_decoder_family);
     config["is_encoder_decoder"].as_bool().unwrap_or_else(is_known)
         && !architectures.is_some_and(|names| names.iter().any(classifies))
-}
-
-/// The chat template in a tokenizer_config.json: a text, or the element of a list that is named "default".
-fn template_of(config: &Value) -> Option<&str> {
-    let template = &config["chat_template"];
-    let named = || template.as_array()?.iter().find(|one| one["name"] == "default")?["template"].as_str();
-    template.as_str().or_else(named)
 }
 
 /// Length of the common prefix of two sequences of ids.

@@ -931,6 +931,18 @@ fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
 }
 
 #[test]
+fn a_log_has_the_sentences_of_a_terminal_without_its_bar() {
+    let scratch = Scratch::new();
+    let ran = scratch.run(&format!("{SFT} --save_steps 1"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for words in ["saved out/checkpoint-1", "done: 2 updates in ", "the model is in out; to try it:", "rows"] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    assert!(!ran.stderr.contains(['\r', '\u{2588}', '\u{2591}']), "{}", ran.stderr);
+    assert_eq!(json_lines(&ran.stdout).len(), 2);
+}
+
+#[test]
 fn a_template_that_closes_no_response_is_warned_of() {
     let scratch = Scratch::new();
     scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}");

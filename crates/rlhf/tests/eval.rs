@@ -105,7 +105,10 @@ fn a_reward_model_judges_the_responses_of_generate_by_the_scores_of_score() {
 #[test]
 fn models_that_are_sampled_with_different_settings_are_a_warning_that_flags_for_both_end() {
     let scratch = scratch();
-    scratch.write("other/generation_config.json", &json!({"max_new_tokens": 5, "temperature": 0.5}).to_string());
+    scratch.write(
+        "other/generation_config.json",
+        &json!({"do_sample": true, "top_k": 0, "max_new_tokens": 5, "temperature": 0.5}).to_string(),
+    );
     let line = PAIRS.replace(" --max_new_tokens 8", "") + " --reward_model_path reward --num_prompts 2";
     let ran = scratch.run(&line);
     let words = "warning: policy and other are sampled with different settings, those of their generation_config.json: \
@@ -275,7 +278,7 @@ fn the_first_retry_of_a_judge_is_a_warning() {
 fn fields_of_a_generation_config_without_effect_are_a_warning_of_each_model() {
     let scratch = scratch();
     for model in ["policy", "other"] {
-        scratch.write(&format!("{model}/generation_config.json"), r#"{"num_beams": 4, "top_k": 5}"#);
+        scratch.write(&format!("{model}/generation_config.json"), r#"{"do_sample": true, "num_beams": 4, "top_k": 5}"#);
     }
     let ran = scratch.run_with(&format!("{PAIRS} --reward_model_path reward"), &[]);
     let warning =

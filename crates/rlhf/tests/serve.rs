@@ -160,7 +160,8 @@ fn numbers(value: &Value) -> Vec<f64> {
 #[test]
 fn fields_of_a_generation_config_without_effect_are_named_at_the_start() {
     let scratch = Scratch::new();
-    scratch.write("policy/generation_config.json", r#"{"num_beams": 4, "min_length": 9, "top_k": 5}"#);
+    scratch
+        .write("policy/generation_config.json", r#"{"do_sample": true, "num_beams": 4, "min_length": 9, "top_k": 5}"#);
     let ran = Server::start(&scratch).interrupt();
     let note = "note: policy/generation_config.json: fields without effect here: num_beams, min_length\n";
     assert!(ran.stderr.starts_with(note), "{}", ran.stderr);

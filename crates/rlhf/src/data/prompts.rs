@@ -1,6 +1,6 @@
 //! Prompts: token ids, text, and the limit on their length.
 
-use super::chat::encode_chat;
+use super::chat::render;
 use super::dataset::Dataset;
 use super::row::{expected, field, prompt_field, token_ids};
 use super::settings::{LongPrompts, PromptLengthConfig};
@@ -68,18 +68,20 @@ impl PromptLimit {
     }
 
     /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps the tokens that the
-    /// tokenizer puts `around` every prompt.
+    /// tokenizer puts `around` every prompt. `is_part`: the tokens are those of a part of the prompt.
     fn shorten(
         &self,
         mut prompt: Prompt,
         (prefix, suffix): (&[i64], &[i64]),
         tokenizer: &Tokenizer,
+        is_part: bool,
     ) -> Result<Option<Prompt>> {
         let (max_length, found) = (self.max_length, prompt.tokens.len());
         match self.long {
             LongPrompts::Error => {
+                let more = if is_part { "more than " } else { "" };
                 return Err(Error::Run(format!(
-                    "the prompt is too long: expected at most {max_length} tokens ({}), found {found}{}",
+                    "the prompt is too long: expected at most {max_length} tokens ({}), found {more}{found}{}",
                     self.reason, self.hint
                 )));
             }
@@ -132,15 +134,16 @@ impl Dataset {
         let truncates = matches!(long, LongPrompts::TruncateLeft | LongPrompts::TruncateRight);
         let (prefix, suffix) =
             if truncates && tokenizer.knows_text() { tokenizer.around_prompts()? } else { Default::default() };
+        let keeps_end = long == LongPrompts::TruncateLeft;
         let prompts = self.map(|row| {
-            let prompt = prompt_of(row, tokenizer, vocab)?;
+            let (prompt, is_part) = prompt_above(row, tokenizer, vocab, Some((max_length, keeps_end)))?;
             if prompt.tokens.is_empty() {
                 return Err(Error::Run("the prompt is empty: expected at least one token".into()));
             }
             if prompt.tokens.len() <= max_length {
                 return Ok((Some(prompt), false));
             }
-            Ok((limit.shorten(prompt, (&prefix, &suffix), tokenizer)?, true))
+            Ok((limit.shorten(prompt, (&prefix, &suffix), tokenizer, is_part)?, true))
         })?;
         let (all, too_long) = (prompts.len(), prompts.iter().filter(|(_, long)| *long).count());
         let prompts: Vec<Prompt> = prompts.into_iter().filter_map(|(prompt, _)| prompt).collect();
@@ -159,11 +162,22 @@ impl Dataset {
 
 /// Returns the prompt of a row, of any length.
 pub(super) fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
+    Ok(prompt_above(row, tokenizer, vocab, None)?.0)
+}
+
+/// Returns the prompt of a row; of a text that is far longer than `most` tokens, a part that is longer, and whether it is one: the beginning, or
+/// with `true` the end. Encoding all of a text of 100 MB would take 14 GB.
+fn prompt_above(row: &Value, tokenizer: &Tokenizer, vocab: i64, most: Option<(usize, bool)>) -> Result<(Prompt, bool)> {
+    let part = |text: &str| -> Result<(String, bool)> {
+        let part = most.map_or(Ok(text), |(most, keeps_end)| tokenizer.part_above(text, most, keeps_end))?;
+        Ok((part.to_string(), part.len() < text.len()))
+    };
     let ids = match (token_ids(row, "prompt_ids", vocab)?, field(row, "prompt")) {
         // With a `prompt`, `input_ids` may be the ids of any text; with a `query` they are the ids of the query.
         (None, None) => token_ids(row, "input_ids", vocab)?,
         (ids, _) => ids,
     };
+    let mut is_part = false;
     let (tokens, text) = match (ids, prompt_field(row)) {
         (Some(tokens), Some((_, Value::String(text)))) => (tokens, text.clone()),
         (Some(tokens), _) => {
@@ -171,15 +185,60 @@ pub(super) fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Resul
             (tokens, text)
         }
         (None, Some((name, Value::Array(_)))) => {
-            let (text, tokens) = encode_chat(row, tokenizer, &[name], true)?;
-            (tokens, text)
+            let text;
+            (text, is_part) = part(&render(row, tokenizer, &[name], true)?)?;
+            (tokenizer.encode_rendered(&text)?, text)
         }
-        (None, Some((_, Value::String(text)))) => (tokenizer.encode_prompt(text)?, text.clone()),
+        (None, Some((_, Value::String(whole)))) => {
+            let text;
+            (text, is_part) = part(whole)?;
+            (tokenizer.encode_prompt(&text)?, text)
+        }
         (None, Some((name, _))) => return Err(Error::Run(expected(name, "a string or a list of messages", row))),
         (None, None) => {
             let forms = "a string or a list of messages (or token ids: `prompt_ids` or `input_ids`)";
             return Err(Error::Run(expected("prompt", forms, row)));
         }
     };
-    Ok(Prompt { tokens, text, row: row.clone() })
+    Ok((Prompt { tokens, text, row: row.clone() }, is_part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn of_a_prompt_that_is_far_too_long_only_a_part_is_encoded_and_its_ends_are_those_of_the_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        // Words of two different letters, so that the place of a token shows.
+        let letter = |i: u32| char::from(b'a' + (i % 26) as u8);
+        let text: String = (0..60_000).flat_map(|i| [letter(i), letter(i / 26), ' ']).collect();
+        let text = text.trim_end();
+        let rows = format!("{}\n{}\n", serde_json::json!({"prompt": "ab"}), serde_json::json!({ "prompt": text }));
+        let path = dir.path().join("long.jsonl");
+        std::fs::write(&path, rows).unwrap();
+        let dataset = Dataset::read(&path, "train").unwrap();
+        for name in ["split", "t5"] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name);
+            let tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
+            let whole = tokenizer.encode_prompt(text).unwrap();
+            let (prefix, _) = tokenizer.around_prompts().unwrap();
+            let prompts = |long| {
+                let config = PromptLengthConfig { max_prompt_length: Some(8), long_prompts: long };
+                let limit = PromptLimit::new(&config, PromptLimit::of_context(100)).unwrap();
+                dataset.prompts_within(&tokenizer, 1 << 20, limit)
+            };
+            assert_eq!(prompts(LongPrompts::Drop).unwrap().0.len(), 1, "{name}");
+            let end = &whole[whole.len() - 8 + prefix.len()..];
+            let left = &prompts(LongPrompts::TruncateLeft).unwrap().0[1].tokens;
+            assert_eq!(left, &[&prefix, end].concat(), "{name}");
+            assert_eq!(prompts(LongPrompts::TruncateRight).unwrap().0[1].tokens, whole[..8], "{name}");
+            let error = prompts(LongPrompts::Error).unwrap_err().to_string();
+            let words = "expected at most 8 tokens (max_prompt_length), found more than ";
+            let found = error.split_once(words).unwrap_or_else(|| panic!("{error}")).1;
+            let found: usize = found.split(';').next().unwrap().parse().unwrap();
+            assert!(found < whole.len() / 2, "{name}: {found} of {} tokens were encoded", whole.len());
+        }
+    }
 }

@@ -5,7 +5,7 @@
 
 use super::{Ranks, lock};
 use crate::error::STOPPED_BY_ALARM;
-use crate::{Error, Result};
+use crate::{Error, Result, signals};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -112,6 +112,7 @@ pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
         match roll_call(&store, at, until) {
             Ok(()) => return Ok(store),
             Err(Absent::Ranks(message)) => return Err(Error::Run(message)),
+            Err(Absent::Stopped(stopped)) => return Err(stopped),
             Err(Absent::Store(_)) if !at.serves && Instant::now() < until => std::thread::sleep(POLL),
             Err(Absent::Store(e)) => {
                 return Err(Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank)));
@@ -126,6 +127,8 @@ enum Absent {
     Store(String),
     /// Ranks did not come in time; the message names them.
     Ranks(String),
+    /// This rank was asked to stop, as by a launcher one of whose ranks has ended at the start.
+    Stopped(Error),
 }
 
 /// Announces this rank, and waits for all others.
@@ -143,6 +146,10 @@ fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Res
         missing = left;
         if missing.is_empty() {
             return Ok(());
+        }
+        let waited = || format!("stopped while {} of {} had not started", names(&missing), at.size);
+        if let Some(stopped) = signals::stopped(waited()) {
+            return Err(Absent::Stopped(stopped));
         }
         // The first rank whose time is over ends the roll call for all.
         let ended = store.has(ROLL_CALL_ENDED).map_err(lost)?;

@@ -137,6 +137,16 @@ impl PairJudge {
         }
     }
 
+    /// Ends a program, after its last pair.
+    ///
+    /// # Errors
+    /// If it has written a verdict too many: then earlier ones may be those of other pairs.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        let Self::Program(program) = self else { return Ok(()) };
+        let is_reply = |line: &[u8]| is_verdict(&String::from_utf8_lossy(line));
+        program.program.finish(is_reply).map_err(|failure| Error::Run(format!("the judge: {}", failure.message)))
+    }
+
     /// Judges pairs. Returns their outcomes, in order.
     pub(super) fn judge(&mut self, pairs: &[Pair<'_>]) -> Vec<Outcome> {
         match self {
@@ -194,6 +204,12 @@ fn read_line(line: &str, id: u64) -> Outcome {
             nonsense(&expected, line).map_err(|no_verdict| NoVerdict { failed: true, ..no_verdict })
         }
     }
+}
+
+/// Returns whether a line is a verdict, of any pair.
+fn is_verdict(line: &str) -> bool {
+    let id = serde_json::from_str::<Value>(line).ok().and_then(|value| value.get("id")?.as_u64());
+    !matches!(read_line(line, id.unwrap_or(0)), Err(NoVerdict { failed: true, .. }))
 }
 
 /// A model behind an OpenAI-compatible `/chat/completions`.

@@ -241,6 +241,9 @@ fn read_prompts(
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
     }
+    if let Some(system) = &config.system_prompt {
+        train = train.into_iter().map(|train| train.with_system_prompt(system)).collect();
+    }
     let (mut lens, mut prompts) = (Vec::new(), Vec::new());
     for dataset in &train {
         let (read, _) = dataset.prompts_within(&tokenizer, vocab, limit)?;

@@ -95,7 +95,7 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
 ];
 
 const REWARDS: &str = "Score";
-const TIME: &str = "Time and memory";
+const TIME: &str = "Time";
 
 /// Second names that a run has for the same numbers, as TRL's trainers of groups have them, with the first names. One that ends with
 /// a slash stands for all that begin with it.
@@ -143,12 +143,12 @@ impl<'a> Charts<'a> {
             }
             match title {
                 REWARDS => charts.extend(left.rewards()),
-                TIME => {
-                    charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/"));
-                    charts.extend(left.named("Memory", "", "memory/"));
-                }
+                TIME => charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/")),
                 _ => {}
             }
+            let memory = if title == TIME { left.named("Memory", "", "memory/") } else { Vec::new() };
+            let title = if memory.is_empty() { title } else { "Time and memory" };
+            charts.extend(memory);
             sections.push(Section { title, charts });
         }
         sections.retain(|section| !section.charts.is_empty());

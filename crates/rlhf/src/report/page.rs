@@ -4,12 +4,15 @@ use super::MARK;
 use super::charts::Charts;
 use super::html::{Html, number};
 use super::progress::Progress;
-use super::read::{Run, Setting};
+use super::read::{Run, Setting, settings_of};
 use super::samples::{Cut, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{MOST_LINES, Mark, verdict};
 use crate::Result;
 use crate::safe_text::one_line;
+use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
+use clap::ValueEnum;
+use serde_json::Value;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
@@ -31,6 +34,9 @@ const MOST_ALARMS: usize = 100;
 
 /// Prompts in each list of those to look at first.
 const HIGHLIGHTS: usize = 8;
+
+/// Bytes of all parts of a page together, at most.
+const MOST_PAGE: usize = 1_900_000;
 
 /// Returns the page of these runs, at least one.
 pub(super) fn page(runs: &[Run]) -> String {
@@ -70,7 +76,24 @@ pub(super) fn parts(runs: &[Run]) -> Vec<Part> {
         write(&mut part, runs);
         (id, part)
     };
-    sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect()
+    let mut parts: Vec<Part> = sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect();
+    leave_out(&mut parts, MOST_PAGE);
+    parts
+}
+
+/// Replaces the largest parts by a note until all together have at most `most` bytes: a folder may have more than a run writes.
+fn leave_out(parts: &mut [Part], most: usize) {
+    while parts.iter().map(|(_, part)| part.len()).sum::<usize>() > most {
+        let Some((id, part)) = parts.iter_mut().max_by_key(|(_, part)| part.len()) else { return };
+        let bytes = part.len();
+        let mut note = Html::default();
+        note.raw("<section id=\"").raw(id).raw("\">\n<p class=\"note\">This part is left out: it has ").text(bytes);
+        note.raw(" bytes. The files in the folder of the run have its contents.</p>\n</section>\n");
+        if note.len() >= bytes {
+            return;
+        }
+        *part = note;
+    }
 }
 
 /// Returns the page of a run whose script asks the server for parts that changed after `revision`.
@@ -138,10 +161,32 @@ fn heading(page: &mut Html, runs: &[Run], at: usize) {
     }
 }
 
+/// Settings that say in a line what a run is about, each with its name there; of the models the first that is set.
+const SUMMARY: [(&str, &[&str]); 3] =
+    [("model", &["model_name_or_path", "sft_model_path"]), ("data", &["dataset_name"]), ("folder", &["output_dir"])];
+
+/// Writes what a run is about: its command, its model, its data and its folder, as far as they are known.
+fn summary(page: &mut Html, run: &Run) {
+    let command = run.command_line.as_deref().and_then(|line| {
+        let words: Vec<&str> = line.split_whitespace().take(2).collect();
+        (words.len() == 2 && words[0] == "rlhf").then(|| words.join(" "))
+    });
+    let is_set = |value: &&str| !matches!(*value, "" | "null" | "none" | "[]");
+    let of = |(name, settings): (&str, &[&str])| {
+        let value = settings.iter().find_map(|setting| run.public_setting(setting).filter(is_set))?;
+        Some(format!("{name} {}", value.trim_matches(['[', ']', '"'])))
+    };
+    let facts: Vec<String> = command.into_iter().chain(SUMMARY.into_iter().filter_map(of)).collect();
+    if !facts.is_empty() {
+        page.raw("<p class=\"note\">").text(one_line(&facts.join(" \u{b7} "))).raw("</p>\n");
+    }
+}
+
 fn verdicts(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"verdict\">\n<h2>Verdict</h2>\n");
     for (at, run) in runs.iter().enumerate() {
         heading(page, runs, at);
+        summary(page, run);
         page.raw("<ul class=\"verdict\">\n");
         for finding in verdict(run) {
             let (class, sign) = match finding.mark {
@@ -323,7 +368,8 @@ fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
         shown.push((place, part));
     }
     shown.sort_by_key(|(place, _)| *place);
-    if run.prompts.iter().flat_map(|prompt| &prompt.responses).any(|response| !response.tokens.is_empty()) {
+    let has_tokens = |prompt: &Prompt| prompt.responses.iter().any(|response| !response.tokens.is_empty());
+    if shown.iter().any(|(place, _)| has_tokens(&run.prompts[*place])) {
         page.raw(
             "<p class=\"controls\"><label><input type=\"checkbox\" class=\"show-shades\"> shade tokens by their \
                   probability: the darker, the less probable</label></p>\n",
@@ -425,6 +471,31 @@ fn data(value: f64) -> String {
     if value.is_finite() { value.to_string() } else { String::new() }
 }
 
+/// Returns the defaults of a run's settings: of its command, by a setting that only this command has, with its preset.
+fn defaults(run: &Run) -> Vec<Setting> {
+    let preset = run.setting("preset").and_then(|name| Preset::from_str(name, true).ok()).unwrap_or(Preset::Trl);
+    let of = |config: serde_json::Result<Value>| {
+        config.ok().and_then(|config| config.as_object().map(settings_of)).unwrap_or_default()
+    };
+    if run.setting("num_ppo_epochs").is_some() {
+        of(serde_json::to_value(PpoConfig::with_preset(preset, "", "", "", "")))
+    } else if run.setting("center_rewards_coefficient").is_some() {
+        of(serde_json::to_value(RewardConfig::with_preset(preset, "", "", "")))
+    } else if run.setting("packing").is_some() {
+        of(serde_json::to_value(SftConfig::with_preset(preset, "", "", "")))
+    } else {
+        Vec::new()
+    }
+}
+
+/// Returns whether a run has another value of a setting than its default, if that is known.
+fn is_changed(runs: &[Run], defaults: &[Vec<Setting>], name: &str) -> bool {
+    runs.iter().zip(defaults).any(|(run, defaults)| {
+        let default = defaults.iter().find(|default| default.name == name);
+        default.is_some_and(|default| run.setting(name).is_some_and(|value| value != default.value))
+    })
+}
+
 fn configuration(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"configuration\">\n<h2>Configuration</h2>\n");
     for (at, run) in runs.iter().enumerate() {
@@ -435,9 +506,15 @@ fn configuration(page: &mut Html, runs: &[Run]) {
         }
     }
     let names = setting_names(runs);
+    let defaults: Vec<Vec<Setting>> = runs.iter().map(defaults).collect();
     if names.is_empty() {
         page.raw("<p>The settings could not be read.</p>\n");
     } else {
+        let changed: Vec<&str> = names.iter().copied().filter(|name| is_changed(runs, &defaults, name)).collect();
+        if !changed.is_empty() {
+            page.raw("<h3>Settings with other values than their defaults</h3>\n");
+            settings_table(page, runs, &changed);
+        }
         page.raw("<details><summary>All ").text(names.len()).raw(" settings</summary>\n");
         settings_table(page, runs, &names);
         page.raw("</details>\n");
@@ -487,4 +564,26 @@ fn checks(page: &mut Html, runs: &[Run]) {
         }
     }
     page.raw("</section>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_parts_are_left_out_of_a_page_that_would_be_too_large() {
+        let of = |len: usize| {
+            let mut part = Html::default();
+            part.text("x".repeat(len));
+            part
+        };
+        let mut parts = [("verdict", of(100)), ("curves", of(9000)), ("samples", of(2000))];
+        leave_out(&mut parts, 20_000);
+        assert_eq!(parts.iter().map(|(_, part)| part.len()).collect::<Vec<_>>(), [100, 9000, 2000]);
+        leave_out(&mut parts, 3000);
+        assert!(parts[0].1.len() == 100 && parts[1].1.len() < 300 && parts[2].1.len() == 2000);
+        let [_, (_, note), _] = parts;
+        let note = note.finish();
+        assert!(note.contains("id=\"curves\"") && note.contains("9000 bytes"), "{note}");
+    }
 }

@@ -123,7 +123,9 @@ pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> Vec<Prompt> {
 
 /// Returns the files of a source in the order of their updates.
 fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    // A link could name any folder.
+    let is_own = dir.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let entries = is_own.then(|| std::fs::read_dir(dir)).into_iter().flatten().flatten().flatten();
     let mut files: Vec<(usize, PathBuf)> = entries
         .filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
@@ -150,7 +152,7 @@ type Places = HashMap<(Cut, usize), usize>;
 /// Adds the responses in a file to their prompts. Returns a note on lines that are left out.
 fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec<Prompt>) -> Option<String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let file = match files::open(path) {
+    let file = match files::open_own(path) {
         Ok(file) => file,
         Err(error) => return Some(error.to_string()),
     };

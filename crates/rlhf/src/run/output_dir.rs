@@ -5,7 +5,7 @@ use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
 pub use crate::run::resolved::CONFIG;
 pub(crate) use crate::run::resolved::{METRICS, resolved_settings};
-use crate::run::resolved::{RESOLVED, resolved_without_programs, write_resolved};
+use crate::run::resolved::{RESOLVED, is_of_run, resolved_without_programs, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
@@ -129,7 +129,9 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             && !name.ends_with(".tmp")
     };
     let is_public = |path: &str| {
-        path != CONFIG || files::read(&dir.join(path)).is_ok_and(|text| resolved_without_programs(&text) == Ok(None))
+        path != CONFIG
+            || files::read(&dir.join(path))
+                .is_ok_and(|text| is_of_run(&text) && resolved_without_programs(&text) == Ok(None))
     };
     let mut paths = Vec::new();
     for folder in INNER.iter().copied().chain([""]) {

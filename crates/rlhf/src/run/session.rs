@@ -24,6 +24,7 @@
 //! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
 //! taken since ([`Trainee::steps`]).
 
+use crate::device::slow_bf16;
 use crate::dist::World;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
@@ -33,7 +34,7 @@ use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
-use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir, write_length};
+use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_dir, write_length};
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
@@ -43,7 +44,7 @@ use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::Start;
 use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
-use crate::terminal::without_programs;
+use crate::terminal::{self, without_programs};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -315,6 +316,7 @@ pub(crate) struct Due {
 
 /// A training run in its output folder.
 pub(crate) struct Session<'w> {
+    command: &'static str,
     report: Reporter<'w>,
     checkpoints: Checkpoints,
     /// Updates done at the start of the session.
@@ -378,6 +380,7 @@ impl<'w> Session<'w> {
         };
         let mut report = world.agree(opened)?;
         start.warnings.iter().chain(&warnings).for_each(|warning| report.console.warn(warning));
+        slow_bf16(run.device).filter(|_| run.bf16).iter().for_each(|warning| report.console.warn(warning));
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
@@ -388,6 +391,7 @@ impl<'w> Session<'w> {
         let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
         let pushes = run.hub.push_to_hub;
         Ok(Self {
+            command: spec.command,
             report,
             checkpoints,
             began_at: done,
@@ -514,14 +518,14 @@ impl<'w> Session<'w> {
         if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
     }
 
-    /// Returns the newest complete checkpoint before the trainee's last update, as rank 0 finds it; the one before that if the last
-    /// rollback has taken the run there already.
+    /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before that if the last rollback has
+    /// taken the run there already.
     ///
     /// # Errors
     /// If the output folder cannot be read.
-    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee) -> Result<Option<Saved>> {
-        let Progress { done, rolled_to, .. } = *trainee.progress();
-        let find = || match self.checkpoints.newest_before(done)? {
+    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee, most: usize) -> Result<Option<Saved>> {
+        let Progress { rolled_to, .. } = *trainee.progress();
+        let find = || match self.checkpoints.newest_before(most + 1)? {
             Some(last) if rolled_to == Some(last.state.update) => {
                 Ok(self.checkpoints.newest_before(last.state.update)?.or(Some(last)))
             }
@@ -531,7 +535,7 @@ impl<'w> Session<'w> {
     }
 
     /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics
-    /// and samples. Alarms and the best model so far stay.
+    /// and samples. The alarms are those of the checkpoint; the best model so far stays.
     ///
     /// # Errors
     /// If a file cannot be read or written.
@@ -749,7 +753,7 @@ impl<'w> Session<'w> {
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
-        conclude(ended, saved, self.num_updates, &dir)
+        conclude(ended, saved, self.num_updates, (&dir, own_command(self.command, &self.world)))
     }
 
     /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
@@ -861,28 +865,47 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
+/// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how to
+/// begin it again. Where one process of the program runs `command`, that is a command line.
+fn how_to_resume(dir: &Path, command: Option<&str>, newest: Option<&Path>) -> String {
+    let purpose = if newest.is_some() { "resume" } else { "begin again" };
+    match (command, newest) {
+        (Some(command), _) => {
+            let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
+            let words = [program.as_str(), command, "--config", config.as_str(), "--resume_from_checkpoint", "true"];
+            let line = terminal::shell_command(&[words.map(String::from).to_vec()], None);
+            format!("; to {purpose}: {}", line.trim())
+        }
+        (None, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
+        (None, None) => "; --resume_from_checkpoint true begins it again".into(),
+    }
+}
+
+/// Returns the command of a run, if a single process of the program `rlhf` runs it.
+fn own_command(command: &'static str, world: &World) -> Option<&'static str> {
+    (world.size() == 1 && terminal::command_line().is_some()).then_some(command)
+}
+
 /// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
-/// model could be saved in `dir`, if there is one to save.
+/// model could be saved in `dir`, if there is one to save; `command` is that of [`how_to_resume`].
 ///
 /// # Errors
 /// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
 /// not use it as if it were complete. A watcher that stops the run knows that it did.
-fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<usize> {
+fn conclude(
+    done: Result<usize>,
+    saved: Option<Result<()>>,
+    total: usize,
+    (dir, command): (&Path, Option<&str>),
+) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
             Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
             Some(Err(error)) => format!("the model was not saved: {error}"),
-            None => {
-                return "no update was done, so no model is saved; --resume_from_checkpoint true starts again, with other \
-                        settings too"
-                    .into();
-            }
+            None => "no update is done, so there is no model".to_string(),
         };
-        match checkpoint::newest(dir) {
-            Some(newest) => format!("{model}; --resume_from_checkpoint {} resumes", newest.display()),
-            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true starts again"),
-            None => model,
-        }
+        let newest = checkpoint::newest(dir).filter(|_| saved.is_some());
+        format!("{model}{}", how_to_resume(dir, command, newest.as_deref()))
     };
     match done {
         Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
@@ -908,6 +931,20 @@ fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
+        let newest = Path::new("runs/a b/checkpoint-2");
+        let said = how_to_resume(Path::new("runs/a b"), Some("ppo"), Some(newest));
+        let line = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
+        assert!(said.starts_with("; to resume: ") && said.ends_with(line), "{said}");
+        let said = how_to_resume(Path::new("out"), Some("sft"), None);
+        assert!(said.starts_with("; to begin again: ") && said.contains(" sft --config out/config.yaml "), "{said}");
+        // Other programs have their own ways to resume.
+        assert!(
+            how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes")
+        );
+    }
     use crate::flag::defaults;
     use crate::run::settings::Resume;
     use serde_json::json;
@@ -1044,6 +1081,7 @@ mod tests {
 
     fn session(config: &Settings) -> Session<'static> {
         Session {
+            command: "sft",
             report: Reporter::open(&config.run, "sft", 9, Reached::default(), Console::Silent).unwrap(),
             checkpoints: Checkpoints::new("sft", &config.run, config, 9).unwrap(),
             began_at: 0,

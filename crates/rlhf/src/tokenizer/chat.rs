@@ -1,6 +1,7 @@
 //! Chat templates: render a list of messages as a text, as transformers' `apply_chat_template` does.
 
 use super::bounds::{self, Program, SYNTAX, pay};
+use super::messages::{MessageFault, check_message, normalized};
 use super::python::python_float;
 use crate::{Error, Result};
 use jiff::Zoned;
@@ -40,9 +41,9 @@ impl ChatTemplate {
         marked_blocks(&self.source) != self.source
     }
 
-    /// Whether it reads contents that are lists of parts, by their type or their text: as Gemma 3's, `item['type'] == 'text'`.
-    fn reads_parts(&self) -> bool {
-        ["'text'", "\"text\""].iter().any(|name| self.source.contains(name))
+    /// Its source.
+    pub(super) fn source(&self) -> &str {
+        &self.source
     }
 
     /// The file that contains it.
@@ -66,10 +67,7 @@ impl ChatTemplate {
         messages: &[Value],
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(String, Vec<Range<usize>>)> {
-        // A mark that occurs in no message.
-        let content = Value::from(messages).to_string();
-        let mark =
-            (0..).map(|n| format!("\u{1}{n}\u{2}")).find(|mark| !content.contains(mark.as_str())).unwrap_or_default();
+        let mark = unused_mark(messages);
         let marked = self.render_with(messages, false, variables, &mark)?;
         let (mut text, mut spans) = (String::new(), Vec::new());
         for (at, part) in marked.split(mark.as_str()).enumerate() {
@@ -82,6 +80,39 @@ impl ChatTemplate {
         Ok((text, spans))
     }
 
+    /// Renders `messages` up to the end of the last one's content, which the response continues, as transformers'
+    /// `continue_final_message` does.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`]; if the last message has no text, or the template does not write it.
+    pub(super) fn render_continued(
+        &self,
+        messages: &[Value],
+        variables: impl IntoIterator<Item = (String, Value)>,
+    ) -> Result<String> {
+        let mark = unused_mark(messages);
+        let mut messages = messages.to_vec();
+        let fault = |what: &str| Error::Run(format!("the last message, which the response continues: {what}"));
+        let last = messages.last_mut().and_then(Value::as_object_mut);
+        let content = last.and_then(|last| last.get_mut("content"));
+        let no_text = || fault("expected a text as its `content`, found none");
+        let end: &mut Value = match content.ok_or_else(no_text)? {
+            Value::Array(parts) => {
+                let part = parts.iter_mut().rev().find(|part| part["text"].is_string());
+                &mut part.ok_or_else(no_text)?["text"]
+            }
+            content => content,
+        };
+        let own = end.as_str().ok_or_else(no_text)?.to_string();
+        // The space shows whether the template trims contents.
+        *end = format!("{own}{mark} ").into();
+        let text = self.render_with(&messages, false, variables, "")?;
+        let at = text.rfind(&mark).filter(|_| text.contains(own.trim()));
+        let at = at.ok_or_else(|| fault("the chat template does not write its `content` as it is"))?;
+        let is_kept = text[at + mark.len()..].starts_with(' ');
+        Ok(if is_kept { text[..at].to_string() } else { text[..at].trim_end().to_string() })
+    }
+
     fn render_with(
         &self,
         messages: &[Value],
@@ -90,8 +121,8 @@ impl ChatTemplate {
         mark: &str,
     ) -> Result<String> {
         let program = self.compiled.as_ref().map_err(|e| Error::invalid(&self.file, e.as_str()))?;
-        let parts = self.reads_parts();
-        let messages: Vec<Value> = messages.iter().map(|message| tidy(message, parts)).collect::<Result<_>>()?;
+        messages.iter().try_for_each(checked)?;
+        let messages: Vec<Value> = messages.iter().map(|message| normalized(message, &self.source)).collect();
         let mut context = Map::new();
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
@@ -188,42 +219,24 @@ fn marked_blocks(source: &str) -> String {
     marked
 }
 
-/// A message as templates expect it: without null fields, its parts joined to one text unless the template reads `parts`, its reasoning
-/// under each of the names that templates use.
-fn tidy(message: &Value, parts: bool) -> Result<Value> {
-    let wrong = |what: &str| Error::Run(format!("{what}, found {message}"));
-    let fields = message.as_object().ok_or_else(|| wrong("expected a message with `role` and `content`"))?;
-    if !fields.get("role").is_some_and(Value::is_string) {
-        return Err(wrong("expected a message with a string `role`"));
-    }
-    let mut tidy: Map<String, Value> = fields.clone();
-    tidy.retain(|_, value| !value.is_null());
-    if let Some(content) = tidy.get_mut("content")
-        && !content.is_string()
-    {
-        let joined =
-            message_text(content).ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?;
-        if !parts {
-            *content = joined.into();
-        }
-    }
-    let reasoning = ["reasoning_content", "thinking", "reasoning"].iter().find_map(|name| tidy.get(*name)).cloned();
-    if let Some(reasoning) = reasoning {
-        let mut all = Map::from_iter([("thinking".to_string(), reasoning.clone())]);
-        all.extend(tidy);
-        all.insert("reasoning_content".into(), reasoning);
-        tidy = all;
-    }
-    Ok(tidy.into())
+/// Checks a message of a conversation.
+fn checked(message: &Value) -> Result<()> {
+    let Err(fault) = check_message(message) else { return Ok(()) };
+    let expected = match fault {
+        MessageFault::NoObject => "expected a message with `role` and `content`",
+        MessageFault::Role => "expected a message with a string `role`",
+        MessageFault::Content => "`content`: expected a string or a list of text parts",
+    };
+    Err(Error::Run(format!("{expected}, found {message}")))
 }
 
-/// The text of a message's `content`: a string, or a list of text parts, which are joined.
-pub(crate) fn message_text(content: &Value) -> Option<String> {
-    let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-    match content {
-        Value::String(text) => Some(text.clone()),
-        content => content.as_array()?.iter().map(text).collect(),
-    }
+/// Returns a mark that occurs in no message.
+pub(super) fn unused_mark(messages: &[Value]) -> String {
+    let texts = messages.iter().map(Value::to_string).collect::<String>();
+    // In JSON these two characters are escaped.
+    let is_unused = |n: &usize| !texts.contains(&format!("\\u0001{n}\\u0002"));
+    let n = (0..).find(is_unused).unwrap_or_default();
+    format!("\u{1}{n}\u{2}")
 }
 
 /// A user's message with the content `text`.

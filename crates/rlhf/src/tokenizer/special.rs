@@ -19,6 +19,9 @@ const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "p
 const LIST: &str = "extra_special_tokens";
 const OLDER_LIST: &str = "additional_special_tokens";
 
+/// Name of the map of tokens of a model by their names.
+const OF_MODEL: &str = "model_specific_special_tokens";
+
 /// The tokens that the files beside a `tokenizer.json` name.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Described {
@@ -150,16 +153,20 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
             tokens.push(token.special(true));
         }
     }
-    // Tokens of a model, such as image_token.
-    let own = settings.iter().filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
-    let list: Vec<&Value> = match settings.get(LIST) {
-        Some(Value::Array(tokens)) => tokens.iter().collect(),
-        Some(Value::Object(tokens)) => tokens.values().collect(),
-        _ => Vec::new(),
-    };
+    // Tokens of a model by their names, such as image_token; transformers passes over the map of them where others have a key of their own.
+    let mut of_model: Vec<(&String, &Value)> =
+        settings.iter().filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str())).collect();
+    of_model.extend(settings.get(LIST).and_then(Value::as_object).into_iter().flatten());
+    if of_model.is_empty() {
+        of_model.extend(settings.get(OF_MODEL).and_then(Value::as_object).into_iter().flatten());
+    }
     // Tokens with a name are special, whatever their objects say.
-    tokens.extend(own.filter_map(|(_, token)| token_of(token)).map(|token| token.special(true)));
-    tokens.extend(list.into_iter().filter_map(token_of));
+    for (name, token) in of_model.into_iter().filter_map(|(name, token)| Some((name, token_of(token)?))) {
+        named.insert(name.clone(), token.content.clone().into());
+        tokens.push(token.special(true));
+    }
+    let list = settings.get(LIST).and_then(Value::as_array).into_iter().flatten();
+    tokens.extend(list.filter_map(token_of));
     (named, tokens)
 }
 

@@ -249,7 +249,8 @@ const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 /// Returns the error of a stage with the stage's name.
 fn named(stage: Stage, error: Error) -> Error {
     // The stage's hint names the option of its own command.
-    let with_hint = |message: String| match message.split_once("; --resume_from_checkpoint ") {
+    let hints = ["; --resume_from_checkpoint ", "; to resume: ", "; to begin again: "];
+    let with_hint = |message: String| match hints.iter().find_map(|hint| message.split_once(hint)) {
         Some((what, _)) => format!("{stage}: {what}; {RESUMES}"),
         None => format!("{stage}: {message}"),
     };

@@ -444,11 +444,13 @@ impl PpoTrainer {
         &self.warnings
     }
 
-    /// Sends warnings of rewards to the console.
+    /// Sends warnings of rewards, and what functions of Python print, to the console.
     fn warn_of_retries(&mut self) {
         let console = self.console;
         let warn: Warn = Arc::new(move |message: &str| console.announce_warning(message));
         self.rewards.warn_by(&warn);
+        let print: Warn = Arc::new(move |line: &str| console.announce_printed(line));
+        self.rewards.print_by(&print);
     }
 
     /// Runs the next update, for the caller's own loop, and returns its metrics. Writes no files; [`PpoTrainer::warnings`] are

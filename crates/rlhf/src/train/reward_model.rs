@@ -78,6 +78,8 @@ fn load_run<'a>(
     inputs.model("model_name_or_path", model_dir)?;
     let (train_pairs, eval_pairs) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let num_pairs = train_pairs.rows.len();
+    let tokens: Vec<[&[i64]; 2]> = train_pairs.rows.iter().map(|pair| [&pair.chosen[..], &pair.rejected[..]]).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));

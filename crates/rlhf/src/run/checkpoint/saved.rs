@@ -1,6 +1,6 @@
 //! Runs as their files have them: a checkpoint to resume from, a finished run, and the record of one update.
 
-use super::changes::{Change, Length, settings};
+use super::changes::{Change, EarlierSettings, Length, settings};
 use super::folders::{PREFIX, sizes};
 use super::state::{PartStates, State};
 use super::{BEST, STATE, UNFINISHED};
@@ -38,7 +38,12 @@ impl Saved {
     /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
         let length = if self.state.is_finished() { Length::MayChange } else { Length::KeptUntilFinished };
-        self.state.settings(&self.dir).check(command, config, length)
+        self.settings().check(command, config, length)
+    }
+
+    /// The settings of the run. Paths of what has digests may be others: [`Saved::check_inputs`] compares the contents.
+    fn settings(&self) -> EarlierSettings<'_> {
+        EarlierSettings { inputs: self.part("inputs").ok(), ..self.state.settings(&self.dir) }
     }
 
     /// Checks that the run reads the same inputs as before, and has as many updates, of `rows` rows of data each; a finished run
@@ -158,7 +163,9 @@ impl FinishedRun {
     /// # Errors
     /// As [`Saved::check`].
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        self.state.settings(&self.dir).check(command, config, Length::Kept)
+        let inputs = self.state.state.get("inputs");
+        let settings = EarlierSettings { inputs, ..self.state.settings(&self.dir) };
+        settings.check(command, config, Length::Kept)
     }
 
     /// Checks that the run has read the `inputs` as they are now. Returns warnings.

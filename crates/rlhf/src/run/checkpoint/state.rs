@@ -149,6 +149,7 @@ impl State {
             ranks: self.ranks,
             config: &self.config,
             working_dir: self.working_dir.as_deref(),
+            inputs: None,
         }
     }
 }

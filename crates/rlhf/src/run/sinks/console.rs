@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 pub enum Console {
     /// For a terminal: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
     Person,
-    /// For a program: the lines of `metrics.jsonl` on standard output too, in seven significant digits; warnings and checks
-    /// on standard error, and where that is a terminal, all that [`Console::Person`] has but the tables.
+    /// For a program or a log: the lines of `metrics.jsonl` on standard output too, in seven significant digits; on standard error all that
+    /// [`Console::Person`] has but the tables, and without a bar where that is no terminal.
     Program,
     /// No console output: files only, the default of the library.
     Silent,
@@ -48,20 +48,16 @@ impl Console {
         }
     }
 
-    /// Writes a note above the progress bar, from any thread, if someone reads standard error.
-    pub(crate) fn announce_note(self, message: &str) {
-        if self.is_read() {
-            announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
+    /// Writes a line that a function of Python has printed above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_printed(self, line: &str) {
+        if self != Console::Silent {
+            announce(&one_line(line));
         }
     }
 
-    /// Returns whether someone reads standard error.
-    fn is_read(self) -> bool {
-        match self {
-            Console::Person => true,
-            Console::Program => Stream::Err.width().is_some(),
-            Console::Silent => false,
-        }
+    /// Writes a note above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_note(self, message: &str) {
+        self.announce_record(message);
     }
 
     /// Returns [`Console::Person`] if standard output is a terminal, else [`Console::Program`].
@@ -74,8 +70,6 @@ impl Console {
 pub(crate) struct ConsoleOutput {
     dir: PathBuf,
     console: Console,
-    /// Whether someone reads standard error: the run's title, notes and end are for them.
-    is_read: bool,
     bar: ProgressBar,
     status: Arc<Mutex<BarStatus>>,
     began: Instant,
@@ -111,8 +105,7 @@ impl ConsoleOutput {
             // The clock moves during a long update too.
             bar.enable_steady_tick(Duration::from_millis(500));
         }
-        let is_read = console.is_read();
-        Self { dir: dir.to_path_buf(), console, is_read, bar, status, began }
+        Self { dir: dir.to_path_buf(), console, bar, status, began }
     }
 
     /// Writes an event: metrics for a program, tables of responses for a terminal, warnings, saved folders.
@@ -136,7 +129,7 @@ impl ConsoleOutput {
 
     /// Writes the title of the run and its facts.
     pub(crate) fn title(&self, title: &str, facts: &[(&str, String)]) {
-        if self.is_read {
+        if self.is_loud() {
             let title = Stream::Err.paint(Colour::Bold, &one_line(title));
             let facts: Vec<_> = facts.iter().map(|(name, fact)| (*name, one_line(fact))).collect();
             self.write(&format!("{title}\n{}", terminal::facts(&facts, Stream::Err).trim_end()));
@@ -195,11 +188,9 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes a note for a terminal.
+    /// Writes a note, unless the console is silent.
     pub(crate) fn note(&self, message: &str) {
-        if self.is_read {
-            self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
-        }
+        self.record(message);
     }
 
     /// Writes a line that a log needs too, such as where the model is, unless the console is silent.
@@ -222,7 +213,7 @@ impl ConsoleOutput {
     /// Writes the end of a run of `updates` updates: the numbers of the first and of the last line of metrics that have them,
     /// as pairs of a label and a metric; where the model is; the command that tries it, or several joined by pipes.
     pub(crate) fn end(&self, updates: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
-        if !self.is_read {
+        if !self.is_loud() {
             return;
         }
         let time = terminal::clock(self.began.elapsed());
@@ -433,6 +424,7 @@ mod tests {
             response: response.into(),
             score: 0.5,
             components: BTreeMap::new(),
+            extra: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
             tokens: Vec::new(),

@@ -2,7 +2,7 @@
 
 use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
-use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
+use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::dist::World;
 use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
@@ -501,9 +501,29 @@ fn load_prompts(
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
     let (train, eval) = read_prompts(config, (train, eval), tokenizer, limit, |row| rewards.check_row(row))?;
+    let tokens: Vec<&[i64]> = train.rows.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
+    rewards.contents().for_each(|(name, contents)| inputs.reward(name, &contents));
     let cursor = train.cursor(config.run.seed, &config.data);
-    let notes = [train.warnings, eval.warnings].concat();
+    let bare = bare_prompts(config, tokenizer, &train.rows);
+    let notes = [train.warnings, eval.warnings].into_iter().flatten().chain(bare).collect();
     Ok(LoadedPrompts { train: train.rows, eval: eval.rows, cursor, notes })
+}
+
+/// Returns the warning about prompts that are texts, where the model has a chat template: it then reads them without it.
+fn bare_prompts(config: &PpoConfig, tokenizer: &Tokenizer, prompts: &[Prompt]) -> Option<String> {
+    if config.apply_chat_template || !tokenizer.has_chat_template() {
+        return None;
+    }
+    let is_text = |prompt: &&Prompt| prompt_field(&prompt.row).is_some_and(|(_, value)| value.is_string());
+    let (texts, all) = (prompts.iter().filter(is_text).count(), prompts.len());
+    (texts > 0).then(|| {
+        let which = if texts == all { "the prompts are".into() } else { format!("{texts} of {all} prompts are") };
+        format!(
+            "{which} plain text, and the model has a chat template: it reads them without it; --apply_chat_template makes each a \
+             message of the user"
+        )
+    })
 }
 
 /// Encodes the prompts to train on and those that are held out, within the vocabulary and the length of `limit`.
@@ -524,6 +544,10 @@ pub(in crate::train) fn read_prompts(
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
         eval = eval.map(Dataset::with_chat_prompts);
+    }
+    if let Some(system) = &config.system_prompt {
+        train = train.into_iter().map(|train| train.with_system_prompt(system)).collect();
+        eval = eval.map(|eval| eval.with_system_prompt(system));
     }
     // Where long prompts are dropped, later ones take their places.
     if config.prompt_length.long_prompts != LongPrompts::Drop {

@@ -377,6 +377,7 @@ impl RecordedUpdate {
                 scores: rows.iter().map(score).collect(),
                 seconds: 0.0,
                 extra: reward.extra.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect(),
+                columns: Vec::new(),
             }
         };
         let scored = Scored {

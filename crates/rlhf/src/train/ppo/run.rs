@@ -106,7 +106,7 @@ impl PpoTrainer {
         while self.progress.done < self.last_update() && !session.is_stopped()? {
             self.run_update(session)?;
         }
-        Ok(())
+        self.rewards.finish()
     }
 
     /// Runs one update, and what is due after it.
