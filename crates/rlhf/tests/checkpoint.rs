@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// The program as the tests call it.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_rlhf");
+
 const PROMPTS: [&str; 6] = ["The movie", "A film", "the capital of France", "do", "human", "a sing"];
 
 fn write_rows(path: &Path, row: fn(&str) -> Value) {
@@ -598,8 +601,9 @@ fn a_run_whose_first_checkpoint_could_not_be_written_restarts_with_the_same_comm
     let optimizer = scratch.path("whole/checkpoint-8/optimizer.safetensors").metadata().unwrap().len();
     let ran = run_on_full_disk(&scratch, &line, optimizer * 3 / 4);
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
-    let words = "the model as far as it came is in full; --resume_from_checkpoint true starts again\n";
-    assert!(ran.stderr.ends_with(words), "{}", ran.stderr);
+    let command = format!("{PROGRAM} ppo --config full/config.yaml --resume_from_checkpoint true");
+    let words = format!("; the model as far as it came is in full; to begin again: {command}\n");
+    assert!(ran.stderr.ends_with(&words), "{}", ran.stderr);
     assert!(scratch.path("full/model.safetensors").is_file() && !scratch.path("full/checkpoint-1").exists());
     scratch.refuses(&format!("{line} --seed 7"), 2, &["seed = 7: expected 42, as in full"]);
     let ran = scratch.run(&line);
@@ -822,7 +826,13 @@ fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_wh
     };
     let (seed, ran) = (1..20).find_map(|seed| Some((seed, failed(&seed)?))).unwrap();
     let (failed, whole) = (format!("failed-{seed}"), format!("whole-{seed}"));
-    assert!(ran.stderr.contains(&format!("--resume_from_checkpoint {failed}/checkpoint-1 resumes")), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains(&format!(
+            "; to resume: {PROGRAM} ppo --config {failed}/config.yaml --resume_from_checkpoint true\n"
+        )),
+        "{}",
+        ran.stderr
+    );
     std::fs::write(&weights, sound).unwrap();
     scratch.succeeds(&line(&whole, seed));
     let line = format!("{} --resume_from_checkpoint {failed}/checkpoint-1", line(&failed, seed));
@@ -862,7 +872,8 @@ fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
         let line = format!("{} {flags}", line(out));
         let ran = run(&line, row);
         assert_eq!(ran.code, 1, "{}", ran.stderr);
-        for words in [words, &format!("--resume_from_checkpoint {out}/checkpoint-{update} resumes")] {
+        let resume = format!("; to resume: {PROGRAM} ppo --config {out}/config.yaml --resume_from_checkpoint true\n");
+        for words in [words, &resume] {
             assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
         }
         let before = usize::from(out == "eval");
@@ -885,7 +896,7 @@ fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_also_with_
     for _ in 0..2 {
         let ran = scratch.run_with(&line, &program);
         assert_eq!(ran.code, 1);
-        assert!(ran.stderr.contains("no update was done, so no model is saved"), "{}", ran.stderr);
+        assert!(ran.stderr.contains("no update is done, so there is no model; to begin again: "), "{}", ran.stderr);
         assert!(!scratch.path("out/model.safetensors").exists());
     }
     scratch.write("up", "");
@@ -1118,10 +1129,7 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     }
     let ran = scratch.run(&format!("{} --metric_for_best_model objective/score", steps("none")));
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
-    for words in [
-        "metric_for_best_model = objective/score: expected a metric of the run, one of",
-        "--resume_from_checkpoint none/checkpoint-1 resumes",
-    ] {
+    for words in ["metric_for_best_model = objective/score: expected a metric of the run, one of", "; to resume: "] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
     // The update is not lost, and the run resumes with a metric that exists; this one from the third update on.

@@ -16,10 +16,12 @@ pub(crate) struct Scratch(tempfile::TempDir);
 pub(crate) struct Ran {
     pub(crate) code: i32,
     pub(crate) stdout: String,
-    /// Without the line of the checks that held.
+    /// Without the lines that every run writes, and the line of the checks that held.
     pub(crate) stderr: String,
-    /// That line.
+    /// The line of the checks.
     pub(crate) checks: Option<String>,
+    /// The lines that every run writes: its title, how long it will take, where its files are.
+    pub(crate) log: String,
 }
 
 pub(crate) const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
@@ -157,8 +159,31 @@ impl From<std::process::Output> for Ran {
         let (checks, others): (Vec<&str>, Vec<&str>) =
             stderr.split_inclusive('\n').partition(|line| line.starts_with("checks: "));
         let checks = checks.first().map(|line| line.trim_end().to_string());
-        Self { code: output.status.code().unwrap_or(-1), stdout, stderr: others.concat(), checks }
+        let (log, others): (Vec<&str>, Vec<&str>) = others.into_iter().partition(|line| is_log(line));
+        let (log, stderr) = (log.concat(), others.concat());
+        Self { code: output.status.code().unwrap_or(-1), stdout, stderr, checks, log }
     }
+}
+
+/// Whether every run writes such a line.
+fn is_log(line: &str) -> bool {
+    let begins = [
+        "  ",
+        "rlhf ",
+        concat!(env!("CARGO_BIN_EXE_rlhf"), " "),
+        "saved ",
+        "done: ",
+        "the model is in ",
+        "the report is in ",
+        "resumes from ",
+    ];
+    let has = [
+        " took ",
+        ": starts with the first update",
+        ": starts with a fresh head",
+        ": reads the decoded text, by its own tokenizer",
+    ];
+    begins.iter().any(|begin| line.starts_with(begin)) || has.iter().any(|words| line.contains(words))
 }
 
 impl Ran {
@@ -935,10 +960,17 @@ fn a_log_has_the_sentences_of_a_terminal_without_its_bar() {
     let scratch = Scratch::new();
     let ran = scratch.run(&format!("{SFT} --save_steps 1"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    for words in ["saved out/checkpoint-1", "done: 2 updates in ", "the model is in out; to try it:", "rows"] {
-        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    for words in [
+        "rlhf sft: policy into out",
+        "update 1 took ",
+        "saved out/checkpoint-1",
+        "done: 2 updates in ",
+        "the model is in out; to try it:",
+        "rows",
+    ] {
+        assert!(ran.log.contains(words), "no `{words}` in {}", ran.log);
     }
-    assert!(!ran.stderr.contains(['\r', '\u{2588}', '\u{2591}']), "{}", ran.stderr);
+    assert!(!ran.log.contains(['\r', '\u{2588}', '\u{2591}']) && ran.stderr.is_empty(), "{}{}", ran.log, ran.stderr);
     assert_eq!(json_lines(&ran.stdout).len(), 2);
 }
 

@@ -672,7 +672,7 @@ impl<'w> Session<'w> {
         let failed = self.world.any(pushed.is_err()).unwrap_or(pushed.is_err());
         match pushed {
             Ok(line) if !failed => {
-                self.report.console.record(&line);
+                self.report.console.note(&line);
                 Ok(())
             }
             Ok(_) => Err(Error::NotPushed("rank 0 could not push the model".into())),

@@ -41,8 +41,8 @@ impl Console {
         }
     }
 
-    /// Writes a line above the progress bar, from any thread, unless the console is silent: a log needs it too.
-    pub(crate) fn announce_record(self, message: &str) {
+    /// Writes a note above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_note(self, message: &str) {
         if self != Console::Silent {
             announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
         }
@@ -53,11 +53,6 @@ impl Console {
         if self != Console::Silent {
             announce(&one_line(line));
         }
-    }
-
-    /// Writes a note above the progress bar, from any thread, unless the console is silent.
-    pub(crate) fn announce_note(self, message: &str) {
-        self.announce_record(message);
     }
 
     /// Returns [`Console::Person`] if standard output is a terminal, else [`Console::Program`].
@@ -190,11 +185,6 @@ impl ConsoleOutput {
 
     /// Writes a note, unless the console is silent.
     pub(crate) fn note(&self, message: &str) {
-        self.record(message);
-    }
-
-    /// Writes a line that a log needs too, such as where the model is, unless the console is silent.
-    pub(crate) fn record(&self, message: &str) {
         if self.is_loud() {
             self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
         }

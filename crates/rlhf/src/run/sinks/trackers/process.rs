@@ -237,7 +237,7 @@ impl Shared {
             _ => return,
         };
         self.shown_notes.fetch_add(1, Ordering::SeqCst);
-        self.console.announce_record(&format!("{}: {message}", self.name));
+        self.console.announce_note(&format!("{}: {message}", self.name));
     }
 
     /// Takes a line that the process has written; lines of another form are ignored.
@@ -265,7 +265,7 @@ impl Shared {
                     self.ids.set(&self.name, id);
                 }
                 if let Some(url) = text("url") {
-                    self.console.announce_record(&format!("{}: {}", self.name, safe(url)));
+                    self.console.announce_note(&format!("{}: {}", self.name, safe(url)));
                 }
             }
             "note" => self.note(message),
