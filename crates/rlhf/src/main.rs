@@ -257,8 +257,9 @@ fn report(error: &Error, speaks: bool) -> u8 {
         return error.exit_code();
     }
     match error.refusals() {
-        // A signal's number or more: the user asked for it.
-        [] if matches!(error, Error::Stopped { code: 128.., .. }) => {
+        // The user asked for it.
+        [] if matches!(error, Error::Stopped { code, .. } if stopping_signals().any(|signal| i32::from(*code) == 128 + signal)) =>
+        {
             let _ = writeln!(io::stderr(), "{}", one_line(first_line(&error.to_string())));
             error.exit_code()
         }

@@ -176,6 +176,9 @@ fn is_log(line: &str) -> bool {
         "the model is in ",
         "the report is in ",
         "resumes from ",
+        "unsupervised mix: ",
+        // Where the processor has no instructions for bf16.
+        "warning: bf16 = true: this processor",
     ];
     let has = [
         " took ",

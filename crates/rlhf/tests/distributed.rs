@@ -510,11 +510,15 @@ fn a_checkpoint_of_two_ranks_resumes_on_one_and_on_four_and_back() {
 #[test]
 fn ranks_roll_back_and_stop_together_by_an_alarm() {
     let scratch = scratch();
-    // The fourth update makes 256 responses of the same score; the run returns to the third, and stops at the next alarm.
-    let line = PPO.replace("--reward_model_path reward", "--reward never=regex:ZZZZ");
+    // The fifth update makes the last 256 responses of the same score; the run returns to the first one, and stops at the next alarm.
+    scratch.write(
+        "once.py",
+        "calls = 0\ndef length(completions, **_):\n    global calls\n    calls += 1\n    return [len(c) * (calls == 1) for c in completions]\n",
+    );
+    let line = PPO.replace("--reward_model_path reward", "--reward python:once.length");
     let line = format!(
-        "{line} --learning_rate 1e-5 --seed 3 --train_batch_size 64 --num_ppo_epochs 1 --total_episodes 320 --num_sample_generations 0 --zero_stage 3 \
-         --save_steps 3 --on_alarm equal_scores=rollback --max_rollbacks 1"
+        "{line} --learning_rate 1e-5 --seed 3 --train_batch_size 64 --num_ppo_epochs 1 --total_episodes 640 --num_sample_generations 0 --zero_stage 3 \
+         --save_steps 1 --on_alarm equal_scores=rollback --max_rollbacks 1"
     );
     let alone = scratch.run(&format!("{line} --output_dir alarm-1"));
     let together = Ranks::start(&scratch, 2, &format!("{line} --output_dir alarm-2"), |_, _| ()).wait("alarm-2");
@@ -523,7 +527,7 @@ fn ranks_roll_back_and_stop_together_by_an_alarm() {
         assert!(rank < 2 || ran.stderr.is_empty(), "{}", ran.stderr);
     }
     let last = |ran: &Ran| ran.stderr.lines().last().unwrap().replace("alarm-2", "alarm-1");
-    let words = "error: stopped after update 4 by the alarm equal_scores (on_alarm = equal_scores=rollback, but max_rollbacks = 1 of";
+    let words = "error: stopped after update 5 by the alarm equal_scores (on_alarm = equal_scores=rollback, but max_rollbacks = 1 of";
     assert!(last(&alone).starts_with(words), "{}", alone.stderr);
     assert_eq!(last(&together[0]), last(&alone));
     assert_eq!(scratch.read("alarm-2/alarms.jsonl"), scratch.read("alarm-1/alarms.jsonl"));

@@ -26,6 +26,7 @@
 
 use crate::device::slow_bf16;
 use crate::dist::World;
+use crate::dist::launch::LAUNCHED_BY;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
@@ -753,7 +754,7 @@ impl<'w> Session<'w> {
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
-        conclude(ended, saved, self.num_updates, (&dir, own_command(self.command, &self.world)))
+        conclude(ended, saved, self.num_updates, (&dir, own_command(self.command, &self.world).as_deref()))
     }
 
     /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
@@ -866,14 +867,15 @@ fn record_best(progress: &mut Progress) {
 }
 
 /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how to
-/// begin it again. Where one process of the program runs `command`, that is a command line.
-fn how_to_resume(dir: &Path, command: Option<&str>, newest: Option<&Path>) -> String {
+/// begin it again. Where `command` is known, the words of the command line before the settings, that is a command line.
+fn how_to_resume(dir: &Path, command: Option<&[String]>, newest: Option<&Path>) -> String {
     let purpose = if newest.is_some() { "resume" } else { "begin again" };
     match (command, newest) {
         (Some(command), _) => {
             let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
-            let words = [program.as_str(), command, "--config", config.as_str(), "--resume_from_checkpoint", "true"];
-            let line = terminal::shell_command(&[words.map(String::from).to_vec()], None);
+            let settings = ["--config", &config, "--resume_from_checkpoint", "true"].map(String::from);
+            let words = [&[program], command, &settings].concat();
+            let line = terminal::shell_command(&[words], None);
             format!("; to {purpose}: {}", line.trim())
         }
         (None, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
@@ -881,9 +883,15 @@ fn how_to_resume(dir: &Path, command: Option<&str>, newest: Option<&Path>) -> St
     }
 }
 
-/// Returns the command of a run, if a single process of the program `rlhf` runs it.
-fn own_command(command: &'static str, world: &World) -> Option<&'static str> {
-    (world.size() == 1 && terminal::command_line().is_some()).then_some(command)
+/// Returns the words of the command line of a run before its settings, if it is one process of the program `rlhf`, or `rlhf launch` has
+/// started its ranks.
+fn own_command(command: &str, world: &World) -> Option<Vec<String>> {
+    let launched_by = std::env::var(LAUNCHED_BY).ok();
+    if terminal::command_line().is_none() || (world.size() > 1 && launched_by.is_none()) {
+        return None;
+    }
+    let before = launched_by.iter().flat_map(|words| words.lines());
+    Some(before.chain([command]).map(String::from).collect())
 }
 
 /// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
@@ -896,7 +904,7 @@ fn conclude(
     done: Result<usize>,
     saved: Option<Result<()>>,
     total: usize,
-    (dir, command): (&Path, Option<&str>),
+    (dir, command): (&Path, Option<&[String]>),
 ) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
@@ -934,12 +942,14 @@ mod tests {
 
     #[test]
     fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
+        let words = |line: &str| Vec::from_iter(line.split(' ').map(String::from));
         let newest = Path::new("runs/a b/checkpoint-2");
-        let said = how_to_resume(Path::new("runs/a b"), Some("ppo"), Some(newest));
+        let said = how_to_resume(Path::new("runs/a b"), Some(&words("ppo")), Some(newest));
         let line = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
         assert!(said.starts_with("; to resume: ") && said.ends_with(line), "{said}");
-        let said = how_to_resume(Path::new("out"), Some("sft"), None);
-        assert!(said.starts_with("; to begin again: ") && said.contains(" sft --config out/config.yaml "), "{said}");
+        let said = how_to_resume(Path::new("out"), Some(&words("launch --nproc_per_node 2 sft")), None);
+        let line = " launch --nproc_per_node 2 sft --config out/config.yaml --resume_from_checkpoint true";
+        assert!(said.starts_with("; to begin again: ") && said.ends_with(line), "{said}");
         // Other programs have their own ways to resume.
         assert!(
             how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes")

@@ -1,7 +1,7 @@
 //! The processes of `rlhf launch`, one per rank: their environment, output, signals and end.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt, parent_id};
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rlhf::dist::launch::LAUNCHER;
+use rlhf::dist::launch::{LAUNCHED_BY, LAUNCHER};
 use rlhf::signals::{Requests, is_ignored};
 use rlhf::terminal::Stream;
 use rlhf::{Error, Result};
@@ -328,6 +328,13 @@ impl Ranks {
 }
 
 impl Start<'_> {
+    /// Returns the words of this process before those of the ranks, a line each.
+    fn launched_by(&self) -> OsString {
+        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let end = words.iter().skip(1).position(|word| self.arguments.first() == Some(word)).map_or(1, |at| at + 1);
+        words[..end.min(words.len())].join(OsStr::new("\n"))
+    }
+
     /// Returns the command of a rank of this machine, with the environment that torchrun gives.
     fn command(&self, local_rank: usize) -> Command {
         let rank = self.first_rank + local_rank;
@@ -346,7 +353,7 @@ impl Start<'_> {
         ] {
             command.env(name, number.to_string());
         }
-        command.env("MASTER_ADDR", self.host);
+        command.env("MASTER_ADDR", self.host).env(LAUNCHED_BY, self.launched_by());
         // Of a launcher around this one.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE").env_remove("TORCHELASTIC_RUN_ID");
         // A group of its own: Ctrl-C reaches the launcher alone, which passes each signal on once.
