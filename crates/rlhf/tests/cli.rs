@@ -177,6 +177,7 @@ fn is_log(line: &str) -> bool {
         "the report is in ",
         "resumes from ",
         "unsupervised mix: ",
+        "pushing the model to the hub",
         // Where the processor has no instructions for bf16.
         "warning: bf16 = true: this processor",
     ];

@@ -441,7 +441,7 @@ def logs(completions, answer, trainer_state, log_extra, log_metric, **columns):
     log_metric("right", 1)
     log_metric("right", 0.5)
     log_extra("found", [text.strip() for text in completions])
-    log_extra("few", [1])
+    log_extra("few", [1] * 99)
     with open("states", "a") as file:
         file.write(json.dumps([state.global_step, state.max_steps, state.epoch, state.is_world_process_zero]) + "\n")
     return [float(state.global_step) for _ in completions]
@@ -485,6 +485,15 @@ fn functions() -> Scratch {
 
 const SCORE: &str = "score --tokenizer_name policy --dataset_name rows.jsonl --reward_retries 0";
 
+/// Runs `rlhf score`; gives its standard output. The lines that the functions print are all of its standard error.
+#[track_caller]
+fn scores(scratch: &Scratch, line: &str) -> String {
+    let ran = scratch.run(line);
+    let is_printed = |line: &str| line.ends_with(": a module may print") || line.ends_with(": and so may a function");
+    assert!(ran.code == 0 && ran.stderr.lines().all(is_printed), "{line}: {}", ran.stderr);
+    ran.stdout
+}
+
 #[test]
 fn functions_of_python_get_trls_arguments_and_their_output_is_no_score() {
     let scratch = functions();
@@ -492,7 +501,7 @@ fn functions_of_python_get_trls_arguments_and_their_output_is_no_score() {
         "{SCORE} --reward python:mine.rewards.asked --reward slow=python:mine.rewards.later \
          --reward python:mine.rewards.judge"
     );
-    let rows = json_lines(&scratch.succeeds(&line));
+    let rows = json_lines(&scores(&scratch, &line));
     let components: Vec<&Value> = rows.iter().map(|row| &row["components"]).collect();
     assert_eq!(*components[0], json!({"asked": 1.5, "slow": 2.0, "judge": 2.0}));
     assert!(components[1]["asked"].is_null() && components[1]["slow"] == 2.0, "{components:?}");
@@ -606,7 +615,7 @@ fn the_prints_and_the_traceback_of_a_function_of_python_are_shown_and_its_own_er
 
 #[test]
 fn a_function_of_python_that_lists_its_arguments_gets_no_others() {
-    let rows = json_lines(&functions().succeeds(&format!("{SCORE} --reward python:mine.rewards.lists_all")));
+    let rows = json_lines(&scores(&functions(), &format!("{SCORE} --reward python:mine.rewards.lists_all")));
     assert!(rows.iter().all(|row| row["score"] == 1.0), "{rows:?}");
 }
 
@@ -622,7 +631,7 @@ fn functions_of_python_get_the_state_of_the_run_and_log_metrics_and_columns() {
     let metrics = scratch.metrics("out");
     assert_eq!(number(&metrics[0], "reward/logs/right"), 0.75);
     assert!(
-        ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 1"),
+        ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 99"),
         "{}",
         ran.stderr
     );
@@ -644,7 +653,7 @@ fn functions_of_python_get_the_state_of_the_run_and_log_metrics_and_columns() {
 #[test]
 fn a_function_of_python_that_forks_has_the_scores_of_its_own_process() {
     let scratch = functions();
-    let rows = json_lines(&scratch.succeeds(&format!("{SCORE} --reward python:mine.rewards.forks")));
+    let rows = json_lines(&scores(&scratch, &format!("{SCORE} --reward python:mine.rewards.forks")));
     assert_eq!(rows.iter().map(|row| &row["score"]).collect::<Vec<_>>(), [1.0, 1.0]);
 }
 
