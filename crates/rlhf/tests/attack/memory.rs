@@ -4,6 +4,7 @@ use super::folders::Dice;
 use super::{Outcomes, cases};
 use crate::support::{Child, golden};
 use rlhf::data::RowReader;
+use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::json;
 use std::io::BufReader;
@@ -174,4 +175,44 @@ fn child_renders_templates_that_grow() {
         assert!(taken < MOST, "case {case} takes {taken} MiB: {shown}");
     }
     Child::reports(&outcomes.report());
+}
+
+#[test]
+fn long_rows_take_memory_by_their_length_and_those_that_do_not_fit_are_one_error() {
+    let found = Child { test: "attack::memory::child_reads_long_rows", address_space_gib: 6, vars: &[] }.run();
+    let taken: Vec<u64> = found["taken"].as_array().unwrap().iter().map(|mib| mib.as_u64().unwrap()).collect();
+    // The scores of 20,000 queries and keys are 1.6 GB for each head.
+    assert!(taken.iter().all(|mib| *mib < 500), "{found}");
+    let error = found["error"].as_str().unwrap();
+    super::check_error("a row that does not fit", error);
+    let words = "a pass over a row of at most 12000000 tokens: out of memory: cannot allocate";
+    assert!(error.starts_with(words), "{error}");
+}
+
+#[test]
+#[ignore = "a process of its own, started by long_rows_take_memory_by_their_length_and_those_that_do_not_fit_are_one_error"]
+fn child_reads_long_rows() {
+    let scratch = tempfile::tempdir().unwrap();
+    let row = |len: i64| vec![(0..len).map(|t| 5 + (7 * t) % 80).collect::<Vec<i64>>()];
+    let model = |name: &str| {
+        let (from, to) = (golden().join("models").join(name), scratch.path().join(name));
+        std::fs::create_dir(&to).unwrap();
+        let mut config: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+        config["max_position_embeddings"] = json!(20_000_000);
+        std::fs::write(to.join("config.json"), config.to_string()).unwrap();
+        std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).unwrap();
+        CausalLm::from_pretrained(&to, ModelOptions::default()).unwrap()
+    };
+    let taken = |name: &str, len: i64| {
+        let model = model(name);
+        let [before, _] = memory();
+        tch::no_grad(|| model.logits(&row(len))).unwrap();
+        memory()[1].saturating_sub(before)
+    };
+    let taken = [taken("gpt_neox", 20_000), taken("llama_tied", 20_000)];
+    // Its queries, keys and values alone are 4.6 GB.
+    let too_long = tch::no_grad(|| model("mistral").logits(&row(12_000_000)).map(drop));
+    let error = too_long.err().map(|error| error.to_string());
+    Child::reports(&json!({"taken": taken, "error": error}));
 }
