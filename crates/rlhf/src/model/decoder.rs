@@ -734,7 +734,7 @@ impl Decoder {
                     Some(bias) => bias.narrow(2, first, count),
                     None => self.bias(layout, first, count).expect("the stack has a bias by distance"),
                 };
-                let bias = self.bias_table.is_some().then_some(&bias_of as BiasOf<'_>);
+                let bias: Option<BiasOf<'_>> = if self.bias_table.is_some() { Some(&bias_of) } else { None };
                 layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), bias)
             }
         }

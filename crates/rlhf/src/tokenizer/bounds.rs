@@ -157,7 +157,7 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
             }
             Token::Str(text) => block.bytes += text.len() as u128,
             Token::String(text) => block.bytes += text.len() as u128,
-            Token::BracketOpen | Token::Comma => block.bytes += u128::from(NODE),
+            Token::BracketOpen | Token::Comma => block.bytes += u128::from(NODE / 2),
             Token::Int(number) => block.repeats = block.repeats.saturating_mul(u128::from(number) + 1),
             Token::Int128(_) => block.repeats = u128::MAX,
             Token::Mul => block.multiplies = true,
