@@ -3,10 +3,10 @@
 use super::folders::Dice;
 use super::{Outcomes, cases};
 use crate::support::{Child, golden};
-use rlhf::data::RowReader;
+use rlhf::data::{Dataset, RowReader};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::BufReader;
 
 /// Most MiB that a template may take: its 256 MiB of text and values, twice while a list or a text grows, and once more where the
@@ -215,4 +215,84 @@ fn child_reads_long_rows() {
     let too_long = tch::no_grad(|| model("mistral").logits(&row(12_000_000)).map(drop));
     let error = too_long.err().map(|error| error.to_string());
     Child::reports(&json!({"taken": taken, "error": error}));
+}
+
+/// A row of megabytes in one of the forms that are trained on or scored, and a limit on its tokens.
+fn long_row(dice: &mut Dice, words_only: bool) -> (Value, &'static str) {
+    let units = [
+        "word ",
+        "The film, ",
+        "9",
+        "a",
+        " ",
+        "\n",
+        "\u{e9}t\u{e9} ",
+        "\u{4e2d}\u{6587}",
+        "\u{1f600}",
+        "<|endoftext|>",
+        "</s>",
+    ];
+    let unit = dice.pick(if words_only { &units[..2] } else { &units });
+    let long = unit.repeat(((2 << 20) + dice.roll(2 << 20)) / unit.len());
+    let short = "a b";
+    let turns = |question: &str, response: &str| json!([{"role": "user", "content": question}, {"role": "assistant", "content": response}]);
+    match dice.roll(7) {
+        0 => (json!({ "text": long }), "sft"),
+        1 => (json!({"prompt": long, "completion": short}), "sft"),
+        2 => (json!({"prompt": short, "completion": long}), "sft"),
+        3 => (json!({"messages": turns(&long, short)}), "sft"),
+        4 => (json!({"messages": turns(short, &long)}), "sft"),
+        5 => (json!({"prompt": short, "chosen": long, "rejected": short}), "reward"),
+        _ => (json!({"chosen": turns(short, short), "rejected": turns(&long, short)}), "reward"),
+    }
+}
+
+#[test]
+fn rows_of_megabytes_take_no_more_memory_than_a_few_times_their_size() {
+    let found = Child { test: "attack::memory::child_reads_rows_of_megabytes", address_space_gib: 8, vars: &[] }.run();
+    assert!(found["went_well"].as_u64().unwrap() > 0, "{found}");
+}
+
+#[test]
+#[ignore = "a process of its own, started by rows_of_megabytes_take_no_more_memory_than_a_few_times_their_size"]
+fn child_reads_rows_of_megabytes() {
+    const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}";
+    let scratch = tempfile::tempdir().unwrap();
+    let (rows, template) = (scratch.path().join("rows.jsonl"), scratch.path().join("chat_template.jinja"));
+    std::fs::write(&template, TEMPLATE).unwrap();
+    let tokenizers = ["models/gpt2", "models/llama_tied", "models/gpt_neox", "tokenizers/t5"].map(|name| {
+        let mut tokenizer = Tokenizer::from_pretrained(&golden().join(name)).unwrap();
+        tokenizer.use_chat_template(&template).unwrap();
+        tokenizer
+    });
+    let mut outcomes = Outcomes::default();
+    for case in 0..cases(200) {
+        let mut dice = Dice(case);
+        let (at, most) = (dice.roll(tokenizers.len()), dice.pick(&[8, 64, 1024]));
+        let (row, kind) = long_row(&mut dice, at == 3);
+        let line = row.to_string();
+        std::fs::write(&rows, format!("{line}\n")).unwrap();
+        let [before, _] = memory();
+        outcomes.note(&format!("case {case}: {kind}"), || {
+            let dataset = Dataset::read(&rows, "train")?;
+            let tokenizer = tokenizers[at].limited_to(most);
+            let lens = match kind {
+                "sft" => {
+                    dataset.demonstrations(&tokenizer, false)?.iter().map(|row| row.tokens.len()).collect::<Vec<_>>()
+                }
+                _ => dataset
+                    .pairs(&tokenizer, true)?
+                    .iter()
+                    .map(|pair| pair.chosen.len().max(pair.rejected.len()))
+                    .collect(),
+            };
+            assert!(lens.iter().all(|len| *len > most), "case {case}: {lens:?}");
+            Ok(())
+        });
+        let taken = memory()[1].saturating_sub(before);
+        println!("case {case}: {taken} MiB for {} KiB", line.len() >> 10);
+        // The whole row would take 144 times its size.
+        assert!(taken < 40 * (line.len() as u64 >> 20).max(2), "case {case} takes {taken} MiB: {}", &line[..80]);
+    }
+    Child::reports(&outcomes.report());
 }
