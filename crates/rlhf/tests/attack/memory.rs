@@ -219,20 +219,8 @@ fn child_reads_long_rows() {
 
 /// A row of megabytes in one of the forms that are trained on or scored, and a limit on its tokens.
 fn long_row(dice: &mut Dice, words_only: bool) -> (Value, &'static str) {
-    let units = [
-        "word ",
-        "The film, ",
-        "9",
-        "a",
-        " ",
-        "\n",
-        "\u{e9}t\u{e9} ",
-        "\u{4e2d}\u{6587}",
-        "\u{1f600}",
-        "<|endoftext|>",
-        "</s>",
-    ];
-    let unit = dice.pick(if words_only { &units[..2] } else { &units });
+    let units = ["word ", "The film, ", "9", "a", " ", "\n", "\u{e9}t\u{e9} ", "\u{4e2d}\u{6587}", "\u{1f600}"];
+    let unit = dice.pick(&units[..if words_only { 2 } else { units.len() }]);
     let long = unit.repeat(((2 << 20) + dice.roll(2 << 20)) / unit.len());
     let short = "a b";
     let turns = |question: &str, response: &str| json!([{"role": "user", "content": question}, {"role": "assistant", "content": response}]);
@@ -292,7 +280,11 @@ fn child_reads_rows_of_megabytes() {
         let taken = memory()[1].saturating_sub(before);
         println!("case {case}: {taken} MiB for {} KiB", line.len() >> 10);
         // The whole row would take 144 times its size.
-        assert!(taken < 40 * (line.len() as u64 >> 20).max(2), "case {case} takes {taken} MiB: {}", &line[..80]);
+        assert!(
+            taken < 40 * (line.len() as u64 >> 20).max(2),
+            "case {case} takes {taken} MiB: {}",
+            line.chars().take(80).collect::<String>()
+        );
     }
     Child::reports(&outcomes.report());
 }
