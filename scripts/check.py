@@ -129,7 +129,7 @@ PARTS = (
         paths=(f"{SRC}model/config*", f"{SRC}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{SRC}weights*", f"{SRC}gguf*", f"{SRC}safe_text*",
                f"{SRC}run/checkpoint*", f"{SRC}serve*", f"{SRC}hub*", f"{TESTS}attack*", "crates/rlhf/src/cli/yaml.rs"),
         turn=2,
-        tests=("attack::files::", "attack::folders::", "attack::rewards::", "hub::hostile"),
+        tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --bin rlhf -- attack::",),
     ),
     Part(

@@ -307,7 +307,11 @@ fn summary(message: &str, place: &str) -> String {
     format!("{first}{place}")
 }
 
+/// Returns the line of a panic: of libtorch's when memory does not suffice, or of a fault of the program.
 fn internal(message: &str) -> String {
+    if let Some(error) = Error::out_of_memory(message) {
+        return error.to_string();
+    }
     format!("internal: {message} (please report; set RUST_BACKTRACE=1 for more)")
 }
 
@@ -330,6 +334,12 @@ mod tests {
              (please report; set RUST_BACKTRACE=1 for more)"
         );
         assert_eq!(summary("left\nright", ""), "left");
+    }
+
+    #[test]
+    fn a_lack_of_memory_is_no_fault_of_the_program() {
+        let line = internal("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB at model.rs:7:5");
+        assert!(line.starts_with("out of memory: cannot allocate 2.00 GiB more; shorter rows"), "{line}");
     }
 
     #[test]

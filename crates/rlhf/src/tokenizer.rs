@@ -90,13 +90,15 @@ pub struct Tokenizer {
     variables: Map<String, Value>,
     /// Prompt and response are two texts, as an encoder-decoder reads them.
     apart: bool,
+    /// See [`Tokenizer::limited_to`].
+    most: Option<usize>,
 }
 
 /// Bytes of the smallest part of a text that is encoded before the whole.
 const LEAST_PART: usize = 64 << 10;
 
 /// Tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
-const PART_SLACK: usize = 64;
+pub(crate) const PART_SLACK: usize = 64;
 
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
@@ -215,6 +217,7 @@ impl Tokenizer {
             templates: Templates::read(dir, &tokenizer_config)?,
             variables: Map::new(),
             apart,
+            most: None,
         })
     }
 
@@ -382,12 +385,23 @@ impl Tokenizer {
             }
             let (start, end) = text.split_at(at);
             let part = if keeps_end { end } else { start };
-            if self.encode_verbatim(part)?.len() > most.saturating_add(PART_SLACK) {
+            if self.encode_whole(part, false)?.len() > most.saturating_add(PART_SLACK) {
                 return Ok(part);
             }
             bytes = bytes.saturating_mul(4);
         }
         Ok(text)
+    }
+
+    /// A tokenizer for texts of at most `most` tokens, such as a model's context. Of a text that is far longer it encodes only a beginning, which
+    /// has more tokens than that: enough to refuse it, or to cut it to its first `most` tokens, without 144 bytes of memory for each byte of it.
+    pub fn limited_to(&self, most: usize) -> Self {
+        Self { most: Some(most), ..self.clone() }
+    }
+
+    /// The part of a text that is encoded; see [`Tokenizer::limited_to`].
+    fn within_limit<'a>(&self, text: &'a str) -> Result<&'a str> {
+        self.most.map_or(Ok(text), |most| self.part_above(text, most, false))
     }
 
     /// Spans of the assistant's tokens in a conversation as encoded by [`Tokenizer::encode_chat`]: the tokens in the
@@ -416,6 +430,7 @@ impl Tokenizer {
     /// the offsets; a token of nothing else starts where the one before it ends.
     fn offsets(&self, text: &str) -> Result<Vec<(usize, usize)>> {
         let Some(inner) = &self.inner else { return Ok(Vec::new()) };
+        let text = self.within_limit(text)?;
         let encoding = guarded(|| inner.encode(text, false)).map_err(|e| self.error(&e))?;
         let mut last = 0;
         let whole = |&(from, to): &(usize, usize)| {
@@ -459,6 +474,7 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it.
     pub fn encode_segments(&self, first: &str, second: &str) -> Result<Vec<i64>> {
         let inner = self.require_inner()?;
+        let (first, second) = (self.within_limit(first)?, self.within_limit(second)?);
         let len = first.len() + second.len();
         self.growth.map_or(Ok(()), |growth| growth.check_encode(len)).map_err(|e| self.error(&e))?;
         let encoding = guarded(|| inner.encode_fast((first, second), true)).map_err(|e| self.error(&e))?;
@@ -526,6 +542,10 @@ impl Tokenizer {
     }
 
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
+        self.encode_whole(self.within_limit(text)?, add_special_tokens)
+    }
+
+    fn encode_whole(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
         let inner = self.require_inner()?;
         self.growth.map_or(Ok(()), |growth| growth.check_encode(text.len())).map_err(|e| self.error(&e))?;
         let encoding = guarded(|| inner.encode_fast(text, add_special_tokens)).map_err(|e| self.error(&e))?;

@@ -6,6 +6,7 @@
 mod faults;
 mod files;
 pub(crate) mod folders;
+mod memory;
 mod rewards;
 
 use serde_json::{Map, Value};

@@ -432,6 +432,21 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
 }
 
 #[test]
+fn a_prompt_of_many_megabytes_is_refused_at_once_and_the_next_client_is_served() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch);
+    let begun = Instant::now();
+    let body = json!({"model": "policy", "prompt": "The film was good. ".repeat(400_000), "max_tokens": 4});
+    let answer = server.post(TEXT, &body);
+    let error = &answer.json()["error"];
+    assert_eq!((answer.status, &error["code"]), (400, &json!("context_length_exceeded")), "{}", answer.body);
+    assert!(error["message"].as_str().unwrap().starts_with("the prompt has at least "), "{error}");
+    server.completes(TEXT, json!({"prompt": "a", "max_tokens": 1}));
+    // Encoding all of it takes ten times as long, and a gigabyte.
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn pages_of_other_sites_reach_no_model_on_loopback() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch);

@@ -21,7 +21,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
         tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
-        Ok((tokenizer, model))
+        Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);

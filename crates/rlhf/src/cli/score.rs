@@ -39,7 +39,7 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.choose_label(config.reward_label.as_deref(), dir)?;
         tokenizer.check_fits(model.config(), dir)?;
-        Ok((tokenizer, model))
+        Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);

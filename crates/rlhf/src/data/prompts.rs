@@ -209,6 +209,42 @@ mod tests {
     use std::path::Path;
 
     #[test]
+    fn of_a_row_that_is_far_too_long_a_limited_tokenizer_encodes_a_part_with_the_same_beginning() {
+        let dir = tempfile::tempdir().unwrap();
+        let letter = |i: u32| char::from(b'a' + (i % 26) as u8);
+        let text: String = (0..60_000).flat_map(|i| [letter(i), letter(i / 26), ' ']).collect();
+        let dataset = |name: &str, rows: &[serde_json::Value]| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, rows.iter().map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+            Dataset::read(&path, "train").unwrap()
+        };
+        let row = |prompt: &str, rest: &str| serde_json::json!({"prompt": prompt, "completion": rest});
+        let rows = dataset("rows.jsonl", &[row("ab", "c d"), row(&text, "c d"), row("ab", &text)]);
+        let pair = serde_json::json!({"prompt": "ab", "chosen": text, "rejected": "c"});
+        let pairs = dataset("pairs.jsonl", &[pair]);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers/t5");
+        let mut tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
+        for apart in [false, true] {
+            tokenizer.set_encoder_decoder(apart);
+            let limited = tokenizer.limited_to(8);
+            let (whole, part) =
+                (rows.demonstrations(&tokenizer, true).unwrap(), rows.demonstrations(&limited, true).unwrap());
+            assert_eq!(whole[0], part[0]);
+            for (whole, part) in whole.iter().zip(&part).skip(1) {
+                assert_eq!((&whole.tokens[..8], whole.prompt_len.min(8)), (&part.tokens[..8], part.prompt_len.min(8)));
+                assert!((9..whole.tokens.len() / 2).contains(&part.tokens.len()), "{apart}: {}", part.tokens.len());
+            }
+            let completions = dataset("long.jsonl", &[row("ab", &text)]).completions(&limited, 1 << 20, 8);
+            assert!(completions.unwrap_err().to_string().contains("too long: expected at most 8 tokens"));
+        }
+        tokenizer.set_encoder_decoder(false);
+        let of = |tokenizer: &Tokenizer| pairs.pairs(tokenizer, true).unwrap().remove(0);
+        let (whole, part) = (of(&tokenizer), of(&tokenizer.limited_to(8)));
+        assert_eq!((&whole.chosen[..8], &whole.rejected), (&part.chosen[..8], &part.rejected));
+        assert!(part.chosen.len() > 8 && part.chosen.len() < whole.chosen.len() / 2);
+    }
+
+    #[test]
     fn of_a_prompt_that_is_far_too_long_only_a_part_is_encoded_and_its_ends_are_those_of_the_whole() {
         let dir = tempfile::tempdir().unwrap();
         // Words of two different letters, so that the place of a token shows.

@@ -1,6 +1,7 @@
 //! One row of a dataset: a JSON object, its file and its line, and access to its fields.
 
 use super::dialects::{self, MESSAGES, to_roles};
+use crate::tokenizer::PART_SLACK;
 use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -139,8 +140,10 @@ pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
     if length <= max_length {
         return Ok(());
     }
+    // A tokenizer with a limit encodes only a part of a row that is far longer.
+    let more = if length > max_length.saturating_add(PART_SLACK) { "at least " } else { "" };
     Err(Error::Run(format!(
-        "the row is too long: expected at most {max_length} tokens, the model's context, found {length}"
+        "the row is too long: expected at most {max_length} tokens, the model's context, found {more}{length}"
     )))
 }
 

@@ -10,7 +10,7 @@ use crate::model::{Batch, CausalLm, StopCheck};
 use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{PART_SLACK, Tokenizer};
 use crate::{Error, Result, hub};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -68,6 +68,8 @@ impl Engine {
         let tokenizer = Tokenizer::from_pretrained(&dir)?;
         let model = CausalLm::from_pretrained(&dir, options)?;
         tokenizer.check_fits(model.config(), &dir)?;
+        // Of a prompt that is far too long only a part is encoded: its client would wait, and all others with it.
+        let tokenizer = tokenizer.limited_to(model.config().max_position_embeddings);
         let mut defaults = GenerateConfig::new(&config.model);
         defaults.rows.batch_size = config.batch_size;
         // The minimum of a model's file would hide stop strings.
@@ -209,20 +211,21 @@ impl Engine {
             Endpoint::Chat => ("messages", self.max_new_tokens),
         };
         let (context, remaining) = (config.max_position_embeddings, config.max_new_tokens(len));
+        let more = if len > context.saturating_add(PART_SLACK) { "at least " } else { "" };
         // Of an encoder-decoder it is the limit of each of the two.
         match request.max_tokens {
             Some(most) if len <= context && most <= remaining => Ok(most),
             Some(most) => Err(ApiError::too_long(
                 if len < context { "max_tokens" } else { param },
                 format!(
-                    "the prompt has {len} tokens, and the response up to {most}: the model's context is {context} tokens"
+                    "the prompt has {more}{len} tokens, and the response up to {most}: the model's context is {context} tokens"
                 ),
             )),
             None if remaining > 0 => Ok(usual.min(remaining)),
             None => Err(ApiError::too_long(
                 param,
                 format!(
-                    "the prompt has {len} tokens, with no room for a response: the model's context is {context} tokens"
+                    "the prompt has {more}{len} tokens, with no room for a response: the model's context is {context} tokens"
                 ),
             )),
         }

@@ -16,6 +16,9 @@ use std::sync::{Arc, LazyLock};
 /// Maximum steps of a template for one text, far more than any real template needs; a hostile template ends within a second.
 const FUEL: u64 = 10_000_000;
 
+/// Maximum characters of the message of an error.
+const MAX_MESSAGE: usize = 2000;
+
 /// A compiled template, or the error of compiling it, which is reported only when messages are rendered.
 #[derive(Debug, Clone)]
 pub(super) struct ChatTemplate {
@@ -184,6 +187,8 @@ fn explain(error: &minijinja::Error) -> String {
         (kind, Some(detail)) => format!("{kind}: {detail}"),
         (kind, None) => kind.to_string(),
     };
+    // A template may raise an error with a text of any length.
+    let message: String = message.chars().take(MAX_MESSAGE).collect();
     let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
     match error.line() {
         Some(line) => format!("chat template, line {line}: {message}"),

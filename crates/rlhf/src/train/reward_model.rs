@@ -228,7 +228,8 @@ pub(super) fn read_pairs(
     pads: Option<&Pads>,
 ) -> Result<(Vec<Pair>, Vec<String>)> {
     let max_length = config.max_length.unwrap_or(usize::MAX).min(shape.max_position_embeddings);
-    let read = leave_out_long(dataset.pairs(tokenizer, shape.causal)?, max_length, dataset.path())?;
+    let pairs = dataset.pairs(&tokenizer.limited_to(max_length), shape.causal)?;
+    let read = leave_out_long(pairs, max_length, dataset.path())?;
     check_margins(&read.0, config.pair_loss, dataset.path())?;
     pads.map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
     Ok(read)

@@ -299,7 +299,7 @@ fn read_dataset(
     options: &DemonstrationOptions,
     max_length: usize,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
-    let (rows, left_out) = dataset.demonstrations_noted(tokenizer, options)?;
+    let (rows, left_out) = dataset.demonstrations_noted(&tokenizer.limited_to(max_length), options)?;
     let ends = |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
     let endless = (!rows.iter().any(ends)).then(|| {
         let path = dataset.path().display();
