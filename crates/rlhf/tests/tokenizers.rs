@@ -189,13 +189,30 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         (&[(CONFIG, "{}"), ("special_tokens_map.json", END)], &[0], None),
         (&[(CONFIG, r#"{"eos_token": "<|padding|>", "pad_token": "<|padding|>"}"#)], &[1], Some(1)),
         (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5, "pad_token_id": null}"#)], &[5], None),
-        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[5, 7, 0, 9], Some(3)),
+        // Those of config.json count where generation_config.json has none.
+        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[7, 0, 9], Some(3)),
+        (&[(CONFIG, END), ("config.json", r#"{"eos_token_id": 5}"#), ("generation_config.json", "{}")], &[0, 5], None),
         (&[(CONFIG, END), generation], &[0, 7, 9], Some(3)),
         (&[(CONFIG, r#"{"eos_token": null}"#)], &[], None),
     ] {
         let tokenizer = open(files);
         assert_eq!((tokenizer.eos_ids(), tokenizer.pad()), (eos, pad), "{files:?}");
         assert_eq!(tokenizer.eos(), eos.first().copied());
+    }
+}
+
+#[test]
+fn the_token_of_the_padding_of_tokenizer_json_is_the_pad_token_unless_another_file_sets_it() {
+    let mut json = read_json(&golden().join("models/gpt2/tokenizer.json"));
+    json["padding"] = json!({
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": null, "pad_id": 1, "pad_type_id": 0, "pad_token": "<|padding|>"
+    });
+    let json = json.to_string();
+    for (config, pad) in
+        [("{}", Some(1)), (r#"{"pad_token": null}"#, None), (r#"{"pad_token": "<|endoftext|>"}"#, Some(0))]
+    {
+        let tokenizer = open(&[("tokenizer.json", &json), ("tokenizer_config.json", config)]);
+        assert_eq!(tokenizer.pad(), pad, "{config}");
     }
 }
 

@@ -31,6 +31,8 @@ pub(super) struct Described {
     listed: Vec<AddedToken>,
     /// Further tokens, which are added where tokenizer.json has no such added token.
     further: Vec<AddedToken>,
+    /// Whether they have the key `pad_token`.
+    sets_pad: bool,
 }
 
 impl Described {
@@ -68,7 +70,15 @@ impl Described {
         let (named, mut further) = named_in(&settings);
         found.further = older_tokens(&older, &further);
         found.further.append(&mut further);
-        Ok(Self { named, ..found })
+        Ok(Self { named, sets_pad: settings.contains_key("pad_token"), ..found })
+    }
+
+    /// Takes the token of the padding of tokenizer.json as the pad token, unless the files beside it set one, or none.
+    pub(super) fn pad_by(&mut self, token: Option<&str>) {
+        if let Some(token) = token.filter(|_| !self.sets_pad) {
+            self.further.push(AddedToken::from(token.to_string(), true));
+            self.named.insert("pad_token".into(), token.into());
+        }
     }
 
     /// Whether `inner` has all tokens, so that adding them changes nothing.
@@ -209,16 +219,20 @@ impl SpecialTokens {
     pub(super) fn read(dir: &Path, inner: Option<&Tokenizer>, described: &Described) -> Result<Self> {
         let id = |name| inner.and_then(|inner| described.id(inner, name));
         let mut special = Self { eos: id("eos_token").into_iter().collect(), pad: id("pad_token"), apart: false };
-        for file in ["config.json", "generation_config.json"] {
+        let mut has_ends = false;
+        // The ends of the first one that names any, as in transformers.
+        for file in ["generation_config.json", "config.json"] {
             let config = read_if_present(dir, file)?;
             special.apart |= generates_from_an_encoder(&config);
-            special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
+            has_ends |=
+                special.add_ids(&config, has_ends).map_err(|message| Error::invalid(dir.join(file), message))?;
         }
         Ok(special)
     }
 
-    /// Adds the ids that `config` names: its eos ids end a text in any case, its pad id counts if none is known.
-    fn add_ids(&mut self, config: &Value) -> Result<(), String> {
+    /// Adds the ids that `config` names: its eos ids end a text unless another file `has_ends`, its pad id counts if none is known. Returns
+    /// whether it names eos ids.
+    fn add_ids(&mut self, config: &Value, has_ends: bool) -> Result<bool, String> {
         let ids = |key: &str| -> Result<Vec<i64>, String> {
             let ids = match &config[key] {
                 Value::Null => Some(Vec::new()),
@@ -227,12 +241,13 @@ impl SpecialTokens {
             };
             ids.ok_or_else(|| format!("`{key}`: expected a token id or a list of them, found {}", config[key]))
         };
-        for id in ids("eos_token_id")? {
+        let ends = ids("eos_token_id")?;
+        for &id in ends.iter().filter(|_| !has_ends) {
             if !self.eos.contains(&id) {
                 self.eos.push(id);
             }
         }
         self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
-        Ok(())
+        Ok(!ends.is_empty())
     }
 }
