@@ -30,9 +30,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SEED = 44
-FOLDERS = 240
+FOLDERS = 220
 LEAST_CASES = 200
-NEW_TOKENS = 8
+NEW_TOKENS = 6
 VOCAB = 352
 TEXT = "Hi <|padding|>there<img><x> <y><|endoftext|> now"
 SPECIAL = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}"
@@ -170,7 +170,8 @@ OF_TOKENS = {
     "an end token that is null, and the map": lambda f: (f.tokens(eos_token=None), f.write("special_tokens_map.json", {"eos_token": "<x>"})),
     "no first token": lambda f: f.tokens("bos_token"),
     "adds a first token": lambda f: f.tokens(add_bos_token=True, add_eos_token=True),
-    "adds a space": lambda f: f.tokens(add_prefix_space=True),
+    # The class of Qwen's has rules of its own in place of those of the tests' tokenizer.json.
+    "adds a space": lambda f: f.tokens(add_prefix_space=True) if not f.family.startswith("qwen") else None,
     "a class of GPT-2": lambda f: f.tokens(tokenizer_class="GPT2TokenizerFast"),
     "a class of Qwen2": lambda f: f.tokens(tokenizer_class="Qwen2Tokenizer"),
     "a class of old": lambda f: f.tokens(tokenizer_class="PreTrainedTokenizerFast"),
@@ -314,6 +315,8 @@ def base_models(scratch):
         folder = scratch / name
         copy_model(folder)
         model.save_pretrained(folder)
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": f"base {SPECIAL}{TURNS}"}))
         (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, **TOKENS}))
         ids = torch.tensor([AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]])
         greedy = model.generate(ids, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=VOCAB)[0, ids.shape[1] :].tolist()
@@ -366,21 +369,26 @@ def of_transformers(folder):
     ends = [end for end in dict.fromkeys([*ends, tokenizer.eos_token_id]) if end is not None]
     found = []
     for row in ROWS:
-        if isinstance(row["prompt"], str):
-            ids = tokenizer(row["prompt"])["input_ids"]
-        else:
-            try:
+        try:
+            if isinstance(row["prompt"], str):
+                ids = tokenizer(row["prompt"])["input_ids"]
+            else:
                 ids = tokenizer.apply_chat_template(row["prompt"], tools=row.get("tools"), add_generation_prompt=True, return_dict=False)
-            except Exception:
-                found.append(None)
-                continue
+            expect(all(isinstance(id, int) for id in ids), "a token without an id")
+        except Exception:
+            found.append(None)
+            continue
         sampled = bool(config.do_sample) and config.top_k != 1
         response = None
         if not sampled and max(ids) < VOCAB:
             inputs = torch.tensor([ids])
             more = {"eos_token_id": ends} if ends else {"eos_token_id": VOCAB}
-            whole = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NEW_TOKENS, pad_token_id=1, **more)
-            response = whole[0, len(ids) :].tolist()
+            more.update(attention_mask=torch.ones_like(inputs), max_new_tokens=NEW_TOKENS, pad_token_id=1)
+            try:
+                response = model.generate(inputs, **more)[0, len(ids) :].tolist()
+            except Exception:
+                found.append(None)
+                continue
         found.append((ids, response, sampled))
     return found
 
@@ -433,6 +441,7 @@ def folders_are_read_as_by_transformers(program, scratch):
 def main():
     program = binary(__doc__)
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         check = lambda: folders_are_read_as_by_transformers(program, Path(scratch))
         return run_checks([("folders whose files can be read in two ways are read as by transformers", check)])

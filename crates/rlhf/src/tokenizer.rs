@@ -182,7 +182,9 @@ impl Tokenizer {
             if let Some(other) = beside.filter(|other| other.reads_as(json, &described, &settings)) {
                 (inner, growth, padding) = (other.inner.clone(), other.growth, other.padding.clone());
                 (ids, own_ids) = (other.ids, other.own_ids);
-                described.pad_by(padding.as_deref());
+                if let Some(inner) = &inner {
+                    described.complete(settings.defaults, padding.as_deref(), inner);
+                }
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
@@ -191,7 +193,7 @@ impl Tokenizer {
                 found.set_encode_special_tokens(settings.split_special_tokens);
                 (ids, own_ids) = (count, count);
                 padding = pads_by;
-                described.pad_by(padding.as_deref());
+                described.complete(settings.defaults, padding.as_deref(), &found);
                 is_plain = described.is_in(&found);
                 if !is_plain {
                     let added = guarded(|| described.add_to(&mut found));

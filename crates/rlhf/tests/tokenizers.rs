@@ -202,18 +202,26 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
 }
 
 #[test]
-fn the_token_of_the_padding_of_tokenizer_json_is_the_pad_token_unless_another_file_sets_it() {
+fn tokens_that_no_file_sets_are_those_of_the_class_and_of_the_padding_of_tokenizer_json() {
     let mut json = read_json(&golden().join("models/gpt2/tokenizer.json"));
     json["padding"] = json!({
         "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": null, "pad_id": 1, "pad_type_id": 0, "pad_token": "<|padding|>"
     });
     let json = json.to_string();
-    for (config, pad) in
-        [("{}", Some(1)), (r#"{"pad_token": null}"#, None), (r#"{"pad_token": "<|endoftext|>"}"#, Some(0))]
-    {
+    for (config, pad) in [
+        ("{}", Some(1)),
+        (r#"{"pad_token": null}"#, None),
+        (r#"{"pad_token": "<|endoftext|>"}"#, Some(0)),
+        // Classes of transformers with a default, which may be none.
+        (r#"{"tokenizer_class": "GPT2TokenizerFast"}"#, None),
+        (r#"{"tokenizer_class": "Qwen2Tokenizer"}"#, Some(0)),
+        (r#"{"tokenizer_class": "LlamaTokenizer"}"#, Some(1)),
+    ] {
         let tokenizer = open(&[("tokenizer.json", &json), ("tokenizer_config.json", config)]);
         assert_eq!(tokenizer.pad(), pad, "{config}");
     }
+    let of_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);
+    assert_eq!((of_class.eos(), of_class.pad()), (Some(0), Some(1)));
 }
 
 #[test]
