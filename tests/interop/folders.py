@@ -53,6 +53,7 @@ FAMILIES = {
     "mistral": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
     "gpt_neox": ("GPTNeoXConfig", SIZES),
 }
+WINDOWED = ("qwen2", "qwen3", "mistral")
 TOKENS = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": 0}
 
 
@@ -236,8 +237,9 @@ OF_GENERATION = {
 
 
 def lower(folder, layers, **fields):
-    """Layers with windows, as `fields` say it."""
-    folder.config("layer_types", sliding_window=3, max_window_layers=layers, **fields)
+    """Layers with windows, as `fields` say it. In families without windows, transformers' cache has one and its attention none."""
+    if folder.family in WINDOWED:
+        folder.config("layer_types", sliding_window=3, max_window_layers=layers, **fields)
 
 
 OF_CONFIGURATION = {
@@ -254,10 +256,11 @@ OF_CONFIGURATION = {
     "windows that are on": lambda f: lower(f, 1, use_sliding_window=True),
     "windows without a word": lambda f: lower(f, 1),
     "no window": lambda f: f.config("layer_types", sliding_window=None),
-    "kinds of layers beside windows that are off": lambda f: f.config(
-        layer_types=["sliding_attention", "full_attention"], sliding_window=3, use_sliding_window=False
+    "kinds of layers beside windows that are on": lambda f: (
+        lower(f, 0, use_sliding_window=True),
+        f.config(layer_types=["sliding_attention", "full_attention"]) if f.family in WINDOWED else None,
     ),
-    "kinds of layers that are null": lambda f: f.config(layer_types=None, sliding_window=3, use_sliding_window=True, max_window_layers=0),
+    "kinds of layers that are null": lambda f: (lower(f, 0, use_sliding_window=True), f.config(layer_types=None)),
     "a tie that is said": lambda f: f.config(tie_word_embeddings=True),
     "a tie that is not said": lambda f: f.config("tie_word_embeddings"),
     "biases": lambda f: f.config(attention_bias=False) if f.family != "gpt_neox" else None,
@@ -284,7 +287,7 @@ OF_WEIGHTS = {
 
 
 def head(tensors, make):
-    embedding = next(name for name in tensors if "embed_" in name)
+    embedding = next(name for name in tensors if "embed_" in name and name != "embed_out.weight")
     name = "embed_out.weight" if embedding.startswith("gpt_neox") else "lm_head.weight"
     tensors[name] = make(tensors[embedding], tensors.get(name))
 
@@ -411,6 +414,8 @@ def differences(program, name, folder, wanted):
     if wanted is None:
         return 0, []
     kept = [(row, expected) for row, expected in zip(ROWS, wanted) if expected is not None]
+    if not kept:
+        return 0, []
     found = of_rlhf(program, folder, [row for row, _ in kept])
     if isinstance(found, str):
         return len(kept), [f"{name}: refused, {found}"]

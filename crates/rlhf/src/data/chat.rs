@@ -83,9 +83,9 @@ fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
 fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
     let is_whole = |side: &&str| row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant");
     let sides = match fields {
-        ["prompt", side @ ("chosen" | "rejected")] => &[*side][..],
-        ["prompt"] => &["chosen", "rejected"],
-        _ => &[],
+        ["prompt", side @ ("chosen" | "rejected")] => vec![*side],
+        ["prompt"] => vec!["chosen", "rejected"],
+        _ => Vec::new(),
     };
     match sides.iter().find(|side| row["prompt"].is_string() && is_whole(side)) {
         Some(side) => format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none"),

@@ -189,11 +189,11 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
 /// read along with it, and the flag or the line that reads them. No text of the row is left out by that.
 fn hint(name: &str, row: &Value) -> String {
     let likely = likely_fields(name, row);
-    if let Some(found) = dialects::hint(row) {
-        return found;
-    }
     if !is_field(name) {
         return likely.first().map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
+    }
+    if let Some(found) = dialects::hint(row) {
+        return found;
     }
     let own = [name];
     // Without a field for the one that is needed, the others are no help.

@@ -61,8 +61,8 @@ impl Settings {
             }
         };
         let model = read_if_present(dir, "config.json")?;
-        let class = class(config, &model);
-        let rules = match class {
+        let name = class(config, &model);
+        let rules = match name {
             "BertTokenizer" | "DistilBertTokenizer" => {
                 let names = ["do_lower_case", "strip_accents", "tokenize_chinese_chars"];
                 let [lower, strip, chinese] = names.map(flag);
@@ -81,7 +81,7 @@ impl Settings {
         };
         Ok(Self {
             rules,
-            defaults: defaults_of(class),
+            defaults: defaults_of(name),
             split_special_tokens: flag("split_special_tokens")?.unwrap_or(false),
             clean_up: flag("clean_up_tokenization_spaces")?.unwrap_or(false),
             clean_up_bpe: flag("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")?
