@@ -217,7 +217,7 @@ fn tokens_that_no_file_sets_are_those_of_the_class_and_of_the_padding_of_tokeniz
         (r#"{"tokenizer_class": "Qwen2Tokenizer"}"#, Some(0)),
         (r#"{"tokenizer_class": "LlamaTokenizer"}"#, Some(1)),
     ] {
-        let tokenizer = open(&[("tokenizer.json", &json), ("tokenizer_config.json", config)]);
+        let tokenizer = open(&[("tokenizer.json", json.as_str()), ("tokenizer_config.json", config)]);
         assert_eq!(tokenizer.pad(), pad, "{config}");
     }
     let of_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);

@@ -161,7 +161,10 @@ pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -
 /// # Errors
 /// If a column that is probably the prompt has a text that is not in `chosen`.
 pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
-    let is_elsewhere = |name: &&str| row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()));
+    // No column with a similar name, such as an id.
+    let is_synonym = |name: &str| SYNONYMS[0].1.iter().any(|synonym| name.eq_ignore_ascii_case(synonym));
+    let is_elsewhere =
+        |name: &&str| is_synonym(name) && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()));
     match likely_fields("prompt", row).iter().any(is_elsewhere) {
         true => Err(Error::Run(expected("prompt", "the text before `chosen`", row))),
         false => Ok(()),
@@ -406,6 +409,7 @@ mod tests {
         assert!(error.contains("expected a field `prompt`") && error.contains("prompt=instruction"), "{error}");
         check_whole(&json!({"question": "q ", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
         check_whole(&json!({"chosen": "q c", "rejected": "q r", "system": "s"}), "q c").unwrap();
+        check_whole(&json!({"prompt_id": "8f", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
     }
 
     #[test]
