@@ -161,10 +161,12 @@ pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -
 /// # Errors
 /// If a column that is probably the prompt has a text that is not in `chosen`.
 pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
-    // No column with a similar name, such as an id.
-    let is_synonym = |name: &str| SYNONYMS[0].1.iter().any(|synonym| name.eq_ignore_ascii_case(synonym));
-    let is_elsewhere =
-        |name: &&str| is_synonym(name) && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()));
+    // Columns with another name may be ids, or notes on the pair.
+    let asks = ["instruction", "question", "problem", "input"];
+    let is_elsewhere = |name: &&str| {
+        asks.iter().any(|other| name.eq_ignore_ascii_case(other))
+            && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()))
+    };
     match likely_fields("prompt", row).iter().any(is_elsewhere) {
         true => Err(Error::Run(expected("prompt", "the text before `chosen`", row))),
         false => Ok(()),
