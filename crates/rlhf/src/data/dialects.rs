@@ -105,7 +105,7 @@ pub(super) fn hint(row: &Value) -> Option<String> {
         return Some(line("an old format of pairs of LLaMA-Factory", &fields));
     }
     let has_rejected = row["rejected_response"].is_string();
-    if !is_list("history") && !has_rejected {
+    if !row[answer].is_string() || (!is_list("history") && !has_rejected) {
         return None;
     }
     let message = |role: &str, content: &str| format!("{{role: \"{role}\", content: {content}}}");
@@ -353,6 +353,7 @@ mod tests {
         let swift = found(json!({"query": "q", "response": "r", "rejected_response": "n"}));
         assert!(swift.contains(".query") && swift.contains(".response"), "{swift}");
         assert!(hint(&json!({"instruction": "i", "output": "o", "history": []})).is_none());
+        assert!(hint(&json!({"instruction": "i", "chosen_response": "c", "rejected_response": "r"})).is_none());
     }
 
     #[test]

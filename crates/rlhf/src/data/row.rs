@@ -203,6 +203,12 @@ fn hint(name: &str, row: &Value) -> String {
     let own = [name];
     // Without a field for the one that is needed, the others are no help.
     let (needed, fields): (&str, &[&str]) = match name {
+        "text"
+            if likely.is_empty()
+                && ["completion", "chosen"].map(|name| likely_fields(name, row).is_empty()) == [true, false] =>
+        {
+            ("chosen", &["prompt", "chosen", "rejected"])
+        }
         "text" if likely.is_empty() => ("completion", &["prompt", "completion"]),
         "chosen" | "rejected" => (name, &["prompt", "chosen", "rejected"]),
         _ => (name, &own),
@@ -397,6 +403,12 @@ mod tests {
                 "rejected",
                 json!({"chosen": "", "negative": ""}),
                 "; if `negative` is it, --dataset_columns rejected=negative",
+            ),
+            (
+                "text",
+                json!({"instruction": "a", "chosen_response": "", "rejected_response": ""}),
+                "; if `instruction`, `chosen_response` and `rejected_response` are they, --dataset_columns \
+                 prompt=instruction,chosen=chosen_response,rejected=rejected_response",
             ),
             ("answer", json!({"Answers": 1}), "; if `Answers` is it, rename it to `answer`"),
         ] {
