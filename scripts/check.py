@@ -36,7 +36,7 @@ MAIN = f"{BUILD} --test main --"
 PROGRAM = '"${CARGO_TARGET_DIR:-target}/debug/rlhf"'
 # Python environments, with what is printed while they are made.
 PYTHON = {
-    "interop": "transformers, peft, tensorboard and openai (once; with torch 5 GB)",
+    "interop": "transformers, trl, peft, tensorboard and openai (once; with torch 5 GB)",
     "trackers": "wandb, mlflow and trackio (once, 1 GB)",
 }
 
@@ -240,6 +240,16 @@ PARTS = (
                "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=0,
         commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
+        python=("interop",),
+    ),
+    Part(
+        "readings",
+        "generated templates, rows and folders, read as by transformers and trl",
+        paths=(f"{SRC}tokenizer*", f"{SRC}data/*", f"{SRC}model/config*", f"{SRC}model/rope.rs", f"{SRC}model/families.rs", f"{SRC}settings/generate.rs",
+               "tests/interop/templates.py", "tests/interop/formats.py", "tests/interop/folders.py", "tests/interop/runner.py",
+               "scripts/interop-requirements.txt"),
+        turn=2,
+        commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
         python=("interop",),
     ),
     Part(

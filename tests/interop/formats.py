@@ -87,7 +87,15 @@ def formats(before, chosen, rejected):
     yes, no = message("assistant", chosen), message("assistant", rejected)
     turns, system = sharegpt(before)
     gpt = lambda text: {"from": "gpt", "value": text}
+    texts = [m["content"] for m in [*before, yes] if m["role"] != "system"]
+    calls = any("tool_calls" in m for m in before)
+    in_turns = {} if calls else {
+        "ms-swift's turns": (
+            {"conversation": [{"human": a, "assistant": b} for a, b in zip(texts[::2], texts[1::2])], "system": system}, False
+        )
+    }
     return {
+        **in_turns,
         "messages": ({"messages": [*before, yes]}, False),
         "prompt and completion": ({"prompt": before, "completion": [yes]}, False),
         "prompt, chosen, rejected": ({"prompt": before, "chosen": [yes], "rejected": [no]}, True),

@@ -4,15 +4,17 @@
 
 Reads the chat templates that the installed trl ships, renders conversations of many forms with each by transformers, and has `rlhf generate`
 encode the same rows: the token ids of both must be equal. Then the same for conversations that the response continues and for named
-templates. A conversation that transformers refuses may be refused. Prints one line per check and a total. Exit code 1 if any failed.
+templates; and the loss of `rlhf sft` on the assistant's turns must be that of the tokens that trl trains on. A conversation that transformers
+refuses may be refused. Prints one line per check and a total. Exit code 1 if any failed.
 
-Needs transformers, trl (whose templates are read as files) and jinja2; no network.
+Needs transformers, torch, trl (whose templates are read as files) and jinja2; no network.
 """
 
 import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,10 +22,13 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+import torch
 from runner import binary, copy_model, expect, run_checks
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 LEAST_CASES = 200
+COMPARES_WITH_NONE = re.compile(r"content\b['\"\]]* is (not )?none")
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "days": 2}}}
 TOOLS = [
     {
@@ -122,8 +127,14 @@ class Model:
 
 
 def rendered(tokenizer, template, row, **more):
-    """transformers' text of a row, or None if it refuses."""
+    """transformers' text of a row, or None if it refuses.
+
+    transformers removes a content that is null; templates that compare it with none get it as it is, since they leave out calls otherwise.
+    """
     try:
+        if COMPARES_WITH_NONE.search(template or "") and not more.get("continue_final_message"):
+            more = {**tokenizer.special_tokens_map, **more}
+            return render_jinja_template([row["prompt"]], row.get("tools"), chat_template=template, **more)[0][0]
         return tokenizer.apply_chat_template(
             row["prompt"], tools=row.get("tools"), chat_template=template, tokenize=False, **more
         )
@@ -225,6 +236,90 @@ def named_templates_are_chosen_as_in_transformers(model):
     cases.check(2)
 
 
+def taught():
+    """Conversations of several turns that are trained on."""
+    seen = {"role": "tool", "name": "weather", "content": "21"}
+    return [
+        {"messages": [user("a"), said("b"), user("c"), said("d")]},
+        {"messages": [user("a"), said("b c"), user("d"), said("b c"), user("e"), said("f")]},
+        {"messages": [user("a"), said("<think>\nwhy\n</think>\n\nb"), user("c"), said("<think>\nso\n</think>\n\nd")]},
+        {"messages": [user("a"), said("b", reasoning_content="why"), user("c"), said("d", reasoning_content="so")]},
+        {"messages": [user("Weather?"), said("", tool_calls=[CALL]), seen, said("Sun.")], "tools": TOOLS},
+    ]
+
+
+def trained(tokenizer, template, row):
+    """The text of a conversation, its token ids and the mask of those that trl trains on, by a template with marks; None if it is refused."""
+    try:
+        more = {"tools": row.get("tools"), "chat_template": template}
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **more)
+        found = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True, **more)
+        return text, found["input_ids"], found["assistant_masks"]
+    except Exception:
+        return None
+
+
+def loss_of(model, rows):
+    """The mean loss of the masked tokens of (ids, mask)."""
+    total = count = 0
+    for ids, mask in rows:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        of_tokens = -logprobs[range(len(ids) - 1), ids[1:]]
+        chosen = torch.tensor(mask[1:], dtype=torch.bool)
+        total, count = total + of_tokens[chosen].double().sum().item(), count + chosen.sum().item()
+    return total / count
+
+
+def without_leading_space(tokenizer, ids, mask):
+    """The mask without the space before each turn, which belongs to the generation prompt: a few of trl's templates mark it."""
+    mask = list(mask)
+    for at, marked in enumerate(mask):
+        if marked and not (at and mask[at - 1]) and not tokenizer.decode([ids[at]]).strip():
+            mask[at] = 0
+    return ids, mask
+
+
+def sft_loss(model, rows):
+    """The loss of the first step of `rlhf sft` on the assistant's turns of these rows, or the error."""
+    out = model.folder.parent / "out"
+    words = ["sft", "--model_name_or_path", str(model.folder), "--assistant_only_loss", "--max_length", "none", "--max_steps", "1"]
+    words += ["--train_batch_size", str(len(rows)), "--logging_steps", "1", "--output_dir", str(out), "--overwrite_output_dir"]
+    code, _, err = model.run(*words, rows=rows)
+    if code:
+        return err.strip().splitlines()[-1]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return next(line["loss"] for line in lines if "loss" in line)
+
+
+def trained_tokens_are_those_of_trl(model):
+    network = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    sources, wrong, count = shipped(), [], 0
+    for label, marked in sources.items():
+        if not label.endswith("_training"):
+            continue
+        of_trl = [(row, trained(model.tokenizer, marked, row)) for row in taught()]
+        of_trl = [(row, found) for row, found in of_trl if found and any(found[2])]
+        plain = sources.get(label.removesuffix("_training"), "")
+        is_same = lambda row, text: rendered(model.tokenizer, plain, {"prompt": row["messages"], "tools": row.get("tools")}) == text
+        alike = [(row, found) for row, found in of_trl if plain and "generation %}" not in plain and is_same(row, found[0])]
+        # With the marks of trl's template, and with the model's own template where that writes the same text.
+        for name, source, kept in ((label, marked, of_trl), (label.removesuffix("_training"), plain, alike)):
+            if not kept:
+                continue
+            model.write(source)
+            masked = [found[1:] for _, found in kept]
+            expected = loss_of(network, masked)
+            found = sft_loss(model, [row for row, _ in kept])
+            count += len(kept)
+            if source is plain and isinstance(found, float) and abs(found - expected) > 1e-4:
+                expected = loss_of(network, [without_leading_space(model.tokenizer, *row) for row in masked])
+            if isinstance(found, str) or abs(found - expected) > 1e-4:
+                wrong.append(f"{name}: expected the loss {expected}, found {found}")
+    expect(not wrong, f"{len(wrong)} differ, first: {wrong[0] if wrong else ''}")
+    expect(count >= 60, f"expected at least 60 conversations, found {count}")
+
+
 def main():
     program = binary(__doc__)
     with tempfile.TemporaryDirectory() as scratch:
@@ -233,6 +328,7 @@ def main():
             [
                 ("prompts are those of transformers with the templates of trl", lambda: prompts_are_those_of_transformers(model)),
                 ("prompts that end with a beginning are continued as in transformers", lambda: continued_prompts_are_those_of_transformers(model)),
+                ("trained tokens are those of trl", lambda: trained_tokens_are_those_of_trl(model)),
                 ("named templates are chosen as in transformers", lambda: named_templates_are_chosen_as_in_transformers(model)),
             ]
         )

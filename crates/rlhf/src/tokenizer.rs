@@ -26,6 +26,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use templates::Templates;
+pub(crate) use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
 use turns::Turns;
 
 /// The file of a tokenizer that is read.
@@ -77,6 +78,8 @@ pub struct Tokenizer {
     own_ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
+    /// The token of the padding of tokenizer.json.
+    padding: Option<String>,
     /// The tokens that the files beside tokenizer.json name.
     described: Described,
     /// Whether tokenizer.json has them all.
@@ -103,10 +106,11 @@ pub(crate) const PART_SLACK: usize = 64;
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
     ///
-    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the `eos_token_id` of
-    /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
-    /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos. As in
-    /// transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks are added.
+    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the first `eos_token_id` of
+    /// `generation_config.json`, else that of `config.json`. Every id of `generation_config.json` ends a text, or, where that names none, every
+    /// id of `config.json`. The pad token comes from the same files, or from the padding of `tokenizer.json`, and is not required: lengths are
+    /// explicit everywhere, so pad may also equal eos. As in transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks
+    /// are added.
     ///
     /// If the folder of an adapter has no tokenizer, loads that of its base.
     ///
@@ -172,20 +176,26 @@ impl Tokenizer {
             }
         }
         let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
-        let described = Described::read(dir, &tokenizer_config)?;
+        let mut described = Described::read(dir, &tokenizer_config)?;
         let settings = Settings::read(dir, &tokenizer_config)?;
         let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
+        let mut padding = None;
         if let [(JSON, json), ..] = &files[..] {
             if let Some(other) = beside.filter(|other| other.reads_as(json, &described, &settings)) {
-                (inner, growth) = (other.inner.clone(), other.growth);
+                (inner, growth, padding) = (other.inner.clone(), other.growth, other.padding.clone());
                 (ids, own_ids) = (other.ids, other.own_ids);
+                if let Some(inner) = &inner {
+                    described.complete(settings.defaults, padding.as_deref(), inner);
+                }
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
                 growth = Some(Growth::read(&path, json)?);
-                let (mut found, count) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
+                let (mut found, count, pads_by) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
                 found.set_encode_special_tokens(settings.split_special_tokens);
                 (ids, own_ids) = (count, count);
+                padding = pads_by;
+                described.complete(settings.defaults, padding.as_deref(), &found);
                 is_plain = described.is_in(&found);
                 if !is_plain {
                     let added = guarded(|| described.add_to(&mut found));
@@ -205,6 +215,7 @@ impl Tokenizer {
         Ok(Self {
             inner,
             growth,
+            padding,
             described,
             is_plain,
             settings,
@@ -879,13 +890,14 @@ impl TextStream<'_> {
 }
 
 /// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a
-/// text; with one more than its largest id.
-fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64)> {
+/// text; with one more than its largest id, and the token of the padding.
+fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64, Option<String>)> {
     let (mut found, ids) = guarded(|| file::read(json))
         .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
+    let pad = found.get_padding().map(|padding| padding.pad_token.clone());
     found.with_padding(None);
     found.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
-    Ok((found, ids))
+    Ok((found, ids, pad))
 }
 
 /// The JSON file `name` in `dir`; null if there is none.

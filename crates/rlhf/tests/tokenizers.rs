@@ -189,7 +189,9 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         (&[(CONFIG, "{}"), ("special_tokens_map.json", END)], &[0], None),
         (&[(CONFIG, r#"{"eos_token": "<|padding|>", "pad_token": "<|padding|>"}"#)], &[1], Some(1)),
         (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5, "pad_token_id": null}"#)], &[5], None),
-        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[5, 7, 0, 9], Some(3)),
+        // Those of config.json count where generation_config.json has none.
+        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[7, 0, 9], Some(3)),
+        (&[(CONFIG, END), ("config.json", r#"{"eos_token_id": 5}"#), ("generation_config.json", "{}")], &[0, 5], None),
         (&[(CONFIG, END), generation], &[0, 7, 9], Some(3)),
         (&[(CONFIG, r#"{"eos_token": null}"#)], &[], None),
     ] {
@@ -197,6 +199,29 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         assert_eq!((tokenizer.eos_ids(), tokenizer.pad()), (eos, pad), "{files:?}");
         assert_eq!(tokenizer.eos(), eos.first().copied());
     }
+}
+
+#[test]
+fn tokens_that_no_file_sets_are_those_of_the_class_and_of_the_padding_of_tokenizer_json() {
+    let mut json = read_json(&golden().join("models/gpt2/tokenizer.json"));
+    json["padding"] = json!({
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": null, "pad_id": 1, "pad_type_id": 0, "pad_token": "<|padding|>"
+    });
+    let json = json.to_string();
+    for (config, pad) in [
+        ("{}", Some(1)),
+        (r#"{"pad_token": null}"#, None),
+        (r#"{"pad_token": "<|endoftext|>"}"#, Some(0)),
+        // Classes of transformers with a default, which may be none.
+        (r#"{"tokenizer_class": "GPT2TokenizerFast"}"#, None),
+        (r#"{"tokenizer_class": "Qwen2Tokenizer"}"#, Some(0)),
+        (r#"{"tokenizer_class": "LlamaTokenizer"}"#, Some(1)),
+    ] {
+        let tokenizer = open(&[("tokenizer.json", json.as_str()), ("tokenizer_config.json", config)]);
+        assert_eq!(tokenizer.pad(), pad, "{config}");
+    }
+    let of_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);
+    assert_eq!((of_class.eos(), of_class.pad()), (Some(0), Some(1)));
 }
 
 #[test]

@@ -81,13 +81,15 @@ fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
 
 /// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.
 fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
-    match fields {
-        ["prompt", side @ ("chosen" | "rejected")]
-            if row["prompt"].is_string() && row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant") =>
-        {
-            format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none")
-        }
-        _ => String::new(),
+    let is_whole = |side: &&str| row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant");
+    let sides = match fields {
+        ["prompt", side @ ("chosen" | "rejected")] => vec![*side],
+        ["prompt"] => vec!["chosen", "rejected"],
+        _ => Vec::new(),
+    };
+    match sides.iter().find(|side| row["prompt"].is_string() && is_whole(side)) {
+        Some(side) => format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none"),
+        None => String::new(),
     }
 }
 

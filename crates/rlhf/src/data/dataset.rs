@@ -1,6 +1,7 @@
 //! A dataset in memory.
 
 use super::columns::Columns;
+use super::dialects::before_question;
 use super::files::Files;
 use super::formats::read_rows;
 use super::row::{Row, messages_field, prompt_field};
@@ -63,12 +64,14 @@ impl Dataset {
         Ok(self)
     }
 
-    /// Turns every prompt that is a string into a conversation of one user message.
+    /// Turns every prompt that is a string into a conversation that ends with it as the user's message, after the texts in `system` and `history`.
     pub fn with_chat_prompts(mut self) -> Self {
         for row in &mut self.rows {
             if let Some((name, Value::String(text))) = prompt_field(&row.value) {
                 let message = user_message(text);
-                row.value[name] = Value::from(vec![message]);
+                let mut messages = before_question(&row.value);
+                messages.push(message);
+                row.value[name] = messages.into();
             }
         }
         self
@@ -168,6 +171,15 @@ mod tests {
             (&rows[2]["prompt"][0]["role"], &rows[2]["prompt"][1]["content"]),
             (&json!("system"), &json!("text"))
         );
+    }
+
+    #[test]
+    fn a_prompt_that_is_a_text_becomes_the_last_message_after_the_system_text_and_the_history_of_its_row() {
+        let row = json!({"query": "c", "system": "s", "history": [["a", "b"]]});
+        let dataset = read("a.jsonl", &format!("{row}\n")).unwrap().with_chat_prompts();
+        let messages = dataset.rows().next().unwrap()["query"].as_array().unwrap().clone();
+        let contents: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
+        assert_eq!(contents, ["s", "a", "b", "c"]);
     }
 
     #[test]

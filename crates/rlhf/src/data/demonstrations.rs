@@ -3,7 +3,7 @@
 use super::chat::{conversation, encode_chat, render_prompt_and_response};
 use super::dataset::Dataset;
 use super::left_out::LeftOut;
-use super::row::{expected, field, messages_field, text_field, token_ids};
+use super::row::{check_whole, expected, field, messages_field, text_field, token_ids};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -292,6 +292,9 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
     match response {
         Value::String(response) => {
             let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+            if !has_prompt {
+                check_whole(row, response)?;
+            }
             Ok(text(tokenizer.encode_pair(prompt, response)?))
         }
         Value::Array(_) if has_prompt => {

@@ -35,6 +35,7 @@ pub(super) fn to_roles(value: &mut Value) {
 
 /// Gives a row the fields that are read here.
 pub(super) fn read(fields: &mut Map<String, Value>) {
+    turns(fields);
     for name in MESSAGES {
         let Some(value) = fields.get_mut(name) else { continue };
         // One message, as LLaMA-Factory and axolotl have the two sides of a pair.
@@ -47,6 +48,71 @@ pub(super) fn read(fields: &mut Map<String, Value>) {
     swift_pair(fields);
     question(fields);
     system(fields);
+}
+
+/// Reads ms-swift's `conversation`, a list of objects with what a user and the assistant said, as `conversations`.
+fn turns(fields: &mut Map<String, Value>) {
+    let said = |turn: &Value, names: [&str; 2]| names.iter().find_map(|name| turn[*name].as_str().map(String::from));
+    let pair = |turn: &Value| {
+        let (user, assistant) = (said(turn, ["human", "user"])?, said(turn, ["assistant", "gpt"])?);
+        Some([json!({"role": "user", "content": user}), json!({"role": "assistant", "content": assistant})])
+    };
+    let found = fields.get("conversation").and_then(Value::as_array).filter(|turns| !turns.is_empty());
+    let read: Option<Vec<_>> = found.and_then(|turns| turns.iter().map(pair).collect());
+    if let Some(read) = read.filter(|_| !CONVERSATIONS.iter().any(|name| is_set(fields, name))) {
+        fields.insert("conversations".into(), read.concat().into());
+    }
+}
+
+/// Returns the messages before a question that is a text: the row's `system` text, and the pairs of texts in its `history`.
+pub(super) fn before_question(row: &Value) -> Vec<Value> {
+    let text = |value: &Value| value.as_str().filter(|text| !text.trim().is_empty()).map(String::from);
+    let mut messages: Vec<Value> =
+        text(&row["system"]).into_iter().map(|text| json!({"role": "system", "content": text})).collect();
+    for turn in row["history"].as_array().into_iter().flatten() {
+        if let (Some(asked), Some(said)) = (text(&turn[0]), text(&turn[1])) {
+            messages.extend([json!({"role": "user", "content": asked}), json!({"role": "assistant", "content": said})]);
+        }
+    }
+    messages
+}
+
+/// Returns the end of the error about a row in a format that is not read as it is, with the line that converts it; `None` for any other row.
+pub(super) fn hint(row: &Value) -> Option<String> {
+    let is_list = |name: &str| row[name].as_array().is_some_and(|list| !list.is_empty());
+    let line = |format: &str, fields: &str| {
+        format!(
+            "; this is {format}: jq -c 'if type == \"array\" then .[] else . end | . + {{{fields}}}' FILE > rows.jsonl"
+        )
+    };
+    if is_list("completions") && is_list("labels") {
+        return Some(
+            "; this is TRL's format of supervised steps, for models that score steps, which are not trained here"
+                .into(),
+        );
+    }
+    if is_list("segments") && row["segments"][0].get("label").is_some() {
+        let fields = "text: (.segments | map(.text) | join(\"\"))";
+        return Some(line("axolotl's format of segments, whose labels are not read: all are learned by", fields));
+    }
+    let (question, answer) = match (row["instruction"].is_string(), row["query"].is_string()) {
+        (true, _) => ("([.instruction, .input] | map(select(. != null and . != \"\")) | join(\"\\n\"))", "output"),
+        (_, true) => (".query", "response"),
+        _ => return None,
+    };
+    if row[answer].as_array().is_some_and(|sides| sides.len() == 2 && sides.iter().all(Value::is_string)) {
+        let fields = format!("prompt: {question}, chosen: .{answer}[0], rejected: .{answer}[1]");
+        return Some(line("an old format of pairs of LLaMA-Factory", &fields));
+    }
+    let has_rejected = row["rejected_response"].is_string();
+    if !row[answer].is_string() || (!is_list("history") && !has_rejected) {
+        return None;
+    }
+    let message = |role: &str, content: &str| format!("{{role: \"{role}\", content: {content}}}");
+    let pairs = format!("((.history // []) | map({}, {}))", message("user", ".[0]"), message("assistant", ".[1]"));
+    let system = format!("(if (.system // \"\") == \"\" then [] else [{}] end)", message("system", ".system"));
+    let last = format!("[{}, {}]", message("user", question), message("assistant", &format!(".{answer}")));
+    Some(line("a conversation in several columns", &format!("messages: ({system} + {pairs} + {last})")))
 }
 
 /// Gives messages of the role `function_call` the form of OpenAI's: calls of the assistant's message. Calls one after another are of one
@@ -164,8 +230,13 @@ fn system(fields: &mut Map<String, Value>) {
         return;
     };
     let message = json!({"role": "system", "content": text});
-    let begins = |value: &Value| value[0]["role"].as_str().is_some_and(|role| !["system", "developer"].contains(&role));
-    let whole: &[&str] = match is_set(fields, "prompt") {
+    let asks = !is_set(fields, "prompt");
+    let begins = |value: &Value| {
+        value[0]["role"]
+            .as_str()
+            .is_some_and(|role| !["system", "developer"].contains(&role) && (asks || role != "assistant"))
+    };
+    let whole: &[&str] = match fields.get("prompt").is_some_and(Value::is_array) {
         true => &["prompt"],
         false => &["messages", "conversations", "chosen", "rejected", "query"],
     };
@@ -242,6 +313,47 @@ mod tests {
             json!({"system": "s", "prompt": [user("a")], "chosen": [said("b")]}),
             json!({"system": "s", "prompt": [system, user("a")], "chosen": [said("b")]}),
         );
+    }
+
+    #[test]
+    fn turns_of_two_texts_are_messages() {
+        let turns = json!([{"human": "a", "assistant": "b"}, {"user": "c", "assistant": "d"}]);
+        let whole = json!([{"role": "system", "content": "s"}, user("a"), said("b"), user("c"), said("d")]);
+        reads(
+            json!({"conversation": turns, "system": "s"}),
+            json!({"conversation": turns, "system": "s", "conversations": whole}),
+        );
+        let other = json!({"conversation": [{"human": "a"}]});
+        reads(other.clone(), other);
+    }
+
+    #[test]
+    fn what_is_before_a_question_is_the_system_text_and_the_history() {
+        let row = json!({"query": "c", "system": "s", "history": [["a", "b"]]});
+        assert_eq!(before_question(&row), [json!({"role": "system", "content": "s"}), user("a"), said("b")]);
+        assert!(before_question(&json!({"query": "c", "system": " ", "history": []})).is_empty());
+    }
+
+    #[test]
+    fn formats_that_are_not_read_are_named_with_the_line_that_converts_them() {
+        let found = |row: Value| hint(&row).unwrap_or_default();
+        assert!(found(json!({"prompt": "p", "completions": ["a"], "labels": [true]})).contains("supervised steps"));
+        let segments = found(json!({"segments": [{"label": true, "text": "a"}]}));
+        assert!(segments.contains("labels are not read") && segments.contains(".segments"), "{segments}");
+        let pair = found(json!({"instruction": "i", "input": "", "output": ["a", "b"]}));
+        assert!(pair.contains("chosen: .output[0], rejected: .output[1]"), "{pair}");
+        let alpaca =
+            found(json!({"instruction": "i", "input": "x", "output": "o", "system": "s", "history": [["a", "b"]]}));
+        assert!(
+            ["messages: (", ".system", ".history", ".instruction, .input", ".output"]
+                .iter()
+                .all(|part| alpaca.contains(part)),
+            "{alpaca}"
+        );
+        let swift = found(json!({"query": "q", "response": "r", "rejected_response": "n"}));
+        assert!(swift.contains(".query") && swift.contains(".response"), "{swift}");
+        assert!(hint(&json!({"instruction": "i", "output": "o", "history": []})).is_none());
+        assert!(hint(&json!({"instruction": "i", "chosen_response": "c", "rejected_response": "r"})).is_none());
     }
 
     #[test]

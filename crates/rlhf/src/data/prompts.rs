@@ -2,6 +2,7 @@
 
 use super::chat::render;
 use super::dataset::Dataset;
+use super::dialects::before_question;
 use super::row::{expected, field, prompt_field, token_ids};
 use super::settings::{LongPrompts, PromptLengthConfig};
 use crate::tokenizer::Tokenizer;
@@ -120,7 +121,7 @@ impl Dataset {
     }
 
     /// As [`Dataset::prompts`], with a treatment of long prompts. Also returns a message with the number of prompts that were
-    /// dropped or truncated, if there are any.
+    /// dropped or truncated, or that are texts beside a `system` text, if there are any.
     ///
     /// # Errors
     /// As [`Dataset::prompts`]; if all prompts are dropped.
@@ -152,11 +153,26 @@ impl Dataset {
             return Err(Error::invalid(&self.name, message));
         }
         let done = if long == LongPrompts::Drop { "dropped" } else { "truncated" };
+        let name = self.name.display();
         let note = (too_long > 0).then(|| {
-            let name = self.name.display();
             format!("{name}: {too_long} of {all} prompts were {done}: more than {max_length} tokens ({reason})")
         });
-        Ok((prompts, note))
+        let notes: Vec<String> = note.into_iter().chain(self.note_on_texts()).collect();
+        Ok((prompts, (!notes.is_empty()).then(|| notes.join("; "))))
+    }
+
+    /// Returns a message with the number of prompts that are texts and lack what the rows have to be read before them.
+    fn note_on_texts(&self) -> Option<String> {
+        let lacks = |row: &&Value| {
+            prompt_field(row).is_some_and(|(_, prompt)| prompt.is_string()) && !before_question(row).is_empty()
+        };
+        let (count, name) = (self.rows().filter(lacks).count(), self.name.display());
+        (count > 0).then(|| {
+            format!(
+                "{name}: {count} of the prompts are texts without the `system` text or the `history` of their rows: --apply_chat_template \
+                 puts these before them, as messages"
+            )
+        })
     }
 }
 
@@ -276,5 +292,21 @@ mod tests {
             let found: usize = found.split(';').next().unwrap().parse().unwrap();
             assert!(found < whole.len() / 2, "{name}: {found} of {} tokens were encoded", whole.len());
         }
+    }
+
+    #[test]
+    fn a_prompt_that_is_a_text_beside_a_system_text_is_read_with_a_word() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers/split");
+        let tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
+        let note = |rows: &str| {
+            let path = dir.path().join("rows.jsonl");
+            std::fs::write(&path, rows).unwrap();
+            let limit = PromptLimit::of_context(100);
+            Dataset::read(&path, "train").unwrap().prompts_within(&tokenizer, 1 << 20, limit).unwrap().1
+        };
+        let found = note("{\"prompt\": \"a\", \"system\": \"b\"}\n{\"prompt\": \"a\", \"system\": \"\"}\n").unwrap();
+        assert!(found.contains("1 of the prompts are texts without the `system` text"), "{found}");
+        assert_eq!(note("{\"prompt\": \"a\"}\n"), None);
     }
 }

@@ -159,6 +159,23 @@ pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -
     )))
 }
 
+/// Checks a pair without a `prompt` whose `chosen` is a text: it has the prompt too, unless another column has it.
+///
+/// # Errors
+/// If a column that is probably the prompt has a text that is not in `chosen`.
+pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
+    // Columns with another name may be ids, or notes on the pair.
+    let asks = ["instruction", "question", "problem", "input"];
+    let is_elsewhere = |name: &&str| {
+        asks.iter().any(|other| name.eq_ignore_ascii_case(other))
+            && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()))
+    };
+    match likely_fields("prompt", row).iter().any(is_elsewhere) {
+        true => Err(Error::Run(expected("prompt", "the text before `chosen`", row))),
+        false => Ok(()),
+    }
+}
+
 /// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
 pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     match row.get(name) {
@@ -183,9 +200,18 @@ fn hint(name: &str, row: &Value) -> String {
     if !is_field(name) {
         return likely.first().map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
     }
+    if let Some(found) = dialects::hint(row) {
+        return found;
+    }
     let own = [name];
     // Without a field for the one that is needed, the others are no help.
     let (needed, fields): (&str, &[&str]) = match name {
+        "text"
+            if likely.is_empty()
+                && ["completion", "chosen"].map(|name| likely_fields(name, row).is_empty()) == [true, false] =>
+        {
+            ("chosen", &["prompt", "chosen", "rejected"])
+        }
         "text" if likely.is_empty() => ("completion", &["prompt", "completion"]),
         "chosen" | "rejected" => (name, &["prompt", "chosen", "rejected"]),
         _ => (name, &own),
@@ -284,12 +310,23 @@ fn is_field(name: &str) -> bool {
 const SYNONYMS: [(&str, &[&str]); 5] = [
     (
         "prompt",
-        &["system", "system_prompt", "instruction", "question", "problem", "context", "input", "text", "history"],
+        &[
+            "system",
+            "system_prompt",
+            "instruction",
+            "question",
+            "problem",
+            "context",
+            "context_messages",
+            "input",
+            "text",
+            "history",
+        ],
     ),
     ("completion", &["response", "answer", "output", "solution", "target"]),
     ("text", &["content", "document", "review", "sentence", "body"]),
-    ("chosen", &["preferred", "accepted", "positive", "response_chosen", "response_j"]),
-    ("rejected", &["dispreferred", "negative", "response_rejected", "response_k"]),
+    ("chosen", &["preferred", "accepted", "positive", "chosen_response", "response_chosen", "response_j"]),
+    ("rejected", &["dispreferred", "negative", "rejected_response", "response_rejected", "response_k"]),
 ];
 
 /// Synonyms that are a part of a field, and never all of it.
@@ -370,10 +407,26 @@ mod tests {
                 json!({"chosen": "", "negative": ""}),
                 "; if `negative` is it, --dataset_columns rejected=negative",
             ),
+            (
+                "text",
+                json!({"instruction": "a", "chosen_response": "", "rejected_response": ""}),
+                "; if `instruction`, `chosen_response` and `rejected_response` are they, --dataset_columns \
+                 prompt=instruction,chosen=chosen_response,rejected=rejected_response",
+            ),
             ("answer", json!({"Answers": 1}), "; if `Answers` is it, rename it to `answer`"),
         ] {
             assert_eq!(hint(name, &row), wanted);
         }
+    }
+
+    #[test]
+    fn a_chosen_text_without_its_prompt_is_refused_if_another_column_has_it() {
+        let error =
+            check_whole(&json!({"instruction": "i q", "chosen": "c", "rejected": "r"}), "c").unwrap_err().to_string();
+        assert!(error.contains("expected a field `prompt`") && error.contains("prompt=instruction"), "{error}");
+        check_whole(&json!({"question": "q ", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
+        check_whole(&json!({"chosen": "q c", "rejected": "q r", "system": "s"}), "q c").unwrap();
+        check_whole(&json!({"prompt_id": "8f", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
     }
 
     #[test]

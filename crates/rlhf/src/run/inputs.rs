@@ -193,6 +193,9 @@ fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result
     for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
         found.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
     }
+    for path in crate::tokenizer::further_templates(dir) {
+        found.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
+    }
     Ok(())
 }
 
@@ -284,6 +287,12 @@ mod tests {
         write_model(dir.path(), None);
         std::fs::write(dir.path().join("notes.json"), "{\"mine\": 1}").unwrap();
         assert!(read().changed(&start).is_empty(), "files that are not loaded may change");
+        let template = dir.path().join("additional_chat_templates/tool_use.jinja");
+        std::fs::create_dir(template.parent().unwrap()).unwrap();
+        std::fs::write(&template, "{{ messages }}").unwrap();
+        let changed = read().changed(&start).concat();
+        assert!(changed.ends_with(": additional_chat_templates/tool_use.jinja is new"), "{changed}");
+        std::fs::remove_file(template).unwrap();
         for at in [0, -1] {
             write_model(dir.path(), Some(at));
             let changed = read().changed(&start);

@@ -9,6 +9,7 @@ use crate::run::resolved::{RESOLVED, is_of_run, resolved_without_programs, write
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
+use crate::tokenizer::{FURTHER_TEMPLATES, further_templates};
 use crate::weights::{BESIDE, read_json, write_text};
 use crate::{Error, Result};
 use serde::Serialize;
@@ -140,7 +141,8 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             .filter(|entry| entry.path().is_file())
             .map(|entry| entry.file_name().to_string_lossy().into_owned());
         let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
-        paths.extend(names.filter(|name| is_of_model(name)).map(|name| format!("{prefix}{name}")));
+        let templates = further_templates(&dir.join(folder));
+        paths.extend(names.filter(|name| is_of_model(name)).chain(templates).map(|name| format!("{prefix}{name}")));
     }
     paths.retain(|path| is_public(path));
     paths.sort_unstable();
@@ -422,6 +424,11 @@ fn remove_run_files(dir: &Path) -> Result<()> {
     if beside.is_dir() {
         std::fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
     }
+    for template in further_templates(dir).iter().map(|path| dir.join(path)) {
+        std::fs::remove_file(&template).map_err(Error::io("remove", &template))?;
+    }
+    // It stays if it has other files.
+    let _ = std::fs::remove_dir(dir.join(FURTHER_TEMPLATES));
     remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
 }
 
@@ -506,6 +513,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for folder in
             ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old", "rollouts"]
+                .into_iter()
+                .chain(["additional_chat_templates", "checkpoint-4/additional_chat_templates"])
         {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
@@ -524,8 +533,11 @@ mod tests {
             "checkpoint-4/value_model/optimizer.safetensors",
             "best/model.safetensors",
             "best/best.json",
+            "additional_chat_templates/rag.jinja",
+            "checkpoint-4/additional_chat_templates/rag.jinja",
         ];
         let others = [
+            "additional_chat_templates/notes.txt",
             "thesis.tex",
             "model-notes.txt",
             "model-backup/config.json",

@@ -39,10 +39,13 @@ const MODEL_FILES: [&str; 16] = [
     "sentencepiece.bpe.model",
 ];
 
-/// Returns whether a file of this name in the top folder is pushed: one of a model in Hugging Face format, or a run's configuration or
-/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user.
+/// Returns whether the file at this path of the folder is pushed: one of a model in Hugging Face format, or a run's configuration or
+/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user. A path that ends with a slash is
+/// that of a folder: only that of further chat templates is read.
 pub(crate) fn is_of_model(path: &str) -> bool {
-    MODEL_FILES.contains(&path) || tokenizer::FILES.contains(&path) || is_weights(path)
+    let is_template =
+        || tokenizer::is_further_template(path) || path.strip_suffix('/') == Some(tokenizer::FURTHER_TEMPLATES);
+    MODEL_FILES.contains(&path) || tokenizer::FILES.contains(&path) || is_weights(path) || is_template()
 }
 
 /// Returns whether this is the name of a file of weights or of their index.
@@ -391,6 +394,8 @@ mod tests {
             "pytorch_model.bin",
             "config.json",
             "tokenizer.json",
+            "additional_chat_templates/",
+            "additional_chat_templates/tool_use.jinja",
             "README.md",
             "config.yaml",
             "metrics.jsonl",
@@ -402,6 +407,8 @@ mod tests {
             "checkpoint-20/",
             "best/",
             "samples/",
+            "additional_chat_templates/notes.txt",
+            "a/additional_chat_templates/tool_use.jinja",
             "value_model/",
             "onnx/model.safetensors",
             "a/config.json",

@@ -243,7 +243,9 @@ impl GenerateConfig {
         };
         let found = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
         let names: Vec<&str> = found.filter(|name| !is_overridden(name)).collect();
-        let file = self.model_name_or_path.join("generation_config.json");
+        // Where there is no such file, the settings are those of the configuration.
+        let files = ["generation_config.json", "config.json"].map(|name| self.model_name_or_path.join(name));
+        let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
         let others = (!names.is_empty()).then(|| format!("fields without effect here: {}", names.join(", ")));
         let greedy = self.is_greedy_by_omission(of_model).then(|| {
             let set: Vec<&str> = OF_SAMPLING.into_iter().filter(|name| of_model.contains_key(*name)).collect();

@@ -1,8 +1,8 @@
 //! Messages as chat templates read them: one form for the rows of datasets and for requests over HTTP.
 //!
 //! A message reaches the template as it is, as in transformers, except where that loses or breaks something: fields that are null (formats
-//! with columns have them where another message has a field), `content` aside; empty lists of calls; and parts, roles and names
-//! of fields that the template does not read, which become those that it reads.
+//! with columns have them where another message has a field), but for a `content` that the template compares with none; empty lists of calls;
+//! and parts, roles and names of fields that the template does not read, which become those that it reads.
 
 use super::python::python_float;
 use serde_json::{Map, Value, json};
@@ -55,6 +55,7 @@ pub(super) fn normalized(message: &Value, source: &str) -> Value {
         let is_empty = value.is_null() || (name == "tool_calls" && value.as_array().is_some_and(Vec::is_empty));
         let value = match name.as_str() {
             "role" => role_for(role, source).into(),
+            "content" if value.is_null() && !compares_with_none(source) => continue,
             "content" => content_for(value, role, source),
             _ if is_empty => continue,
             _ => without_nulls(value),
@@ -151,7 +152,18 @@ fn reads_parts(source: &str) -> bool {
 
 /// Whether the template asks if a content is an object or a list.
 fn reads_values(source: &str) -> bool {
-    ["is mapping", "is iterable", "is sequence"].iter().any(|test| {
+    tests_content(source, &["is mapping", "is iterable", "is sequence"])
+}
+
+/// Whether the template compares a content with none, as DeepSeek's: a content that is missing is not none there, and the calls beside it are not
+/// written. transformers removes null from every message.
+fn compares_with_none(source: &str) -> bool {
+    tests_content(source, &["is none", "is not none", "== none", "!= none", "== None", "!= None"])
+}
+
+/// Whether one of these tests of a content is in the template.
+fn tests_content(source: &str, tests: &[&str]) -> bool {
+    tests.iter().any(|test| {
         let before = |at: usize| source[..at].trim_end().trim_end_matches(['\'', '"', ']']);
         source.match_indices(test).any(|(at, _)| before(at).ends_with("content"))
     })
@@ -183,15 +195,17 @@ mod tests {
     }
 
     #[test]
-    fn nulls_are_removed_but_for_the_content_of_a_message_with_calls() {
+    fn nulls_are_removed_but_for_a_content_that_the_template_compares_with_none() {
         let call =
             json!([{"id": null, "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": null}}}]);
         let tidy = json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]);
-        is(
-            "{{ message.tool_calls }}",
-            json!({"role": "assistant", "content": null, "name": null, "tool_calls": call}),
-            json!({"role": "assistant", "content": null, "tool_calls": tidy}),
-        );
+        let message = json!({"role": "assistant", "content": null, "name": null, "tool_calls": call});
+        for source in ["{% if message['content'] is none %}", "{% if content is not none %}", "{{ m.content != None }}"]
+        {
+            is(source, message.clone(), json!({"role": "assistant", "content": null, "tool_calls": tidy}));
+        }
+        let source = "{{ message.content }}{{ message.tool_calls is none }}";
+        is(source, message, json!({"role": "assistant", "tool_calls": tidy}));
         let said = json!({"role": "assistant", "content": "a"});
         for calls in [json!([]), json!(null)] {
             is("", json!({"role": "assistant", "content": "a", "tool_calls": calls}), said.clone());

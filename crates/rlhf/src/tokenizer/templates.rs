@@ -13,7 +13,7 @@ const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
 /// The folder of further templates.
-const FURTHER: &str = "additional_chat_templates";
+pub(crate) const FURTHER: &str = "additional_chat_templates";
 
 /// Chat templates with their names.
 #[derive(Debug, Clone, Default)]
@@ -37,9 +37,11 @@ impl Templates {
         }
         let new = |source: &str| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source);
         let one = |entry: &Value| Some((entry["name"].as_str()?.to_string(), new(entry["template"].as_str()?)));
+        let named = |(name, source): (&String, &Value)| Some((name.clone(), new(source.as_str()?)));
         Ok(Self(match &config["chat_template"] {
             Value::String(source) => vec![(DEFAULT.into(), new(source))],
             Value::Array(entries) => entries.iter().filter_map(one).collect(),
+            Value::Object(entries) => entries.iter().filter_map(named).collect(),
             _ => Vec::new(),
         }))
     }
@@ -62,7 +64,8 @@ impl Templates {
     /// # Errors
     /// If there is neither.
     pub(super) fn of(&self, variables: &Map<String, Value>, dir: &Path) -> Result<&ChatTemplate> {
-        let named = |wanted: &str| self.0.iter().find(|(name, _)| name == wanted).map(|(_, template)| template);
+        // The last one of a name.
+        let named = |wanted: &str| self.0.iter().rfind(|(name, _)| name == wanted).map(|(_, template)| template);
         let has_tools = variables.get("tools").is_some_and(|tools| !tools.is_null());
         let with_tools = has_tools.then(|| named(TOOL_USE)).flatten();
         with_tools.or_else(|| named(DEFAULT)).ok_or_else(|| match self.0.first() {
@@ -129,6 +132,17 @@ fn read_template(file: &Path) -> Result<(Vec<u8>, ChatTemplate)> {
     Ok((bytes, template))
 }
 
+/// Returns whether this is the path of a further template in a model's folder.
+pub(crate) fn is_further_template(path: &str) -> bool {
+    let name = path.strip_prefix(FURTHER).and_then(|rest| rest.strip_prefix('/'));
+    name.and_then(|name| name.strip_suffix(".jinja")).is_some_and(|name| !name.is_empty() && !name.contains('/'))
+}
+
+/// Returns the paths of the further templates in the model's folder `dir`, from there.
+pub(crate) fn further_templates(dir: &Path) -> Vec<String> {
+    further(&dir.join(FURTHER)).into_iter().map(|(name, _)| format!("{FURTHER}/{name}.jinja")).collect()
+}
+
 /// Returns the names and files of the templates in `folder`, in the order of their names.
 fn further(folder: &Path) -> Vec<(String, PathBuf)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -173,11 +187,31 @@ mod tests {
             (shown(&of_files, &tools).unwrap(), shown(&of_files, &json!(null)).unwrap()),
             ("tool file".into(), "default file".into())
         );
+        assert_eq!(further_templates(dir.path()), ["additional_chat_templates/tool_use.jinja"]);
         // They are saved, and read again.
         let saved = tempfile::tempdir().unwrap();
         of_files.save(saved.path()).unwrap();
         std::fs::write(saved.path().join(CHAT_TEMPLATE), "default file").unwrap();
         assert!(Templates::read(saved.path(), &json!(null)).unwrap().are_same(&of_files));
+    }
+
+    #[test]
+    fn the_last_template_of_a_name_counts_and_a_map_of_templates_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let tools = json!([{"name": "f"}]);
+        let map = json!({"chat_template": {"default": "a", "tool_use": "b"}});
+        let templates = Templates::read(dir.path(), &map).unwrap();
+        assert_eq!(
+            (shown(&templates, &json!(null)).unwrap(), shown(&templates, &tools).unwrap()),
+            ("a".into(), "b".into())
+        );
+        let twice =
+            json!({"chat_template": [{"name": "default", "template": "a"}, {"name": "default", "template": "b"}]});
+        assert_eq!(shown(&Templates::read(dir.path(), &twice).unwrap(), &json!(null)).unwrap(), "b");
+        std::fs::write(dir.path().join(CHAT_TEMPLATE), "a").unwrap();
+        std::fs::create_dir(dir.path().join(FURTHER)).unwrap();
+        std::fs::write(dir.path().join(FURTHER).join("default.jinja"), "c").unwrap();
+        assert_eq!(shown(&Templates::read(dir.path(), &map).unwrap(), &json!(null)).unwrap(), "c");
     }
 
     #[test]
