@@ -383,6 +383,9 @@ fn a_thousand_updates_and_hostile_texts_make_a_small_page_without_their_markup()
     assert!(shown.len() > 30, "{shown:?}");
     for (name, value) in shown {
         let mean = metrics[950..].iter().map(|line| line[&name].as_f64().unwrap()).sum::<f64>() / 50.0;
-        assert!((value - mean).abs() <= 1e-9 * mean.abs(), "{name}: {value} is not {mean}, the mean of the last 50 updates");
+        assert!(
+            (value - mean).abs() <= 1e-9 * mean.abs(),
+            "{name}: {value} is not {mean}, the mean of the last 50 updates"
+        );
     }
 }

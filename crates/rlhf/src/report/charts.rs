@@ -284,7 +284,8 @@ impl<'a> Left<'a> {
 
 /// Returns a curve of a run's metric, if it has that.
 fn curve<'a>(run: &'a Run, name: &str, label: String, colour: usize) -> Option<Curve<'a>> {
-    run.series(name).map(|series| Curve { label, metric: &series.name, colour, points: &series.points })
+    let error = run.points(&format!("{name}_stderr")).and_then(|points| points.last()).map(|point| point.1);
+    run.series(name).map(|series| Curve { label, metric: &series.name, colour, points: &series.points, error })
 }
 
 /// Returns the name of a metric in the first run that has it.
@@ -389,6 +390,18 @@ mod tests {
         let score = &charts.sections[0].charts[0];
         let curves: Vec<&str> = score.curves.iter().map(|curve| curve.metric).collect();
         assert_eq!((score.title.as_str(), curves), ("Score", vec!["objective/scores", "reward"]));
+    }
+
+    #[test]
+    fn the_number_beside_a_held_out_score_has_its_standard_error() {
+        let runs = [run(&[
+            ("objective/scores", &[0.1, 0.2]),
+            ("eval/score", &[0.0188, 0.101]),
+            ("eval/score_stderr", &[0.02, 0.05]),
+        ])];
+        let mut page = crate::report::html::Html::default();
+        Charts::of(&runs).sections[0].charts[0].draw(&mut page, 100);
+        assert!(page.finish().contains("value=\"0.101\">0.101 \u{b1} 0.05</data>"));
     }
 
     #[test]

@@ -162,7 +162,13 @@ fn common_end(a: &str, b: &str) -> usize {
 /// Returns the end of the last line, mark or name of a role in the beginning of prompts.
 fn end_of_turn(text: &str) -> usize {
     let mut ends = text.char_indices().rev().map(|(at, c)| (at + c.len_utf8(), c));
-    let is_end = |end: usize, c: char| matches!(c, '\n' | '>' | ']') || text[..end].ends_with(": ");
+    // After a mark such as <|im_start|> the name of a role follows, which differs where some conversations have a system prompt.
+    let begins_turn = |end: usize| text[..end].rfind('<').is_some_and(|at| text[at..end].contains("start"));
+    let is_end = |end: usize, c: char| match c {
+        '\n' | ']' => true,
+        '>' => !begins_turn(end),
+        _ => text[..end].ends_with(": "),
+    };
     ends.find(|&(end, c)| is_end(end, c)).map_or(0, |(end, _)| end)
 }
 
@@ -428,6 +434,11 @@ mod tests {
             assert!(start == before && rest.trim() == after.trim() && after.ends_with(&rest), "{start:?} {rest:?}");
             assert!(texts[0].trim_end() == "What is a cat?" && texts[1].trim_end() == "What is a dog?", "{texts:?}");
         }
+        // Some have a system prompt: what follows a mark that begins a turn differs.
+        let system = format!("<|im_start|>system\nBe kind.<|im_end|>\n{user}Who?{end}");
+        let (before, after, texts) = of(&[&system, &format!("{user}Where?{end}")]);
+        assert_eq!((before.as_str(), after.as_str()), ("", end));
+        assert!(texts[1].starts_with("<|im_start|>user"), "{texts:?}");
         // What is common by chance, or is all that there is, stays.
         for prompts in
             [&["What is the capital of France", "What is the capital of Spain"][..], &["<|im_start|>user\nHello?"; 2]]

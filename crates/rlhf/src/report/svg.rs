@@ -2,7 +2,7 @@
 
 use super::html::{Html, number};
 use super::marks::AlarmMark;
-use crate::run::ends::{Ends, short, window};
+use crate::run::ends::{Ends, short, window, with_error};
 
 /// Size of a chart, in units of its drawing.
 const WIDTH: f64 = 400.0;
@@ -35,6 +35,8 @@ pub(super) struct Curve<'a> {
     /// Number of its colour.
     pub(super) colour: usize,
     pub(super) points: &'a [Point],
+    /// Standard error of the last value, where the run has that.
+    pub(super) error: Option<f64>,
 }
 
 /// A chart of one or several curves over the updates of a run.
@@ -80,7 +82,7 @@ impl Chart<'_> {
             page.raw(" <span class=\"key k").text(curve.colour % COLOURS).raw("\">");
             page.raw(if curve.label.is_empty() { "" } else { "<i></i>" }).text(&curve.label);
             page.raw(" <data data-metric=\"").text(curve.metric).raw("\" value=\"").text(number(last, 17)).raw("\">");
-            page.text(short(last)).raw("</data></span>");
+            page.text(with_error(last, curve.error)).raw("</data></span>");
         }
         page.raw("</figcaption>");
     }
@@ -351,7 +353,7 @@ mod tests {
         Chart {
             title: "<Score>".into(),
             unit: "nats",
-            curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points }],
+            curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points, error: None }],
             marks: Vec::new(),
         }
     }
