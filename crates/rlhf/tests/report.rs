@@ -380,7 +380,8 @@ fn a_thousand_updates_and_hostile_texts_make_a_small_page_without_their_markup()
     assert!(page.contains("prompts are shown") && page.contains("&amp;lt;b&amp;gt;"));
     let metrics = crate::cli::json_lines(&std::fs::read_to_string(run.join("metrics.jsonl")).unwrap());
     let shown = last_values(&page);
-    assert!(shown.len() > 30, "{shown:?}");
+    // Those that are 0 in all updates are the same numbers here.
+    assert!(shown.len() > 25, "{shown:?}");
     for (name, value) in shown {
         let mean = metrics[950..].iter().map(|line| line[&name].as_f64().unwrap()).sum::<f64>() / 50.0;
         assert!(

@@ -108,6 +108,10 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
 const REWARDS: &str = "Score";
 const TIME: &str = "Time";
 
+/// Beginnings of the names of one reward's scores, of training and of held-out prompts.
+const OF_REWARD: &str = "objective/scores/";
+const HELD_OUT: &str = "eval/scores/";
+
 /// Metrics that place the others, and are no curves.
 const PLACES: [&str; 3] = ["step", "episode", "epoch"];
 
@@ -208,7 +212,9 @@ impl<'a> Left<'a> {
         let mut drawn: Vec<&str> = Vec::new();
         let mut repeated = HashSet::new();
         for name in by_place {
-            match drawn.iter().find(|other| is_equal(runs, other, name)) {
+            // A reward that is the whole score has no chart, and no held-out one: see `rewards`.
+            let is_of_reward = name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT);
+            match drawn.iter().find(|other| !is_of_reward && is_equal(runs, other, name)) {
                 Some(other) => {
                     same.push((own_name(runs, name), own_name(runs, other)));
                     repeated.insert(name.clone());
@@ -253,8 +259,8 @@ impl<'a> Left<'a> {
     /// Returns a chart for the score of each reward, unless it is the whole score.
     fn rewards(&mut self) -> Vec<Chart<'a>> {
         let mut charts = Vec::new();
-        for name in self.after("objective/scores/") {
-            let (training, held_out) = (format!("objective/scores/{name}"), format!("eval/scores/{name}"));
+        for name in self.after(OF_REWARD) {
+            let (training, held_out) = (format!("{OF_REWARD}{name}"), format!("{HELD_OUT}{name}"));
             let lines =
                 vec![("training prompts".to_string(), training.as_str()), ("held-out prompts".into(), &held_out)];
             let drawn = self.charts(&format!("Reward {name}"), "", lines);
@@ -301,8 +307,7 @@ fn place(name: &str) -> usize {
 
 /// Whether a metric is a score, of all rewards or of one, of training or of held-out prompts.
 fn is_any_score(name: &str) -> bool {
-    let is_of_one = |start: &&str| name.starts_with(start);
-    ["objective/scores", "eval/score"].contains(&name) || ["objective/scores/", "eval/scores/"].iter().any(is_of_one)
+    ["objective/scores", "eval/score"].contains(&name) || name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT)
 }
 
 /// Values from which on two equal metrics are one.
