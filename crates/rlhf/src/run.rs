@@ -10,6 +10,7 @@
 //! | whether a resumed run reads the same inputs | `inputs` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | an update as the run recorded it, for a replay | `rollout_file` |
+//! | the numbers at the start and at the end, as all views show them | `ends` |
 //! | the model card | `card` |
 //! | uploads to the hub | `push` |
 //! | settings of trackers | `tracking` |
@@ -17,6 +18,7 @@
 pub(crate) mod best;
 pub(crate) mod card;
 pub(crate) mod checkpoint;
+pub(crate) mod ends;
 pub(crate) mod event;
 pub(crate) mod inputs;
 pub(crate) mod output_dir;

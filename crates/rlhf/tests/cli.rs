@@ -419,6 +419,20 @@ fn grpo_and_rloo_train_on_groups_without_a_value_model_and_resume_as_they_were()
         {
             assert!(whole.iter().all(|line| line.contains_key(metric)), "{name}: no {metric}");
         }
+        // Each number is logged once, by TRL's name.
+        for metric in [
+            "objective/scores",
+            "objective/scores_std",
+            "objective/scores/length",
+            "objective/scores_std/length",
+            "policy/entropy_avg",
+            "policy/grad_norm",
+            "policy/clipfrac_avg",
+            "val/response_length",
+            "time/update",
+        ] {
+            assert!(whole.iter().all(|line| !line.contains_key(metric)), "{name}: {metric}");
+        }
         assert_eq!(whole[0].contains_key("kl"), name == "rloo", "only RLOO's beta is above 0");
         // The run that its settings describe, stopped after two updates and resumed.
         let again = format!("{name} --config {name}/config.yaml --output_dir again-{name} --overwrite_output_dir");

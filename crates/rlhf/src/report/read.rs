@@ -2,16 +2,18 @@
 //!
 //! A run may be in progress, interrupted or damaged: what cannot be read is noted, and the rest is shown.
 
-use super::samples::{self, Prompt};
+use super::samples::{self, Frame, Prompt};
 use crate::files;
+use crate::metrics::{name_of_groups, name_of_ppo};
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length, read_start};
 use crate::safe_text::beginning;
 use crate::terminal::without_programs;
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
@@ -44,6 +46,8 @@ pub(super) struct Run {
     pub(super) outcome: Outcome,
     /// Updates of the whole run, if it has written their number.
     pub(super) length: Option<u64>,
+    /// Seconds from 1970 in UTC to its start, if it has written them.
+    pub(super) began: Option<u64>,
     /// Settings in the order of `config.yaml`.
     pub(super) settings: Vec<Setting>,
     /// Facts of the model card by name: base model, rewards, checks at the start.
@@ -53,6 +57,8 @@ pub(super) struct Run {
     pub(super) alarms: Vec<Alarm>,
     /// Prompts with their responses.
     pub(super) prompts: Vec<Prompt>,
+    /// Text around each of them, such as that of the chat template.
+    pub(super) frame: Frame,
     /// Metrics that could not be read.
     pub(super) damage: Vec<String>,
     /// Other parts of the folder that could not be read, or were left out.
@@ -128,17 +134,20 @@ impl Run {
         let (mut notes, mut damage) = (Vec::new(), Vec::new());
         let metrics = read_metrics(dir, is_at_work == Some(true), &mut damage)?;
         let updates = metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max);
+        let (prompts, frame) = samples::read(dir, &mut notes);
         let card = files::read_own_text(&dir.join("README.md")).unwrap_or_default();
         Ok(Self {
             label: name_of(dir),
             updates,
             outcome: outcome(dir, updates, is_at_work),
             length: read_length(dir),
+            began: read_start(dir),
             settings: settings(dir, &mut notes),
             facts: facts(&card),
             command_line: command_line(&card),
             alarms: read_alarms(dir, &mut notes),
-            prompts: samples::read(dir, &mut notes),
+            prompts,
+            frame,
             metrics,
             damage,
             notes,
@@ -167,9 +176,29 @@ impl Run {
         Ok(runs)
     }
 
-    /// Returns the points of a metric.
+    /// Returns the points of a metric; PPO's names are those of all runs with rewards.
     pub(super) fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
-        self.metrics.iter().find(|series| series.name == name).map(|series| series.points.as_slice())
+        self.series(name).map(|series| series.points.as_slice())
+    }
+
+    /// Returns a metric by its own name or, in a run of groups, by PPO's.
+    pub(super) fn series(&self, name: &str) -> Option<&Series> {
+        let of = |name: &str| self.metrics.iter().find(|series| series.name == name);
+        of(name).or_else(|| of(&name_of_groups(name).filter(|_| self.is_of_groups())?))
+    }
+
+    /// Returns the names of the metrics, those of groups by PPO's names of the same numbers, so that the runs of a page have one name for each.
+    pub(super) fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
+        let is_of_groups = self.is_of_groups();
+        self.metrics.iter().map(move |series| {
+            let of_ppo = name_of_ppo(&series.name).filter(|_| is_of_groups);
+            of_ppo.unwrap_or(Cow::Borrowed(&series.name))
+        })
+    }
+
+    /// Whether the metrics have the names of TRL's trainers of groups.
+    fn is_of_groups(&self) -> bool {
+        self.metrics.iter().any(|series| series.name == "reward")
     }
 
     /// Returns the value of a setting.

@@ -2,6 +2,7 @@
 
 use super::html::number;
 use super::read::{Alarm, Outcome, Run};
+use crate::run::ends::{self, short, window, with_error};
 
 /// Nats per token of KL to the reference below which a policy is near it; healthy runs stay below.
 const NEAR: f64 = 0.2;
@@ -21,9 +22,6 @@ const CUT_SHARE: f64 = 0.2;
 
 /// Share of responses cut at the limit from which on most are.
 const MOST_CUT: f64 = 0.5;
-
-/// Lines of metrics in a mean at the start or at the end of a run, at most.
-pub(super) const MOST_LINES: usize = 50;
 
 /// Alarms that are named in the verdict, at most.
 const MOST_NAMED: usize = 5;
@@ -83,23 +81,15 @@ enum Doubt {
 }
 
 impl Ends {
-    /// Returns the means over as many updates as [`window`] of a run's finite values, if there is one.
+    /// Returns the numbers at the ends of a run that all views show, if the run has finite values of the metric.
     fn of(run: &Run, name: &str) -> Option<Self> {
-        let values = finite(run, name)?;
-        Self::over(&values, window(values.len()))
+        Self::over(name, &finite(run, name)?)
     }
 
-    /// Returns the first and the last value of a metric that is rarely computed.
-    fn single(run: &Run, name: &str) -> Option<Self> {
-        Self::over(&finite(run, name)?, 1)
-    }
-
-    /// Returns the means of the first and of the last `window` values, if there are so many.
-    fn over(values: &[f64], window: usize) -> Option<Self> {
-        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-        let error = spread_of_differences(values) / (window as f64).sqrt();
-        let ends = || (mean(&values[..window]), mean(&values[values.len() - window..]));
-        let (first, last) = (1..=values.len()).contains(&window).then(ends)?;
+    /// Returns the numbers at the ends of the values of the metric `name`, if there are any.
+    fn over(name: &str, values: &[f64]) -> Option<Self> {
+        let ends::Ends { first, last } = ends::Ends::of(name, values.iter().copied())?;
+        let error = spread_of_differences(values) / (window(name, values.len()) as f64).sqrt();
         Some(Self { first, last, error, values: values.len() })
     }
 
@@ -148,7 +138,7 @@ fn spread_of_differences(values: &[f64]) -> f64 {
 /// and that is more than noise.
 fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
     let first = *losses.first()?;
-    let last = Ends::over(losses, window(losses.len()))?.last;
+    let last = Ends::over("loss", losses)?.last;
     // The first values of a loss that blows up are far smaller than the noise at the end: ratios are compared.
     let logs: Vec<f64> = losses.iter().filter(|loss| **loss > 0.0).map(|loss| loss.ln()).collect();
     let is_evident = logs.len() >= FEW_VALUES && (last / first).ln() >= STANDARD_ERRORS * spread_of_differences(&logs);
@@ -158,11 +148,6 @@ fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
 /// Returns the finite values of a metric.
 fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
     Some(run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect())
-}
-
-/// Returns the number of values at each end of `len` whose mean is the metric's there.
-fn window(len: usize) -> usize {
-    len.div_ceil(10).min(MOST_LINES)
 }
 
 /// Returns the verdict on a run, the most important first.
@@ -180,11 +165,6 @@ pub(super) fn verdict(run: &Run) -> Vec<Finding> {
 
 fn finding(mark: Mark, text: String) -> Finding {
     Finding { mark, text }
-}
-
-/// Returns a number for a sentence.
-fn short(value: f64) -> String {
-    number(value, 3)
 }
 
 fn course(run: &Run) -> Finding {
@@ -244,12 +224,8 @@ fn score(run: &Run) -> Option<Finding> {
 }
 
 fn held_out_score(run: &Run) -> Option<Finding> {
-    let held_out = Ends::single(run, "eval/score")?;
-    let errors = Ends::single(run, "eval/score_stderr");
-    let with_error = |value: f64, error: Option<f64>| match error.filter(|error| error.is_finite()) {
-        Some(error) => format!("{} \u{b1} {}", short(value), number(error, 2)),
-        None => short(value),
-    };
+    let held_out = Ends::of(run, "eval/score")?;
+    let errors = Ends::of(run, "eval/score_stderr");
     let from = with_error(held_out.first, errors.map(|errors| errors.first));
     let to = with_error(held_out.last, errors.map(|errors| errors.last));
     let unsure = errors
@@ -326,7 +302,7 @@ fn cut_share(run: &Run) -> Option<f64> {
 fn accuracy(run: &Run) -> Option<Finding> {
     let ends = Ends::of(run, "accuracy")?;
     let Ends { first, last, .. } = ends;
-    let held_out = Ends::single(run, "eval_accuracy")
+    let held_out = Ends::of(run, "eval_accuracy")
         .map_or(String::new(), |held_out| format!("; on held-out pairs it is {}", short(held_out.last)));
     let doubt = ends.doubt();
     let mark = if last > first.max(0.5) && doubt.is_none() { Mark::Good } else { Mark::Neutral };
@@ -429,15 +405,9 @@ mod tests {
             label: "run".into(),
             metrics: metrics.iter().map(series).collect(),
             updates: metrics[0].1.len() as f64,
-            length: None,
             outcome: Outcome::Finished,
             settings: vec![Setting::of("response_length", "20")],
-            facts: Vec::new(),
-            command_line: None,
-            alarms: Vec::new(),
-            prompts: Vec::new(),
-            notes: Vec::new(),
-            damage: Vec::new(),
+            ..Run::default()
         }
     }
 

@@ -15,9 +15,9 @@ use crate::{Error, Result};
 use serde::Serialize;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have.
+/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have; and its start.
 pub(crate) const RUN_LENGTH: &str = "run.json";
 
 /// The file of a run's alarms: one JSON object per line.
@@ -336,7 +336,15 @@ pub(crate) fn claim_output_dir(
 /// # Errors
 /// If the file cannot be written.
 pub(crate) fn write_length(dir: &Path, num_updates: usize) -> Result<()> {
-    write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}}}\n"))
+    // A resumed run began when its first part did.
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let began = read_start(dir).unwrap_or_else(now);
+    write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}, \"began\": {began}}}\n"))
+}
+
+/// Returns the seconds from 1970 in UTC to the start of the run in `dir`, as [`write_length`] wrote them.
+pub(crate) fn read_start(dir: &Path) -> Option<u64> {
+    read_json(&dir.join(RUN_LENGTH)).ok()?["began"].as_u64()
 }
 
 /// Returns the number that [`write_length`] wrote; `None` for runs of earlier builds, and for a damaged file.

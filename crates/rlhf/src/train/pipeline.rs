@@ -13,6 +13,7 @@ use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, check_columns, specs};
 use crate::run::checkpoint::{FinishedRun, UNFINISHED};
+use crate::run::ends::{ends_of, words};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
@@ -571,11 +572,11 @@ fn last_line(dir: &Path) -> Result<Map<String, Value>> {
     Ok(metrics(dir)?.pop().unwrap_or_default())
 }
 
-/// The main metrics of each stage; with `true` also their first values.
-const KEY_METRICS: [&[(&str, bool)]; 3] = [
-    &[("loss", true), ("eval_loss", false)],
-    &[("loss", true), ("accuracy", true), ("eval_accuracy", false)],
-    &[("objective/scores", true), ("objective/kl", true), ("eval/score", false)],
+/// The main metrics of each stage.
+const KEY_METRICS: [&[&str]; 3] = [
+    &["loss", "eval_loss"],
+    &["loss", "accuracy", "eval_accuracy"],
+    &["objective/scores", "objective/kl", "eval/score"],
 ];
 
 /// Writes a table of the results of the stages.
@@ -587,27 +588,28 @@ fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
     let stream = if console == Console::Program { Stream::Err } else { Stream::Out };
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
-    table.set_header(["stage", "updates", "numbers, first and last", "folder"]);
+    table.set_header(["stage", "updates", "numbers, start to end", "folder"]);
+    let mut notes = String::new();
     for stage in Stage::ALL {
         let Some(run) = config.run(stage) else {
             table.add_row([stage.name(), "", "left out", ""]);
             continue;
         };
         let lines = metrics(&run.output_dir)?;
-        let number = |line: Option<&Map<String, Value>>, name: &str| line?.get(name)?.as_f64();
-        let numbers = KEY_METRICS[stage as usize].iter().filter_map(|&(name, began)| {
-            let with = || lines.iter().filter(|line| line.contains_key(name));
-            let (first, last) = (number(with().next(), name)?, number(with().next_back(), name)?);
-            Some(if began { format!("{name} {first:.3} to {last:.3}") } else { format!("{name} {last:.3}") })
+        let numbers = KEY_METRICS[stage as usize].iter().filter_map(|name| {
+            let [first, last] = ends_of(&lines, name)?;
+            Some(if first.is_empty() { format!("{name} {last}") } else { format!("{name} {first} to {last}") })
         });
         let numbers: Vec<String> = numbers.collect();
-        let updates = number(lines.last(), "step").map_or(String::new(), |updates| updates.to_string());
+        let updates = lines.last().and_then(|line| line.get("step")?.as_f64());
+        let updates = updates.map_or(String::new(), |updates| updates.to_string());
+        notes.push_str(&format!("{}: {}\n", stage.name(), words(lines.len())));
         table.add_row([stage.name(), &updates, &numbers.join("\n"), &one_line(&run.output_dir.display().to_string())]);
     }
     match console {
         // Standard output has the metrics.
-        Console::Program => say(console, &table.to_string()),
-        _ => drop(writeln!(std::io::stdout(), "{table}")),
+        Console::Program => say(console, &format!("{table}\n{}", notes.trim_end())),
+        _ => drop(write!(std::io::stdout(), "{table}\n{notes}")),
     }
     Ok(())
 }

@@ -1,8 +1,10 @@
 //! The sink of the console: a progress bar, warnings and notes on standard error, tables on standard output.
 
 use crate::generate::FinishReason;
+use crate::run::ends::{ends_of, metric_of, words};
 use crate::run::event::{Conversation, Event, Sample};
 use crate::run::output_dir::METRICS;
+use crate::run::settings::is_eval_metric;
 use crate::safe_text::{self, beginning, one_line};
 use crate::terminal::{self, Colour, Stream};
 use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
@@ -200,8 +202,8 @@ impl ConsoleOutput {
         self.bar.finish_and_clear();
     }
 
-    /// Writes the end of a run of `updates` updates: the numbers of the first and of the last line of metrics that have them,
-    /// as pairs of a label and a metric; where the model is; the command that tries it, or several joined by pipes.
+    /// Writes the end of a run of `updates` updates: its numbers at the start and at the end, by pairs of a label and a metric; where the
+    /// model is; the command that tries it, or several joined by pipes.
     pub(crate) fn end(&self, updates: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
         if !self.is_loud() {
             return;
@@ -333,33 +335,27 @@ pub fn clear_bar() {
     current_bar().iter().for_each(ProgressBar::finish_and_clear);
 }
 
-fn four_decimals(number: f64) -> String {
-    let text = format!("{number:.4}");
-    // A number that rounds to 0 has no sign.
-    if text == "-0.0000" { "0.0000".into() } else { text }
-}
-
-/// Returns a table of `numbers`, pairs of a label and a metric, with the value in the first of the `lines` of metrics
-/// that has it and in the last.
+/// Returns a table of `numbers`, pairs of a label and a metric, at the start and at the end of the run that has these `lines` of metrics.
 fn changes(lines: &str, numbers: &[(&str, &str)]) -> String {
     let lines: Vec<Map<String, Value>> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let mut rows = Vec::new();
-    for &(name, metric) in numbers {
-        let mut found = lines.iter().filter_map(|line| line.get(metric)?.as_f64());
-        let Some(first) = found.next() else { continue };
-        let [first, last] = [Some(first), found.next_back()].map(|number| number.map(four_decimals));
-        rows.push([name.to_string(), first.unwrap_or_default(), last.unwrap_or_default()]);
-    }
+    let row = |&(label, name): &(&str, &str)| {
+        let [first, last] = ends_of(&lines, name)?;
+        Some([label.to_string(), first, last])
+    };
+    let mut rows: Vec<[String; 3]> = numbers.iter().filter_map(row).collect();
+    let counted = numbers.iter().find(|(_, name)| !is_eval_metric(name));
+    let updates = counted.map_or(0, |(_, name)| lines.iter().filter(|line| metric_of(line, name).is_some()).count());
     if rows.is_empty() {
         return String::new();
     }
-    rows.insert(0, [String::new(), "first".into(), "last".into()]);
-    let columns = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0));
+    rows.insert(0, [String::new(), "start".into(), "end".into()]);
+    let columns = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
     let line = |[name, first, last]: &[String; 3]| {
         let line = format!("  {name:0$}  {first:>1$}  {last:>2$}", columns[0], columns[1], columns[2]);
         format!("{}\n", line.trim_end())
     };
-    rows.iter().map(line).collect()
+    let table: String = rows.iter().map(line).collect();
+    format!("{table}{}\n", terminal::wrap(&format!("  {}", words(updates)), Stream::Err.width(), 2))
 }
 
 /// Most characters of a prompt or a response in the table of samples; the files have all of them.
@@ -469,13 +465,29 @@ mod tests {
     }
 
     #[test]
-    fn the_end_shows_the_first_and_the_last_value_of_each_number() {
+    fn the_end_shows_the_numbers_of_the_report_with_the_errors_of_held_out_scores() {
         let lines = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.0,\"eval_loss\":3.0}\n{\"step\":3,\"loss\":1.23456}\nhal";
         let numbers = [("loss", "loss"), ("held-out loss", "eval_loss"), ("KL", "kl")];
-        assert_eq!(
-            changes(lines, &numbers),
-            "                  first    last\n  loss           2.5000  1.2346\n  held-out loss  3.0000\n"
-        );
+        let words = "  start and end are the first and the last update, those of held-out rows single evaluations\n";
+        let table = "                 start   end\n  loss             2.5  1.23\n  held-out loss            3\n";
+        assert_eq!(changes(lines, &numbers), format!("{table}{words}"));
         assert_eq!(changes("", &numbers), "");
+        // Of groups, by TRL's names; 20 updates are two in each mean.
+        let line = |step: u32| {
+            let (score, error) = (f64::from(step) / 10.0, 0.05);
+            let held_out = if step.is_multiple_of(10) {
+                format!(",\"eval/score\":{score},\"eval/score_stderr\":{error}")
+            } else {
+                String::new()
+            };
+            format!("{{\"step\":{step},\"reward\":{step}{held_out}}}\n")
+        };
+        let lines: String = (1..=20).map(line).collect();
+        let end = changes(&lines, &[("score", "objective/scores"), ("held-out score", "eval/score")]);
+        for part in
+            ["score                1.5      19.5", "held-out score  1 \u{b1} 0.05  2 \u{b1} 0.05", "the last 2 updates"]
+        {
+            assert!(end.contains(part), "no {part} in {end}");
+        }
     }
 }
