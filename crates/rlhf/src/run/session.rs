@@ -26,7 +26,6 @@
 
 use crate::device::slow_bf16;
 use crate::dist::World;
-use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
 use crate::model::Dtype;
@@ -42,7 +41,7 @@ use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
-use crate::run::start::Start;
+use crate::run::start::{Found, Start};
 use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
 use crate::terminal::{self, without_programs};
 use crate::{Error, Result};
@@ -280,12 +279,12 @@ impl Opening {
         Ok(Self { lock: Some(lock), start, differences, repository: run.hub.repository()? })
     }
 
-    /// Returns the commits that names of the hub stood for when the run started.
+    /// Returns what the run found at its start.
     ///
     /// # Errors
     /// If the checkpoint has something else.
-    pub(crate) fn commits(&self) -> Result<Commits> {
-        self.start.commits()
+    pub(crate) fn found(&self) -> Result<Found> {
+        self.start.found()
     }
 }
 
@@ -835,7 +834,7 @@ fn resume<T: Trainee, C: Serialize>(
         best.load_state(state);
     }
     take_snapshot(trainee);
-    warnings.extend(saved.threads_warning());
+    warnings.extend(saved.machine_warnings());
     Ok(warnings)
 }
 

@@ -13,7 +13,7 @@ const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
 /// The folder of further templates.
-const FURTHER: &str = "additional_chat_templates";
+pub(crate) const FURTHER: &str = "additional_chat_templates";
 
 /// Chat templates with their names.
 #[derive(Debug, Clone, Default)]
