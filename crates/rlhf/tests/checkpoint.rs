@@ -1007,7 +1007,8 @@ fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_wh
     };
     let (seed, ran) = (1..20).find_map(|seed| Some((seed, failed(&seed)?))).unwrap();
     let (failed, whole) = (format!("failed-{seed}"), format!("whole-{seed}"));
-    assert!(ran.stderr.contains(&format!("--resume_from_checkpoint {failed}/checkpoint-1 resumes")), "{}", ran.stderr);
+    let line_to_resume = format!(" ppo --config {failed}/config.yaml --resume_from_checkpoint true\n");
+    assert!(ran.stderr.ends_with(&line_to_resume), "{}", ran.stderr);
     std::fs::write(&weights, sound).unwrap();
     scratch.succeeds(&line(&whole, seed));
     let line = format!("{} --resume_from_checkpoint {failed}/checkpoint-1", line(&failed, seed));
@@ -1047,7 +1048,8 @@ fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
         let line = format!("{} {flags}", line(out));
         let ran = run(&line, row);
         assert_eq!(ran.code, 1, "{}", ran.stderr);
-        for words in [words, &format!("--resume_from_checkpoint {out}/checkpoint-{update} resumes")] {
+        assert!(scratch.path(&format!("{out}/checkpoint-{update}")).is_dir());
+        for words in [words, &format!("--config {out}/config.yaml --resume_from_checkpoint true")] {
             assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
         }
         let before = usize::from(out == "eval");
@@ -1305,7 +1307,7 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
     for words in [
         "metric_for_best_model = objective/score: expected a metric of the run, one of",
-        "--resume_from_checkpoint none/checkpoint-1 resumes",
+        "--config none/config.yaml --resume_from_checkpoint true",
     ] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }

@@ -37,6 +37,7 @@ use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
+use crate::run::resolved::resolved_settings;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
@@ -752,7 +753,7 @@ impl<'w> Session<'w> {
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
-        conclude(ended, saved, self.num_updates, (&dir, own_command(self.command, &self.world)))
+        conclude(ended, saved, self.num_updates, (&dir, ResumedBy::of(self.command, &self.world, &dir)))
     }
 
     /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
@@ -864,29 +865,61 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how to
-/// begin it again. Where one process of the program runs `command`, that is a command line.
-fn how_to_resume(dir: &Path, command: Option<&str>, newest: Option<&Path>) -> String {
-    let purpose = if newest.is_some() { "resume" } else { "begin again" };
-    match (command, newest) {
-        (Some(command), _) => {
-            let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
-            let words = [program.as_str(), command, "--config", config.as_str(), "--resume_from_checkpoint", "true"];
-            let line = terminal::shell_command(&[words.map(String::from).to_vec()], None);
-            format!("; to {purpose}: {}", line.trim())
+/// How a user resumes a run that ended early.
+#[derive(Debug, Clone, Copy)]
+enum ResumedBy {
+    /// By a command line: one process of the program runs this command.
+    Line(&'static str),
+    /// By the line that has started the run: one of a launcher, or one with secrets that the run writes to no file.
+    SameLine,
+    /// By a setting, in a program that has its own command line.
+    Setting,
+}
+
+impl ResumedBy {
+    /// How the run of `command` in `dir` is resumed.
+    fn of(command: &'static str, world: &World, dir: &Path) -> Self {
+        match (terminal::command_line().is_some(), world.size()) {
+            (true, 1) if !lacks_secrets(dir) => Self::Line(command),
+            (true, _) => Self::SameLine,
+            (false, _) => Self::Setting,
         }
-        (None, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
-        (None, None) => "; --resume_from_checkpoint true begins it again".into(),
+    }
+
+    /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how
+    /// to begin it again.
+    fn describe(self, dir: &Path, newest: Option<&Path>) -> String {
+        let quoted = |words: &[String]| terminal::shell_command(&[words.to_vec()], None).trim().to_string();
+        match (self, newest) {
+            (Self::Line(command), _) => {
+                let purpose = if newest.is_some() { "resume" } else { "begin again" };
+                let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
+                let words =
+                    [program.as_str(), command, "--config", config.as_str(), "--resume_from_checkpoint", "true"];
+                format!("; to {purpose}: {}", quoted(&words.map(String::from)))
+            }
+            (Self::SameLine, Some(newest)) => {
+                let words = ["--resume_from_checkpoint".to_string(), newest.display().to_string()];
+                format!("; the same command with {} resumes", quoted(&words))
+            }
+            (Self::SameLine, None) => "; the same command with --resume_from_checkpoint true begins again".into(),
+            (Self::Setting, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
+            (Self::Setting, None) => "; --resume_from_checkpoint true begins it again".into(),
+        }
     }
 }
 
-/// Returns the command of a run, if a single process of the program `rlhf` runs it.
-fn own_command(command: &'static str, world: &World) -> Option<&'static str> {
-    (world.size() == 1 && terminal::command_line().is_some()).then_some(command)
+/// Returns whether the settings in the folder of a run lack the query of a reward service, which may be secret.
+fn lacks_secrets(dir: &Path) -> bool {
+    let is_cut = |value: &Value| value.as_str().is_some_and(|text| text.ends_with("?..."));
+    resolved_settings(dir).is_some_and(|settings| {
+        let rewards = settings["reward"].as_array().into_iter().flatten();
+        rewards.chain([&settings["reward_url"]]).any(is_cut)
+    })
 }
 
 /// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
-/// model could be saved in `dir`, if there is one to save; `command` is that of [`how_to_resume`].
+/// model could be saved in `dir`, if there is one to save; the message says how the run is resumed: `by` what.
 ///
 /// # Errors
 /// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
@@ -895,7 +928,7 @@ fn conclude(
     done: Result<usize>,
     saved: Option<Result<()>>,
     total: usize,
-    (dir, command): (&Path, Option<&str>),
+    (dir, by): (&Path, ResumedBy),
 ) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
@@ -904,7 +937,7 @@ fn conclude(
             None => "no update is done, so there is no model".to_string(),
         };
         let newest = checkpoint::newest(dir).filter(|_| saved.is_some());
-        format!("{model}{}", how_to_resume(dir, command, newest.as_deref()))
+        format!("{model}{}", by.describe(dir, newest.as_deref()))
     };
     match done {
         Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
@@ -934,17 +967,30 @@ mod tests {
     #[test]
     fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
         let newest = Path::new("runs/a b/checkpoint-2");
-        let said = how_to_resume(Path::new("runs/a b"), Some("ppo"), Some(newest));
+        let said = ResumedBy::Line("ppo").describe(Path::new("runs/a b"), Some(newest));
         let line = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
         assert!(said.starts_with("; to resume: ") && said.ends_with(line), "{said}");
-        let said = how_to_resume(Path::new("out"), Some("sft"), None);
+        let said = ResumedBy::Line("sft").describe(Path::new("out"), None);
         assert!(said.starts_with("; to begin again: ") && said.contains(" sft --config out/config.yaml "), "{said}");
         // Other programs have their own ways to resume.
-        assert!(
-            how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes")
+        let of = |by: ResumedBy, newest| by.describe(Path::new("out"), newest);
+        assert_eq!(of(ResumedBy::Setting, Some(newest)), "; --resume_from_checkpoint runs/a b/checkpoint-2 resumes");
+        let dir = tempfile::tempdir().unwrap();
+        for (reward, expected) in
+            [("url:http://host/x", false), ("a=url:http://host/x?...", true), ("regex:a?...b", false)]
+        {
+            write_resolved(&json!({"reward_url": null, "reward": ["json", reward]}), dir.path().join(CONFIG)).unwrap();
+            assert_eq!(lacks_secrets(dir.path()), expected, "{reward}");
+        }
+        // Ranks are started by a line of a launcher.
+        assert_eq!(
+            of(ResumedBy::SameLine, Some(newest)),
+            "; the same command with --resume_from_checkpoint 'runs/a b/checkpoint-2' resumes"
         );
+        assert_eq!(of(ResumedBy::SameLine, None), "; the same command with --resume_from_checkpoint true begins again");
     }
     use crate::flag::defaults;
+    use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
     use serde_json::json;
 
