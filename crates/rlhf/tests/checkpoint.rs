@@ -709,7 +709,7 @@ type InputOfRun = (&'static str, [&'static str; 2], &'static str, Option<(&'stat
 /// does; `beside` are files that move with others.
 fn changes_and_moves(scratch: &Scratch, words: &[&str], inputs: &[InputOfRun], beside: &[[&str; 2]]) {
     let run = |words: &[String]| scratch.run_with("", &words.iter().map(String::as_str).collect::<Vec<_>>());
-    let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();
+    let words: Vec<String> = words.iter().map(|word| String::from(*word)).collect();
     let ran = run(&words);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let resumed = [words, ["--resume_from_checkpoint", "true"].map(String::from).to_vec()].concat();

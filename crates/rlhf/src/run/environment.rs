@@ -60,7 +60,7 @@ impl Environment {
         let counts = |name: &&&str| has_gpu || !OF_GPU.iter().any(|begin| name.starts_with(begin));
         let names = ROUNDING.iter().chain(&PRECISION).chain(&PYTHON).filter(counts);
         // An empty variable is none to the programs that read it.
-        let value = |name: &&str| Some((name.to_string(), var(name).filter(|value| !value.is_empty())?));
+        let value = |name: &&str| Some(((*name).to_string(), var(name).filter(|value| !value.is_empty())?));
         Self(names.filter_map(value).collect())
     }
 
@@ -101,7 +101,7 @@ mod tests {
     fn each_variable_that_differs_is_said_with_what_it_changes() {
         let of = |set: &[(&str, &str)]| {
             let set: BTreeMap<_, _> = set.iter().copied().collect();
-            Environment::of(|name| set.get(name).map(|value| value.to_string()), true)
+            Environment::of(|name| set.get(name).map(|value| String::from(*value)), true)
         };
         let then = of(&[("MKL_CBWR", "COMPATIBLE"), ("HOME", "/root"), ("RLHF_REWARD_TOKEN", "secret")]);
         assert_eq!(then.0.keys().collect::<Vec<_>>(), ["MKL_CBWR"], "no other variable is recorded");

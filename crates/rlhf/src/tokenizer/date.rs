@@ -23,7 +23,8 @@ impl FixedDate {
     /// # Errors
     /// If it is no date.
     pub(crate) fn new(date: &str) -> Result<Self> {
-        let read = date.parse().map_err(|e| Error::Run(format!("date of chat templates: {date:?}: {e}")))?;
+        let read =
+            date.parse::<DateTime>().map_err(|e| Error::Run(format!("date of chat templates: {date:?}: {e}")))?;
         Ok(Self(OF_LOADED.replace(Some(read))))
     }
 }
