@@ -23,6 +23,8 @@ pub(super) fn module_contents(files: &[String]) -> Vec<(String, Vec<u8>)> {
 const SCRIPTS: [&str; 8] = ["py", "sh", "bash", "pl", "rb", "js", "lua", "jl"];
 /// Maximum size in bytes of a file whose content is compared.
 const MAX_SOURCE: u64 = 4 << 20;
+/// Number of characters of a script of a shell that are searched for other scripts.
+const MAX_SHELL: usize = 64 << 10;
 /// Maximum number of files.
 const MAX_FILES: usize = 200;
 
@@ -91,13 +93,15 @@ impl Sources {
         self.found.insert(name, bytes);
         let folder = path.parent().unwrap_or(here);
         if path.extension().is_some_and(|end| end == "py") {
+            let package = package_root(path);
             for module in imported(&text) {
-                for path in module_files(&module, folder, &[&package_root(path), here]) {
+                for path in module_files(&module, folder, &[package.as_path(), here]) {
                     self.add(&path, &root, here);
                 }
             }
-        } else {
-            self.add_words(&text, &[here, folder]);
+        } else if is_of_shell(path, &text) {
+            let begin: String = text.chars().take(MAX_SHELL).collect();
+            self.add_words(&begin, &[here, folder]);
         }
     }
 }
@@ -132,6 +136,13 @@ fn is_script(path: &Path) -> bool {
         File::open(path).is_ok_and(|mut file| file.read_exact(&mut begin).is_ok() && begin == *b"#!")
     };
     SCRIPTS.contains(&extension) || begins()
+}
+
+/// Returns whether a script is one of a shell.
+fn is_of_shell(path: &Path, text: &str) -> bool {
+    let begin = text.lines().next().unwrap_or_default();
+    path.extension().is_some_and(|end| end == "sh" || end == "bash")
+        || (begin.starts_with("#!") && begin.trim_end().ends_with("sh"))
 }
 
 /// Returns whether a path is that of an installed package or of Python itself.
