@@ -113,7 +113,7 @@ PARTS = (
         turn=1,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
                "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
-               "checkpoint::an_adapter_on", "offload::"),
+               "checkpoint::an_adapter_on", "checkpoint::each_input_of_", "offload::"),
     ),
     Part(
         "kills",

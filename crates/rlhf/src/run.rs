@@ -7,7 +7,7 @@
 //! | the output folder and its lock | `output_dir` |
 //! | checkpoints, the best model | `checkpoint`, `best` |
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
-//! | whether a resumed run reads the same inputs | `inputs` |
+//! | whether a resumed run reads the same inputs, in an environment with the same results | `inputs`, `environment` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | an update as the run recorded it, for a replay | `rollout_file` |
 //! | the numbers at the start and at the end, as all views show them | `ends` |
@@ -19,6 +19,7 @@ pub(crate) mod best;
 pub(crate) mod card;
 pub(crate) mod checkpoint;
 pub(crate) mod ends;
+mod environment;
 pub(crate) mod event;
 pub(crate) mod inputs;
 pub(crate) mod output_dir;

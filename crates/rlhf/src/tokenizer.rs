@@ -2,6 +2,7 @@
 
 mod bounds;
 mod chat;
+mod date;
 mod file;
 mod messages;
 mod python;
@@ -17,6 +18,7 @@ use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
 pub(crate) use chat::user_message;
+pub(crate) use date::{FixedDate, fixed as fixed_date, now as date_now};
 pub(crate) use messages::{MessageFault, REASONING, check_message, message_text, without_nulls};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
@@ -25,6 +27,7 @@ use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+pub(crate) use templates::FURTHER as FURTHER_TEMPLATES;
 use templates::Templates;
 pub(crate) use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
 use turns::Turns;

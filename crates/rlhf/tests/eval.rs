@@ -1,5 +1,6 @@
 //! `rlhf eval`: responses, judges, both orders, what a cut leaves, what is refused; and the recipe of docs/tldr.md at toy size.
 
+use crate::checkpoint::copy_dir;
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines};
 use crate::rewards::Service;
 use rustix::process::{Pid, Signal, kill_process};
@@ -319,6 +320,76 @@ fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     for (found, expected) in winners(&scratch).iter().zip(&expected) {
         assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
     }
+}
+
+#[test]
+fn a_verdict_twice_takes_back_those_that_it_may_have_shifted_and_the_evaluation_continues() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, PAIRS, &JUDGE);
+    let winners = |scratch: &Scratch| rows(scratch).iter().map(|row| row.get("winner").cloned()).collect::<Vec<_>>();
+    let (expected, line) = (winners(&scratch), format!("{PAIRS} --judge_retries 0"));
+    // The second verdict of the first pair comes while the judge is asked for the second one: each later pair has that of the one before.
+    let count = "n = globals().get('n', 0) + 1; time.sleep(0.05)";
+    write_judge(&scratch, &format!("{count}; {LONGER}; sys.stdout.flush(); n == 1 and (time.sleep(0.05), {LONGER})"));
+    let ran = scratch.run_with(&format!("{line} --overwrite_output_dir"), &JUDGE);
+    let error = ran.stderr.lines().last().unwrap();
+    for words in [
+        "error: the judge: expected one line per request",
+        "the verdicts of this evaluation since its last start are taken back",
+    ] {
+        assert!(ran.code == 1 && error.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    assert!(rows(&scratch).is_empty());
+    // The mended judge continues with the responses that are there.
+    let responses = scratch.read("out/responses.jsonl");
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, &line, &JUDGE);
+    assert_eq!((winners(&scratch), scratch.read("out/responses.jsonl")), (expected.clone(), responses));
+    // Those with the ids of their pairs are kept.
+    let verdict = LONGER.replace("{'winner'", "{'id': pair['id'], 'winner'");
+    write_judge(&scratch, &format!("{verdict}; sys.stdout.flush(); pair['id'] == 2 and (time.sleep(0.1), {verdict})"));
+    scratch.run_with(&format!("{line} --overwrite_output_dir"), &JUDGE);
+    let kept = winners(&scratch);
+    assert!(!kept.is_empty());
+    for (found, expected) in kept.iter().zip(&expected) {
+        assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
+    }
+}
+
+#[test]
+fn a_judge_that_stops_to_repeat_ids_loses_the_verdict() {
+    let scratch = scratch();
+    let verdict = LONGER.replace("{'winner'", "{**({'id': pair['id']} if pair['id'] != 3 else {}), 'winner'");
+    write_judge(&scratch, &verdict);
+    scratch.run_with(PAIRS, &JUDGE);
+    let without: Vec<_> = rows(&scratch).into_iter().filter_map(|row| row.get("no_verdict").cloned()).collect();
+    assert_eq!(without.len(), 1);
+    assert!(
+        without[0].as_str().unwrap().starts_with("expected the \"id\": 3 of the pair in the verdict"),
+        "{without:?}"
+    );
+}
+
+#[test]
+fn an_evaluation_that_has_moved_continues_and_one_with_another_judge_does_not() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    let line = format!("{PAIRS} --max_judgements 2");
+    scratch.run_with(&line, &JUDGE);
+    copy_dir(&scratch.path("policy"), &scratch.path("moved/policy"));
+    scratch.write("moved/judge.py", &scratch.read("judge.py"));
+    let moved = line.replace("--model policy", "--model moved/policy");
+    let ran = scratch
+        .run_with(&moved.replace("judgements 2", "judgements 4"), &["--judge_command", "python3 moved/judge.py"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    write_judge(&scratch, "print('tie')");
+    let ran = scratch.run_with(&line.replace("judgements 2", "judgements 6"), &JUDGE);
+    assert!(
+        ran.code == 1 && ran.stderr.contains("reward judge_command = judge.py: judge.py has changed"),
+        "{}",
+        ran.stderr
+    );
 }
 
 #[test]

@@ -3,9 +3,11 @@
 
 use super::Side;
 use crate::generate::FinishReason;
-use crate::run::inputs::Inputs;
+use crate::run::checkpoint::is_compared_by_content;
+use crate::run::inputs::{Inputs, date_in};
 use crate::run::output_dir::FolderLock;
 use crate::settings::{EvaluateConfig, write_resolved};
+use crate::tokenizer::date_now;
 use crate::weights::{brief, pretty, write_text};
 use crate::{Error, Result, files};
 use serde::de::DeserializeOwned;
@@ -165,17 +167,25 @@ impl Store {
         let dir = config.output_dir.as_path();
         let lock = FolderLock::acquire(dir)?;
         let state = read_state(dir)?;
+        let samples = config.sampling.num_return_sequences;
+        let replaces = state.is_some() && config.overwrite_output_dir;
+        let rows = match &state {
+            Some(_) if !replaces => read_results(&dir.join(RESULTS), samples)?,
+            _ => BTreeMap::new(),
+        };
+        // A judge that has given no verdict yet may be mended.
+        let compared = if has_verdicts(&rows) { inputs.clone() } else { inputs.without(is_of_judge) };
         match &state {
-            Some(_) if config.overwrite_output_dir => {
+            Some(_) if replaces => {
                 for name in [RESPONSES, RESULTS, SUMMARY] {
                     remove(&dir.join(name))?;
                 }
             }
-            Some(state) => check_state(config, inputs, state)?,
+            Some(state) => check_state(config, &compared, state)?,
             None => check_empty(dir)?,
         }
         let (lock, _) = lock.create(dir, true)?;
-        if state.is_none() || config.overwrite_output_dir {
+        if state.is_none() || !has_verdicts(&rows) {
             let state = json!({
                 "rlhf": env!("CARGO_PKG_VERSION"),
                 "settings": config,
@@ -184,12 +194,10 @@ impl Store {
             });
             write_text(&dir.join(STATE), &pretty(&state))?;
         }
-        let samples = config.sampling.num_return_sequences;
         let given: Vec<Responses> =
             read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
         let digests = given.iter().map(|line| (line.index, line.row.clone())).collect();
         let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
-        let rows = read_results(&dir.join(RESULTS), samples)?;
         let open = |name: &str| {
             let path = dir.join(name);
             OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))
@@ -203,6 +211,19 @@ impl Store {
             rows,
             _lock: lock,
         })
+    }
+
+    /// Removes the rows of these prompts, which are judged again when the evaluation continues.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub(super) fn forget(&mut self, indices: &[usize]) -> Result<()> {
+        self.rows.retain(|index, _| !indices.contains(index));
+        let path = self.dir.join(RESULTS);
+        let lines: Vec<String> = self.rows.values().flatten().map(line_of).collect();
+        write_text(&path, &lines.concat())?;
+        self.results = OpenOptions::new().append(true).open(&path).map_err(Error::io("open", &path))?;
+        Ok(())
     }
 
     /// Returns the indices below `count` of the prompts without responses of this model.
@@ -278,7 +299,7 @@ impl Store {
 
     /// Returns whether a row of the folder has a verdict of the judge.
     pub(super) fn has_verdicts(&self) -> bool {
-        self.rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
+        has_verdicts(&self.rows)
     }
 
     /// Returns the rows of the first `count` prompts, in the order of the dataset.
@@ -296,6 +317,25 @@ impl Store {
         let summary = serde_json::to_value(summary).map_err(|e| Error::Run(format!("{SUMMARY}: {e}")))?;
         write_text(&self.dir.join(SUMMARY), &pretty(&summary))
     }
+}
+
+/// Returns whether a row has a verdict of the judge.
+fn has_verdicts(rows: &BTreeMap<usize, Vec<ResultRow>>) -> bool {
+    rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
+}
+
+/// Returns whether an input decides verdicts and no responses.
+fn is_of_judge(name: &str) -> bool {
+    name == "judge_template" || name.starts_with("reward ")
+}
+
+/// Returns the date of chat templates of the evaluation in the folder that the settings name, or that of now if it starts there.
+///
+/// # Errors
+/// If the folder has a file that is no evaluation.
+pub(super) fn date_of(config: &EvaluateConfig) -> Result<String> {
+    let state = if config.overwrite_output_dir { None } else { read_state(&config.output_dir)? };
+    Ok(state.and_then(|state| date_in(&state["inputs"])).unwrap_or_else(date_now))
 }
 
 /// Returns the digest of a row of the dataset.
@@ -322,9 +362,14 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
     let now = serde_json::to_value(config).map_err(|e| Error::Run(format!("the settings: {e}")))?;
     let none = Map::new();
     let (now, then) = (now.as_object().unwrap_or(&none), state["settings"].as_object().unwrap_or(&none));
-    let differs = now
-        .iter()
-        .find(|(name, now)| !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| then != *now));
+    let is_same = |name: &str, then: &Value, now: &Value| {
+        // The rows of a dataset are compared one by one.
+        let is_dataset = name == "dataset_name" && now.as_str().is_some_and(|now| Path::new(now).exists());
+        then == now || is_dataset || is_compared_by_content(name, then, now, &state["inputs"])
+    };
+    let differs = now.iter().find(|(name, now)| {
+        !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| !is_same(name, then, now))
+    });
     if let Some((name, now)) = differs {
         let shown = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
         let (now, then) = (shown(now), shown(&then[name]));

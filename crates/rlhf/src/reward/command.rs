@@ -3,6 +3,7 @@
 use super::lines::Lines;
 use super::printed::{Logged, Printed};
 use super::retry::{Failure, Retries, check, excerpt};
+use super::sources::{module_contents, program_files};
 use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use crate::dist::launch::VARIABLES;
 use crate::process::{loaded, loader, python, python_hint};
@@ -22,10 +23,6 @@ use std::time::{Duration, Instant};
 
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
-/// Ends of the names of scripts.
-const SCRIPTS: [&str; 8] = ["py", "sh", "bash", "pl", "rb", "js", "lua", "jl"];
-/// Maximum size in bytes of a file of a program whose content a resumed run compares.
-const MAX_SOURCE: u64 = 4 << 20;
 /// Maximum length of an output line in bytes, far above any real one.
 pub(super) const MAX_LINE: usize = 4 << 20;
 /// Number of bytes of a line of standard error that are kept.
@@ -147,25 +144,14 @@ impl Reward for CommandReward {
         self.program.printed.show_by(Arc::new(move |line: &str| print(&format!("{name}: {line}"))));
     }
 
-    /// The scripts that a program's command line names, or the modules of a function: those in the working directory, and its own.
+    /// The scripts that a program's command line names, or the modules of a function, with the modules beside them that they import.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
-        let files = match &self.program.source {
-            Source::Shell(line) => {
-                line.split_whitespace().map(|word| word.trim_matches(['"', '\'']).to_string()).collect()
-            }
+        match &self.program.source {
+            Source::Shell(line) => program_files(line),
             Source::Python(_) => {
-                self.program.running.as_ref().map(|running| running.modules.clone()).unwrap_or_default()
+                module_contents(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
             }
-        };
-        let is_small =
-            |file: &String| std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.len() <= MAX_SOURCE);
-        let content = |file: String| Some((file.clone(), std::fs::read(file).ok()?));
-        // Other files that a command line names may be the program's own, such as a log.
-        let is_source = |(file, bytes): &(String, Vec<u8>)| {
-            let extension = file.rsplit('.').next().unwrap_or_default();
-            SCRIPTS.contains(&extension) || bytes.starts_with(b"#!")
-        };
-        files.into_iter().filter(is_small).filter_map(content).filter(is_source).collect()
+        }
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -261,6 +247,11 @@ impl RestartedProgram {
         finished.map_err(|failure| self.failed(failure))?;
         self.running = None;
         Ok(())
+    }
+
+    /// Whether a line too many has come late, after which every call fails.
+    pub(crate) fn is_misplaced(&self) -> bool {
+        self.misplaced.is_some()
     }
 
     /// Ends the program.

@@ -7,6 +7,7 @@
 
 use crate::data::Dataset;
 use crate::model::AdapterFolder;
+use crate::tokenizer::{FURTHER_TEMPLATES as TEMPLATES, fixed_date};
 use crate::weights::{INDEX, is_weights, read_header};
 use crate::{Error, Result};
 use ring::digest::{Context, SHA256};
@@ -26,7 +27,10 @@ const BLOCKS: u64 = 256;
 /// Hexadecimal digits of a digest.
 const DIGITS: usize = 32;
 
-/// The inputs of a run by the name of their setting: path and digests of each.
+/// Name of the date of chat templates among the inputs.
+const DATE: &str = "date of chat templates";
+
+/// The inputs of a run by the name of their setting: path and digests of each. And the date of chat templates, which is kept, not compared.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Inputs(Map<String, Value>);
 
@@ -45,8 +49,15 @@ impl Inputs {
         self.0.insert(name.into(), input);
     }
 
-    /// Adds the token ids of the rows of the input `of`. They depend on what is in no file, such as a date in the chat template.
+    /// Adds the date of the tokenizers that are loaded now, if they have one.
+    pub(crate) fn date(&mut self) {
+        self.0.extend(fixed_date().map(|date| (DATE.into(), json!({"date": date}))));
+    }
+
+    /// Adds the token ids of the rows of the input `of`, and the date in them. They depend on what is in no file: how the tokenizer and the chat
+    /// template are read.
     pub(crate) fn tokens<T: Serialize>(&mut self, of: &str, path: &str, rows: &[T]) {
+        self.date();
         let input = json!({"path": path, "rows": rows.len(), "digest": digest_of(rows), "of": of});
         self.0.insert(format!("{of} as token ids"), input);
     }
@@ -74,8 +85,11 @@ impl Inputs {
     pub(crate) fn model(&mut self, name: &str, dir: &Path) -> Result<()> {
         let mut files = Map::new();
         add_files(dir, "", &mut files)?;
+        add_templates(dir, "", &mut files)?;
         if let Some(adapter) = AdapterFolder::find(dir)? {
-            add_files(&adapter.base_dir()?, "base/", &mut files)?;
+            let base = adapter.base_dir()?;
+            add_files(&base, "base/", &mut files)?;
+            add_templates(&base, "base/", &mut files)?;
         }
         self.0.insert(name.into(), json!({"path": dir.to_string_lossy(), "files": files}));
         Ok(())
@@ -93,6 +107,13 @@ impl Inputs {
         let files = Map::from_iter([(file_name, digest(path)?.into())]);
         self.0.insert(name.into(), json!({"path": path.to_string_lossy(), "files": files}));
         Ok(())
+    }
+
+    /// Returns the inputs whose name is not `left_out`.
+    pub(crate) fn without(&self, left_out: impl Fn(&str) -> bool) -> Self {
+        let mut kept = self.clone();
+        kept.0.retain(|name, _| !left_out(name));
+        kept
     }
 
     /// Adds all of `others`.
@@ -132,13 +153,21 @@ impl Inputs {
             let hint = match now["of"].as_str() {
                 // Other rows are other tokens.
                 Some(of) if self.has_changed(start, of) == Some(true) => return None,
-                Some(_) => ": the tokenizer or the chat template gives others now, as one does that has a date",
+                Some(_) if date_in(start).is_none() => {
+                    ": the tokenizer or the chat template gives others now, as one does that has a date"
+                }
+                Some(_) => ": the tokenizer or the chat template gives others now",
                 None => "",
             };
             Some(format!("{name} = {}: {change}{hint}", now["path"].as_str().unwrap_or_default()))
         })
         .collect()
     }
+}
+
+/// Returns the date of chat templates in the [`Inputs::state`] of a run, if it has one.
+pub(crate) fn date_in(state: &Value) -> Option<String> {
+    state.get(DATE)?["date"].as_str().map(String::from)
 }
 
 /// Returns the name of the input with what decides the scores of a reward.
@@ -195,6 +224,21 @@ fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result
     }
     for path in crate::tokenizer::further_templates(dir) {
         found.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
+    }
+    Ok(())
+}
+
+/// Adds the digests of the chat templates in their folder of the model folder `dir`.
+fn add_templates(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(dir.join(TEMPLATES)) else { return Ok(()) };
+    let mut names: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    for name in names.iter().filter(|name| name.ends_with(".jinja")) {
+        let path = dir.join(TEMPLATES).join(name);
+        if path.is_file() {
+            found.insert(format!("{prefix}{TEMPLATES}/{name}"), digest(&path)?.into());
+        }
     }
     Ok(())
 }
@@ -300,6 +344,12 @@ mod tests {
             assert_eq!(changed, [words]);
         }
         write_model(dir.path(), None);
+        // Chat templates by name are in a folder of their own.
+        std::fs::create_dir(dir.path().join(TEMPLATES)).unwrap();
+        std::fs::write(dir.path().join(TEMPLATES).join("tool_use.jinja"), "x").unwrap();
+        let changed = read().changed(&start).concat();
+        assert!(changed.ends_with(": additional_chat_templates/tool_use.jinja is new"), "{changed}");
+        std::fs::remove_dir_all(dir.path().join(TEMPLATES)).unwrap();
         std::fs::rename(dir.path().join("config.json"), dir.path().join("merges.txt")).unwrap();
         let changed = read().changed(&start).concat();
         assert!(changed.ends_with(": config.json is missing, merges.txt is new"), "{changed}");

@@ -27,7 +27,6 @@
 use crate::device::slow_bf16;
 use crate::dist::World;
 use crate::dist::launch::LAUNCHED_BY;
-use crate::hub::Commits;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
 use crate::model::Dtype;
@@ -39,11 +38,12 @@ use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
+use crate::run::resolved::resolved_settings;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
-use crate::run::start::Start;
+use crate::run::start::{Found, Start};
 use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
 use crate::terminal::{self, without_programs};
 use crate::{Error, Result};
@@ -281,12 +281,12 @@ impl Opening {
         Ok(Self { lock: Some(lock), start, differences, repository: run.hub.repository()? })
     }
 
-    /// Returns the commits that names of the hub stood for when the run started.
+    /// Returns what the run found at its start.
     ///
     /// # Errors
     /// If the checkpoint has something else.
-    pub(crate) fn commits(&self) -> Result<Commits> {
-        self.start.commits()
+    pub(crate) fn found(&self) -> Result<Found> {
+        self.start.found()
     }
 }
 
@@ -754,7 +754,7 @@ impl<'w> Session<'w> {
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
-        conclude(ended, saved, self.num_updates, (&dir, own_command(self.command, &self.world).as_deref()))
+        conclude(ended, saved, self.num_updates, (&dir, &ResumedBy::of(self.command, &self.world, &dir)))
     }
 
     /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
@@ -836,7 +836,7 @@ fn resume<T: Trainee, C: Serialize>(
         best.load_state(state);
     }
     take_snapshot(trainee);
-    warnings.extend(saved.threads_warning());
+    warnings.extend(saved.machine_warnings());
     Ok(warnings)
 }
 
@@ -866,36 +866,64 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how to
-/// begin it again. Where `command` is known, the words of the command line before the settings, that is a command line.
-fn how_to_resume(dir: &Path, command: Option<&[String]>, newest: Option<&Path>) -> String {
-    let purpose = if newest.is_some() { "resume" } else { "begin again" };
-    match (command, newest) {
-        (Some(command), _) => {
-            let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
-            let settings = ["--config", &config, "--resume_from_checkpoint", "true"].map(String::from);
-            let words = [&[program], command, &settings].concat();
-            let line = terminal::shell_command(&[words], None);
-            format!("; to {purpose}: {}", line.trim())
+/// How a user resumes a run that ended early.
+#[derive(Debug)]
+enum ResumedBy {
+    /// By a command line, which has these words before the settings.
+    Line(Vec<String>),
+    /// By the line that has started the run: one of another launcher, or one with secrets that the run writes to no file.
+    SameLine,
+    /// By a setting, in a program that has its own command line.
+    Setting,
+}
+
+impl ResumedBy {
+    /// How the run of `command` in `dir` is resumed.
+    fn of(command: &str, world: &World, dir: &Path) -> Self {
+        if terminal::command_line().is_none() {
+            return Self::Setting;
         }
-        (None, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
-        (None, None) => "; --resume_from_checkpoint true begins it again".into(),
+        let launched_by = std::env::var(LAUNCHED_BY).ok();
+        if lacks_secrets(dir) || (world.size() > 1 && launched_by.is_none()) {
+            return Self::SameLine;
+        }
+        let before = launched_by.iter().flat_map(|words| words.lines());
+        Self::Line(before.chain([command]).map(String::from).collect())
+    }
+
+    /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how
+    /// to begin it again.
+    fn describe(&self, dir: &Path, newest: Option<&Path>) -> String {
+        let quoted = |words: &[String]| terminal::shell_command(&[words.to_vec()], None).trim().to_string();
+        match (self, newest) {
+            (Self::Line(command), _) => {
+                let purpose = if newest.is_some() { "resume" } else { "begin again" };
+                let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
+                let settings = ["--config", &config, "--resume_from_checkpoint", "true"].map(String::from);
+                format!("; to {purpose}: {}", quoted(&[&[program], command.as_slice(), &settings].concat()))
+            }
+            (Self::SameLine, Some(newest)) => {
+                let words = ["--resume_from_checkpoint".to_string(), newest.display().to_string()];
+                format!("; the same command with {} resumes", quoted(&words))
+            }
+            (Self::SameLine, None) => "; the same command with --resume_from_checkpoint true begins again".into(),
+            (Self::Setting, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
+            (Self::Setting, None) => "; --resume_from_checkpoint true begins it again".into(),
+        }
     }
 }
 
-/// Returns the words of the command line of a run before its settings, if it is one process of the program `rlhf`, or `rlhf launch` has
-/// started its ranks.
-fn own_command(command: &str, world: &World) -> Option<Vec<String>> {
-    let launched_by = std::env::var(LAUNCHED_BY).ok();
-    if terminal::command_line().is_none() || (world.size() > 1 && launched_by.is_none()) {
-        return None;
-    }
-    let before = launched_by.iter().flat_map(|words| words.lines());
-    Some(before.chain([command]).map(String::from).collect())
+/// Returns whether the settings in the folder of a run lack the query of a reward service, which may be secret.
+fn lacks_secrets(dir: &Path) -> bool {
+    let is_cut = |value: &Value| value.as_str().is_some_and(|text| text.ends_with("?..."));
+    resolved_settings(dir).is_some_and(|settings| {
+        let rewards = settings["reward"].as_array().into_iter().flatten();
+        rewards.chain([&settings["reward_url"]]).any(is_cut)
+    })
 }
 
 /// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
-/// model could be saved in `dir`, if there is one to save; `command` is that of [`how_to_resume`].
+/// model could be saved in `dir`, if there is one to save; the message says how the run is resumed: `by` what.
 ///
 /// # Errors
 /// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
@@ -904,7 +932,7 @@ fn conclude(
     done: Result<usize>,
     saved: Option<Result<()>>,
     total: usize,
-    (dir, command): (&Path, Option<&[String]>),
+    (dir, by): (&Path, &ResumedBy),
 ) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
@@ -913,7 +941,7 @@ fn conclude(
             None => "no update is done, so there is no model".to_string(),
         };
         let newest = checkpoint::newest(dir).filter(|_| saved.is_some());
-        format!("{model}{}", how_to_resume(dir, command, newest.as_deref()))
+        format!("{model}{}", by.describe(dir, newest.as_deref()))
     };
     match done {
         Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
@@ -942,20 +970,36 @@ mod tests {
 
     #[test]
     fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
-        let words = |line: &str| Vec::from_iter(line.split(' ').map(String::from));
+        let line = |words: &str| ResumedBy::Line(words.split(' ').map(String::from).collect());
         let newest = Path::new("runs/a b/checkpoint-2");
-        let said = how_to_resume(Path::new("runs/a b"), Some(&words("ppo")), Some(newest));
-        let line = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
-        assert!(said.starts_with("; to resume: ") && said.ends_with(line), "{said}");
-        let said = how_to_resume(Path::new("out"), Some(&words("launch --nproc_per_node 2 sft")), None);
-        let line = " launch --nproc_per_node 2 sft --config out/config.yaml --resume_from_checkpoint true";
-        assert!(said.starts_with("; to begin again: ") && said.ends_with(line), "{said}");
+        let said = line("ppo").describe(Path::new("runs/a b"), Some(newest));
+        let end = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
+        assert!(said.starts_with("; to resume: ") && said.ends_with(end), "{said}");
+        let said = line("launch --nproc_per_node 2 sft").describe(Path::new("out"), None);
+        let end = " launch --nproc_per_node 2 sft --config out/config.yaml --resume_from_checkpoint true";
+        assert!(said.starts_with("; to begin again: ") && said.ends_with(end), "{said}");
         // Other programs have their own ways to resume.
-        assert!(
-            how_to_resume(Path::new("out"), None, Some(newest)).ends_with("checkpoint runs/a b/checkpoint-2 resumes")
+        let of = |by: &ResumedBy, newest| by.describe(Path::new("out"), newest);
+        assert_eq!(of(&ResumedBy::Setting, Some(newest)), "; --resume_from_checkpoint runs/a b/checkpoint-2 resumes");
+        let dir = tempfile::tempdir().unwrap();
+        for (reward, expected) in
+            [("url:http://host/x", false), ("a=url:http://host/x?...", true), ("regex:a?...b", false)]
+        {
+            write_resolved(&json!({"reward_url": null, "reward": ["json", reward]}), dir.path().join(CONFIG)).unwrap();
+            assert_eq!(lacks_secrets(dir.path()), expected, "{reward}");
+        }
+        // Ranks of torchrun are started by its line.
+        assert_eq!(
+            of(&ResumedBy::SameLine, Some(newest)),
+            "; the same command with --resume_from_checkpoint 'runs/a b/checkpoint-2' resumes"
+        );
+        assert_eq!(
+            of(&ResumedBy::SameLine, None),
+            "; the same command with --resume_from_checkpoint true begins again"
         );
     }
     use crate::flag::defaults;
+    use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
     use serde_json::json;
 

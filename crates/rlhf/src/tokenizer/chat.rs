@@ -1,10 +1,11 @@
 //! Chat templates: render a list of messages as a text, as transformers' `apply_chat_template` does.
 
 use super::bounds::{self, Program, SYNTAX, pay};
+use super::date;
 use super::messages::{MessageFault, check_message, normalized};
 use super::python::python_float;
 use crate::{Error, Result};
-use jiff::Zoned;
+use jiff::civil::DateTime;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value as Item};
 use serde_json::{Map, Value, json};
@@ -25,13 +26,16 @@ pub(super) struct ChatTemplate {
     file: PathBuf,
     source: String,
     compiled: Result<Arc<Program>, String>,
+    /// The date that it reads; none for the system's.
+    date: Option<DateTime>,
 }
 
 impl ChatTemplate {
     /// Compiles `source`, which comes from `file`.
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
         let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
-        Self { file, source: source.to_string(), compiled: compiled.map(Arc::new).map_err(|e| explain(&e)) }
+        let compiled = compiled.map(Arc::new).map_err(|e| explain(&e));
+        Self { file, source: source.to_string(), compiled, date: date::of_loaded() }
     }
 
     /// Whether the two templates have the same source.
@@ -135,9 +139,13 @@ impl ChatTemplate {
         context.extend(variables);
         let input = context.values().map(text_bytes).sum();
         let context = Item::from(Serde(&context));
+        let begin = || {
+            MARK.set(Some(mark.to_string()));
+            date::set_of_rendered(self.date);
+        };
         // The row may be at fault as well as the template, so the caller adds the row's place.
         program
-            .render(&ENVIRONMENT, context, input, || MARK.set(Some(mark.to_string())))
+            .render(&ENVIRONMENT, context, input, begin)
             .map_err(|e| Error::Run(format!("{}: {}", self.file.display(), explain(&e))))
     }
 }
@@ -172,7 +180,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
         Err::<Item, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     let now = Item::from_function(|format: &str| {
-        let now = jiff::fmt::strtime::format(format, &Zoned::now());
+        let now = date::strftime_now(format);
         now.map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
     });
     bounds::add_function(&mut environment, "strftime_now", now);
@@ -397,6 +405,18 @@ mod tests {
                 (date(), render(&format!("{{{{ strftime_now('{format}') }}}}"), &hi).unwrap(), date());
             assert!(found == before || found == after, "{format}: {found}, date has {before}");
         }
+    }
+
+    #[test]
+    fn the_date_of_a_template_that_is_loaded_for_a_run_is_that_of_its_start_on_any_day() {
+        let today = "{{ strftime_now('%d %B %Y') }}";
+        let begun = date::FixedDate::new("2024-02-29T23:59:58").unwrap();
+        let template = ChatTemplate::new("t".into(), today);
+        drop(begun);
+        let hi = [user_message("hi")];
+        assert_eq!(template.render(&hi, true, []).unwrap(), "29 February 2024");
+        // Another one on the same thread reads the system's.
+        assert_ne!(ChatTemplate::new("t".into(), today).render(&hi, true, []).unwrap(), "29 February 2024");
     }
 
     #[test]

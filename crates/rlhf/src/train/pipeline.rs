@@ -346,14 +346,16 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     let own = "model_name_or_path";
     let (data, own_eval, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
         (Stage::Sft, Some(sft), ..) => {
-            (&sft.data, sft.eval_dataset_name.as_deref(), vec![(own, sft.model_name_or_path.as_deref())])
+            let models =
+                vec![(own, sft.model_name_or_path.as_deref()), ("tokenizer_name", sft.tokenizer_name.as_deref())];
+            (&sft.data, sft.eval_dataset_name.as_deref(), models)
         }
         (Stage::Reward, _, Some(reward), _) => {
             let models = vec![(own, Some(reward.model_name_or_path.as_path()))];
             (&reward.data, reward.eval_dataset_name.as_deref(), models)
         }
         (Stage::Ppo, .., Some(ppo)) => {
-            let others = [("reward_model_path", &ppo.reward_model_path), ("value_model_path", &ppo.value_model_path)];
+            let others = [(own, &ppo.model_name_or_path), ("value_model_path", &ppo.value_model_path)];
             let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
             (&ppo.data, None, models.collect())
@@ -368,10 +370,44 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     }
     let left = Stage::ALL.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
-    for (name, dir) in models.filter(|(_, dir)| dir.is_dir() && !left.iter().any(|left| left == dir)) {
+    let is_read = |dir: &Path| dir.is_dir() && !left.iter().any(|left| left == dir);
+    for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
         inputs.model(name, dir)?;
     }
+    add_files(config, stage, &is_read, &mut inputs)?;
     Ok(inputs)
+}
+
+/// Adds digests of the files that a stage reads, and of its rewards; of reward models those for which `is_read` is true.
+fn add_files(
+    config: &PipelineConfig,
+    stage: Stage,
+    is_read: &impl Fn(&Path) -> bool,
+    inputs: &mut Inputs,
+) -> Result<()> {
+    match (stage, &config.sft, &config.ppo) {
+        (Stage::Sft, Some(sft), _) => {
+            let template = sft.chat_template_path.as_deref();
+            let shape = sft
+                .config_name
+                .as_deref()
+                .map(|name| if name.is_dir() { name.join("config.json") } else { name.into() });
+            shape.map_or(Ok(()), |shape| inputs.file("config_name", &shape))?;
+            template.map_or(Ok(()), |template| inputs.file("chat_template_path", template))
+        }
+        (Stage::Ppo, _, Some(ppo)) => {
+            let texts = ppo.unsupervised.unsupervised_dataset_name.as_deref();
+            texts.map_or(Ok(()), |texts| inputs.file("unsupervised_dataset_name", texts))?;
+            for spec in specs(ppo)? {
+                if let Some((name, dir)) = spec.named_model().filter(|(_, dir)| is_read(dir)) {
+                    inputs.model(&format!("reward {name}"), dir)?;
+                }
+                inputs.reward(spec.name(), &spec.contents());
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns whether the run in `dir` has the same settings, and so the same result.

@@ -324,7 +324,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     check_eval_prompts(config)?;
     // Before anything slow begins.
     let opening = open(config)?;
-    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
+    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.found()?)?;
     (trainer.console, trainer.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }

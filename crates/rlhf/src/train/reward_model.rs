@@ -47,7 +47,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     paths.extend(config.eval_dataset_name.as_deref());
     let world = World::of_process();
     let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let hub = AskedHub::with(opening.commits()?);
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
     hub.download(&world, &paths, || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)

@@ -35,7 +35,9 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
     let (world, paths) = (World::of_process(), paths_read(config));
     let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let hub = AskedHub::with(opening.commits()?);
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
     hub.download(&world, &paths, || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)

@@ -254,7 +254,7 @@ fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
 
 /// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run, so that another path that is there, with
 /// the same contents, is the same.
-fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
+pub(crate) fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
     let has_digest =
         |name: &str| inputs.get(name).is_some_and(|input| !input["digest"].is_null() || input["files"].is_object());
     let are_paths =
@@ -263,10 +263,14 @@ fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value)
         // The rewards, with the model or the word list that each reads.
         ("reward", Value::Array(then), Value::Array(now)) => {
             let is_same = |(then, now): (&Value, &Value)| {
-                then == now || reads_the_same_kind(then, now).is_some_and(|name| has_digest(&reward_input(&name)))
+                then == now
+                    || reads_the_same_kind(then, now).is_some_and(|name| has_digest(&reward_input(&name)))
+                    || is_moved_reward(then, now, inputs)
             };
             then.len() == now.len() && then.iter().zip(now).all(is_same)
         }
+        ("reward_command", Value::String(then), Value::String(now)) => is_moved_command(then, now, "command", inputs),
+        ("judge_command", Value::String(then), Value::String(now)) => is_moved_command(then, now, name, inputs),
         ("reward_model_path", then, now) => are_paths(then, now) && has_digest(&reward_input("model")),
         ("eval_dataset_name", then, now) => are_paths(then, now) && has_digest("rows held out"),
         (name, Value::Array(then), Value::Array(now)) => {
@@ -288,6 +292,35 @@ fn reads_the_same_kind(then: &Value, now: &Value) -> Option<String> {
     let (then, now) = (parts(then)?, parts(now)?);
     let is_same = then.0 == now.0 && then.1 == now.1 && Path::new(&now.2).exists();
     is_same.then(|| now.0.split('=').next().unwrap_or_default().to_string())
+}
+
+/// Returns whether two rewards are the command lines of one program at two places.
+fn is_moved_reward(then: &Value, now: &Value, inputs: &Value) -> bool {
+    let parts = |value: &Value| {
+        let (kind, line) = value.as_str()?.split_once(':')?;
+        (kind.rsplit('=').next() == Some("command")).then(|| (kind.to_string(), line.to_string()))
+    };
+    let (Some((then_kind, then)), Some((now_kind, now))) = (parts(then), parts(now)) else { return false };
+    let name = now_kind.split('=').next().unwrap_or_default();
+    then_kind == now_kind && is_moved_command(&then, &now, name, inputs)
+}
+
+/// Returns whether two command lines differ by the folders of scripts alone that are among the `inputs` of the reward `name`.
+fn is_moved_command(then: &str, now: &str, name: &str, inputs: &Value) -> bool {
+    let files = &inputs[reward_input(name)]["files"];
+    let words = |line: &str| -> Vec<String> {
+        line.split_whitespace().map(|word| word.trim_matches(['"', '\'']).to_string()).collect()
+    };
+    let script = |word: &str| Path::new(word).file_name().map(|name| name.to_string_lossy().into_owned());
+    let is_same = |(then, now): (&String, &String)| {
+        let is_moved = || {
+            let name = script(now).filter(|_| Path::new(now).is_file());
+            name.is_some_and(|name| script(then).as_ref() == Some(&name) && files[&name].is_string())
+        };
+        then == now || is_moved()
+    };
+    let (then, now) = (words(then), words(now));
+    then.len() == now.len() && then.iter().zip(&now).all(is_same)
 }
 
 /// Returns a setting as error messages show it.
@@ -333,6 +366,25 @@ mod tests {
         ] {
             assert!(!rewards(then, now), "{then} {now}");
         }
+    }
+
+    #[test]
+    fn a_program_that_has_moved_is_left_to_the_digests_of_its_scripts_and_no_other_word_is() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("judge.py"), "").unwrap();
+        let moved = format!("python3 '{}' --level 2", dir.path().join("judge.py").display());
+        let files = json!({"files": {"judge.py": "1"}});
+        let inputs = json!({"reward command": files, "reward mine": files});
+        let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
+        assert!(of("reward_command", json!("python3 old/judge.py --level 2"), json!(moved)));
+        for then in ["python3 old/judge.py --level 3", "python3 old/other.py --level 2", "python3 judge.py"] {
+            assert!(!of("reward_command", json!(then), json!(moved)), "{then}");
+        }
+        let rewards = |then: &str, kind: &str| of("reward", json!([then]), json!([format!("{kind}:{moved}")]));
+        assert!(rewards("mine=command:python3 judge.py --level 2", "mine=command"));
+        assert!(!rewards("mine=command:python3 judge.py --level 2", "other=command"));
+        assert!(!rewards("other=command:python3 judge.py --level 2", "other=command"), "no digest");
+        assert!(!rewards("python:judge.f", "mine=command"));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::rl::unsupervised::Unsupervised;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
-use crate::run::start::Start;
+use crate::run::start::{Found, Start};
 use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -45,12 +45,12 @@ impl PpoTrainer {
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
         // A resumed run reads the commits of its start.
-        Self::load(config, more, Start::find(&config.run)?.commits()?)
+        Self::load(config, more, Start::find(&config.run)?.found()?)
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings; `commits` are those that names on the hub stand for.
-    pub(super) fn load(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
-        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, commits)?;
+    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start.
+    pub(super) fn load(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
+        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
         let mut trainer = Self::of_parts(config, parts)?;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, notes, commits);
         trainer.inputs.replace("PpoParts::prompts", inputs);
@@ -264,8 +264,10 @@ impl Loaded {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
-        let (world, asked) = (World::of_process(), AskedHub::with(commits));
+    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
+        let world = World::of_process();
+        let _date = found.fix_date(&world)?;
+        let asked = AskedHub::with(found.commits);
         check_sync(config, &world)?;
         let rewards = specs(config)?;
         check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
@@ -791,7 +793,7 @@ mod tests {
         (config.reward_model_path, config.rewards.reward) = (None, vec!["length:target=3".into()]);
         (config.legacy.num_shared_layers, config.legacy.value_head) = (Some(1), true);
         (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
-        let mut parts = Loaded::from_config(&config, Rewards::new(), Commits::new()).unwrap().parts;
+        let mut parts = Loaded::from_config(&config, Rewards::new(), Found::default()).unwrap().parts;
         let own = |parts: &PpoParts| -> Vec<_> {
             let reference = parts.reference.as_ref().unwrap();
             let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));
