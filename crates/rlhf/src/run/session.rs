@@ -865,7 +865,7 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// How a user resumes a run that ended early.
+/// The way by which a user resumes a run that ended early.
 #[derive(Debug, Clone, Copy)]
 enum ResumedBy {
     /// By a command line: one process of the program runs this command.
@@ -877,7 +877,7 @@ enum ResumedBy {
 }
 
 impl ResumedBy {
-    /// How the run of `command` in `dir` is resumed.
+    /// Returns the way for the run of `command` in `dir`.
     fn of(command: &'static str, world: &World, dir: &Path) -> Self {
         match (terminal::command_line().is_some(), world.size()) {
             (true, 1) if !lacks_secrets(dir) => Self::Line(command),
