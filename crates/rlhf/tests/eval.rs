@@ -346,7 +346,7 @@ fn a_verdict_twice_takes_back_those_that_it_may_have_shifted_and_the_evaluation_
     write_judge(&scratch, LONGER);
     evaluates(&scratch, &line, &JUDGE);
     assert_eq!((winners(&scratch), scratch.read("out/responses.jsonl")), (expected.clone(), responses));
-    // Those with the ids of their pairs are kept.
+    // Verdicts with the ids of their pairs are kept.
     let verdict = LONGER.replace("{'winner'", "{'id': pair['id'], 'winner'");
     write_judge(&scratch, &format!("{verdict}; sys.stdout.flush(); pair['id'] == 2 and (time.sleep(0.1), {verdict})"));
     scratch.run_with(&format!("{line} --overwrite_output_dir"), &JUDGE);

@@ -20,7 +20,7 @@ pub(crate) fn rounded(rows: i64) -> i64 {
 const LONG_ROW: i64 = 4096;
 
 /// Most scores of a block of queries.
-const BLOCK_SCORES: i64 = 1 << 25;
+const BLOCK_SCORES: i64 = 1 << 23;
 
 #[cfg(test)]
 thread_local! {
@@ -601,7 +601,7 @@ mod tests {
             let model = SequenceClassifier::from_pretrained(&dir(name), None, ModelOptions::default()).unwrap();
             check(name, 1e-5, &|| model.scores(&rows).unwrap());
         }
-        assert_eq!([4096, 4097].map(|width| queries_of_block(width, 8 * width)), [None, Some(1023)]);
+        assert_eq!([4096, 4097].map(|width| queries_of_block(width, 8 * width)), [None, Some(255)]);
         assert_eq!(queries_of_block(1 << 20, 1 << 26), Some(16));
     }
 

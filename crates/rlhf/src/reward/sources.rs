@@ -37,14 +37,14 @@ struct Sources {
 }
 
 impl Sources {
-    /// Those of a command line for `sh -c`, in the folder `here`.
+    /// Returns the files of a command line for `sh -c`, in the folder `here`.
     fn of_command(line: &str, here: &Path) -> Vec<(String, Vec<u8>)> {
         let mut sources = Self::default();
         sources.add_words(line, &[here]);
         sources.found.into_iter().collect()
     }
 
-    /// Those of a function of Python, whose imported modules are in `files`, in the folder `here`.
+    /// Returns the files of a function of Python, whose imported modules are in `files`, in the folder `here`.
     fn of_modules(files: &[String], here: &Path) -> Vec<(String, Vec<u8>)> {
         let mut sources = Self::default();
         for file in files {

@@ -49,13 +49,13 @@ const SHOWN: usize = 80;
 pub(in crate::run) struct Environment(BTreeMap<String, String>);
 
 impl Environment {
-    /// Those of this process.
+    /// Returns the variables of this process.
     pub(in crate::run) fn of_process() -> Self {
         let var = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
         Self::of(var, tch::Cuda::is_available())
     }
 
-    /// Those of the variables that `var` returns, on a machine that has a GPU or not.
+    /// Returns the variables of which `var` returns the values, on a machine that has a GPU or not.
     fn of(var: impl Fn(&str) -> Option<String>, has_gpu: bool) -> Self {
         let counts = |name: &&&str| has_gpu || !OF_GPU.iter().any(|begin| name.starts_with(begin));
         let names = ROUNDING.iter().chain(&PRECISION).chain(&PYTHON).filter(counts);

@@ -866,7 +866,7 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// How a user resumes a run that ended early.
+/// The way by which a user resumes a run that ended early.
 #[derive(Debug)]
 enum ResumedBy {
     /// By a command line, which has these words before the settings.
@@ -878,7 +878,7 @@ enum ResumedBy {
 }
 
 impl ResumedBy {
-    /// How the run of `command` in `dir` is resumed.
+    /// Returns the way for the run of `command` in `dir`.
     fn of(command: &str, world: &World, dir: &Path) -> Self {
         if terminal::command_line().is_none() {
             return Self::Setting;
