@@ -229,7 +229,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let letter = |i: u32| char::from(b'a' + (i % 26) as u8);
         let text: String = (0..60_000).flat_map(|i| [letter(i), letter(i / 26), ' ']).collect();
-        let dataset = |name: &str, rows: &[serde_json::Value]| {
+        let dataset = |name: &str, rows: &[Value]| {
             let path = dir.path().join(name);
             std::fs::write(&path, rows.iter().map(|row| format!("{row}\n")).collect::<String>()).unwrap();
             Dataset::read(&path, "train").unwrap()

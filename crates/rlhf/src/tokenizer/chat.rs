@@ -526,6 +526,20 @@ mod tests {
             "{% include 'chat' %}".into(),
             "{% extends 'chat' %}".into(),
             "{{ messages | map('replace', '', 'x' * 900000) | list }}".into(),
+            // What is kept until the end: the variables of calls, and of macros.
+            format!(
+                "{{% macro f(n) %}}{}{{{{ f(n - 1) }}}}{{% endmacro %}}{{{{ f(9) }}}}",
+                (0..20).map(|i| format!("{{% set v{i} = range(99999) | list %}}")).collect::<String>()
+            ),
+            "{% for i in range(99999) %}{% set x = range(99999) | list %}{% macro f() %}{{ x }}{% endmacro %}{% endfor %}".into(),
+            format!(
+                "{{% for i in range(99999) %}}{{% for j in range(99) %}}{{% macro f({}) %}}{{% endmacro %}}{{% endfor %}}{{% endfor %}}",
+                (0..600).map(|i| format!("a{i}")).collect::<Vec<_>>().join(", ")
+            ),
+            // A list of the characters of a text takes many times the text.
+            "{% set x = 'a' * 900000 %}{% set x = x * 60 %}{% set y = x | list %}".into(),
+            "{{ 'a' * 999999 }}".repeat(10_000),
+            "{% set x = '{0:>{1}}' %}{{ (x * 9999).format(1, 1000000) }}".into(),
             "x".repeat(1 << 20),
         ];
         for source in &hostile {

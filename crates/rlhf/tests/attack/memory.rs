@@ -7,7 +7,7 @@ use rlhf::data::{Dataset, RowReader};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Value, json};
-use std::io::BufReader;
+use std::io::{BufReader, Write};
 
 /// Most MiB that a template may take: its 256 MiB of text and values, twice while a list or a text grows, and once more where the
 /// result is a copy of another kind.
@@ -171,7 +171,7 @@ fn child_renders_templates_that_grow() {
         let [_, peak] = memory();
         let shown: String = source.chars().take(600).collect();
         let taken = peak.saturating_sub(before);
-        println!("case {case}: {taken} MiB, {:.1} s", begun.elapsed().as_secs_f64());
+        let _ = writeln!(std::io::stdout(), "case {case}: {taken} MiB, {:.1} s", begun.elapsed().as_secs_f64());
         assert!(taken < MOST, "case {case} takes {taken} MiB: {shown}");
     }
     Child::reports(&outcomes.report());
@@ -278,7 +278,7 @@ fn child_reads_rows_of_megabytes() {
             Ok(())
         });
         let taken = memory()[1].saturating_sub(before);
-        println!("case {case}: {taken} MiB for {} KiB", line.len() >> 10);
+        let _ = writeln!(std::io::stdout(), "case {case}: {taken} MiB for {} KiB", line.len() >> 10);
         // The whole row would take 144 times its size.
         assert!(
             taken < 40 * (line.len() as u64 >> 20).max(2),
