@@ -439,7 +439,7 @@ mod tests {
         let (before, after, texts) = of(&[&system, &format!("{user}Where?{end}")]);
         assert_eq!((before.as_str(), after.as_str()), ("", end));
         assert!(texts[1].starts_with("<|im_start|>user"), "{texts:?}");
-        // What is common by chance, or is all that there is, stays.
+        // Text that is common by chance, or is all that there is, stays.
         for prompts in
             [&["What is the capital of France", "What is the capital of Spain"][..], &["<|im_start|>user\nHello?"; 2]]
         {
