@@ -27,7 +27,6 @@ use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-pub(crate) use templates::FURTHER as FURTHER_TEMPLATES;
 use templates::Templates;
 pub(crate) use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
 use turns::Turns;
