@@ -344,12 +344,6 @@ mod tests {
             assert_eq!(changed, [words]);
         }
         write_model(dir.path(), None);
-        // Chat templates by name are in a folder of their own.
-        std::fs::create_dir(dir.path().join(TEMPLATES)).unwrap();
-        std::fs::write(dir.path().join(TEMPLATES).join("tool_use.jinja"), "x").unwrap();
-        let changed = read().changed(&start).concat();
-        assert!(changed.ends_with(": additional_chat_templates/tool_use.jinja is new"), "{changed}");
-        std::fs::remove_dir_all(dir.path().join(TEMPLATES)).unwrap();
         std::fs::rename(dir.path().join("config.json"), dir.path().join("merges.txt")).unwrap();
         let changed = read().changed(&start).concat();
         assert!(changed.ends_with(": config.json is missing, merges.txt is new"), "{changed}");

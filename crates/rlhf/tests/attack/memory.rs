@@ -153,7 +153,9 @@ fn no_template_takes_more_memory_than_its_limit() {
 fn child_renders_templates_that_grow() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("chat_template.jinja");
-    let rows = format!("{}\n", json!({"prompt": [{"role": "user", "content": "A text of words. ".repeat(40)}]}));
+    let row = format!("{}\n", json!({"prompt": [{"role": "user", "content": "A text of words. ".repeat(40)}]}));
+    // Readers keep their input until they end.
+    let rows: &'static str = Box::leak(row.into_boxed_str());
     let mut tokenizer = Tokenizer::from_pretrained(&golden().join("models/llama_tied")).unwrap();
     let mut outcomes = Outcomes::default();
     for case in 0..cases(300) {
