@@ -126,7 +126,8 @@ pub(crate) fn assert_same(found: &Path, expected: &Path, last: usize) {
     let files = |dir: &Path| -> Vec<(PathBuf, Vec<u8>)> {
         let ours = |path: &Path| {
             let name = path.to_string_lossy();
-            let others = ["metrics.jsonl", "config.yaml", "events.out", "checkpoint-"];
+            // `run.json` has the time at which the run began.
+            let others = ["metrics.jsonl", "config.yaml", "run.json", "events.out", "checkpoint-"];
             name.starts_with(&last) || !others.iter().any(|other| name.starts_with(other))
         };
         files(dir).into_iter().filter(|(path, _)| ours(path)).collect()

@@ -169,6 +169,8 @@ impl From<std::process::Output> for Ran {
 /// Whether every run writes such a line.
 fn is_log(line: &str) -> bool {
     let begins = [
+        // Findings of the report.
+        "! ",
         "  ",
         "rlhf ",
         concat!(env!("CARGO_BIN_EXE_rlhf"), " "),
