@@ -16,6 +16,7 @@ All tests are built once, by clippy, which compiles as rustc does and reports it
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -308,6 +309,7 @@ def touches(paths, changed):
     return None
 
 
+@functools.cache  # Most parts have the same commit.
 def changed_since(commit):
     """Files that differ from `commit`, in commits and in the working tree; None where the commit is unknown."""
     if commit is None or git("cat-file", "-e", f"{commit}^{{commit}}") is None:
