@@ -140,7 +140,8 @@ def make_t5(rlhf, folder):
 
 def seconds(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    times = [line["time/update"] for line in lines if "time/update" in line]
+    # Runs of groups have TRL's name for it.
+    times = [line[name] for line in lines for name in ("time/update", "step_time") if name in line]
     return times[-1]
 
 

@@ -247,14 +247,19 @@ class Job:
             "generate": [update["time/generate"] for update in counted],
             "rollout": [update["time/rollout"] - update["time/generate"] for update in counted],
             "optimise": [update["time/optimise"] for update in counted],
-            "response_length": [update["val/response_length"] for update in counted],
-            "first_update": first["time/update"],
-            "start_up": ends[0] - first["time/update"],
+            "response_length": [either(update, "val/response_length", "completions/mean_length") for update in counted],
+            "first_update": either(first, "time/update", "step_time"),
+            "start_up": ends[0] - either(first, "time/update", "step_time"),
             "peak_bytes": output.peak_bytes,
         }
         if "memory/allocated" in first:
             summary["allocated_bytes"] = max(update["memory/allocated"] for _, update in updates)
         return summary
+
+
+def either(update, name, name_of_groups):
+    """A metric of an update; rlhf's runs of groups have some by TRL's names for them."""
+    return update[name] if name in update else update[name_of_groups]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ MAIN = f"{BUILD} --test main --"
 PROGRAM = '"${CARGO_TARGET_DIR:-target}/debug/rlhf"'
 # Python environments, with what is printed while they are made.
 PYTHON = {
-    "interop": "transformers, peft, tensorboard and openai (once; with torch 5 GB)",
+    "interop": "transformers, trl, peft, tensorboard and openai (once; with torch 5 GB)",
     "trackers": "wandb, mlflow and trackio (once, 1 GB)",
 }
 
@@ -114,14 +114,15 @@ PARTS = (
         turn=1,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
                "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
-               "checkpoint::an_adapter_on", "offload::"),
+               "checkpoint::an_adapter_on", "checkpoint::each_input_of_", "offload::"),
     ),
     Part(
         "kills",
-        "a run killed at random moments, ten and fifty times; failures of ranks and disks at every call",
-        paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{SRC}files*", f"{SRC}weights*", f"{TESTS}attack/faults*"),
+        "a run or a rank killed at random moments, ten and fifty times; failures of disks at every call; strangers at the port of the ranks",
+        paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{SRC}files*", f"{SRC}weights*", f"{SRC}dist/*", f"{TESTS}attack/faults*",
+               f"{TESTS}attack/ranks*"),
         turn=2,
-        tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::"),
+        tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::", "attack::ranks::"),
         ignored=("a_run_killed_fifty_times",),
     ),
     Part(
@@ -130,7 +131,7 @@ PARTS = (
         paths=(f"{SRC}model/config*", f"{SRC}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{SRC}weights*", f"{SRC}gguf*", f"{SRC}safe_text*",
                f"{SRC}run/checkpoint*", f"{SRC}serve*", f"{SRC}hub*", f"{TESTS}attack*", "crates/rlhf/src/cli/yaml.rs"),
         turn=2,
-        tests=("attack::files::", "attack::folders::", "attack::rewards::", "hub::hostile"),
+        tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --bin rlhf -- attack::",),
     ),
     Part(
@@ -241,6 +242,16 @@ PARTS = (
                "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=0,
         commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
+        python=("interop",),
+    ),
+    Part(
+        "readings",
+        "generated templates, rows and folders, read as by transformers and trl",
+        paths=(f"{SRC}tokenizer*", f"{SRC}data/*", f"{SRC}model/config*", f"{SRC}model/rope.rs", f"{SRC}model/families.rs", f"{SRC}settings/generate.rs",
+               "tests/interop/templates.py", "tests/interop/formats.py", "tests/interop/folders.py", "tests/interop/runner.py",
+               "scripts/interop-requirements.txt"),
+        turn=2,
+        commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
         python=("interop",),
     ),
     Part(

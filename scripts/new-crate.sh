@@ -70,6 +70,8 @@ fn main() -> rlhf::Result<()> {
     let [sft, prompts, out] = arguments.as_slice() else {
         return Err(rlhf::Error::Usage("expected SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER".into()));
     };
+    // Ctrl-C ends the run after its current update, and what it has learned is saved.
+    rlhf::run::stop_on_signals()?;
     let brevity = FnReward::new(|batch| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect()));
     let mut config = PpoConfig::without_reward(sft, prompts, out);
     config.response_length = 32;

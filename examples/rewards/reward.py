@@ -4,10 +4,10 @@
     rlhf ppo --reward_command "python3 examples/rewards/reward.py" ...
 
 `rlhf` starts this program once, writes one line of JSON per response to its standard input, and reads one line per response
-from its standard output: {"score": x}, {"scores": [x, ...]} with a number per token, or a number. All other output belongs
-on standard error, which is shown if the program fails. To try it without a run:
+from its standard output: {"score": x, "id": n}, or {"scores": [x, ...], "id": n} with a number per token, with the `id` of the response. All
+other output belongs on standard error, which is shown if the program fails. To try it without a run:
 
-    echo '{"prompt": "Say hi.", "response": " Hi there!", "left": 0}' | python3 examples/rewards/reward.py
+    echo '{"id": 1, "prompt": "Say hi.", "response": " Hi there!", "left": 0}' | python3 examples/rewards/reward.py
 """
 
 import json
@@ -31,7 +31,7 @@ def main():
         # `left` is the number of lines of this batch that follow: a model would score the whole batch at once here.
         if batch[-1].get("left", 0) == 0:
             for row in batch:
-                print(json.dumps({"score": score(row)}))
+                print(json.dumps({"score": score(row), "id": row.get("id")}))
             sys.stdout.flush()  # otherwise the run waits for buffered output
             batch = []
 

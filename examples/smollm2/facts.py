@@ -21,7 +21,7 @@ def score(response, facts):
 def main():
     for line in sys.stdin:
         row = json.loads(line)
-        print(json.dumps({"score": score(row["response"], row["row"]["facts"])}))
+        print(json.dumps({"score": score(row["response"], row["row"]["facts"]), "id": row.get("id")}))
         if row.get("left", 0) == 0:
             sys.stdout.flush()  # otherwise the run waits for buffered output
 

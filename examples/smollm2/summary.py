@@ -89,7 +89,7 @@ def summarise_ppo(folder, metrics):
 def summarise(folder):
     """All metrics of the run, as one dict for json; lists of two are before and after, or the first update and the last."""
     name = "grpo" if (folder / "grpo").is_dir() else "ppo"
-    metrics = [row for row in read(folder / name / "metrics.jsonl", name) if "step" in row and "time/update" in row]
+    metrics = [row for row in read(folder / name / "metrics.jsonl", name) if "step" in row and ("step_time" in row or "time/update" in row)]
     if not metrics:
         raise shared.Missing(f"{folder / name / 'metrics.jsonl'}: no update")
     found = {"run": name, "updates": len(metrics)}

@@ -13,7 +13,7 @@ def main():
     analyzer = SentimentIntensityAnalyzer()
     for line in sys.stdin:
         row = json.loads(line)
-        print(json.dumps({"score": analyzer.polarity_scores(row["response"])["compound"]}))
+        print(json.dumps({"score": analyzer.polarity_scores(row["response"])["compound"], "id": row.get("id")}))
         if row.get("left", 0) == 0:
             sys.stdout.flush()  # otherwise the run waits for buffered output
 

@@ -140,7 +140,7 @@ def check_page(browser, page, metrics, width):
     expect(f"{width} pixels: ends of the drawn curves", drawn, result["ends"])
     hovers = result["tip"].startswith("update 3") and result["hovered"] in result["tip"]
     expect(f"{width} pixels: hovering shows the value", hovers, result["tip"])
-    expect(f"{width} pixels: title", result["title"] == "run <b>1&2", result["title"])
+    expect(f"{width} pixels: title", result["title"] == "run <b>1&2: rlhf ppo", result["title"])
     expect(f"{width} pixels: no element comes from a sample", result["foreign"] == 0, result["foreign"])
     expect(f"{width} pixels: hostile texts are shown", all(text in result["texts"] for text in HOSTILE[:-1]), result["texts"])
     expect(f"{width} pixels: a long text is cut with a note", "98800 more characters are left out." in result["notes"], result["notes"])

@@ -6,8 +6,10 @@ mod columns;
 mod cursor;
 mod dataset;
 mod demonstrations;
+mod dialects;
 mod files;
 mod formats;
+mod left_out;
 mod pairs;
 mod prompts;
 mod reader;
@@ -16,6 +18,7 @@ mod row;
 pub(crate) mod settings;
 mod sources;
 mod texts;
+mod unread;
 
 pub use columns::Columns;
 pub use cursor::Cursor;

@@ -384,9 +384,48 @@ fn explain(message: &str) -> String {
     }
 }
 
+/// Returns whether a processor with this `/proc/cpuinfo` has instructions by which oneDNN multiplies bf16 numbers: AVX-512, those of later
+/// processors without it, or Arm's. Otherwise it converts them to f32, which takes longer than products in f32. True if it is unknown.
+pub(crate) fn multiplies_bf16(info: &str) -> bool {
+    let flags = info.lines().find_map(|line| {
+        let (name, flags) = line.split_once(':')?;
+        matches!(name.trim(), "flags" | "Features").then_some(flags)
+    });
+    flags.is_none_or(|flags| {
+        let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
+        ["avx512f", "avx512vl", "avx512bw", "avx512dq"].into_iter().all(has)
+            || ["avx_ne_convert", "avx512_bf16", "amx_bf16", "bf16"].into_iter().any(has)
+    })
+}
+
+/// Returns the warning of a run in bf16 on `device`, if its products are slower than those in f32 there.
+pub(crate) fn slow_bf16(device: Device) -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    (!multiplies_bf16(&info) && matches!(device.resolve(), Ok(tch::Device::Cpu))).then(|| {
+        "bf16 = true: this processor has no instructions for bf16 products, which are computed in f32: it saves memory, and a pass takes \
+         longer than without it"
+            .into()
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn instructions_for_bf16_products_are_read_from_the_flags_of_the_processor() {
+        for (info, expected) in [
+            ("flags : fpu avx2 fma", false),
+            ("flags : avx2 fma avx512f avx512vl avx512bw", false),
+            ("flags : avx2 fma avx512f avx512vl avx512bw avx512dq", true),
+            ("flags : avx2 amx_bf16", true),
+            ("Features : fp asimd", false),
+            ("Features : fp asimd sve bf16", true),
+            ("no such file", true),
+        ] {
+            assert_eq!(multiplies_bf16(info), expected, "{info}");
+        }
+    }
 
     #[test]
     fn the_first_gpu_is_the_first_visible_one() {

@@ -133,6 +133,13 @@ impl World {
         if OF_PROCESS.get().is_some() {
             return Err(Error::Usage("World::join: this process has joined its ranks already".into()));
         }
+        let world = Self::connect(launch, timeout)?;
+        let _ = OF_PROCESS.set(world.clone());
+        Ok(world)
+    }
+
+    /// Meets the other ranks of `launch`, as [`World::join`] does.
+    fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let at = &Rendezvous {
             host: launch.host.clone(),
             port: launch.port,
@@ -163,9 +170,7 @@ impl World {
             models: passes::Models::default(),
             fault: Fault::of_rank(at.rank),
         };
-        let world = Self { ranks: Some(Arc::new(ranks)), inside_pass: false };
-        let _ = OF_PROCESS.set(world.clone());
-        Ok(world)
+        Ok(Self { ranks: Some(Arc::new(ranks)), inside_pass: false })
     }
 
     /// Number of this process, from 0.
@@ -665,6 +670,33 @@ fn shares_by(weights: &[usize], size: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
+/// Calls `f` on two threads, each a rank of one world, and returns the results in the order of ranks.
+#[cfg(test)]
+pub(crate) fn as_two_ranks<T: Send>(f: impl Fn(World) -> T + Sync) -> [T; 2] {
+    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+    let port = free.expect("a free port").port();
+    let rank = |rank: usize| {
+        let launch = Launch {
+            rank,
+            size: 2,
+            local_rank: rank,
+            local_size: 2,
+            host: "127.0.0.1".into(),
+            port,
+            serves_store: rank == 0,
+            launcher_serves_store: false,
+            restart: 0,
+            key_prefix: "test".into(),
+        };
+        f(World::connect(&launch, MEETING).expect("two ranks"))
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| rank(1));
+        let own = rank(0);
+        [own, other.join().expect("rank 1")]
+    })
+}
+
 /// Locks a value that no panic leaves half changed.
 fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -697,6 +729,34 @@ mod tests {
         let error = world.agree::<()>(Err(Error::Run("no".into()))).unwrap_err();
         assert!(error.to_string() == "no" && world.in_step(&error) && !world.is_alike(&error));
         assert_eq!((world.local_rank(), world.min_count(3).unwrap(), world.own_part(&[1, 2], |_| 1)), (0, 3, 0..2));
+    }
+
+    #[test]
+    fn the_store_of_ranks_on_one_machine_listens_on_the_loopback_interface_alone() {
+        let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
+        let (second, port) = (Duration::from_secs(1), free.port());
+        let host = "127.0.0.1".to_string();
+        let at = Rendezvous {
+            host,
+            port,
+            serves: true,
+            prefix: "test".into(),
+            rank: 0,
+            size: 1,
+            patience: second,
+            timeout: second,
+        };
+        let store = tch_ext::Store::open(&at).unwrap();
+        store.set("key", "value").unwrap();
+        let read = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
+        let tables = [read("tcp"), read("tcp6")].concat();
+        // Hexadecimal address and port, and state 0A for a socket that listens.
+        let listens = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let local = words.get(1)?.strip_suffix(&format!(":{port:04X}"))?;
+            (*words.get(3)? == "0A").then(|| local.to_string())
+        };
+        assert_eq!(tables.lines().filter_map(listens).collect::<Vec<_>>(), ["0100007F"]);
     }
 
     #[test]

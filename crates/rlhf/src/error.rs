@@ -84,7 +84,11 @@ impl fmt::Display for Error {
             Error::Invalid { path, message } => format!("{}: {message}", path.display()),
             Error::Row { path, place, message } => format!("{}: {place}: {message}", path.display()),
             // The lines after the message are a C++ backtrace.
-            Error::Torch(error) => format!("libtorch: {}", error.to_string().lines().next().unwrap_or_default()),
+            Error::Torch(error) => {
+                let message = error.to_string();
+                let first = || format!("libtorch: {}", message.lines().next().unwrap_or_default());
+                Error::out_of_memory(&message).map_or_else(first, |error| error.to_string())
+            }
         };
         f.write_str(&one_line(&text))
     }
@@ -112,6 +116,28 @@ impl Error {
     /// Creates an [`Error::Invalid`] for `path`.
     pub fn invalid(path: impl AsRef<Path>, message: impl Into<String>) -> Error {
         Error::Invalid { path: path.as_ref().to_path_buf(), message: message.into() }
+    }
+
+    /// The error of an allocation that failed, if `message` is libtorch's of one.
+    pub fn out_of_memory(message: &str) -> Option<Error> {
+        // Of the allocators of a CPU and of a GPU, and of kernels.
+        let words = ["can't allocate memory", "not enough memory", "CUDA out of memory", "std::bad_alloc"];
+        if !words.iter().any(|words| message.contains(words)) {
+            return None;
+        }
+        let size = message.split_once("ried to allocate ").and_then(|(_, size)| {
+            let mut words = size.split_whitespace().map(|word| word.trim_end_matches(['.', ',']));
+            let (number, unit) = (words.next()?, words.next()?);
+            match number.parse::<f64>() {
+                Ok(bytes) if unit == "bytes" => Some(format!("{:.1} GB more", bytes / 1e9)),
+                _ => Some(format!("{number} {unit} more")),
+            }
+        });
+        Some(Error::Run(format!(
+            "out of memory: cannot allocate {}; shorter rows (max_length, max_prompt_length) or fewer of them at a time (the batch sizes) take \
+             less",
+            size.as_deref().unwrap_or("more")
+        )))
     }
 
     /// The errors in the settings, one line for each; empty for other kinds of error.
@@ -144,6 +170,21 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_allocation_that_fails_is_an_error_with_its_size_and_the_settings_that_take_less() {
+        let of = |message: &str| Error::out_of_memory(message).map(|error| error.to_string()).unwrap_or_default();
+        let cpu = "called `Result::unwrap()` on an `Err` value: Torch(\"[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: \
+                   can't allocate memory: you tried to allocate 3200000000 bytes. Error code 12 (Cannot allocate memory)";
+        let hint =
+            "shorter rows (max_length, max_prompt_length) or fewer of them at a time (the batch sizes) take less";
+        assert_eq!(of(cpu), format!("out of memory: cannot allocate 3.2 GB more; {hint}"));
+        let gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB";
+        assert_eq!(of(gpu), format!("out of memory: cannot allocate 2.00 GiB more; {hint}"));
+        assert_eq!(of("std::bad_alloc"), format!("out of memory: cannot allocate more; {hint}"));
+        assert_eq!(Error::Torch(tch::TchError::Torch(gpu.into())).to_string(), of(gpu));
+        assert_eq!(of("size mismatch, tried to allocate 3 bytes"), "");
+    }
 
     #[test]
     fn an_error_is_one_safe_line_for_any_text_in_it() {

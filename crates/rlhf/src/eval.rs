@@ -29,7 +29,7 @@ use crate::run::inputs::Inputs;
 use crate::safe_text::one_line;
 use crate::settings::EvaluateConfig;
 use crate::terminal::{Stream, about};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{FixedDate, Tokenizer};
 use crate::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use judge::{NoVerdict, Outcome, Pair, PairJudge, Preference};
@@ -89,10 +89,20 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let pairs = PairJudge::new(&config.judge)?;
     let specs = resolve(config)?;
     let models = Models::find(config)?;
+    // An evaluation that continues on another day has the same prompts.
+    let date = results::date_of(config)?;
+    let _date = FixedDate::new(&date)?;
     let task = Task::read(config, &models, &specs)?;
     let sampled = sampled(config, &models)?;
-    let mut store = Store::open(config, &models.inputs(config, &specs)?, &sampled)?;
-    store.check_rows(&task.rows)?;
+    let mut store = Store::open(config, &models.inputs(config, &specs, pairs.as_ref())?, &sampled, &task.rows)?;
+    if let [_, ..] = store.judge_changes() {
+        console.warn(&format!(
+            "{}: inputs of the judge have changed: {}; earlier verdicts are kept, and the summary counts them (all are judged again with \
+             overwrite_output_dir = true)",
+            config.output_dir.display(),
+            store.judge_changes().join("; ")
+        ));
+    }
     store.write_settings(config)?;
     let progress = Progress::new(console);
     sampling_warning(&sampled).iter().for_each(|warning| progress.warn(warning));
@@ -104,6 +114,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let mut judge = task.judge(config, &models, pairs, specs)?;
     let (bar, console) = (progress.bar.clone(), progress.console);
     judge.warn_by(Arc::new(move |message: &str| bar.suspend(|| console.warn(message))));
+    judge.print_by(&progress);
     let described = judge.describe();
     judge.judge_missing(&task, &mut store, &progress)?;
     progress.finish();
@@ -149,9 +160,11 @@ impl Models {
         })
     }
 
-    /// Returns the digests of the models, by which a change of one is detected. The rows of the dataset are compared one by one.
-    fn inputs(&self, config: &EvaluateConfig, specs: &[Spec]) -> Result<Inputs> {
+    /// Returns the digests of the models and of what decides verdicts, by which a change is detected. The rows of the dataset are compared one by
+    /// one.
+    fn inputs(&self, config: &EvaluateConfig, specs: &[Spec], judge: Option<&PairJudge>) -> Result<Inputs> {
         let mut inputs = Inputs::default();
+        inputs.date();
         inputs.model("model_name_or_path", &self.a)?;
         if let Some(dir) = &self.b {
             inputs.model("compare", dir)?;
@@ -162,6 +175,8 @@ impl Models {
         if let Some(path) = &config.judge.judge_template {
             inputs.file("judge_template", path)?;
         }
+        specs.iter().for_each(|spec| inputs.reward(spec.name(), &spec.contents()));
+        judge.iter().for_each(|judge| inputs.reward("judge_command", judge.files()));
         Ok(inputs)
     }
 }
@@ -293,6 +308,15 @@ impl Judge {
         }
     }
 
+    /// Shows what functions of Python print.
+    fn print_by(&mut self, progress: &Progress) {
+        if let Self::Scores(scorer) = self {
+            let (bar, console) = (progress.bar.clone(), progress.console);
+            let print: Warn = Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line)));
+            scorer.rewards.print_by(&print);
+        }
+    }
+
     fn describe(&self) -> String {
         match self {
             Self::Pairs(pairs) => pairs.describe(),
@@ -301,13 +325,29 @@ impl Judge {
     }
 
     /// Judges the prompts that the store has no verdict for, as far as `max_judgements` allows, and stores their rows.
+    ///
+    /// # Errors
+    /// If the judge fails again and again; if it gives a verdict or score too many: those that it gave may be of other rows, and are not kept.
     fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
         let missing = store.to_judge(task.prompts.len(), task.most);
         if missing.is_empty() {
             return Ok(());
         }
         progress.start("verdicts", missing.len());
-        let at_once = match &self {
+        let judged = self.judge_all(&missing, task, store, progress);
+        match self.finish() {
+            Err(error) if self.may_shift() => {
+                store.forget(&missing)?;
+                let hint = "the verdicts of this evaluation since its last start are taken back";
+                Err(Error::Run(format!("{error}; {hint}")))
+            }
+            finished => judged.and(finished),
+        }
+    }
+
+    /// Judges the prompts with these indices, and stores their rows, until the judge fails again and again.
+    fn judge_all(&mut self, missing: &[usize], task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
+        let at_once = match self {
             // Both orders of each pair are requested at the same time.
             Self::Pairs(pairs) => pairs.at_once().div_ceil(2 * task.samples).max(1),
             Self::Scores(scorer) => scorer.at_once,
@@ -315,9 +355,12 @@ impl Judge {
         let mut failures = Failures::new(store.has_verdicts());
         for indices in missing.chunks(at_once) {
             let mut rows: Vec<ResultRow> = indices.iter().flat_map(|&index| task.unjudged(store, index)).collect();
-            match &mut self {
+            match self {
                 Self::Pairs(pairs) => judge_pairs(pairs, task, &mut rows),
                 Self::Scores(scorer) => scorer.score(task, store, indices, &mut rows)?,
+            }
+            if matches!(self, Self::Pairs(pairs) if pairs.is_misplaced()) {
+                return Ok(());
             }
             failures.add(&rows, progress);
             for rows in rows.chunk_by(|a, b| a.index == b.index) {
@@ -327,6 +370,25 @@ impl Judge {
             progress.advance(indices.len());
         }
         Ok(())
+    }
+
+    /// Ends programs, after their last rows or after a failure.
+    ///
+    /// # Errors
+    /// If one has written a line too many.
+    fn finish(&mut self) -> Result<()> {
+        match self {
+            Self::Pairs(pairs) => pairs.finish(),
+            Self::Scores(scorer) => scorer.rewards.finish(),
+        }
+    }
+
+    /// Whether a line too many may have shifted what was judged before it.
+    fn may_shift(&self) -> bool {
+        match self {
+            Self::Pairs(pairs) => pairs.may_shift(),
+            Self::Scores(_) => true,
+        }
     }
 }
 

@@ -5,9 +5,11 @@ mod parquet;
 pub(crate) use parquet::parquet_rows;
 
 use crate::{Error, Result};
-use std::fs::{self, File, FileType};
-use std::io::{ErrorKind, Read};
-use std::os::unix::fs::FileTypeExt;
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use std::fs::{self, File, FileType, OpenOptions};
+use std::io::{BufRead, ErrorKind, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Maximum size of a text of a model or a run that is read at once (configurations, tokenizers, indices), in bytes.
@@ -53,6 +55,55 @@ pub(crate) fn open(path: &Path) -> Result<File> {
         return Err(Error::invalid(path, format!("expected a regular file, found {}", name_of(kind))));
     }
     File::open(path).map_err(Error::io("read", path))
+}
+
+/// Opens a regular file that a run wrote to its folder. A link could name any file of the machine, whose content would be shown.
+///
+/// # Errors
+/// As [`open`]; if it is a link.
+pub(crate) fn open_own(path: &Path) -> Result<File> {
+    // Without waiting for the other end of a named pipe.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+        Err(error) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+            return Err(Error::invalid(path, "expected a regular file, found a link"));
+        }
+        // A socket.
+        Err(error) if error.raw_os_error() == Some(Errno::NXIO.raw_os_error()) => {
+            return Err(Error::invalid(path, "expected a regular file, found a socket"));
+        }
+        file => file.map_err(Error::io("read", path))?,
+    };
+    let kind = file.metadata().map_err(Error::io("read", path))?.file_type();
+    if !kind.is_file() {
+        return Err(Error::invalid(path, format!("expected a regular file, found {}", name_of(kind))));
+    }
+    Ok(file)
+}
+
+/// Reads a text of at most 16 MiB that a run wrote to its folder.
+///
+/// # Errors
+/// As [`open_own`]; if it is too large, or not UTF-8.
+pub(crate) fn read_own_text(path: &Path) -> Result<String> {
+    utf8(path, read_at_most(path, open_own(path)?, LARGEST_SETTINGS)?)
+}
+
+/// Reads the next line of at most `most` bytes into `line`, with its end. Returns `None` at the end of the input, and false for a longer
+/// line, of which `line` has the beginning and the rest is skipped.
+///
+/// # Errors
+/// If it cannot be read.
+pub(crate) fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>, most: u64) -> std::io::Result<Option<bool>> {
+    line.clear();
+    if from.by_ref().take(most).read_until(b'\n', line)? == 0 {
+        return Ok(None);
+    }
+    if line.ends_with(b"\n") || (line.len() as u64) < most {
+        return Ok(Some(true));
+    }
+    from.skip_until(b'\n')?;
+    Ok(Some(false))
 }
 
 /// Reads the bytes of a regular file.
@@ -123,6 +174,34 @@ mod tests {
             assert_eq!(path(text).as_os_str(), expected, "{text}");
         }
         assert_eq!(with_home("~/a".into(), || None), Path::new("~/a"));
+    }
+
+    #[test]
+    fn a_file_of_a_run_is_no_link_and_no_pipe() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+        let _listener = UnixListener::bind(path("socket")).unwrap();
+        fs::write(path("file"), "text").unwrap();
+        std::os::unix::fs::symlink("file", path("link")).unwrap();
+        fs::create_dir(path("folder")).unwrap();
+        assert_eq!(read_own_text(&path("file")).unwrap(), "text");
+        for (name, found) in [("pipe", "named pipe"), ("socket", "socket"), ("link", "link"), ("folder", "folder")] {
+            let error = read_own_text(&path(name)).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("{name}: expected a regular file, found a {found}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_passed_over() {
+        let text = format!("ab\n{}\ncdef\nend", "x".repeat(100));
+        let (mut from, mut line, mut found) =
+            (std::io::BufReader::with_capacity(3, text.as_bytes()), Vec::new(), Vec::new());
+        while let Some(is_whole) = read_line(&mut from, &mut line, 5).unwrap() {
+            found.push((is_whole, String::from_utf8(line.clone()).unwrap()));
+        }
+        let expected = [(true, "ab\n"), (false, "xxxxx"), (true, "cdef\n"), (true, "end")];
+        assert_eq!(found, expected.map(|(is_whole, line)| (is_whole, line.to_string())));
     }
 
     #[test]

@@ -12,11 +12,14 @@ use axum::middleware::{self, Next};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use serde_json::Value;
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::io;
@@ -26,24 +29,26 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// Time that open connections have to end once the server is stopped.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Limits on clients: how many at once, and how long one may be idle. A body that comes in small parts, and a client that does not read
-/// its response, have no limit.
+/// Limits on clients: how many at once, and how long one may be idle. Where all places are taken, the client that has been sending its
+/// request for longest gives its place to the next one: many that send a byte now and then shut out nobody.
 #[derive(Clone, Copy)]
 struct Limits {
     /// Open connections at once, below the 1024 open files that a process may have by default; others wait until one is closed.
     connections: usize,
     /// Time for the line and the headers of a request, from the end of the one before.
     headers: Duration,
+    /// Time that a client has to send a request before it may lose its place.
+    patience: Duration,
 }
 
-const LIMITS: Limits = Limits { connections: 512, headers: Duration::from_secs(60) };
+const LIMITS: Limits = Limits { connections: 512, headers: Duration::from_secs(60), patience: Duration::from_secs(5) };
 
 /// Time without a part of a request's body after which it is given up.
 const BODY_PAUSE: Duration = Duration::from_secs(60);
@@ -128,10 +133,11 @@ impl Drop for Server {
 async fn run(listener: tokio::net::TcpListener, router: Router, limits: Limits, mut stopped: oneshot::Receiver<()>) {
     let open = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(limits.connections));
+    let mut clients = Clients::new(limits.patience);
     loop {
         let accepted = async {
-            let place = Arc::clone(&places).acquire_owned().await.expect("it is never closed");
-            (listener.accept().await, place)
+            let accepted = listener.accept().await;
+            (accepted, clients.place(&places).await)
         };
         let (accepted, place) = tokio::select! {
             accepted = accepted => accepted,
@@ -146,16 +152,78 @@ async fn run(listener: tokio::net::TcpListener, router: Router, limits: Limits, 
         let _ = stream.set_nodelay(true);
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new()).header_read_timeout(limits.headers);
-        let connection =
-            open.watch(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone())));
+        let (whole, closed) = clients.add();
+        let router = TowerToHyperService::new(router.clone());
+        let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+            request.extensions_mut().insert(whole.clone());
+            router.call(request)
+        });
+        let connection = open.watch(http.serve_connection(TokioIo::new(stream), service));
         tokio::spawn(async move {
-            // A fault of a connection is its client's.
-            let _ = connection.await;
+            tokio::select! {
+                // A fault of a connection is its client's.
+                _ = connection => {}
+                _ = closed => {}
+            }
             drop(place);
         });
     }
     drop(listener);
     let _ = tokio::time::timeout(GRACE, open.shutdown()).await;
+}
+
+/// Whether the body of a connection's request has arrived as a whole: a response to it may take long.
+#[derive(Clone, Default)]
+struct IsWhole(Arc<AtomicBool>);
+
+/// The clients that have connections, in the order in which they came.
+struct Clients {
+    open: VecDeque<(Instant, IsWhole, oneshot::Sender<()>)>,
+    patience: Duration,
+}
+
+impl Clients {
+    fn new(patience: Duration) -> Self {
+        Self { open: VecDeque::new(), patience }
+    }
+
+    /// Adds a client. Returns the state of its request, and what closes its connection.
+    fn add(&mut self) -> (IsWhole, oneshot::Receiver<()>) {
+        let (close, closed) = oneshot::channel();
+        let whole = IsWhole::default();
+        self.open.retain(|(_, _, close)| !close.is_closed());
+        self.open.push_back((Instant::now(), whole.clone(), close));
+        (whole, closed)
+    }
+
+    /// Waits for a place. Where there is none, closes the oldest connection whose request is not whole.
+    async fn place(&mut self, places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
+        loop {
+            if let Ok(place) = Arc::clone(places).try_acquire_owned() {
+                return place;
+            }
+            self.open.retain(|(_, _, close)| !close.is_closed());
+            let slow = self.open.iter().position(|(_, whole, _)| !whole.0.load(Ordering::Relaxed));
+            let left = slow.map(|at| self.patience.saturating_sub(self.open[at].0.elapsed()));
+            match (slow, left) {
+                (Some(at), Some(Duration::ZERO)) => {
+                    if let Some((_, _, close)) = self.open.remove(at) {
+                        let _ = close.send(());
+                    }
+                    // Its place is free once its task has ended.
+                    return Arc::clone(places).acquire_owned().await.expect("it is never closed");
+                }
+                // Others may end, or send the rest of their requests, before.
+                (_, left) => {
+                    let wait = left.unwrap_or(self.patience).min(Duration::from_millis(200));
+                    let place = Arc::clone(places).acquire_owned();
+                    if let Ok(place) = tokio::time::timeout(wait, place).await {
+                        return place.expect("it is never closed");
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// A body that could not be read.
@@ -167,17 +235,32 @@ pub(crate) enum BodyError {
     TooSlow(Duration),
     /// The connection was closed within it, or it is malformed.
     Broken,
+    /// There is no room for it beside those of other requests.
+    NoRoom,
 }
 
-/// Reads the body of a request of at most `limit` bytes.
+/// Reads the body of a request of at most `limit` bytes. `take_room` is called with the size of each part before it is kept, and returns
+/// whether there is room for it.
 ///
 /// # Errors
-/// If it is longer, ends early, or pauses too long.
-pub(crate) async fn read_body(request: Request, limit: usize) -> Result<Vec<u8>, BodyError> {
-    body_within(request, limit, BODY_PAUSE).await
+/// If it is longer, ends early, pauses too long, or there is no room for it.
+pub(crate) async fn read_body(
+    request: Request,
+    limit: usize,
+    take_room: impl FnMut(usize) -> bool,
+) -> Result<Vec<u8>, BodyError> {
+    body_within(request, limit, BODY_PAUSE, take_room).await
 }
 
-async fn body_within(request: Request, limit: usize, pause: Duration) -> Result<Vec<u8>, BodyError> {
+async fn body_within(
+    request: Request,
+    limit: usize,
+    pause: Duration,
+    mut take_room: impl FnMut(usize) -> bool,
+) -> Result<Vec<u8>, BodyError> {
+    let whole = request.extensions().get::<IsWhole>().cloned().unwrap_or_default();
+    // Of a connection that was kept for this request.
+    whole.0.store(false, Ordering::Relaxed);
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
     if length.is_some_and(|length: usize| length > limit) {
         return Err(BodyError::TooLarge);
@@ -189,9 +272,13 @@ async fn body_within(request: Request, limit: usize, pause: Duration) -> Result<
         let next = poll_fn(|context| Pin::new(&mut parts).poll_next(context));
         match tokio::time::timeout(pause, next).await {
             Err(_) => return Err(BodyError::TooSlow(pause)),
-            Ok(None) => return Ok(body),
+            Ok(None) => {
+                whole.0.store(true, Ordering::Relaxed);
+                return Ok(body);
+            }
             Ok(Some(Err(_))) => return Err(BodyError::Broken),
             Ok(Some(Ok(part))) if body.len() + part.len() > limit => return Err(BodyError::TooLarge),
+            Ok(Some(Ok(part))) if !take_room(part.len()) => return Err(BodyError::NoRoom),
             Ok(Some(Ok(part))) => body.extend_from_slice(&part),
         }
     }
@@ -330,7 +417,7 @@ mod tests {
     fn limited(limits: Limits, pause: Duration) -> (SocketAddr, Server) {
         let Listener { socket, address } = Listener::bind("127.0.0.1", 0).unwrap();
         let echo = move |request: Request| async move {
-            match body_within(request, 8, pause).await {
+            match body_within(request, 8, pause, |_| true).await {
                 Ok(body) => (StatusCode::OK, String::from_utf8(body).unwrap()),
                 Err(error) => (StatusCode::BAD_REQUEST, format!("{error:?}")),
             }
@@ -364,10 +451,35 @@ mod tests {
     }
 
     const PAUSE: Duration = Duration::from_millis(300);
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn clients_that_send_a_byte_now_and_then_shut_out_nobody() {
+        let limits = Limits { connections: 3, headers: LONG, patience: Duration::from_millis(50) };
+        let (address, _server) = limited(limits, LONG);
+        let post = |length: usize, body: &str| {
+            format!("POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}")
+        };
+        let slow: Vec<TcpStream> = ["POST / HT".to_string(), post(8, "a"), post(8, "ab")]
+            .into_iter()
+            .map(|start| {
+                let mut stream = TcpStream::connect(address).unwrap();
+                stream.write_all(start.as_bytes()).unwrap();
+                stream
+            })
+            .collect();
+        let began = Instant::now();
+        for _ in 0..2 {
+            let found = exchange(&mut TcpStream::connect(address).unwrap(), &post(4, "text"));
+            assert_eq!(found, ("200".into(), "text".into()));
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        drop(slow);
+    }
 
     #[test]
     fn a_client_that_is_slow_or_sends_too_much_is_told_and_holds_no_place() {
-        let (address, _server) = limited(Limits { connections: 1, headers: PAUSE }, PAUSE);
+        let (address, _server) = limited(Limits { connections: 1, headers: PAUSE, patience: LONG }, PAUSE);
         let connect = || TcpStream::connect(address).unwrap();
         let post = |headers: &str, body: &str| format!("POST / HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n{body}");
         let close = "Connection: close\r\n";

@@ -18,7 +18,7 @@ use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::{Requests, is_complete, is_ignored, kill_programs};
+use rlhf::signals::{Requests, below_interrupt, is_complete, is_ignored, kill_programs};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
@@ -205,7 +205,7 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
                 && is_main()
                 && !World::of_process().is_broken()
             {
-                announce(&format!("\n{}", if is_complete() { COMPLETE } else { message }));
+                announce(&below_interrupt(if is_complete() { COMPLETE } else { message }));
             }
         }
     })?;
@@ -230,7 +230,7 @@ fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
             match message {
-                Some(message) => announce(&format!("\n{message}")),
+                Some(message) => announce(&below_interrupt(message)),
                 None => clear_bar(),
             }
             if let Some(note) = cli::rows::leave_part() {
@@ -257,6 +257,12 @@ fn report(error: &Error, speaks: bool) -> u8 {
         return error.exit_code();
     }
     match error.refusals() {
+        // The user asked for it.
+        [] if matches!(error, Error::Stopped { code, .. } if stopping_signals().any(|signal| i32::from(*code) == 128 + signal)) =>
+        {
+            let _ = writeln!(io::stderr(), "{}", one_line(first_line(&error.to_string())));
+            error.exit_code()
+        }
         [] => fail(&error.to_string(), error.exit_code()),
         lines => {
             for line in lines {
@@ -301,7 +307,11 @@ fn summary(message: &str, place: &str) -> String {
     format!("{first}{place}")
 }
 
+/// Returns the line of a panic: of libtorch's when memory does not suffice, or of a fault of the program.
 fn internal(message: &str) -> String {
+    if let Some(error) = Error::out_of_memory(message) {
+        return error.to_string();
+    }
     format!("internal: {message} (please report; set RUST_BACKTRACE=1 for more)")
 }
 
@@ -324,6 +334,12 @@ mod tests {
              (please report; set RUST_BACKTRACE=1 for more)"
         );
         assert_eq!(summary("left\nright", ""), "left");
+    }
+
+    #[test]
+    fn a_lack_of_memory_is_no_fault_of_the_program() {
+        let line = internal("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB at model.rs:7:5");
+        assert!(line.starts_with("out of memory: cannot allocate 2.00 GiB more; shorter rows"), "{line}");
     }
 
     #[test]

@@ -2,12 +2,18 @@
 
 use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
+use crate::run::announce;
 use crate::run::output_dir::{check_folder, claim_folder};
 use crate::settings::MergeConfig;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{adapters_below, replace_files};
 use crate::{Error, Result};
 use std::path::Path;
+use tch::Kind;
+
+/// The note where the sum is rounded.
+const ROUNDED: &str = "note: the merged weights are rounded to the 16 bits of the base, which loses a part of what the adapter learned (up to \
+                       0.49 in a logit where it was measured); --save_dtype float32 keeps all of it";
 
 /// Writes a model to a folder.
 type Save<'a> = Box<dyn Fn(&Path) -> Result<()> + 'a>;
@@ -34,12 +40,15 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());
     let most = config.max_shard_size.0;
     // The model is in memory before anything is written.
+    let is_rounded;
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
+        is_rounded = model.config().stored_kind() != Kind::Float;
         model.merge_rounded();
         Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
+        is_rounded = model.config().stored_kind() != Kind::Float;
         model.merge_rounded();
         Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     };
@@ -47,5 +56,9 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     replace_files(out, |dir| {
         save(dir)?;
         tokenizer.save_pretrained(dir)
-    })
+    })?;
+    if is_rounded && config.save_dtype == Dtype::Auto {
+        announce(ROUNDED);
+    }
+    Ok(())
 }

@@ -27,9 +27,25 @@ impl Metrics {
         self.0.extend_from_slice(&other.0);
     }
 
-    /// Returns the value of the metric `name`, if there is one.
+    /// Returns the value of the metric `name`, if there is one. A run without a critic logs some numbers by the names of TRL's trainers of
+    /// groups alone, such as `reward`: they are found by PPO's names too, such as `objective/scores`.
     pub fn get(&self, name: &str) -> Option<f64> {
+        self.own(name).or_else(|| self.own(&name_of_groups(name)?))
+    }
+
+    fn own(&self, name: &str) -> Option<f64> {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)
+    }
+
+    /// Removes the metrics `repeated`, and those of PPO that are here by the names of groups too: no number is logged twice.
+    pub(crate) fn without(mut self, repeated: &[&str]) -> Self {
+        let is_repeated = |name: &str| {
+            repeated.contains(&name) || name_of_groups(name).is_some_and(|second| self.own(&second).is_some())
+        };
+        let kept: Vec<bool> = self.0.iter().map(|(name, _)| !is_repeated(name)).collect();
+        let mut kept = kept.into_iter();
+        self.0.retain(|_| kept.next().unwrap_or(true));
+        self
     }
 
     /// Applies `change` to all values except counts.
@@ -50,6 +66,36 @@ impl Metrics {
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), *value))
     }
+}
+
+/// Metrics of PPO, each with the name that TRL's trainers of groups have for the same number.
+const NAMES_OF_GROUPS: [(&str, &str); 7] = [
+    ("objective/scores", "reward"),
+    ("objective/scores_std", "reward_std"),
+    ("policy/entropy_avg", "entropy"),
+    ("policy/entropy_coef", "entropy_coef"),
+    ("policy/grad_norm", "grad_norm"),
+    ("val/response_length", "completions/mean_length"),
+    ("time/update", "step_time"),
+];
+
+/// Beginnings of the metrics of one reward, whose name follows; the names of groups begin with `rewards/` and have these ends.
+const OF_REWARDS: [(&str, &str); 2] = [("objective/scores/", "/mean"), ("objective/scores_std/", "/std")];
+
+/// Returns the name that TRL's trainers of groups have for PPO's metric `name`, if they have one.
+pub(crate) fn name_of_groups(name: &str) -> Option<Cow<'static, str>> {
+    let of_reward = |(start, end): &(&str, &str)| Some(format!("rewards/{}{end}", name.strip_prefix(start)?).into());
+    let known = NAMES_OF_GROUPS.iter().find(|(first, _)| *first == name).map(|(_, second)| Cow::Borrowed(*second));
+    known.or_else(|| OF_REWARDS.iter().find_map(of_reward))
+}
+
+/// Returns PPO's name of the metric that TRL's trainers of groups call `name`, if it has one.
+pub(crate) fn name_of_ppo(name: &str) -> Option<Cow<'static, str>> {
+    let of_reward = |(start, end): &(&str, &str)| {
+        Some(format!("{start}{}", name.strip_prefix("rewards/")?.strip_suffix(end)?).into())
+    };
+    let known = NAMES_OF_GROUPS.iter().find(|(_, second)| *second == name).map(|(first, _)| Cow::Borrowed(*first));
+    known.or_else(|| OF_REWARDS.iter().find_map(of_reward))
 }
 
 /// Returns true for metrics that measure time, which differ from run to run.
@@ -174,6 +220,25 @@ pub struct Warning {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_number_of_groups_is_logged_once_and_found_by_both_names() {
+        let mut metrics = Metrics::default();
+        for (at, name) in
+            ["objective/scores", "reward", "objective/scores/f", "rewards/f/mean", "lr", "x"].iter().enumerate()
+        {
+            metrics.push(*name, at as f64);
+        }
+        let logged = metrics.clone().without(&["x"]);
+        assert_eq!(logged.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["reward", "rewards/f/mean", "lr"]);
+        assert_eq!([logged.get("objective/scores"), logged.get("objective/scores/f")], [Some(1.0), Some(3.0)]);
+        assert_eq!([logged.get("reward"), logged.get("objective/scores_std/f")], [Some(1.0), None]);
+        assert_eq!(metrics.get("objective/scores"), Some(0.0));
+        for name in ["objective/scores", "time/update", "objective/scores/a/b", "objective/scores_std/f"] {
+            assert_eq!(name_of_ppo(&name_of_groups(name).unwrap()).as_deref(), Some(name));
+        }
+        assert_eq!([name_of_groups("lr"), name_of_ppo("loss"), name_of_ppo("rewards/f/max")], [None, None, None]);
+    }
 
     #[test]
     fn the_name_of_an_alarm_is_the_same_everywhere() {

@@ -4,6 +4,7 @@ mod adafactor;
 mod blocks;
 pub mod loss_scale;
 pub(crate) mod micro_batch;
+mod norms;
 mod parts;
 mod rounding;
 pub(crate) mod settings;
@@ -17,6 +18,7 @@ use crate::model::{ModelHead, Param, PretrainedModel, Shards};
 use crate::offload::{InUse, Offload, Offloaded};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
+pub(crate) use norms::norm;
 use parts::Parts;
 pub(crate) use shared_gradients::{GradientSize, SharedGradients};
 pub(crate) use state::state_bytes;
@@ -45,6 +47,8 @@ pub struct Optimizer {
     steps: i64,
     /// Seed of random numbers.
     seed: u64,
+    /// The ranks over which gradients were summed last.
+    world: World,
 }
 
 /// A parameter with its state.
@@ -89,7 +93,16 @@ impl Optimizer {
         let params = own.iter().map(trained).collect::<Result<_>>()?;
         // The state that was put last is offloaded too.
         offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
-        Ok(Self { config: config.clone(), params, shards: None, parts: None, offloaded, steps: 0, seed: 0 })
+        Ok(Self {
+            config: config.clone(),
+            params,
+            shards: None,
+            parts: None,
+            offloaded,
+            steps: 0,
+            seed: 0,
+            world: World::single(),
+        })
     }
 
     /// Sets the seed of the random numbers by which [`Optim::AdamwBf16`] rounds; a step depends on it and on the step's number.
@@ -156,22 +169,25 @@ impl Optimizer {
         Ok(norm)
     }
 
-    /// Returns the norm of all gradients of this model's parameters together; not finite if one of them is not.
+    /// Returns the norm of all gradients of this model's parameters together; not finite if one of them is not. After
+    /// [`Optimizer::reduce_gradients`] all ranks call it, and get the same number.
     ///
     /// # Errors
-    /// If a rank that has a part of the gradients has ended or does not respond.
+    /// If a rank has ended or does not respond.
     pub fn grad_norm(&self) -> Result<f64> {
         if let Some(parts) = &self.parts {
             return parts.grad_norm();
         }
         let grads: Vec<Tensor> = self.params.iter().map(Trained::grad).collect();
-        Ok(global_norm(&grads))
+        // Rank 0's: ranks whose processors round differently would clip their equal gradients differently, and drift apart.
+        let mut found = [norm(&grads)];
+        self.world.broadcast_numbers(&mut found)?;
+        Ok(found[0])
     }
 
     /// Returns the norm of the gradient of each parameter, by name; none where the state is divided over ranks.
     pub(crate) fn grad_norms(&self) -> Vec<(String, f64)> {
-        let norm = |param: &Trained| param.grad().norm().to_kind(Kind::Double).double_value(&[]);
-        self.params.iter().map(|param| (param.name.clone(), norm(param))).collect()
+        self.params.iter().map(|param| (param.name.clone(), norm([&param.grad()]))).collect()
     }
 
     /// Sums the gradients over all ranks; called once per optimizer step, before the norm. Gradients of a model that is divided
@@ -180,6 +196,7 @@ impl Optimizer {
     /// # Errors
     /// If a rank has ended or does not respond.
     pub fn reduce_gradients(&mut self, world: &World) -> Result<()> {
+        self.world = world.clone();
         if let Some(shards) = self.shards() {
             return shards.reduce_gradients();
         }
@@ -402,12 +419,6 @@ impl Trained {
     }
 }
 
-/// Returns the Euclidean norm of all elements of all tensors.
-fn global_norm(tensors: &[Tensor]) -> f64 {
-    let norms: Vec<Tensor> = tensors.iter().map(|t| t.norm().to_kind(Kind::Double)).collect();
-    if norms.is_empty() { 0.0 } else { Tensor::stack(&norms, 0).norm().double_value(&[]) }
-}
-
 /// Default final learning rate of the schedule `polynomial`, as in transformers.
 const POLYNOMIAL_END: f64 = 1e-7;
 
@@ -551,6 +562,21 @@ mod tests {
         (&params[0].tensor * f64::NAN).sum(Kind::Float).backward();
         assert!(optimizer.step(0.1).unwrap_err().to_string().contains("optimizer step 1"));
         assert_eq!(params[0].tensor.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn ranks_that_round_a_norm_differently_clip_by_rank_0s() {
+        let config = OptimizerConfig { max_grad_norm: Some(1.0), ..config() };
+        let of_ranks = crate::dist::as_two_ranks(|world| {
+            let params = [param(&[0.0, 0.0], true)];
+            let mut optimizer = Optimizer::new(&params, &config);
+            (&params[0].tensor * Tensor::from_slice(&[1.5f32, 2.0])).sum(Kind::Float).backward();
+            optimizer.reduce_gradients(&world).unwrap();
+            // Stands for another processor's sum: a rank of its own would find a norm of 5.1.
+            optimizer.scale_grad(if world.is_main() { 1.0 } else { 1.02 });
+            optimizer.step(0.1).unwrap()
+        });
+        assert_eq!(of_ranks, [5.0, 5.0]);
     }
 
     #[test]

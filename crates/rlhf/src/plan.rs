@@ -425,6 +425,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
         let rows = Rows::read(run, &models)?;
         let machine = Machine::find(device, options);
         let job = Job::new(run, &models, &rows, machine)?;
+        let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
         let rates = match options.calibrate && device == Device::Cpu {
             true => {
                 use_threads(run.run().num_threads);
@@ -440,6 +441,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
             );
         }
         notes.extend(job.offloaded());
+        notes.extend(load_note(&load, processors()).filter(|_| rates.is_some()));
         let memory = job.memory();
         Ok(Plan {
             command: run.command().into(),
@@ -554,5 +556,37 @@ impl PipelinePlan {
     /// None for a plan.
     pub fn json(&self) -> Result<String> {
         serde_json::to_string_pretty(self).map_err(|e| Error::Run(format!("plan: {e}")))
+    }
+}
+
+/// Share of the processors from which on their load changes what is measured.
+const LOADED: f64 = 0.5;
+
+/// Number of processors of this process.
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Returns the note about times that were measured beside other programs: `loadavg` is the text of the file in `/proc`, from before.
+fn load_note(loadavg: &str, processors: usize) -> Option<String> {
+    let load: f64 = loadavg.split_whitespace().next()?.parse().ok()?;
+    (load >= LOADED * processors as f64).then(|| {
+        format!(
+            "other programs use this machine (a load of {load:.1} on {processors} processors): the rate was measured beside them, and the times \
+             are too long if they end before the run; plan again without them"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_of_half_of_the_processors_is_a_note_on_measured_times() {
+        assert!(
+            load_note("2.10 1.0 0.5 3/99 1234", 2).is_some_and(|note| note.contains("a load of 2.1 on 2 processors"))
+        );
+        assert_eq!((load_note("0.40 9.0 9.0 1/99 1", 2), load_note("", 2)), (None, None));
     }
 }

@@ -32,7 +32,8 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     config.check()?;
     let dir = config.folder.as_path();
     check_model(dir)?;
-    let files = without_programs(find_folder(dir, &|path| is_selected(config, path))?)?;
+    let is_asked = |path: &str| config.include.iter().any(|glob| matches(glob, path));
+    let files = without_programs(find_folder(dir, &|path| is_selected(config, path))?, is_asked)?;
     check_secrets(dir, &files)?;
     let is_pushed = |name: &str| files.iter().any(|file| file.name().split('/').next() == Some(name));
     let left_out = names(dir)?.into_iter().filter(|name| !name.starts_with('.') && !is_pushed(name)).collect();
@@ -68,7 +69,7 @@ fn is_selected(config: &PushConfig, path: &str) -> bool {
     let matches = |globs: &[String]| globs.iter().any(|glob| matches(glob, path));
     let is_hidden = path.starts_with('.') || path.contains("/.");
     if path.ends_with('/') {
-        return !config.include.is_empty() && !is_hidden;
+        return is_of_model(path) || (!config.include.is_empty() && !is_hidden);
     }
     let is_included = matches(&config.include) && !is_hidden && !path.ends_with(".tmp");
     (is_of_model(path) || is_included) && !matches(&config.exclude)
@@ -141,7 +142,10 @@ mod tests {
     fn files_beside_the_model_are_pushed_by_name_and_hidden_ones_never() {
         let mut config = PushConfig::new("runs/ppo", "me/x");
         assert!(is_selected(&config, "model.safetensors") && !is_selected(&config, "notes.txt"));
-        assert!(!is_selected(&config, "onnx/"), "no folder is read");
+        assert!(!is_selected(&config, "onnx/"), "no folder is read but that of templates");
+        assert!(
+            ["", "rag.jinja"].iter().all(|name| is_selected(&config, &format!("additional_chat_templates/{name}")))
+        );
         config.include = vec!["*".into()];
         config.exclude = vec!["*.log".into(), "metrics.jsonl".into()];
         let all = ["notes.txt", "onnx/", "onnx/model.onnx", "model.safetensors", ".gitignore"];

@@ -72,20 +72,26 @@ pub fn report(config: &ReportConfig) -> Result<Report> {
     Ok(Report { path: output, warnings })
 }
 
-/// Writes the report of the run in `dir` into it, if it has updates. Returns its path.
+/// Writes the report of the run in `dir` into it, if it has updates and the report `is_wanted`. Returns its path, and the sentences of its
+/// verdict about what is bad.
 ///
 /// # Errors
 /// As [`report`].
-pub(crate) fn leave(dir: &Path) -> Result<Option<PathBuf>> {
+pub(crate) fn leave(dir: &Path, is_wanted: bool) -> Result<(Option<PathBuf>, Vec<String>)> {
     // This process may hold the folder of the run, which has ended.
     let run = read::Run::read_as(dir, None)?;
     if run.metrics.is_empty() {
-        return Ok(None);
+        return Ok((None, Vec::new()));
+    }
+    let bad = verdict::verdict(&run).into_iter().filter(|finding| finding.mark == verdict::Mark::Bad);
+    let bad = bad.map(|finding| finding.text).collect();
+    if !is_wanted {
+        return Ok((None, bad));
     }
     let output = dir.join(REPORT);
     check_output(&output)?;
     write_text(&output, &page::page(&[run]))?;
-    Ok(Some(output))
+    Ok((Some(output), bad))
 }
 
 /// Checks that `path` can be a file: it is no folder, and is in one.

@@ -4,14 +4,18 @@ mod address;
 mod client;
 mod command;
 mod http;
+mod lines;
 mod math;
 mod model;
 mod optional;
+mod printed;
 mod retry;
 mod rules;
 mod scaling;
 pub(crate) mod settings;
+mod sources;
 mod spec;
+mod state;
 mod trl;
 
 pub(crate) use address::without_query;
@@ -28,8 +32,10 @@ pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
+pub(crate) use sources::program_files;
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 pub use spec::{check_written, is_function_path};
+pub use state::TrainerState;
 pub use trl::{TrlFunction, TrlReward};
 
 use crate::data::Prompt;
@@ -39,6 +45,7 @@ use crate::metrics::Metrics;
 use crate::offload::Offload;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use printed::joined_columns;
 use retry::{RETRIES, check};
 use scaling::Moments;
 use serde_json::{Map, Value};
@@ -158,13 +165,37 @@ pub trait Reward: Send {
         Ok(())
     }
 
+    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run must have the same.
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        Vec::new()
+    }
+
     /// Returns additional metrics of the last batch; they are logged as `reward/NAME/KEY`.
     fn extra(&self) -> Vec<(String, f64)> {
         Vec::new()
     }
 
+    /// Returns further columns of the last batch, with one value per response; they are shown beside its samples.
+    fn columns(&self) -> Vec<(String, Vec<Value>)> {
+        Vec::new()
+    }
+
+    /// Ends what the reward has started, after its last batch. It may be called again, and another batch starts it anew.
+    ///
+    /// # Errors
+    /// If scores of earlier batches turn out not to be those of their responses.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
     fn warn_by(&mut self, _name: &str, _warn: Warn) {}
+
+    /// Sets what receives the lines that the reward prints, each after `name` and a colon.
+    fn print_by(&mut self, _name: &str, _print: Warn) {}
+
+    /// Sets the state of the run, before a batch is scored.
+    fn set_trainer_state(&mut self, _state: &TrainerState) {}
 
     /// Returns the reward model, if this is one: training checks its input, and may initialize the value model from it.
     fn model(&self) -> Option<&RewardModel> {
@@ -208,6 +239,7 @@ struct Called {
     scores: Vec<Score>,
     seconds: f64,
     extra: Vec<(String, f64)>,
+    columns: Vec<(String, Vec<Value>)>,
 }
 
 impl Called {
@@ -224,7 +256,8 @@ impl Called {
         let extras: Vec<(usize, Vec<_>)> = world.gather((rows, self.extra.into_iter().map(sent).collect()))?;
         let of_rank = |(rows, extra): (usize, Vec<_>)| (rows, extra.into_iter().map(received).collect());
         let extra = mean_of_extras(extras.into_iter().map(of_rank));
-        Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
+        let columns = joined_columns(world.gather((rows, self.columns))?);
+        Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra, columns })
     }
 }
 
@@ -329,8 +362,8 @@ impl Component {
             }
             e => Error::Reward { name: self.name.clone(), source: Box::new(e) },
         });
-        let extra = self.reward.extra();
-        let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
+        let (extra, columns) = (self.reward.extra(), self.reward.columns());
+        let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra, columns };
         let called = called.gathered(world, own.len())?;
         let scores = &called.scores;
         if usage == ScoreUse::Training && self.transform.normalize != Normalize::None {
@@ -400,6 +433,16 @@ impl Rewards {
         self.components.iter_mut().for_each(|component| component.reward.warn_by(&component.name, warn.clone()));
     }
 
+    /// Sets what receives the lines that functions of Python print.
+    pub fn print_by(&mut self, print: &Warn) {
+        self.components.iter_mut().for_each(|component| component.reward.print_by(&component.name, print.clone()));
+    }
+
+    /// Sets the state of the run, before a batch is scored.
+    pub fn set_trainer_state(&mut self, state: &TrainerState) {
+        self.components.iter_mut().for_each(|component| component.reward.set_trainer_state(state));
+    }
+
     /// Adds a reward with weight 1. Metrics and errors use `name`.
     #[must_use]
     pub fn with(self, name: &str, reward: impl Reward + 'static) -> Self {
@@ -448,6 +491,12 @@ impl Rewards {
     /// The names, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.components.iter().map(|component| component.name.as_str())
+    }
+
+    /// The rewards' names with the contents that decide their scores, where there are some.
+    pub(crate) fn contents(&self) -> impl Iterator<Item = (&str, Vec<(String, Vec<u8>)>)> {
+        let of = |component: &Component| component.reward.contents();
+        self.components.iter().map(move |component| (component.name.as_str(), of(component)))
     }
 
     /// The weights, in the order of the names.
@@ -533,7 +582,7 @@ impl Rewards {
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
-            let Called { scores: found, seconds, extra } = component.score(batch, usage, &self.world)?;
+            let Called { scores: found, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
             for (row, score) in found.iter().enumerate() {
                 let raw = |number: &f64| component.transformed(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
@@ -550,7 +599,7 @@ impl Rewards {
             }
             let name = component.name.clone();
             let scores = found.iter().map(Score::total).collect();
-            scored.components.push(ComponentScores { name, scores, seconds, extra });
+            scored.components.push(ComponentScores { name, scores, seconds, extra, columns });
         }
         self.world.agree(scored.check_finite(batch))?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
@@ -560,6 +609,19 @@ impl Rewards {
             scored.warning = Some(failure.describe(batch));
         }
         Ok(scored)
+    }
+
+    /// Ends the programs of the rewards, after the last batch; another one starts them anew.
+    ///
+    /// # Errors
+    /// If a program has written a score too many, on any rank: then scores of earlier batches may be those of other responses.
+    pub fn finish(&mut self) -> Result<()> {
+        let ended = self.components.iter_mut().map(|Component { name, reward, .. }| {
+            reward.finish().map_err(|source| Error::Reward { name: name.clone(), source: Box::new(source) })
+        });
+        // All are ended, also after an error.
+        let ended = ended.fold(Ok(()), Result::and);
+        self.world.agree(ended)
     }
 
     /// Returns the state for a checkpoint: the running moments by reward.
@@ -612,6 +674,8 @@ pub struct ComponentScores {
     pub seconds: f64,
     /// Additional metrics, by name.
     pub extra: Vec<(String, f64)>,
+    /// Further columns, each with one value per response.
+    pub columns: Vec<(String, Vec<Value>)>,
 }
 
 impl ComponentScores {
@@ -666,6 +730,7 @@ impl Scored {
             own.scores.extend(more.scores);
             own.seconds += more.seconds;
             own.extra = mean_of_extras([(rows[0], std::mem::take(&mut own.extra)), (rows[1], more.extra)]);
+            own.columns = joined_columns([(rows[0], std::mem::take(&mut own.columns)), (rows[1], more.columns)]);
         }
         self.warning = self.warning.take().or(more.warning);
     }
@@ -675,7 +740,11 @@ impl Scored {
         let of = |numbers: &Vec<f64>| rows.iter().map(|&row| numbers[row]).collect();
         (self.responses, self.raw) = (of(&self.responses), of(&self.raw));
         self.tokens = self.tokens.map(|tokens| rows.iter().map(|&row| tokens[row].clone()).collect());
-        self.components.iter_mut().for_each(|component| component.scores = of(&component.scores));
+        for component in &mut self.components {
+            component.scores = of(&component.scores);
+            let of = |values: &[Value]| rows.iter().map(|&row| values.get(row).cloned().unwrap_or_default()).collect();
+            component.columns.iter_mut().for_each(|(_, values)| *values = of(values));
+        }
         self
     }
 

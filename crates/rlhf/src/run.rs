@@ -7,9 +7,10 @@
 //! | the output folder and its lock | `output_dir` |
 //! | checkpoints, the best model | `checkpoint`, `best` |
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
-//! | whether a resumed run reads the same inputs | `inputs` |
+//! | whether a resumed run reads the same inputs, in an environment with the same results | `inputs`, `environment` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | an update as the run recorded it, for a replay | `rollout_file` |
+//! | the numbers at the start and at the end, as all views show them | `ends` |
 //! | the model card | `card` |
 //! | uploads to the hub | `push` |
 //! | settings of trackers | `tracking` |
@@ -17,6 +18,8 @@
 pub(crate) mod best;
 pub(crate) mod card;
 pub(crate) mod checkpoint;
+pub(crate) mod ends;
+mod environment;
 pub(crate) mod event;
 pub(crate) mod inputs;
 pub(crate) mod output_dir;
@@ -36,7 +39,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 
 pub use crate::metrics::{Warning, WarningKind};
 pub use crate::optim::micro_batch::MicroBatchLimit;
-pub use crate::signals::{clear_stop, request_stop, stop_requested};
+pub use crate::signals::{clear_stop, request_stop, stop_on_signals, stop_requested};
 pub use checkpoint::has_checkpoint;
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use output_dir::CONFIG;

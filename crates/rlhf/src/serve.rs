@@ -7,6 +7,7 @@ mod api;
 mod choice;
 mod engine;
 mod format;
+mod room;
 mod routes;
 
 use crate::http_server::Listener;
@@ -51,7 +52,7 @@ pub fn serve(config: &ServeConfig, ready: impl FnOnce(&Ready) -> Result<()>) -> 
     let (queue, jobs) = sync_channel::<Job>(QUEUE);
     let served = Served::new(&config.model);
     let about = Ready { name: served.name.clone(), url: listener.url(), note: engine.note() };
-    let server = listener.serve(routes::router(Arc::new(Service { served, queue })))?;
+    let server = listener.serve(routes::router(Arc::new(Service { served, queue, room: room::body_room() })))?;
     ready(&about)?;
     while !stop_requested() {
         match jobs.recv_timeout(POLL) {

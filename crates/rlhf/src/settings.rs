@@ -194,7 +194,7 @@ mod tests {
                     "logprobs_of": "policy",
                     "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                     "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                    "score_position": "after_stop", "apply_chat_template": false, "num_eval_prompts": 128,
+                    "score_position": "after_stop", "apply_chat_template": false, "system_prompt": null, "num_eval_prompts": 128,
                     "max_prompt_length": null, "long_prompts": "error",
                 }),
                 json!({
@@ -261,7 +261,7 @@ mod tests {
                 quantization(),
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
-                    "apply_chat_template": false,
+                    "apply_chat_template": false, "system_prompt": null,
                     "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
                     "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
                     "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_config": null, "dataset_split": "test", "dataset_columns": [], "chat_template_kwargs": null,

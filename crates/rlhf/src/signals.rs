@@ -1,7 +1,10 @@
 //! Requests to stop: a signal or another thread asks the running training loop to end. And the programs that end with the process.
 
-use crate::Error;
+use crate::{Error, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::{IsTerminal, Write};
 use std::process::Child;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -46,6 +49,40 @@ impl Requests {
 /// loops end at once too, until [`clear_stop`] is called.
 pub fn request_stop(code: u8) -> bool {
     STOP.swap(code, Ordering::SeqCst) != 0
+}
+
+/// Lets Ctrl-C, SIGTERM and SIGHUP end the runs of this process as they end those of the program `rlhf`: the first signal requests a stop, and
+/// the run saves a checkpoint and its model after the current update; another one after a second ends the process at once. For programs of
+/// your own, before their first run.
+///
+/// # Errors
+/// If the handler cannot be installed.
+pub fn stop_on_signals() -> Result<()> {
+    let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
+    let mut signals = Signals::new(wanted).map_err(Error::io("install", "a handler of signals"))?;
+    std::thread::spawn(move || {
+        let mut requests = Requests::default();
+        for signal in signals.forever() {
+            let Some(number) = requests.count(Instant::now()) else { continue };
+            // The exit code that shells report for a program that the signal ended.
+            let code = 128 + signal;
+            request_stop(code as u8);
+            if number > 1 {
+                kill_programs();
+                tch_ext::exit_at_once(code);
+            }
+            let message =
+                "stopping after this update; send the signal again after a second to stop at once without saving";
+            let _ = writeln!(std::io::stderr(), "{}", below_interrupt(message));
+        }
+    });
+    Ok(())
+}
+
+/// Returns the text of a message after a signal: on a terminal it begins below the `^C` that is shown there.
+pub fn below_interrupt(message: &str) -> String {
+    let start = if std::io::stderr().is_terminal() { "\n" } else { "" };
+    format!("{start}{message}")
 }
 
 /// Takes back [`request_stop`], so that the loops of this process train again: without it every later one ends at once.

@@ -150,6 +150,26 @@ pub fn about(time: Duration) -> String {
     if number < 9.95 { format!("{number:.1} {unit}") } else { format!("{number:.0} {unit}") }
 }
 
+/// Formats a time, in seconds since 1970 in UTC: `2026-11-27 09:15 UTC`.
+pub(crate) fn date(seconds: u64) -> String {
+    let (mut days, minutes) = (seconds / 86_400, seconds / 60 % 1440);
+    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    // Whole cycles of the calendar at once: any number of seconds takes a few hundred steps.
+    let mut year = 1970 + 400 * (days / 146_097);
+    days %= 146_097;
+    while days >= 365 + u64::from(is_leap(year)) {
+        days -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let months = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while days >= months[month] {
+        days -= months[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02} {:02}:{:02} UTC", month + 1, days + 1, minutes / 60, minutes % 60)
+}
+
 /// Rounds a number to seven significant digits, the precision of f32.
 pub fn seven_digits(number: f64) -> f64 {
     if number.is_finite() { format!("{number:.6e}").parse().unwrap_or(number) } else { number }
@@ -328,6 +348,21 @@ mod tests {
 
     fn words(line: &[&str]) -> Vec<String> {
         line.iter().map(|word| word.to_string()).collect()
+    }
+
+    #[test]
+    fn a_date_is_that_of_the_calendar() {
+        for (seconds, shown) in [
+            (0, "1970-01-01 00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59 UTC"),
+            (951_782_400, "2000-02-29 00:00 UTC"),
+            (1_704_067_199, "2023-12-31 23:59 UTC"),
+            (1_795_770_900, "2026-11-27 09:15 UTC"),
+            (4_107_542_400, "2100-03-01 00:00 UTC"),
+        ] {
+            assert_eq!(date(seconds), shown);
+        }
+        assert!(date(u64::MAX).ends_with(" UTC"));
     }
 
     #[test]

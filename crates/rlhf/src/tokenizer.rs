@@ -2,18 +2,24 @@
 
 mod bounds;
 mod chat;
+mod date;
 mod file;
+mod messages;
 mod python;
 mod rules;
 mod settings;
 mod special;
+mod templates;
+mod turns;
 
 use crate::files;
 use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
 use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
-pub(crate) use chat::{message_text, user_message};
+pub(crate) use chat::user_message;
+pub(crate) use date::{FixedDate, fixed as fixed_date, now as date_now};
+pub(crate) use messages::{MessageFault, REASONING, check_message, message_text, without_nulls};
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use settings::Settings;
@@ -21,6 +27,9 @@ use special::{Described, SpecialTokens};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use templates::Templates;
+pub(crate) use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
+use turns::Turns;
 
 /// The file of a tokenizer that is read.
 const JSON: &str = "tokenizer.json";
@@ -71,6 +80,8 @@ pub struct Tokenizer {
     own_ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
+    /// The token of the padding of tokenizer.json.
+    padding: Option<String>,
     /// The tokens that the files beside tokenizer.json name.
     described: Described,
     /// Whether tokenizer.json has them all.
@@ -79,20 +90,29 @@ pub struct Tokenizer {
     settings: Settings,
     eos: Vec<i64>,
     pad: Option<i64>,
-    template: Option<ChatTemplate>,
+    templates: Templates,
     /// Variables of the chat template for every conversation.
     variables: Map<String, Value>,
     /// Prompt and response are two texts, as an encoder-decoder reads them.
     apart: bool,
+    /// See [`Tokenizer::limited_to`].
+    most: Option<usize>,
 }
+
+/// Bytes of the smallest part of a text that is encoded before the whole.
+const LEAST_PART: usize = 64 << 10;
+
+/// Tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
+pub(crate) const PART_SLACK: usize = 64;
 
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
     ///
-    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the `eos_token_id` of
-    /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
-    /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos. As in
-    /// transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks are added.
+    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the first `eos_token_id` of
+    /// `generation_config.json`, else that of `config.json`. Every id of `generation_config.json` ends a text, or, where that names none, every
+    /// id of `config.json`. The pad token comes from the same files, or from the padding of `tokenizer.json`, and is not required: lengths are
+    /// explicit everywhere, so pad may also equal eos. As in transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks
+    /// are added.
     ///
     /// If the folder of an adapter has no tokenizer, loads that of its base.
     ///
@@ -158,20 +178,26 @@ impl Tokenizer {
             }
         }
         let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
-        let described = Described::read(dir, &tokenizer_config)?;
+        let mut described = Described::read(dir, &tokenizer_config)?;
         let settings = Settings::read(dir, &tokenizer_config)?;
         let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
+        let mut padding = None;
         if let [(JSON, json), ..] = &files[..] {
             if let Some(other) = beside.filter(|other| other.reads_as(json, &described, &settings)) {
-                (inner, growth) = (other.inner.clone(), other.growth);
+                (inner, growth, padding) = (other.inner.clone(), other.growth, other.padding.clone());
                 (ids, own_ids) = (other.ids, other.own_ids);
+                if let Some(inner) = &inner {
+                    described.complete(settings.defaults, padding.as_deref(), inner);
+                }
             } else {
                 let path = dir.join(JSON);
                 // The bounds first: they reject rules on which loading would fail.
                 growth = Some(Growth::read(&path, json)?);
-                let (mut found, count) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
+                let (mut found, count, pads_by) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
                 found.set_encode_special_tokens(settings.split_special_tokens);
                 (ids, own_ids) = (count, count);
+                padding = pads_by;
+                described.complete(settings.defaults, padding.as_deref(), &found);
                 is_plain = described.is_in(&found);
                 if !is_plain {
                     let added = guarded(|| described.add_to(&mut found));
@@ -188,9 +214,10 @@ impl Tokenizer {
         {
             apart = generates_from_an_encoder(&read_if_present(&base, "config.json")?);
         }
-        let mut tokenizer = Self {
+        Ok(Self {
             inner,
             growth,
+            padding,
             described,
             is_plain,
             settings,
@@ -200,17 +227,11 @@ impl Tokenizer {
             files,
             eos,
             pad,
-            template: None,
+            templates: Templates::read(dir, &tokenizer_config)?,
             variables: Map::new(),
             apart,
-        };
-        if dir.join(CHAT_TEMPLATE).is_file() {
-            tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
-        } else {
-            tokenizer.template =
-                template_of(&tokenizer_config).map(|source| ChatTemplate::new(dir.join(TOKENIZER_CONFIG), source));
-        }
-        Ok(tokenizer)
+            most: None,
+        })
     }
 
     /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described` and have
@@ -244,10 +265,8 @@ impl Tokenizer {
     /// # Errors
     /// If it cannot be read or is not UTF-8. Errors in its syntax are reported on first use.
     pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
-        let bytes = files::read(file)?;
-        let source =
-            std::str::from_utf8(&bytes).map_err(|_| Error::invalid(file, "expected UTF-8, found other bytes"))?;
-        self.template = Some(ChatTemplate::new(file.to_path_buf(), source));
+        let (bytes, templates) = Templates::of_file(file)?;
+        self.templates = templates;
         self.files.retain(|(name, _)| *name != CHAT_TEMPLATE);
         self.files.push((CHAT_TEMPLATE, bytes));
         Ok(())
@@ -267,13 +286,12 @@ impl Tokenizer {
 
     /// Whether there is a chat template for prompts; there is none for those of an encoder-decoder.
     pub fn has_chat_template(&self) -> bool {
-        self.template.is_some() && !self.apart
+        !self.templates.is_empty() && !self.apart
     }
 
     /// Whether there is a chat template, and `other` has none or a different one.
     pub(crate) fn has_other_chat_template(&self, other: &Self) -> bool {
-        let same = |own: &ChatTemplate| other.template.as_ref().is_some_and(|theirs| theirs.is_same(own));
-        self.template.as_ref().is_some_and(|own| !same(own))
+        !self.templates.is_empty() && !self.templates.are_same(&other.templates)
     }
 
     /// Describes the tokens that end a text, the pad token and the chat template in one line, for the log.
@@ -293,10 +311,7 @@ impl Tokenizer {
             Some(pad) if self.eos() == Some(pad) => "the same".into(),
             Some(pad) => show(&pad),
         };
-        let template = self.template.as_ref().map_or("none".into(), |template| {
-            // Its folder may be one of the user's, and this is in the card that is pushed.
-            template.file().file_name().unwrap_or_default().to_string_lossy().into_owned()
-        });
+        let template = self.templates.describe();
         format!("eos {eos}; pad: {pad}; chat template: {template}")
     }
 
@@ -314,41 +329,106 @@ impl Tokenizer {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<(String, Vec<i64>)> {
+        let text = self.render_chat(messages, add_generation_prompt, variables)?;
+        let ids = self.encode_rendered(&text)?;
+        Ok((text, ids))
+    }
+
+    /// The text of [`Tokenizer::encode_chat`].
+    pub(crate) fn render_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<String> {
+        let variables = self.chat_variables(variables);
+        self.chat_template(&variables)?.render(messages, add_generation_prompt, variables)
+    }
+
+    /// As [`Tokenizer::encode_chat`], up to the end of the last message's content, which the response continues: transformers'
+    /// `continue_final_message`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_chat`]; if the last message has no text, or the template does not write it as it is.
+    pub fn encode_continued_chat(
+        &self,
+        messages: &[Value],
+        variables: &Map<String, Value>,
+    ) -> Result<(String, Vec<i64>)> {
+        let text = self.render_continued_chat(messages, variables)?;
+        let ids = self.encode_rendered(&text)?;
+        Ok((text, ids))
+    }
+
+    /// The text of [`Tokenizer::encode_continued_chat`].
+    pub(crate) fn render_continued_chat(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<String> {
+        let variables = self.chat_variables(variables);
+        self.chat_template(&variables)?.render_continued(messages, variables)
+    }
+
+    /// Returns the template of a conversation with these variables.
+    fn chat_template(&self, variables: &Map<String, Value>) -> Result<&ChatTemplate> {
         if self.apart {
             let message = "a list of messages, for an encoder-decoder: expected a text, since no chat template divides its prompt from the response";
             return Err(Error::Run(message.into()));
         }
-        let template = self.require_chat_template()?;
-        let text = template.render(messages, add_generation_prompt, self.chat_variables(variables))?;
-        match self.encode_verbatim(&text)? {
+        self.templates.of(variables, &self.dir)
+    }
+
+    /// Token ids of a text from [`Tokenizer::render_chat`].
+    pub(crate) fn encode_rendered(&self, text: &str) -> Result<Vec<i64>> {
+        match self.encode_verbatim(text)? {
             ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
-            ids => Ok((text, ids)),
+            ids => Ok(ids),
         }
     }
 
-    fn require_chat_template(&self) -> Result<&ChatTemplate> {
-        self.template.as_ref().ok_or_else(|| {
-            Error::Run(format!(
-                "a list of messages needs a chat template: expected `chat_template` in tokenizer_config.json, or a \
-                 {CHAT_TEMPLATE}, in {}, found neither",
-                self.dir.display()
-            ))
-        })
+    /// Returns the beginning of `text`, or its end if `keeps_end`, that has more than `most` tokens, if the text is much longer than that;
+    /// otherwise the whole text. Encoding takes 144 bytes of memory for each byte of a text, and the part is all that a limit of `most` needs.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub(crate) fn part_above<'a>(&self, text: &'a str, most: usize, keeps_end: bool) -> Result<&'a str> {
+        // Four times the bytes that a token of most texts has.
+        let mut bytes = most.saturating_mul(16).max(LEAST_PART);
+        while text.len() / 2 > bytes {
+            let mut at = if keeps_end { text.len() - bytes } else { bytes };
+            while !text.is_char_boundary(at) {
+                at -= 1;
+            }
+            let (start, end) = text.split_at(at);
+            let part = if keeps_end { end } else { start };
+            if self.encode_whole(part, false)?.len() > most.saturating_add(PART_SLACK) {
+                return Ok(part);
+            }
+            bytes = bytes.saturating_mul(4);
+        }
+        Ok(text)
+    }
+
+    /// A tokenizer for texts of at most `most` tokens, such as a model's context. Of a text that is far longer it encodes only a beginning, which
+    /// has more tokens than that: enough to refuse it, or to cut it to its first `most` tokens, without 144 bytes of memory for each byte of it.
+    pub fn limited_to(&self, most: usize) -> Self {
+        Self { most: Some(most), ..self.clone() }
+    }
+
+    /// The part of a text that is encoded; see [`Tokenizer::limited_to`].
+    fn within_limit<'a>(&self, text: &'a str) -> Result<&'a str> {
+        self.most.map_or(Ok(text), |most| self.part_above(text, most, false))
     }
 
     /// Spans of the assistant's tokens in a conversation as encoded by [`Tokenizer::encode_chat`]: the tokens in the
     /// `{% generation %}` blocks of the chat template; if it has none, each turn of the assistant from the end of the
-    /// template's generation prompt to the end of the turn.
+    /// template's generation prompt to the end of the turn. A turn that the template leaves out has no span.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and renders a turn differently when others follow it.
+    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and the place of a turn in its text cannot be found.
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
-        let template = self.require_chat_template()?;
-        let all = || self.chat_variables(variables);
-        let (text, spans) = if template.has_marks() {
-            template.render_marked(messages, all())?
-        } else {
-            turns(template, messages, all)?
+        let variables = self.chat_variables(variables);
+        let template = self.chat_template(&variables)?;
+        let (text, spans) = match template.has_marks() {
+            true => template.render_marked(messages, variables)?,
+            false => Turns { template, messages, variables }.find()?,
         };
         let offsets = self.offsets(&text)?;
         let within = |span: &Range<usize>| {
@@ -363,6 +443,7 @@ impl Tokenizer {
     /// the offsets; a token of nothing else starts where the one before it ends.
     fn offsets(&self, text: &str) -> Result<Vec<(usize, usize)>> {
         let Some(inner) = &self.inner else { return Ok(Vec::new()) };
+        let text = self.within_limit(text)?;
         let encoding = guarded(|| inner.encode(text, false)).map_err(|e| self.error(&e))?;
         let mut last = 0;
         let whole = |&(from, to): &(usize, usize)| {
@@ -406,6 +487,7 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it.
     pub fn encode_segments(&self, first: &str, second: &str) -> Result<Vec<i64>> {
         let inner = self.require_inner()?;
+        let (first, second) = (self.within_limit(first)?, self.within_limit(second)?);
         let len = first.len() + second.len();
         self.growth.map_or(Ok(()), |growth| growth.check_encode(len)).map_err(|e| self.error(&e))?;
         let encoding = guarded(|| inner.encode_fast((first, second), true)).map_err(|e| self.error(&e))?;
@@ -473,6 +555,10 @@ impl Tokenizer {
     }
 
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
+        self.encode_whole(self.within_limit(text)?, add_special_tokens)
+    }
+
+    fn encode_whole(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
         let inner = self.require_inner()?;
         self.growth.map_or(Ok(()), |growth| growth.check_encode(text.len())).map_err(|e| self.error(&e))?;
         let encoding = guarded(|| inner.encode_fast(text, add_special_tokens)).map_err(|e| self.error(&e))?;
@@ -738,7 +824,7 @@ impl Tokenizer {
         for (name, bytes) in &self.files {
             std::fs::write(dir.join(name), bytes).map_err(Error::io("write", dir.join(name)))?;
         }
-        Ok(())
+        self.templates.save(dir)
     }
 
     fn error(&self, message: &str) -> Error {
@@ -805,53 +891,15 @@ impl TextStream<'_> {
     }
 }
 
-/// Renders `messages` by a template without marks; returns the text and the byte ranges of the assistant's turns in it.
-fn turns<V: IntoIterator<Item = (String, Value)>>(
-    template: &ChatTemplate,
-    messages: &[Value],
-    variables: impl Fn() -> V,
-) -> Result<(String, Vec<Range<usize>>)> {
-    let text = template.render(messages, false, variables())?;
-    let mut spans = Vec::new();
-    for (at, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
-        // A template may refuse a conversation without messages, or begin it with a text of its own.
-        let before = match template.render(&messages[..at], true, variables()) {
-            Err(_) if at == 0 => None,
-            before => Some(before?),
-        };
-        let after = template.render(&messages[..=at], false, variables())?;
-        match before {
-            Some(before) if after.starts_with(&before) && text.starts_with(&after) => {
-                spans.push(before.len()..after.len());
-            }
-            _ if at == 0 => {
-                return Err(Error::Run(format!(
-                    "assistant_only_loss: message 1 is the assistant's, and its place in the text cannot be found without \
-                     {{% generation %}} blocks in {}: add them, or a message before it",
-                    template.file().display()
-                )));
-            }
-            _ => {
-                return Err(Error::Run(format!(
-                    "assistant_only_loss: {} has no {{% generation %}} blocks, and its text of message {} is not the same alone and \
-                     among the others",
-                    template.file().display(),
-                    at + 1
-                )));
-            }
-        }
-    }
-    Ok((text, spans))
-}
-
 /// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a
-/// text; with one more than its largest id.
-fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64)> {
+/// text; with one more than its largest id, and the token of the padding.
+fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64, Option<String>)> {
     let (mut found, ids) = guarded(|| file::read(json))
         .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
+    let pad = found.get_padding().map(|padding| padding.pad_token.clone());
     found.with_padding(None);
     found.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
-    Ok((found, ids))
+    Ok((found, ids, pad))
 }
 
 /// The JSON file `name` in `dir`; null if there is none.
@@ -868,13 +916,6 @@ fn generates_from_an_encoder(config: &Value) -> bool {
     let is_known = || config["model_type"].as_str().is_some_and(is_encoder_decoder_family);
     config["is_encoder_decoder"].as_bool().unwrap_or_else(is_known)
         && !architectures.is_some_and(|names| names.iter().any(classifies))
-}
-
-/// The chat template in a tokenizer_config.json: a text, or the element of a list that is named "default".
-fn template_of(config: &Value) -> Option<&str> {
-    let template = &config["chat_template"];
-    let named = || template.as_array()?.iter().find(|one| one["name"] == "default")?["template"].as_str();
-    template.as_str().or_else(named)
 }
 
 /// Length of the common prefix of two sequences of ids.

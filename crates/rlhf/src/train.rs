@@ -34,16 +34,18 @@ fn load_cursor(cursor: &mut Cursor, state: &Value, run: &RunConfig) -> Result<()
     }
 }
 
-/// Writes the report of a run that has ended into its folder, unless its settings leave it out. A report that cannot be written is
-/// a warning.
+/// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
+/// console. A report that cannot be written is a warning.
 fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
-    if run.no_report || !World::of_process().is_main() {
+    if !World::of_process().is_main() {
         return;
     }
-    match report::leave(&run.output_dir) {
-        Ok(Some(path)) => console.note(&format!("the report is in {}", path.display())),
-        // Without an update there is nothing to report.
-        Ok(None) => {}
+    match report::leave(&run.output_dir, !run.no_report) {
+        Ok((path, bad)) => {
+            bad.iter().for_each(|finding| console.note(&format!("! {finding}")));
+            // Without an update there is nothing to report.
+            path.iter().for_each(|path| console.note(&format!("the report is in {}", path.display())));
+        }
         Err(error) => console.warn(&format!("no report: {error}")),
     }
 }

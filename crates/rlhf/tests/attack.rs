@@ -6,6 +6,8 @@
 mod faults;
 mod files;
 pub(crate) mod folders;
+mod memory;
+mod ranks;
 mod rewards;
 
 use serde_json::{Map, Value};

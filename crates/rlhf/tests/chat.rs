@@ -71,7 +71,10 @@ fn sampled_responses_are_those_of_generate_with_the_same_seed() {
 #[test]
 fn fields_of_a_generation_config_without_effect_are_named_once_before_the_conversation() {
     let scratch = Scratch::new();
-    scratch.write("policy/generation_config.json", r#"{"num_beams": 4, "typical_p": 0.5, "temperature": 0.7}"#);
+    scratch.write(
+        "policy/generation_config.json",
+        r#"{"do_sample": true, "top_k": 5, "num_beams": 4, "typical_p": 0.5, "temperature": 0.7}"#,
+    );
     let note = |names: &str| format!("note: policy/generation_config.json: fields without effect here: {names}");
     for (flags, names) in [("", "num_beams, typical_p"), ("--temperature 0", "num_beams")] {
         let ran = chat(&scratch, &format!("chat policy --max_new_tokens 2 {flags}"), "The movie\nThe movie\n");

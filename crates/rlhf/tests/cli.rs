@@ -16,10 +16,12 @@ pub(crate) struct Scratch(tempfile::TempDir);
 pub(crate) struct Ran {
     pub(crate) code: i32,
     pub(crate) stdout: String,
-    /// Without the line of the checks that held.
+    /// Without the lines that every run writes, and the line of the checks that held.
     pub(crate) stderr: String,
-    /// That line.
+    /// The line of the checks.
     pub(crate) checks: Option<String>,
+    /// The lines that every run writes: its title, how long it will take, where its files are.
+    pub(crate) log: String,
 }
 
 pub(crate) const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
@@ -122,11 +124,12 @@ impl Scratch {
         Ran::from(self.command(line).args(words).output().unwrap())
     }
 
-    /// Runs what must succeed in silence on standard error; gives its standard output.
+    /// Runs what must succeed without a warning; gives its standard output. A run has its header, notes and end on standard error.
     #[track_caller]
     pub(crate) fn succeeds(&self, line: &str) -> String {
         let ran = self.run(line);
-        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
+        let is_bad = |line: &str| ["warning", "error"].iter().any(|word| line.starts_with(word));
+        assert!(ran.code == 0 && !ran.stderr.lines().any(is_bad), "{line}: {}: {}", ran.code, ran.stderr);
         ran.stdout
     }
 
@@ -157,8 +160,38 @@ impl From<std::process::Output> for Ran {
         let (checks, others): (Vec<&str>, Vec<&str>) =
             stderr.split_inclusive('\n').partition(|line| line.starts_with("checks: "));
         let checks = checks.first().map(|line| line.trim_end().to_string());
-        Self { code: output.status.code().unwrap_or(-1), stdout, stderr: others.concat(), checks }
+        let (log, others): (Vec<&str>, Vec<&str>) = others.into_iter().partition(|line| is_log(line));
+        let (log, stderr) = (log.concat(), others.concat());
+        Self { code: output.status.code().unwrap_or(-1), stdout, stderr, checks, log }
     }
+}
+
+/// Whether every run writes such a line.
+fn is_log(line: &str) -> bool {
+    let begins = [
+        // Findings of the report.
+        "! ",
+        "  ",
+        "rlhf ",
+        concat!(env!("CARGO_BIN_EXE_rlhf"), " "),
+        "saved ",
+        "done: ",
+        "the model is in ",
+        "the report is in ",
+        "resumes from ",
+        "unsupervised mix: ",
+        "pushing the model to the hub",
+        "uploading the model to ",
+        // Where the processor has no instructions for bf16.
+        "warning: bf16 = true: this processor",
+    ];
+    let has = [
+        " took ",
+        ": starts with the first update",
+        ": starts with a fresh head",
+        ": reads the decoded text, by its own tokenizer",
+    ];
+    begins.iter().any(|begin| line.starts_with(begin)) || has.iter().any(|words| line.contains(words))
 }
 
 impl Ran {
@@ -390,6 +423,21 @@ fn grpo_and_rloo_train_on_groups_without_a_value_model_and_resume_as_they_were()
         {
             assert!(whole.iter().all(|line| line.contains_key(metric)), "{name}: no {metric}");
         }
+        // Each number is logged once, by TRL's name.
+        for metric in [
+            "objective/scores",
+            "objective/scores_std",
+            "objective/scores/length",
+            "objective/scores_std/length",
+            "policy/entropy_avg",
+            "policy/grad_norm",
+            "val/response_length",
+            "time/update",
+        ] {
+            assert!(whole.iter().all(|line| !line.contains_key(metric)), "{name}: {metric}");
+        }
+        // The share of clipped tokens; RLOO's `clip_ratio/region_mean` is one of responses.
+        assert_eq!(whole[0].contains_key("policy/clipfrac_avg"), name == "rloo");
         assert_eq!(whole[0].contains_key("kl"), name == "rloo", "only RLOO's beta is above 0");
         // The run that its settings describe, stopped after two updates and resumed.
         let again = format!("{name} --config {name}/config.yaml --output_dir again-{name} --overwrite_output_dir");
@@ -928,6 +976,25 @@ fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
         let weights = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
         assert!(weights("ppo") == weights("again"), "{file}");
     }
+}
+
+#[test]
+fn a_log_has_the_sentences_of_a_terminal_without_its_bar() {
+    let scratch = Scratch::new();
+    let ran = scratch.run(&format!("{SFT} --save_steps 1"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for words in [
+        "rlhf sft: policy into out",
+        "update 1 took ",
+        "saved out/checkpoint-1",
+        "done: 2 updates in ",
+        "the model is in out; to try it:",
+        "rows",
+    ] {
+        assert!(ran.log.contains(words), "no `{words}` in {}", ran.log);
+    }
+    assert!(!ran.log.contains(['\r', '\u{2588}', '\u{2591}']) && ran.stderr.is_empty(), "{}{}", ran.log, ran.stderr);
+    assert_eq!(json_lines(&ran.stdout).len(), 2);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Runs of several ranks: the number of ranks changes no token, and metrics and weights by no more than the number of threads
 //! does. All ranks have the same bits.
 
-mod failures;
+pub(crate) mod failures;
 
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
 use crate::support::{assert_close, free_port, join_ranks, run_as_ranks};
@@ -167,7 +167,7 @@ fn near(scratch: &Scratch, found: &str, expected: &str, distance: &Distance) {
 
 /// Panics unless two runs left the same bits.
 #[track_caller]
-fn identical(scratch: &Scratch, found: &str, expected: &str) {
+pub(crate) fn identical(scratch: &Scratch, found: &str, expected: &str) {
     assert_eq!(timeless(scratch.metrics(found)), timeless(scratch.metrics(expected)), "{found}: metrics");
     let (weights, expected_weights) = (weights(&scratch.path(found)), weights(&scratch.path(expected)));
     assert!(weights.keys().eq(expected_weights.keys()) && !weights.is_empty(), "{found}: {:?}", weights.keys());
@@ -510,11 +510,16 @@ fn a_checkpoint_of_two_ranks_resumes_on_one_and_on_four_and_back() {
 #[test]
 fn ranks_roll_back_and_stop_together_by_an_alarm() {
     let scratch = scratch();
-    // The fourth update makes 256 responses of the same score; the run returns to the third, and stops at the next alarm.
-    let line = PPO.replace("--reward_model_path reward", "--reward never=regex:ZZZZ");
+    // The sixth update makes the last 256 responses of the same score; the run returns to the first one, whose policy is the last one with other
+    // scores, and stops at the next alarm.
+    scratch.write(
+        "once.py",
+        "calls = 0\ndef length(completions, **_):\n    global calls\n    calls += 1\n    return [len(c) * (calls <= 2) for c in completions]\n",
+    );
+    let line = PPO.replace("--reward_model_path reward", "--reward python:once.length");
     let line = format!(
-        "{line} --learning_rate 1e-5 --seed 3 --train_batch_size 64 --num_ppo_epochs 1 --total_episodes 320 --num_sample_generations 0 --zero_stage 3 \
-         --save_steps 3 --on_alarm equal_scores=rollback --max_rollbacks 1"
+        "{line} --learning_rate 1e-5 --seed 3 --train_batch_size 64 --num_ppo_epochs 1 --total_episodes 640 --num_sample_generations 0 --zero_stage 3 \
+         --save_steps 1 --on_alarm equal_scores=rollback --max_rollbacks 1"
     );
     let alone = scratch.run(&format!("{line} --output_dir alarm-1"));
     let together = Ranks::start(&scratch, 2, &format!("{line} --output_dir alarm-2"), |_, _| ()).wait("alarm-2");
@@ -522,11 +527,17 @@ fn ranks_roll_back_and_stop_together_by_an_alarm() {
         assert_eq!(ran.code, 3, "{}", ran.stderr);
         assert!(rank < 2 || ran.stderr.is_empty(), "{}", ran.stderr);
     }
-    let last = |ran: &Ran| ran.stderr.lines().last().unwrap().replace("alarm-2", "alarm-1");
-    let words = "error: stopped after update 4 by the alarm equal_scores (on_alarm = equal_scores=rollback, but max_rollbacks = 1 of";
+    // Up to the line that resumes: these ranks have no launcher whose command could be written.
+    let last = |ran: &Ran| {
+        let line = ran.stderr.lines().last().unwrap().replace("alarm-2", "alarm-1");
+        line.split_once(" is in alarm-1; ").unwrap().0.to_string()
+    };
+    let words = "error: stopped after update 5 by the alarm equal_scores (on_alarm = equal_scores=rollback, but max_rollbacks = 1 of";
     assert!(last(&alone).starts_with(words), "{}", alone.stderr);
     assert_eq!(last(&together[0]), last(&alone));
     assert_eq!(scratch.read("alarm-2/alarms.jsonl"), scratch.read("alarm-1/alarms.jsonl"));
-    assert_eq!(json_lines(&scratch.read("alarm-2/alarms.jsonl")).len(), 3);
+    let kinds: Vec<_> =
+        json_lines(&scratch.read("alarm-2/alarms.jsonl")).into_iter().map(|alarm| alarm["alarm"].clone()).collect();
+    assert_eq!(kinds, ["no_stop", "equal_scores", "rollback", "equal_scores"]);
     same(&scratch, "alarm-2", "alarm-1");
 }

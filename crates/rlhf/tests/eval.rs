@@ -1,5 +1,6 @@
 //! `rlhf eval`: responses, judges, both orders, what a cut leaves, what is refused; and the recipe of docs/tldr.md at toy size.
 
+use crate::checkpoint::copy_dir;
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines};
 use crate::rewards::Service;
 use rustix::process::{Pid, Signal, kill_process};
@@ -43,6 +44,16 @@ fn summary(scratch: &Scratch, ran: &Ran) -> Value {
     let written: Value = serde_json::from_str(&scratch.read("out/summary.json")).unwrap();
     assert_eq!(printed, written);
     printed
+}
+
+/// Continues an evaluation whose judge was mended, which is a warning.
+#[track_caller]
+fn continues(scratch: &Scratch, line: &str) -> Value {
+    let ran = scratch.run_with(line, &JUDGE);
+    let warning = "warning: out: inputs of the judge have changed: reward judge_command = judge.py: judge.py has changed; earlier verdicts are \
+                   kept, and the summary counts them (all are judged again with overwrite_output_dir = true)\n";
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, warning), "{line}");
+    summary(scratch, &ran)
 }
 
 fn rows(scratch: &Scratch) -> Vec<Map<String, Value>> {
@@ -105,7 +116,10 @@ fn a_reward_model_judges_the_responses_of_generate_by_the_scores_of_score() {
 #[test]
 fn models_that_are_sampled_with_different_settings_are_a_warning_that_flags_for_both_end() {
     let scratch = scratch();
-    scratch.write("other/generation_config.json", &json!({"max_new_tokens": 5, "temperature": 0.5}).to_string());
+    scratch.write(
+        "other/generation_config.json",
+        &json!({"do_sample": true, "top_k": 0, "max_new_tokens": 5, "temperature": 0.5}).to_string(),
+    );
     let line = PAIRS.replace(" --max_new_tokens 8", "") + " --reward_model_path reward --num_prompts 2";
     let ran = scratch.run(&line);
     let words = "warning: policy and other are sampled with different settings, those of their generation_config.json: \
@@ -239,7 +253,7 @@ fn a_judge_that_replies_nonsense_loses_only_its_rows_and_one_that_only_does_so_i
     // A judge that was mended judges the rest, and nothing twice.
     std::fs::remove_file(scratch.path("calls")).unwrap();
     write_judge(&scratch, LONGER);
-    let found = evaluates(&scratch, PAIRS, &JUDGE);
+    let found = continues(&scratch, PAIRS);
     assert_eq!((calls(&scratch), &found["no_verdict"]), (2, &json!(0)));
 
     write_judge(&scratch, "print('\\x1b[2Jno idea ' * 99)");
@@ -275,7 +289,7 @@ fn the_first_retry_of_a_judge_is_a_warning() {
 fn fields_of_a_generation_config_without_effect_are_a_warning_of_each_model() {
     let scratch = scratch();
     for model in ["policy", "other"] {
-        scratch.write(&format!("{model}/generation_config.json"), r#"{"num_beams": 4, "top_k": 5}"#);
+        scratch.write(&format!("{model}/generation_config.json"), r#"{"do_sample": true, "num_beams": 4, "top_k": 5}"#);
     }
     let ran = scratch.run_with(&format!("{PAIRS} --reward_model_path reward"), &[]);
     let warning =
@@ -316,6 +330,71 @@ fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     for (found, expected) in winners(&scratch).iter().zip(&expected) {
         assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
     }
+}
+
+#[test]
+fn a_verdict_twice_takes_back_those_that_it_may_have_shifted_and_the_evaluation_continues() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, PAIRS, &JUDGE);
+    let winners = |scratch: &Scratch| rows(scratch).iter().map(|row| row.get("winner").cloned()).collect::<Vec<_>>();
+    let (expected, line) = (winners(&scratch), format!("{PAIRS} --judge_retries 0"));
+    // The second verdict of the first pair comes while the judge is asked for the second one: each later pair has that of the one before.
+    let count = "n = globals().get('n', 0) + 1; time.sleep(0.05)";
+    write_judge(&scratch, &format!("{count}; {LONGER}; sys.stdout.flush(); n == 1 and (time.sleep(0.05), {LONGER})"));
+    let ran = scratch.run_with(&format!("{line} --overwrite_output_dir"), &JUDGE);
+    let error = ran.stderr.lines().last().unwrap();
+    for words in [
+        "error: the judge: expected one line per request",
+        "the verdicts of this evaluation since its last start are taken back",
+    ] {
+        assert!(ran.code == 1 && error.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    assert!(rows(&scratch).is_empty());
+    // The mended judge continues with the responses that are there.
+    let responses = scratch.read("out/responses.jsonl");
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, &line, &JUDGE);
+    assert_eq!((winners(&scratch), scratch.read("out/responses.jsonl")), (expected.clone(), responses));
+    // Verdicts with the ids of their pairs are kept.
+    let verdict = LONGER.replace("{'winner'", "{'id': pair['id'], 'winner'");
+    write_judge(&scratch, &format!("{verdict}; sys.stdout.flush(); pair['id'] == 2 and (time.sleep(0.1), {verdict})"));
+    scratch.run_with(&format!("{line} --overwrite_output_dir"), &JUDGE);
+    let kept = winners(&scratch);
+    assert!(!kept.is_empty());
+    for (found, expected) in kept.iter().zip(&expected) {
+        assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
+    }
+}
+
+#[test]
+fn a_judge_that_stops_to_repeat_ids_loses_the_verdict() {
+    let scratch = scratch();
+    let verdict = LONGER.replace("{'winner'", "{**({'id': pair['id']} if pair['id'] != 3 else {}), 'winner'");
+    write_judge(&scratch, &verdict);
+    scratch.run_with(PAIRS, &JUDGE);
+    let without: Vec<_> = rows(&scratch).into_iter().filter_map(|row| row.get("no_verdict").cloned()).collect();
+    assert_eq!(without.len(), 1);
+    assert!(
+        without[0].as_str().unwrap().starts_with("expected the \"id\": 3 of the pair in the verdict"),
+        "{without:?}"
+    );
+}
+
+#[test]
+fn an_evaluation_that_has_moved_continues_and_one_with_another_judge_says_so() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    let line = format!("{PAIRS} --max_judgements 2");
+    scratch.run_with(&line, &JUDGE);
+    copy_dir(&scratch.path("policy"), &scratch.path("moved/policy"));
+    scratch.write("moved/judge.py", &scratch.read("judge.py"));
+    let moved = line.replace("--model policy", "--model moved/policy");
+    let ran = scratch
+        .run_with(&moved.replace("judgements 2", "judgements 4"), &["--judge_command", "python3 moved/judge.py"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    write_judge(&scratch, "print('tie')");
+    continues(&scratch, &line.replace("judgements 2", "judgements 6"));
 }
 
 #[test]
@@ -423,7 +502,8 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
         2,
         &["seed = 7: expected 42, as in out: an evaluation continues with the same"],
     );
-    refuse(&PAIRS.replace("other", "policy"), 2, &["compare = policy: expected other, as in out"]);
+    let files = ["out: inputs have changed since it was evaluated: compare = policy: model.safetensors has changed"];
+    refuse(&PAIRS.replace("other", "policy"), 1, &files);
     evaluates(&scratch, &format!("{PAIRS} --batch_size 3 --judge_retries 1 --num_prompts 5"), &JUDGE);
     assert_eq!(calls(&scratch), 0);
     scratch.edit_config("other", "note", 1);
@@ -459,7 +539,7 @@ fn ctrl_c_ends_an_evaluation_with_a_line_on_how_to_continue_it() {
         (Some(130), "stopped; the same command continues the evaluation")
     );
     write_judge(&scratch, LONGER);
-    evaluates(&scratch, PAIRS, &JUDGE);
+    continues(&scratch, PAIRS);
 }
 
 #[test]
@@ -491,12 +571,12 @@ fn the_calls_of_runs_that_gave_no_verdict_count_against_the_bound() {
     assert_eq!((&found["prompts"], &found["left_out"], &found["no_verdict"]), (&json!(4), &json!(4), &json!(1)));
     let made = calls(&scratch);
     write_judge(&scratch, LONGER);
-    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 8"), &JUDGE);
+    let found = continues(&scratch, &format!("{PAIRS} --max_judgements 8"));
     assert_eq!((&found["no_verdict"], calls(&scratch)), (&json!(1), made), "nothing is left for it");
     // New prompts first: of two more calls, none is left for the one without a verdict.
-    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 10"), &JUDGE);
+    let found = continues(&scratch, &format!("{PAIRS} --max_judgements 10"));
     assert_eq!((&found["prompts"], &found["no_verdict"]), (&json!(5), &json!(1)));
-    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 100"), &JUDGE);
+    let found = continues(&scratch, &format!("{PAIRS} --max_judgements 100"));
     assert_eq!((&found["prompts"], &found["no_verdict"]), (&json!(8), &json!(0)));
     let attempts: Vec<_> = rows(&scratch).iter().map(|row| row["attempts"].as_u64().unwrap()).collect();
     assert_eq!((attempts.iter().sum::<u64>(), attempts.iter().max()), (9, Some(&2)));

@@ -244,7 +244,7 @@ fn a_reward_that_fails_is_told_from_other_errors_by_its_name() {
 
     let rewards = Rewards::new().with("mine", out_of_ideas());
     let error = PpoTrainer::from_config_with(&config, rewards).unwrap().train().unwrap_err();
-    assert!(error.to_string().starts_with("reward `mine`: out of ideas; no update was done"), "{error}");
+    assert!(error.to_string().starts_with("reward `mine`: out of ideas; no update is done"), "{error}");
     assert!(error.exit_code() == 1 && matches!(error, Error::Reward { .. }), "{error}");
 }
 

@@ -991,20 +991,17 @@ fn other_keys_of_a_generation_config_travel_along() {
 }
 
 #[test]
-fn settings_that_contradict_each_other_or_change_what_is_computed_are_refused() {
-    let dir = golden().join("models/llama_untied");
-    let config = read_json(&dir.join("config.json"));
-    let with = |key: &str, value: serde_json::Value| {
-        let mut config = config.clone();
-        config[key] = value;
-        let out = tempfile::tempdir().unwrap();
-        std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
-        ModelConfig::from_dir(out.path()).unwrap_err().to_string()
-    };
-    let scaling = with("rope_scaling", serde_json::json!({"rope_type": "linear", "factor": 2.0}));
-    assert!(scaling.contains("rope_scaling") && scaling.contains("rope_parameters"), "{scaling}");
-    let causal = with("is_causal", serde_json::json!(false));
+fn of_two_readings_of_a_configuration_that_of_transformers_is_taken_and_what_is_not_computed_is_refused() {
+    let both = serde_json::json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0});
+    let found = changed("llama_untied", &both).unwrap();
+    assert_eq!((found.ropes[0].theta, &found.ropes[0].scaling), (500.0, &RopeScaling::Linear { factor: 2.0 }));
+    let causal = changed("llama_untied", &serde_json::json!({"is_causal": false})).unwrap_err();
     assert!(causal.contains("`is_causal`: expected true, found false"), "{causal}");
+    // Without a generation_config.json, the settings of the generation are those of the configuration.
+    let settings = serde_json::json!({"do_sample": false, "top_k": 5, "temperature": null, "max_length": 9});
+    let found = changed("llama_untied", &settings).unwrap();
+    let expected = serde_json::json!({"do_sample": false, "top_k": 5});
+    assert_eq!(found.generation_settings(), expected.as_object().unwrap());
 }
 
 #[test]

@@ -108,10 +108,7 @@ fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
         let ran = Ran::from(child.wait_with_output().unwrap());
         assert_eq!(ran.code, code, "{}", ran.stderr);
         let error = ran.stderr.lines().last().unwrap();
-        assert!(
-            error.starts_with(&format!("error: {step}: stopped as requested after update {} of ", lines())),
-            "{error}"
-        );
+        assert!(error.starts_with(&format!("{step}: stopped as requested after update {} of ", lines())), "{error}");
         assert!(error.ends_with("; the same command with --resume_from_checkpoint resumes"), "{error}");
     }
     let ran = runs(&scratch, &line);

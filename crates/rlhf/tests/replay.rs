@@ -431,12 +431,14 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     scratch.write("prompts.jsonl", &rows.replace("A film", "A movie"));
     scratch.refuses(replay, 1, &["out: inputs have changed since update 3: dataset_name = prompts.jsonl"]);
     scratch.write("prompts.jsonl", &rows);
+    let config = scratch.read("policy/config.json");
     scratch.edit_config("policy", "layer_norm_eps", 0.1);
     scratch.refuses(replay, 1, &["sft_model_path = policy: config.json has changed"]);
+    scratch.write("policy/config.json", &config);
     let file = scratch.path("out/rollouts/update-000003.parquet");
     let bytes = std::fs::read(&file).unwrap();
     let mut changed = bytes.clone();
-    let at = changed.len() / 3;
+    let at = 10; // in the header of the first page
     changed[at..at + 6].fill(b'#');
     std::fs::write(&file, &changed).unwrap();
     scratch.refuses(replay, 1, &["out/rollouts/update-000003.parquet: not "]);

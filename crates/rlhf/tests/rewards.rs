@@ -140,11 +140,11 @@ fn a_program_receives_every_field_of_a_response() {
     batch.numbers(&mut command(&line));
     let asked = json_lines(&std::fs::read_to_string(&file).unwrap());
     let expected = json!({
-        "prompt": "prompt 0", "response": "a \"quoted\"\nline", "prompt_ids": [5, 6], "response_ids": [7, 8],
+        "id": 1, "prompt": "prompt 0", "response": "a \"quoted\"\nline", "prompt_ids": [5, 6], "response_ids": [7, 8],
         "finish_reason": "stop", "row": {"label": 0}, "left": 1,
     });
     assert_eq!(Value::Object(asked[0].clone()), expected);
-    assert_eq!((&asked[1]["prompt"], &asked[1]["left"]), (&json!("prompt 1"), &json!(0)));
+    assert_eq!((&asked[1]["prompt"], &asked[1]["left"], &asked[1]["id"]), (&json!("prompt 1"), &json!(0), &json!(2)));
 }
 
 #[test]
@@ -232,7 +232,87 @@ fn an_extra_score_is_not_taken_for_the_next_rows() {
     let mut chatty = CommandReward::new(line, RetryPolicy { attempts: 1, ..retry(LONG) });
     assert_eq!(Batch::of(1).numbers(&mut chatty), [1.0]);
     std::thread::sleep(Duration::from_millis(500));
-    Batch::of(1).refused(chatty, &["expected one line per response on standard output, found an extra line: \"2"]);
+    let words = "expected one line per request on standard output, found an extra line: \"2\"; replies before it may be those of other";
+    Batch::of(1).refused(chatty, &[words]);
+}
+
+/// A program that answers each line with `answer`, in which `$id` is the line's id.
+fn by_id(answer: &str) -> String {
+    format!("while read -r l; do id=${{l#*\\\"id\\\":}}; id=${{id%%,*}}; {answer}; done")
+}
+
+#[test]
+fn a_score_goes_to_the_response_whose_id_it_repeats() {
+    let mut echo = command(&by_id("echo \"{\\\"score\\\": ${id}0, \\\"id\\\": $id}\""));
+    assert_eq!(Batch::of(3).numbers(&mut echo), [10.0, 20.0, 30.0]);
+    assert_eq!(Batch::of(2).numbers(&mut echo), [40.0, 50.0]);
+    echo.finish().unwrap();
+    // The second and the third line are answered in the other order.
+    let line = "{\\\"score\\\": ${id}0, \\\"id\\\": $id}";
+    let swapped = by_id(&format!(
+        "case $id in 2) kept=\"{line}\";; 3) echo \"{line}\"; echo \"$kept\";; *) echo \"{line}\";; esac"
+    ));
+    assert_eq!(Batch::of(4).numbers(&mut command(&swapped)), [10.0, 20.0, 30.0, 40.0]);
+}
+
+#[test]
+fn an_id_that_is_wrong_or_missing_is_an_error_and_shifts_nothing() {
+    let one = "echo \"{\\\"score\\\": 1, \\\"id\\\": $id}\"";
+    for (answer, words) in [
+        (format!("{one}; [ $id = 1 ] && {one}"), "expected one score with \"id\": 1, found two"),
+        ("echo '{\"score\": 1, \"id\": 9}'".to_string(), "expected an \"id\" from 1 to 3, found"),
+        (
+            format!("if [ $id = 2 ]; then echo 1; else {one}; fi"),
+            "expected the \"id\" of the request in each score, as in those before",
+        ),
+        (
+            format!("if [ $id = 1 ]; then echo 1; else {one}; fi"),
+            "expected the \"id\" of the request in each score or in none",
+        ),
+    ] {
+        let reward = CommandReward::new(by_id(&answer), RetryPolicy { attempts: 1, ..retry(LONG) });
+        Batch::of(3).refused(reward, &[words]);
+    }
+}
+
+#[test]
+fn a_score_too_many_is_an_error_also_at_the_end_and_after_it() {
+    // Three lines for two: the third comes later than any wait within the batch.
+    let line = "n=0; while read -r l; do n=$((n + 1)); echo $n; [ $n = 1 ] && echo $n; [ $n = 2 ] && sleep 0.1; done";
+    let late = "read -r l; echo 1; read -r l; echo 2; sleep 0.1; echo 3; while read -r l; do echo 4; done";
+    for line in [late, line] {
+        let mut reward = command(line);
+        match reward.score(&Batch::of(2).inputs()) {
+            Ok(_) => {
+                let error = reward.finish().unwrap_err().to_string();
+                assert!(error.contains("found an extra line") && error.contains("repeats the \"id\""), "{error}");
+                // Another start would not mend the scores before it.
+                let again = reward.score(&Batch::of(1).inputs()).unwrap_err().to_string();
+                assert!(again.contains("found an extra line"), "{again}");
+            }
+            Err(error) => assert!(error.to_string().contains("found an extra line"), "{error}"),
+        }
+    }
+    let mut polite = command("while read -r l; do echo 1; done; echo scored all");
+    assert_eq!(Batch::of(2).numbers(&mut polite), [1.0; 2]);
+    polite.finish().unwrap();
+    assert_eq!(Batch::of(2).numbers(&mut polite), [1.0; 2], "it starts again");
+}
+
+#[test]
+fn a_program_that_prints_a_score_twice_ends_rlhf_score_without_a_file() {
+    let scratch = Scratch::new();
+    let rows: String = (0..6).map(|_| "{\"prompt\": \"a\", \"completion\": \"b\"}\n").collect();
+    scratch.write("rows.jsonl", &rows);
+    scratch.write(
+        "twice.sh",
+        "n=0; while read -r l; do n=$((n + 1)); [ $n = 6 ] && sleep 0.2; echo $n; [ $n = 1 ] && echo $n; done",
+    );
+    let line = "score --tokenizer_name policy --dataset_name rows.jsonl --reward_retries 0 --output_file out.jsonl";
+    let ran = scratch.run_with(line, &["--reward_command", "sh twice.sh"]);
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(ran.stderr.contains("found an extra line"), "{}", ran.stderr);
+    assert!(!scratch.path("out.jsonl").exists());
 }
 
 #[test]
@@ -290,7 +370,8 @@ fn a_program_that_prints_without_end_takes_no_memory() {
 fn child_reads_a_program_without_end() {
     let before = Child::memory("VmRSS");
     for (line, words) in [
-        ("cat /dev/zero", "expected a line of at most 4194304 bytes"),
+        // A line that is too long, or one that was there before the request.
+        ("cat /dev/zero", "expected"),
         ("yes $(head -c 100000 /dev/zero | tr '\\0' 1)", "expected"),
         ("tr '\\0' x < /dev/zero >&2", "no score within 0.5 s; its standard error ends with: xxx"),
         ("yes 1", "found an extra line: \"1\""),
@@ -334,6 +415,7 @@ print("a module may print")
 def asked(prompts, completions, completion_ids, **columns):
     print("and so may a function")
     with open("asked", "a") as file:
+        columns = {k: v for k, v in columns.items() if k not in ("trainer_state", "log_extra", "log_metric")}
         file.write(json.dumps([prompts, completions, completion_ids, columns]) + "\n")
     assert sys.stdin.read() == ""
     return [None if answer is None else answer for answer in columns["answer"]]
@@ -350,8 +432,29 @@ def endless(completions, **columns):
     return [0.5, float("inf")]
 def single(completions, **columns):
     return 1.0
+def forks(completions, **columns):
+    import os
+    return [50.0 if os.fork() == 0 else 1.0] * len(completions)
 def strict(completions, trainer_state):
     return [1.0, 1.0]
+def logs(completions, answer, trainer_state, log_extra, log_metric, **columns):
+    state = trainer_state
+    log_metric("right", 1)
+    log_metric("right", 0.5)
+    log_extra("found", [text.strip() for text in completions])
+    log_extra("few", [1] * 99)
+    with open("states", "a") as file:
+        file.write(json.dumps([state.global_step, state.max_steps, state.epoch, state.is_world_process_zero]) + "\n")
+    return [float(state.global_step) for _ in completions]
+def lists_all(prompts, completions, completion_ids, answer, level):
+    return [1.0 for _ in completions]
+def misspelt(completions, **columns):
+    print("this far")
+    return helper(completions)
+def helper(completions):
+    return completion
+def unreachable(completions, **columns):
+    raise ConnectionError("no route")
 def quits(completions, **columns):
     sys.stdout.flush()
     import os
@@ -383,6 +486,15 @@ fn functions() -> Scratch {
 
 const SCORE: &str = "score --tokenizer_name policy --dataset_name rows.jsonl --reward_retries 0";
 
+/// Runs `rlhf score`; gives its standard output. The lines that the functions print are all of its standard error.
+#[track_caller]
+fn scores(scratch: &Scratch, line: &str) -> String {
+    let ran = scratch.run(line);
+    let is_printed = |line: &str| line.ends_with(": a module may print") || line.ends_with(": and so may a function");
+    assert!(ran.code == 0 && ran.stderr.lines().all(is_printed), "{line}: {}", ran.stderr);
+    ran.stdout
+}
+
 #[test]
 fn functions_of_python_get_trls_arguments_and_their_output_is_no_score() {
     let scratch = functions();
@@ -390,7 +502,7 @@ fn functions_of_python_get_trls_arguments_and_their_output_is_no_score() {
         "{SCORE} --reward python:mine.rewards.asked --reward slow=python:mine.rewards.later \
          --reward python:mine.rewards.judge"
     );
-    let rows = json_lines(&scratch.succeeds(&line));
+    let rows = json_lines(&scores(&scratch, &line));
     let components: Vec<&Value> = rows.iter().map(|row| &row["components"]).collect();
     assert_eq!(*components[0], json!({"asked": 1.5, "slow": 2.0, "judge": 2.0}));
     assert!(components[1]["asked"].is_null() && components[1]["slow"] == 2.0, "{components:?}");
@@ -453,7 +565,7 @@ fn a_function_of_python_that_fails_is_one_error_with_the_place() {
     let scratch = functions();
     let row = "row 2 of 2 (prompt \"do\"): ";
     for (name, words) in [
-        ("reads", &["JSONDecodeError: Expecting value", "(mine/rewards.py:14, in "][..]),
+        ("reads", &["JSONDecodeError: Expecting value", "(mine/rewards.py:15, in "][..]),
         ("short", &["expected 2 scores, one per response, found 1"]),
         ("words", &[row, "expected a number or None, found 'high'"]),
         ("endless", &[row, "expected a finite score, found inf"]),
@@ -463,12 +575,87 @@ fn a_function_of_python_that_fails_is_one_error_with_the_place() {
     ] {
         let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.{name}"));
         let reward = format!("reward `{name}`: ");
-        ran.is_one_error(name, 1, &[&[reward.as_str()], words].concat());
+        ran.ends_with_one_error(name, &[&[reward.as_str()], words].concat());
     }
     let began = Instant::now();
     let ran = scratch.run(&format!("{SCORE} --reward python:mine.rewards.sleeps --reward_timeout 10"));
-    ran.is_one_error("sleeps", 1, &["no score within 10 s"]);
+    ran.ends_with_one_error("sleeps", &["no score within 10 s"]);
     assert!(began.elapsed() < Duration::from_secs(60));
+}
+
+impl Ran {
+    /// Requires exit code 1 and, after what a function has printed, one error with all of `words`.
+    #[track_caller]
+    fn ends_with_one_error(&self, line: &str, words: &[&str]) {
+        assert_eq!(self.code, 1, "{line}: {}", self.stderr);
+        let error = self.stderr.lines().last().unwrap_or_default();
+        assert!(error.starts_with("error: ") && self.stderr.matches("error: ").count() == 1, "{line}: {}", self.stderr);
+        for word in words {
+            assert!(error.contains(word), "{line}: no `{word}` in {error}");
+        }
+    }
+}
+
+#[test]
+fn the_prints_and_the_traceback_of_a_function_of_python_are_shown_and_its_own_error_is_not_retried() {
+    let scratch = functions();
+    let line = SCORE.replace(" --reward_retries 0", "");
+    let ran = scratch.run(&format!("{line} --reward python:mine.rewards.misspelt"));
+    let error = "NameError: name 'completion' is not defined";
+    ran.ends_with_one_error("misspelt", &["reward `misspelt`: ", error, "(mine/rewards.py:"]);
+    assert!(!ran.stderr.contains("tried"), "{}", ran.stderr);
+    for shown in ["a module may print", "this far", "Traceback (most recent call last):", "    return completion"] {
+        let count = ran.stderr.lines().filter(|line| line.starts_with("misspelt: ") && line.contains(shown)).count();
+        assert_eq!(count, 1, "{shown}: {}", ran.stderr);
+    }
+    // The program that calls the function is no part of it.
+    assert!(!ran.stderr.contains("function.py"), "{}", ran.stderr);
+    let ran = scratch.run(&format!("{line} --reward_retries 1 --reward python:mine.rewards.unreachable"));
+    ran.ends_with_one_error("unreachable", &["ConnectionError: no route", "(tried 2 times)"]);
+}
+
+#[test]
+fn a_function_of_python_that_lists_its_arguments_gets_no_others() {
+    let rows = json_lines(&scores(&functions(), &format!("{SCORE} --reward python:mine.rewards.lists_all")));
+    assert!(rows.iter().all(|row| row["score"] == 1.0), "{rows:?}");
+}
+
+#[test]
+fn functions_of_python_get_the_state_of_the_run_and_log_metrics_and_columns() {
+    let scratch = functions();
+    scratch.write("prompts.jsonl", &format!("{}\n", json!({"prompt": "Good?", "answer": 2})));
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let ran = scratch.run(&format!("{NO_MODEL} --reward python:mine.rewards.logs"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    // The prompt is text, and the template is not used.
+    assert!(ran.stderr.contains("the prompts are plain text, and the model has a chat template"), "{}", ran.stderr);
+    let metrics = scratch.metrics("out");
+    assert_eq!(number(&metrics[0], "reward/logs/right"), 0.75);
+    assert!(
+        ran.stderr.contains("log_extra: expected 4 values of `few`, one per completion, found 99"),
+        "{}",
+        ran.stderr
+    );
+    // The state says how far the run is, and with it the score: the updates done.
+    let states: Vec<Value> = scratch.read("states").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for (update, metrics) in metrics.iter().enumerate() {
+        assert_eq!(number(metrics, "objective/scores/logs"), update as f64);
+        assert!(states.iter().any(|state| state[0] == update), "{states:?}");
+    }
+    assert!(states.iter().all(|state| state[1] == metrics.len() && state[3] == true), "{states:?}");
+    let folder = fs::read_dir(scratch.path("out/samples")).unwrap();
+    let texts: Vec<String> = folder.map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
+    for row in texts.iter().flat_map(|text| json_lines(text)) {
+        assert_eq!(row["extra"], json!({"found": row["response"].as_str().unwrap().trim()}));
+    }
+    assert!(!texts.is_empty());
+}
+
+#[test]
+fn a_function_of_python_that_forks_has_the_scores_of_its_own_process() {
+    let scratch = functions();
+    let rows = json_lines(&scores(&scratch, &format!("{SCORE} --reward python:mine.rewards.forks")));
+    assert_eq!(rows.iter().map(|row| &row["score"]).collect::<Vec<_>>(), [1.0, 1.0]);
 }
 
 #[test]

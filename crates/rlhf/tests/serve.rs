@@ -160,7 +160,8 @@ fn numbers(value: &Value) -> Vec<f64> {
 #[test]
 fn fields_of_a_generation_config_without_effect_are_named_at_the_start() {
     let scratch = Scratch::new();
-    scratch.write("policy/generation_config.json", r#"{"num_beams": 4, "min_length": 9, "top_k": 5}"#);
+    scratch
+        .write("policy/generation_config.json", r#"{"do_sample": true, "num_beams": 4, "min_length": 9, "top_k": 5}"#);
     let ran = Server::start(&scratch).interrupt();
     let note = "note: policy/generation_config.json: fields without effect here: num_beams, min_length\n";
     assert!(ran.stderr.starts_with(note), "{}", ran.stderr);
@@ -428,6 +429,21 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
     for name in ["default", "policy"] {
         assert_eq!(server.post(TEXT, &json!({"model": name, "prompt": "a"})).json()["model"], "policy");
     }
+}
+
+#[test]
+fn a_prompt_of_many_megabytes_is_refused_at_once_and_the_next_client_is_served() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch);
+    let begun = Instant::now();
+    let body = json!({"model": "policy", "prompt": "The film was good. ".repeat(400_000), "max_tokens": 4});
+    let answer = server.post(TEXT, &body);
+    let error = &answer.json()["error"];
+    assert_eq!((answer.status, &error["code"]), (400, &json!("context_length_exceeded")), "{}", answer.body);
+    assert!(error["message"].as_str().unwrap().starts_with("the prompt has at least "), "{error}");
+    server.completes(TEXT, json!({"prompt": "a", "max_tokens": 1}));
+    // Encoding all of it takes ten times as long, and a gigabyte.
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
 }
 
 #[test]

@@ -189,7 +189,9 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         (&[(CONFIG, "{}"), ("special_tokens_map.json", END)], &[0], None),
         (&[(CONFIG, r#"{"eos_token": "<|padding|>", "pad_token": "<|padding|>"}"#)], &[1], Some(1)),
         (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5, "pad_token_id": null}"#)], &[5], None),
-        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[5, 7, 0, 9], Some(3)),
+        // Those of config.json count where generation_config.json has none.
+        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[7, 0, 9], Some(3)),
+        (&[(CONFIG, END), ("config.json", r#"{"eos_token_id": 5}"#), ("generation_config.json", "{}")], &[0, 5], None),
         (&[(CONFIG, END), generation], &[0, 7, 9], Some(3)),
         (&[(CONFIG, r#"{"eos_token": null}"#)], &[], None),
     ] {
@@ -197,6 +199,29 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
         assert_eq!((tokenizer.eos_ids(), tokenizer.pad()), (eos, pad), "{files:?}");
         assert_eq!(tokenizer.eos(), eos.first().copied());
     }
+}
+
+#[test]
+fn tokens_that_no_file_sets_are_those_of_the_class_and_of_the_padding_of_tokenizer_json() {
+    let mut json = read_json(&golden().join("models/gpt2/tokenizer.json"));
+    json["padding"] = json!({
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": null, "pad_id": 1, "pad_type_id": 0, "pad_token": "<|padding|>"
+    });
+    let json = json.to_string();
+    for (config, pad) in [
+        ("{}", Some(1)),
+        (r#"{"pad_token": null}"#, None),
+        (r#"{"pad_token": "<|endoftext|>"}"#, Some(0)),
+        // Classes of transformers with a default, which may be none.
+        (r#"{"tokenizer_class": "GPT2TokenizerFast"}"#, None),
+        (r#"{"tokenizer_class": "Qwen2Tokenizer"}"#, Some(0)),
+        (r#"{"tokenizer_class": "LlamaTokenizer"}"#, Some(1)),
+    ] {
+        let tokenizer = open(&[("tokenizer.json", json.as_str()), ("tokenizer_config.json", config)]);
+        assert_eq!(tokenizer.pad(), pad, "{config}");
+    }
+    let of_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);
+    assert_eq!((of_class.eos(), of_class.pad()), (Some(0), Some(1)));
 }
 
 #[test]
@@ -562,6 +587,71 @@ fn a_prompt_of_messages_ends_where_the_assistant_responds() {
 }
 
 #[test]
+fn tokens_of_a_model_are_special_and_known_to_templates_as_in_transformers() {
+    let read = |config: &str| open(&[("tokenizer_config.json", config), ("chat_template.jinja", "{{ boi_token }}")]);
+    let named = read(r#"{"eos_token": "<|endoftext|>", "model_specific_special_tokens": {"boi_token": "<boi>"}}"#);
+    let ids = named.encode("a<boi>").unwrap();
+    assert_eq!((ids.len(), named.decode(&ids).unwrap()), (2, "a".into()));
+    assert_eq!(named.encode_chat(&[turn("user", "a")], true, &Map::new()).unwrap().0, "<boi>");
+    // transformers 5.23 passes over the map where another token of the model has a key of its own.
+    let other = read(r#"{"image_token": "<img>", "model_specific_special_tokens": {"boi_token": "<boi>"}}"#);
+    assert_eq!(other.encode("<img>").unwrap().len(), 1);
+    assert!(other.encode("<boi>").unwrap().len() > 1);
+}
+
+#[test]
+fn a_prompt_that_ends_with_the_assistants_beginning_is_continued_and_is_one_message_with_the_completion() {
+    let begun = [turn("user", "hi"), turn("assistant", "oh")];
+    let (mut tokenizer, dataset, dir) = rows(&[
+        json!({"prompt": begun, "completion": [turn("assistant", " well")], "chosen": [turn("assistant", "a")]}),
+        json!({"prompt": [begun[0], {"role": "assistant", "content": [{"type": "text", "text": "oh"}]}]}),
+    ]);
+    let texts = |tokenizer: &Tokenizer| {
+        let prompts = dataset.prompts(tokenizer, 320, 64).unwrap();
+        prompts.into_iter().map(|prompt| prompt.text).collect::<Vec<_>>()
+    };
+    assert_eq!(texts(&tokenizer), ["user: hi<|endoftext|>\nassistant: oh"; 2]);
+    let (_, whole, _dir) = rows(&[json!({"prompt": begun, "completion": [turn("assistant", " well")]})]);
+    let found = whole.demonstrations(&tokenizer, true).unwrap().remove(0);
+    let text = |ids: &[i64]| tokenizer.decode_verbatim(ids).unwrap();
+    assert_eq!(text(&found.tokens), "user: hi<|endoftext|>\nassistant: oh well<|endoftext|>\n");
+    assert_eq!(text(&found.tokens[found.loss_start..]), " well<|endoftext|>\n");
+    // As transformers' `continue_final_message`, where the template trims contents.
+    let path = dir.path().join("trims.jinja");
+    std::fs::write(&path, "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}").unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    assert_eq!(texts(&tokenizer), ["<hi><oh"; 2]);
+    std::fs::write(&path, "{{ messages[0].content }}").unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let error = dataset.prompts(&tokenizer, 320, 64).unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "line 1: field `prompt`: the last message, which the response continues: the chat template does not"
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn parts_of_what_is_learned_that_the_template_leaves_out_are_noted_and_none_at_all_is_an_error() {
+    let thought = turn("assistant", "<think>why</think>oh");
+    let (mut tokenizer, dataset, dir) = rows(&[
+        json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]}),
+        json!({"messages": [turn("user", "hi"), thought]}),
+    ]);
+    let path = dir.path().join("partial.jinja");
+    std::fs::write(&path, "{% for m in messages %}{{ m.content.split('</think>')[-1] }} {% endfor %}").unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
+    dataset.demonstrations_with(&tokenizer, &options).unwrap();
+    std::fs::write(&path, "{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}").unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
+    let wanted = "rows.jsonl: line 1: the chat template writes nothing of what is to be learned, first \"oh\" of message 1 (assistant)";
+    assert!(error.contains(wanted), "{error}");
+}
+
+#[test]
 fn variables_of_all_conversations_give_way_to_those_of_a_row() {
     let (mut tokenizer, dataset, _dir) = rows(&[
         json!({"prompt": [turn("user", "hi")]}),
@@ -789,7 +879,10 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     let demonstrations = |d: &Dataset, t: &Tokenizer| d.demonstrations(t, true).err();
     let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t, true).err();
     refuse(json!({"prompt": []}), prompts, "field `prompt`: expected a list of at least one message, found []");
-    refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to respond to at the end");
+    let call = json!({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]});
+    let wanted =
+        "field `prompt`: the last message, which the response continues: expected a text as its `content`, found none";
+    refuse(json!({"prompt": [turn("user", "hi"), call]}), prompts, wanted);
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
     refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
     for (tools, found) in
@@ -930,28 +1023,24 @@ fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     tokenizer.use_chat_template(&path).unwrap();
     assert_eq!(learned(&tokenizer), ["oh<|endoftext|>no<|endoftext|>", "no<|endoftext|>", ""]);
     // A template that writes a turn otherwise when others follow it.
-    std::fs::write(&path, "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}").unwrap();
+    std::fs::write(
+        &path,
+        "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{{ '\\n' }}{% endfor %}",
+    )
+    .unwrap();
     tokenizer.use_chat_template(&path).unwrap();
+    assert_eq!(learned(&tokenizer), ["ohno!\n", "no!\n", ""]);
+    // One whose turns cannot be found.
     let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
+    let short = "{% for m in messages %}{{ m.content if m.content in ['hi', 'oh', 'and', 'no'] else raise_exception('long') }}{{ loop.last }}{% endfor %}";
+    std::fs::write(&path, short).unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
-    assert!(error.contains("marked.jinja has no {% generation %} blocks") && error.contains("line 1"), "{error}");
-    // A conversation that the assistant begins, and templates that write a prompt of their own before it or read the first message.
-    let (_, begun, _dir) = rows(&[json!({"messages": [turn("assistant", "oh"), turns[0]]})]);
-    let own = "{% if not messages or messages[0].role != 'system' %}system: be kind{% endif %}";
-    for template in [
-        format!(
-            "{own}{}{{% if add_generation_prompt %}}assistant: {{% endif %}}",
-            "{% for m in messages %}{{ m.content }}{% endfor %}"
-        ),
-        "{{ messages[0].role + messages[0].content }}".into(),
-    ] {
-        std::fs::write(&path, template).unwrap();
-        tokenizer.use_chat_template(&path).unwrap();
-        let error = begun.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
-        let wanted = "line 1: assistant_only_loss: message 1 is the assistant's, and its place in the text cannot be found without \
-                      {% generation %} blocks in ";
-        assert!(error.contains(wanted) && error.ends_with("marked.jinja: add them, or a message before it"), "{error}");
-    }
+    assert!(
+        error.contains("line 1: assistant_only_loss: the place of message 2 in the text of ")
+            && error.contains("--chat_template_path"),
+        "{error}"
+    );
     let (tokenizer, dataset, _dir) = rows(&[json!({"text": "hi"})]);
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
     assert!(error.contains("assistant_only_loss: expected a row with a list of messages"), "{error}");

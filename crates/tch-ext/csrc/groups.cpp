@@ -34,9 +34,16 @@ class Store {
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <c10/util/Logging.h>
+#include <arpa/inet.h>
 #include <dlfcn.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <optional>
 
 #include "common.h"
 #include "groups.h"
@@ -66,10 +73,40 @@ char* start(Group* group, Pending** out, F&& collective) {
   });
 }
 
-// libtorch logs a trace of twenty lines where a peer or the store goes away; the error itself is returned to the caller.
+// libtorch logs a trace of twenty lines where a peer or the store goes away; the error itself is returned to the caller. The user's
+// TORCH_CPP_LOG_LEVEL holds. It is not set here: other threads may read the environment meanwhile.
 void silence_traces() {
-  setenv("TORCH_CPP_LOG_LEVEL", "FATAL", 0);
   c10::initLogging();
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
+}
+
+// Returns a socket that listens on the loopback interface alone, if `host` is its address: the store answers everyone who reaches it, and
+// listens on every interface by itself. None for another host, or where the port is taken, which the store finds out.
+std::optional<int> loopback_listener(const std::string& host, uint16_t port) {
+  sockaddr_storage address{};
+  socklen_t size;
+  if (host == "127.0.0.1" || host == "localhost") {
+    auto& v4 = reinterpret_cast<sockaddr_in&>(address);
+    v4.sin_family = AF_INET;
+    v4.sin_port = htons(port);
+    v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    size = sizeof(v4);
+  } else if (host == "::1") {
+    auto& v6 = reinterpret_cast<sockaddr_in6&>(address);
+    v6.sin6_family = AF_INET6;
+    v6.sin6_port = htons(port);
+    v6.sin6_addr = in6addr_loopback;
+    size = sizeof(v6);
+  } else {
+    return std::nullopt;
+  }
+  const int fd = socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return std::nullopt;
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(fd, SOMAXCONN) == 0) return fd;
+  close(fd);
+  return std::nullopt;
 }
 
 }  // namespace
@@ -87,6 +124,7 @@ char* tch_ext_group_new(const GroupSettings* settings, Group** out) {
     options.waitWorkers = false;
     options.multiTenant = true;
     options.timeout = millis(settings->rendezvous_ms);
+    if (options.isServer) options.masterListenFd = loopback_listener(settings->host, settings->port);
     auto tcp = c10::make_intrusive<c10d::TCPStore>(settings->host, options);
     auto group = std::make_unique<Group>();
     group->store = c10::make_intrusive<c10d::PrefixStore>(settings->prefix, tcp);

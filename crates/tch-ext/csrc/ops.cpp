@@ -185,7 +185,8 @@ Tensor& grad_of(const Tensor& leaf) {
 // Number of elements of a bf16 product that are computed at once: they stay in the CPU cache until they are added.
 constexpr int64_t PIECE = 1 << 21;
 
-// grad += a b, in the dtype of `grad`.
+// grad += a b, in the dtype of `grad`. Where `grad` is f32 and the product bf16, it is rounded twice on a CPU: to bf16, which is the
+// result of oneDNN's product, and when it is added.
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
   TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) &&
@@ -315,7 +316,7 @@ void in_pieces(const Tensor& x, F piece) {
   } while (from < rows);
 }
 
-// sums += a b, computed in f32 and rounded once; a and b are f32.
+// sums += a b, computed in f32 and rounded once more; a and b are f32, and `sums` has been rounded to its dtype before.
 void add_f32_product(const Tensor& sums, const Tensor& a, const Tensor& b) {
   if (sums.scalar_type() == at::kFloat) return multiply_into(sums, a, b, true);
   thread_local Kept kept;
@@ -381,7 +382,8 @@ Tensor low_rank_backward(const Tensor& g, const Tensor& x, const Tensor& a, cons
 }
 
 // A linear layer whose weight is frozen, with the low-rank matrices `a` [r, in] and `b` [out, r], f32, which are trained:
-// x weight^T + bias + scale (x a^T) b^T. The products with `a` and `b` are f32, and the sum is rounded once.
+// x weight^T + bias + scale (x a^T) b^T. The products with `a` and `b` are f32. In bf16
+// the result is rounded twice: the first term, and then the sum.
 struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
   // `used` and `used_bias` are weight and bias in the compute dtype.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& used, const MaybeTensor& used_bias,

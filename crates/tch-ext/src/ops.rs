@@ -364,8 +364,8 @@ pub struct LowRank<'a> {
     pub scale: f64,
 }
 
-/// [`linear`] with a frozen weight, plus `scale (x a^T) b^T`, computed in f32; the sum is rounded to the dtype of `used` once. Differentiable
-/// in `x` and in the leaves `a` and `b`.
+/// [`linear`] with a frozen weight, plus `scale (x a^T) b^T`, computed in f32. In bf16 the result of [`linear`] is rounded,
+/// and then the sum. Differentiable in `x` and in the leaves `a` and `b`.
 ///
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.

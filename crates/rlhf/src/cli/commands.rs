@@ -361,7 +361,7 @@ mod tests {
                 "{of_groups} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
-                 apply_chat_template preset per_device_generation_batch_size generation_batches \
+                 apply_chat_template system_prompt preset per_device_generation_batch_size generation_batches \
                  train_batch_size per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature top_k top_p min_p repetition_penalty min_new_tokens \
@@ -406,7 +406,7 @@ mod tests {
         assert_eq!(
             flags("generate"),
             sorted(&format!(
-                "model_name_or_path model_revision prompts input_format output_format apply_chat_template max_new_tokens \
+                "model_name_or_path model_revision prompts input_format output_format apply_chat_template system_prompt max_new_tokens \
                  min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
                  ignore_eos seed {rows}"

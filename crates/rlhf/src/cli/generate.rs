@@ -126,6 +126,10 @@ impl<'c> Generator<'c> {
     /// Returns the prompts of the rows of `part`.
     fn prompts(&self, part: Dataset) -> Result<Vec<Prompt>> {
         let part = if self.config.apply_chat_template { part.with_chat_prompts() } else { part };
+        let part = match &self.config.system_prompt {
+            Some(system) => part.with_system_prompt(system),
+            None => part,
+        };
         part.prompts(&self.tokenizer, self.model.config().vocab_size, self.max_prompt_len)
     }
 

@@ -21,11 +21,12 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
         tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
-        Ok((tokenizer, model))
+        Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     annotate(&config.rows, rows, &tokenizer, |part| {
+        let Some(part) = part else { return Ok(Vec::new()) };
         let texts = part.completions(&tokenizer, vocab, context)?;
         let span = |i: usize| texts[i].prompt_len..texts[i].tokens.len();
         let nonempty: Vec<usize> = (0..texts.len()).filter(|&i| !span(i).is_empty()).collect();

@@ -9,7 +9,7 @@ use rlhf::dist::launch::Launch;
 use rlhf::plan::{PlanOptions, PlannedRun};
 use rlhf::safe_text::one_line;
 use rlhf::settings::PlanFlags;
-use rlhf::terminal::{Colour, Stream};
+use rlhf::terminal::{Colour, Stream, wrap};
 use rlhf::{Error, Result};
 
 use super::args::{normalize, parse_flags, split_at_command};
@@ -99,10 +99,12 @@ pub(crate) fn plan(task: &PlanTask) -> Result<()> {
         memory: flags.memory.map(|size| size.0),
         calibrate: flags.calibrate,
     };
+    // On a narrow terminal a line ends after a word.
+    let wrapped = |text: String| Stream::Out.width().map_or(text.clone(), |width| wrap(&text, Some(width), 4) + "\n");
     let text = match &**task {
         Task::Pipeline(config) => {
             let plan = rlhf::plan::pipeline(config, &options)?;
-            if flags.json { plan.json()? + "\n" } else { plan.table() }
+            if flags.json { plan.json()? + "\n" } else { wrapped(plan.table()) }
         }
         other => {
             let plan = match (other, planned(other)) {
@@ -110,7 +112,7 @@ pub(crate) fn plan(task: &PlanTask) -> Result<()> {
                 (_, Some(run)) => rlhf::plan::plan(&run, &options)?,
                 _ => return Err(Error::Usage("plan: expected a command that has a plan".into())),
             };
-            if flags.json { plan.json()? + "\n" } else { plan.table() }
+            if flags.json { plan.json()? + "\n" } else { wrapped(plan.table()) }
         }
     };
     io::stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))

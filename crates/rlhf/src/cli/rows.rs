@@ -259,12 +259,13 @@ impl Drop for Output {
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
 /// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it: on every rank those of all
-/// rows. Rank 0 writes. A note is printed if the token ids of the first row are not those of `tokenizer`.
+/// rows. Rank 0 writes. `measure` is called without a part after the last one. A note is printed if the token ids of the first row are not
+/// those of `tokenizer`.
 pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,
     tokenizer: &Tokenizer,
-    mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
+    mut measure: impl FnMut(Option<&Dataset>) -> Result<Vec<Fields>>,
 ) -> Result<()> {
     let at_once =
         if config.batch_size == 1 || is_typed(config)? { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
@@ -276,7 +277,7 @@ pub(super) fn annotate(
         {
             announce(&format!("note: {}", one_line(&note)));
         }
-        let measured = measure(&part)?;
+        let measured = measure(Some(&part))?;
         let annotated = part.rows().zip(measured).map(|(row, fields)| {
             let mut row: Map<String, Value> = row.as_object().cloned().unwrap_or_default();
             row.extend(fields.into_iter().map(|(name, value)| (name.to_string(), value)));
@@ -284,6 +285,7 @@ pub(super) fn annotate(
         });
         out.write(annotated)?;
     }
+    measure(None)?;
     if out.finish()? { Ok(()) } else { Err(Error::invalid(rows.path(), "expected at least one row, found none")) }
 }
 

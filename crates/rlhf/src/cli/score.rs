@@ -39,12 +39,13 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.choose_label(config.reward_label.as_deref(), dir)?;
         tokenizer.check_fits(model.config(), dir)?;
-        Ok((tokenizer, model))
+        Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     let (end, mut preferences) = (model.config().causal, Preferences::default());
     annotate(&config.rows, rows, &tokenizer, |part| {
+        let Some(part) = part else { return Ok(Vec::new()) };
         let of_rows = part.scored_texts(&tokenizer, end, vocab, context)?;
         let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
         let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
@@ -152,8 +153,12 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
         });
         rewards.warn_by(&warn);
     }
+    let print: Warn = Arc::new(|line: &str| announce(&one_line(line)));
+    rewards.print_by(&print);
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, &tokenizer, |part| {
+        // A score too many in the output of a program is found at its end, before a file gets its name.
+        let Some(part) = part else { return rewards.finish().map(|()| Vec::new()) };
         let of_rows = part.scored_responses(&tokenizer)?;
         let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
         let responses: Vec<PromptResponse> = of_rows.into_iter().flatten().collect();

@@ -6,7 +6,6 @@
 
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, generate_on};
-use crate::hub::Commits;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreUse};
@@ -19,6 +18,7 @@ use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
+use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig};
 use crate::tokenizer::Tokenizer;
 use crate::train::ppo::{Loaded, PpoParts, VALUE_MODEL};
@@ -263,7 +263,7 @@ impl RlhfEngine {
     /// The errors of [`RlhfEngine::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, more, Commits::new())?;
+        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, more, Found::default())?;
         parts.prepare(config)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;

@@ -638,6 +638,7 @@ impl StepTrainer {
             response: response.clone(),
             score,
             components: std::collections::BTreeMap::new(),
+            extra: std::collections::BTreeMap::new(),
             finish_reason: None,
             num_tokens: None,
             tokens: Vec::new(),

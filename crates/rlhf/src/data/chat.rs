@@ -1,24 +1,38 @@
 //! Conversations in the fields of a row.
 
 use super::row::{expected, field};
-use crate::tokenizer::{Tokenizer, shared_prefix};
+use crate::tokenizer::{Tokenizer, shared_prefix, without_nulls};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 
-/// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids.
+/// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids. With
+/// `add_generation_prompt` the text ends where the response starts: after the generation prompt, or, if the last message is the assistant's,
+/// within that message, which the response continues.
 pub(crate) fn encode_chat(
     row: &Value,
     tokenizer: &Tokenizer,
     fields: &[&str],
     add_generation_prompt: bool,
 ) -> Result<(String, Vec<i64>)> {
+    let text = render(row, tokenizer, fields, add_generation_prompt)?;
+    let ids = tokenizer.encode_rendered(&text)?;
+    Ok((text, ids))
+}
+
+/// The text of [`encode_chat`].
+pub(super) fn render(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    fields: &[&str],
+    add_generation_prompt: bool,
+) -> Result<String> {
     let (messages, variables) = conversation(row, fields)?;
     if add_generation_prompt && messages.last().is_some_and(|message| message["role"] == "assistant") {
-        let message =
-            format!("field `{}`: expected a message to respond to at the end, found the assistant's", fields[0]);
-        return Err(Error::Run(message));
+        return tokenizer
+            .render_continued_chat(&messages, &variables)
+            .map_err(|e| Error::Run(format!("field `{}`: {e}", fields[0])));
     }
-    tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
+    tokenizer.render_chat(&messages, add_generation_prompt, &variables)
 }
 
 /// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template: those of
@@ -31,7 +45,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
             let message = expected(name, "a list of at least one message", row);
             Error::Run(format!("{message}{}", hint_of_whole(row, fields)))
         };
-        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+        join(&mut conversation, messages.ok_or_else(wrong)?);
     }
     let mut variables = match field(row, "chat_template_kwargs") {
         None => Map::new(),
@@ -39,22 +53,43 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
     };
     if !variables.contains_key("tools")
-        && let Some(tools) = tools(row)?
+        && let Some(tools) = tools(row)?.filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
     {
         variables.insert("tools".into(), tools);
     }
     Ok((conversation, variables))
 }
 
+/// Appends `messages` to a conversation. Where this ends with the beginning of the assistant's message and they start with the assistant's, the
+/// two are one message.
+fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
+    let is_open =
+        |message: Option<&Value>| message.is_some_and(|m| m["role"] == "assistant" && m["content"].is_string());
+    let mut rest = messages;
+    if is_open(conversation.last())
+        && is_open(messages.first())
+        && let (Some(Value::Object(last)), [Value::Object(first), others @ ..]) = (conversation.last_mut(), messages)
+    {
+        let text = |fields: &Map<String, Value>| fields["content"].as_str().unwrap_or_default().to_string();
+        let joined = text(last) + &text(first);
+        last.extend(first.clone());
+        last.insert("content".into(), joined.into());
+        rest = others;
+    }
+    conversation.extend_from_slice(rest);
+}
+
 /// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.
 fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
-    match fields {
-        ["prompt", side @ ("chosen" | "rejected")]
-            if row["prompt"].is_string() && row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant") =>
-        {
-            format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none")
-        }
-        _ => String::new(),
+    let is_whole = |side: &&str| row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant");
+    let sides = match fields {
+        ["prompt", side @ ("chosen" | "rejected")] => vec![*side],
+        ["prompt"] => vec!["chosen", "rejected"],
+        _ => Vec::new(),
+    };
+    match sides.iter().find(|side| row["prompt"].is_string() && is_whole(side)) {
+        Some(side) => format!("; if `{side}` is the whole conversation, --dataset_columns prompt=none"),
+        None => String::new(),
     }
 }
 
@@ -76,18 +111,6 @@ fn tools(row: &Value) -> Result<Option<Value>> {
     }
 }
 
-/// Returns `value` without the fields that are null: formats with columns have them where another row's tool has a field.
-fn without_nulls(value: &Value) -> Value {
-    match value {
-        Value::Array(items) => items.iter().map(without_nulls).collect(),
-        Value::Object(fields) => {
-            let fields = fields.iter().filter(|(_, value)| !value.is_null());
-            fields.map(|(name, value)| (name.clone(), without_nulls(value))).collect::<Map<_, _>>().into()
-        }
-        other => other.clone(),
-    }
-}
-
 /// Returns the token ids of the messages in `prompt` and `response`, two fields of the row, and the number of tokens of the
 /// prompt among them.
 pub(super) fn encode_prompt_and_response(
@@ -95,10 +118,20 @@ pub(super) fn encode_prompt_and_response(
     tokenizer: &Tokenizer,
     response: &str,
 ) -> Result<(Vec<i64>, usize)> {
-    let prompt = encode_chat(row, tokenizer, &["prompt"], true)?.1;
-    let whole = encode_chat(row, tokenizer, &["prompt", response], false)?.1;
-    let prompt_len = shared_prefix(&prompt, &whole);
+    let (_, whole, prompt_len) = render_prompt_and_response(row, tokenizer, response)?;
     Ok((whole, prompt_len))
+}
+
+/// As [`encode_prompt_and_response`], with the text.
+pub(super) fn render_prompt_and_response(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    response: &str,
+) -> Result<(String, Vec<i64>, usize)> {
+    let prompt = encode_chat(row, tokenizer, &["prompt"], true)?.1;
+    let (text, whole) = encode_chat(row, tokenizer, &["prompt", response], false)?;
+    let prompt_len = shared_prefix(&prompt, &whole);
+    Ok((text, whole, prompt_len))
 }
 
 /// Returns `ids` without the whitespace that a chat template may put after the last EOS, such as a newline.

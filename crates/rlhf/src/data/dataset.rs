@@ -1,12 +1,13 @@
 //! A dataset in memory.
 
 use super::columns::Columns;
+use super::dialects::before_question;
 use super::files::Files;
 use super::formats::read_rows;
-use super::row::{Row, prompt_field};
+use super::row::{Row, messages_field, prompt_field};
 use crate::tokenizer::user_message;
 use crate::{Error, Result};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Rows, each a JSON object with its file and line.
@@ -63,12 +64,29 @@ impl Dataset {
         Ok(self)
     }
 
-    /// Turns every prompt that is a string into a conversation of one user message.
+    /// Turns every prompt that is a string into a conversation that ends with it as the user's message, after the texts in `system` and `history`.
     pub fn with_chat_prompts(mut self) -> Self {
         for row in &mut self.rows {
             if let Some((name, Value::String(text))) = prompt_field(&row.value) {
                 let message = user_message(text);
-                row.value[name] = Value::from(vec![message]);
+                let mut messages = before_question(&row.value);
+                messages.push(message);
+                row.value[name] = messages.into();
+            }
+        }
+        self
+    }
+
+    /// Puts a system message at the start of every conversation that has none; the prompts of the others, and texts, stay as they are.
+    pub fn with_system_prompt(mut self, system: &str) -> Self {
+        for row in &mut self.rows {
+            let names = [prompt_field(&row.value), messages_field(&row.value)].map(|field| field.map(|(name, _)| name));
+            for name in names.into_iter().flatten() {
+                let Some(messages) = row.value[name].as_array_mut() else { continue };
+                let role = messages.first().map(|message| message["role"].as_str().unwrap_or_default().to_string());
+                if role.is_some_and(|role| !matches!(role.as_str(), "" | "system" | "developer")) {
+                    messages.insert(0, json!({"role": "system", "content": system}));
+                }
             }
         }
         self
@@ -134,6 +152,34 @@ mod tests {
         let path = dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         Dataset::read(&path, "train")
+    }
+
+    #[test]
+    fn a_system_prompt_begins_every_conversation_that_has_none() {
+        let lines = [
+            json!({"prompt": [{"role": "user", "content": "Hi"}], "answer": 1}),
+            json!({"prompt": [{"role": "system", "content": "Be rude."}, {"role": "user", "content": "Hi"}]}),
+            json!({"prompt": "text"}),
+            json!({"messages": [{"role": "user", "content": "Hi"}]}),
+        ];
+        let dataset = read("a.jsonl", &lines.map(|line| format!("{line}\n")).concat()).unwrap();
+        let rows: Vec<Value> = dataset.with_chat_prompts().with_system_prompt("Be brief.").rows().cloned().collect();
+        let whole = json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]);
+        assert_eq!((&rows[0]["prompt"], &rows[0]["answer"], &rows[3]["messages"]), (&whole, &json!(1), &whole));
+        assert_eq!(rows[1]["prompt"][0]["content"], "Be rude.");
+        assert_eq!(
+            (&rows[2]["prompt"][0]["role"], &rows[2]["prompt"][1]["content"]),
+            (&json!("system"), &json!("text"))
+        );
+    }
+
+    #[test]
+    fn a_prompt_that_is_a_text_becomes_the_last_message_after_the_system_text_and_the_history_of_its_row() {
+        let row = json!({"query": "c", "system": "s", "history": [["a", "b"]]});
+        let dataset = read("a.jsonl", &format!("{row}\n")).unwrap().with_chat_prompts();
+        let messages = dataset.rows().next().unwrap()["query"].as_array().unwrap().clone();
+        let contents: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
+        assert_eq!(contents, ["s", "a", "b", "c"]);
     }
 
     #[test]

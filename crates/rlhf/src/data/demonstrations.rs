@@ -1,8 +1,9 @@
 //! Demonstrations for supervised fine-tuning.
 
-use super::chat::{conversation, encode_chat, encode_prompt_and_response};
+use super::chat::{conversation, encode_chat, render_prompt_and_response};
 use super::dataset::Dataset;
-use super::row::{expected, field, messages_field, text_field, token_ids};
+use super::left_out::LeftOut;
+use super::row::{check_whole, expected, field, messages_field, text_field, token_ids};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -124,17 +125,50 @@ impl Dataset {
         tokenizer: &Tokenizer,
         options: &DemonstrationOptions,
     ) -> Result<Vec<Demonstration>> {
-        self.map(|row| demonstration_of(row, tokenizer, options))
+        Ok(self.demonstrations_noted(tokenizer, options)?.0)
+    }
+
+    /// As [`Dataset::demonstrations_with`]. Also returns a message if the chat template leaves out parts of what is to be learned, such as
+    /// the reasoning of earlier turns.
+    ///
+    /// # Errors
+    /// As [`Dataset::demonstrations_with`]; if the template writes nothing of it in any row.
+    pub(crate) fn demonstrations_noted(
+        &self,
+        tokenizer: &Tokenizer,
+        options: &DemonstrationOptions,
+    ) -> Result<(Vec<Demonstration>, Option<String>)> {
+        let (rows, left_out): (Vec<Demonstration>, Vec<LeftOut>) =
+            self.map(|row| demonstration_of(row, tokenizer, options))?.into_iter().unzip();
+        let Some(at) = left_out.iter().position(LeftOut::is_some) else { return Ok((rows, None)) };
+        let first = left_out[at].first();
+        if left_out.iter().all(LeftOut::is_all) {
+            let message = format!(
+                "the chat template writes nothing of what is to be learned, first {first}; --chat_template_path takes another template"
+            );
+            return Err(self.error(at, message));
+        }
+        let (count, place) = (left_out.iter().filter(|row| row.is_some()).count(), self.rows[at].place);
+        let note = format!(
+            "{}: the chat template leaves out a part of what is to be learned in {count} of {} rows, first {first} in {place}",
+            self.name.display(),
+            rows.len()
+        );
+        Ok((rows, Some(note)))
     }
 }
 
-fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationOptions) -> Result<Demonstration> {
+fn demonstration_of(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    options: &DemonstrationOptions,
+) -> Result<(Demonstration, LeftOut)> {
     if !tokenizer.is_of_encoder_decoder()
         && let Some(tokens) = token_ids(row, "input_ids", options.vocab)?
     {
-        return tokenized(row, tokens, options);
+        return Ok((tokenized(row, tokens, options)?, LeftOut::default()));
     }
-    let Encoded { tokens, prompt_len, chat_fields } = encode(row, tokenizer, &options.text_field)?;
+    let Encoded { tokens, prompt_len, chat_fields, text } = encode(row, tokenizer, &options.text_field)?;
     // The first token cannot be predicted.
     let loss_start = if options.completion_only || tokenizer.is_of_encoder_decoder() { prompt_len.max(1) } else { 1 };
     let mut demonstration = Demonstration { tokens, prompt_len, loss_start, masked: Vec::new() };
@@ -146,7 +180,13 @@ fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationO
         let (messages, variables) = conversation(row, &chat_fields)?;
         demonstration.mask_others(tokenizer.assistant_tokens(&messages, &variables)?);
     }
-    Ok(demonstration)
+    let mut learned = match chat_fields.as_slice() {
+        [] => Vec::new(),
+        [_, completion] if options.completion_only => conversation(row, &[*completion])?.0,
+        fields => conversation(row, fields)?.0,
+    };
+    learned.retain(|message| !options.assistant_only || message["role"] == "assistant");
+    Ok((demonstration, LeftOut::find(&learned, &text)))
 }
 
 /// Returns the demonstration of a row with the token ids `tokens`.
@@ -208,6 +248,8 @@ struct Encoded {
     prompt_len: usize,
     /// The fields with its messages, if it is a conversation.
     chat_fields: Vec<&'static str>,
+    /// Its text, if it is a conversation.
+    text: String,
 }
 
 fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
@@ -225,8 +267,12 @@ fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded
 }
 
 fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
-    let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new() };
-    let chat = |(tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields };
+    let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new(), text: String::new() };
+    let chat = |(text, tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields, text };
+    let whole_chat = |name| {
+        let (text, tokens) = encode_chat(row, tokenizer, &[name], false)?;
+        Ok::<_, Error>(chat((text, tokens, 0), vec![name]))
+    };
     let no_form = || {
         let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`, or token ids: `input_ids`)";
         Error::Run(expected(text_name, forms, row))
@@ -239,19 +285,22 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
     }
     let Some((name, response)) = response_field(row) else {
         let (name, _) = messages_field(row).ok_or_else(no_form)?;
-        return Ok(chat((encode_chat(row, tokenizer, &[name], false)?.1, 0), vec![name]));
+        return whole_chat(name);
     };
     // A completion needs a prompt; a `chosen` text may contain it.
     let has_prompt = name != "chosen" || field(row, "prompt").is_some();
     match response {
         Value::String(response) => {
             let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+            if !has_prompt {
+                check_whole(row, response)?;
+            }
             Ok(text(tokenizer.encode_pair(prompt, response)?))
         }
         Value::Array(_) if has_prompt => {
-            Ok(chat(encode_prompt_and_response(row, tokenizer, name)?, vec!["prompt", name]))
+            Ok(chat(render_prompt_and_response(row, tokenizer, name)?, vec!["prompt", name]))
         }
-        Value::Array(_) => Ok(chat((encode_chat(row, tokenizer, &[name], false)?.1, 0), vec![name])),
+        Value::Array(_) => whole_chat(name),
         _ => Err(Error::Run(expected(name, "a string or a list of messages", row))),
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the rows of a file: JSONL, JSON or CSV, optionally compressed with gzip, or Parquet. In every format a row is a JSON
 //! object.
 
-use super::row::{ARRAY, Place, Row};
+use super::row::{ARRAY, Place, Row, object_over_lines};
 use crate::files;
 use crate::safe_text::beginning;
 use crate::{Error, Result};
@@ -64,11 +64,13 @@ pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
             let text = read_text(path)?;
             if extension == Some("json") && text.trim_start().starts_with('[') {
                 let rows: Vec<Value> =
-                    serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not a JSON array: {e}")))?;
+                    parse(&text).map_err(|e| Error::invalid(path, format!("not a JSON array: {e}")))?;
                 return (1..).zip(rows).map(|(row, value)| Row::new(&file, Place::Row(row), value)).collect();
             }
             let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
-            lines.map(|(line, text)| parse_line(&file, line, text)).collect()
+            let rows: Result<Vec<Row>> = lines.map(|(line, text)| parse_line(&file, line, text)).collect();
+            // After a line that is no object alone.
+            rows.map_err(|e| object_over_lines(&text).map_or(e, |message| Error::invalid(path, message)))
         }
     }
 }
@@ -100,17 +102,59 @@ pub(super) fn next_line(
             continue;
         }
         if json {
-            return parse_line(file, *read, text).map(Some);
+            let row = parse_line(file, *read, text);
+            if row.is_ok() || *read > 1 || serde_json::from_str::<Value>(text).is_ok() {
+                return row.map(Some);
+            }
+            let mut rest = text.to_string();
+            // Bytes of another encoding leave the error of the first line.
+            let whole =
+                (&mut *reader).take(MAX_LINE).read_to_string(&mut rest).ok().and_then(|_| object_over_lines(&rest));
+            return row.map(Some).map_err(|e| whole.map_or(e, |message| Error::invalid(&**file, message)));
         }
         let text = text.strip_suffix('\n').unwrap_or(text);
         return Row::new(file, place, json!({"prompt": text.strip_suffix('\r').unwrap_or(text)})).map(Some);
     }
 }
 
+/// Parses JSON, in which Python writes numbers that are none as `NaN`, `Infinity` and `-Infinity`: these are null, as in the other formats.
+fn parse<T: serde::de::DeserializeOwned>(text: &str) -> serde_json::Result<T> {
+    serde_json::from_str(text).or_else(|error| match without_nans(text) {
+        Some(text) => serde_json::from_str(&text).map_err(|_| error),
+        None => Err(error),
+    })
+}
+
+/// Returns JSON with null in place of `NaN`, `Infinity` and `-Infinity`, if it has one.
+fn without_nans(text: &str) -> Option<String> {
+    let names = ["NaN", "-Infinity", "Infinity"];
+    if !names.iter().any(|name| text.contains(name)) {
+        return None;
+    }
+    let (mut out, mut rest, mut quoted) = (String::with_capacity(text.len()), text, false);
+    while let Some(c) = rest.chars().next() {
+        let name = names.iter().find(|name| !quoted && rest.starts_with(**name));
+        let taken = match (name, c) {
+            (Some(name), _) => {
+                out += "null";
+                rest = &rest[name.len()..];
+                continue;
+            }
+            // The escape and what it escapes.
+            (None, '\\') if quoted => 1 + rest[1..].chars().next().map_or(0, char::len_utf8),
+            (None, c) => c.len_utf8(),
+        };
+        quoted ^= c == '"';
+        out += &rest[..taken];
+        rest = &rest[taken..];
+    }
+    Some(out)
+}
+
 /// Parses one line of a JSONL file.
 fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     let place = Place::Line(line);
-    match serde_json::from_str(text) {
+    match parse(text) {
         Ok(row) => Row::new(file, place, row),
         Err(_) if text.trim_start().starts_with('[') => Err(place.error(file, ARRAY)),
         Err(e) => {
@@ -340,6 +384,34 @@ mod tests {
     use flate2::Compression;
     use flate2::write::GzEncoder;
     use std::io::Write;
+
+    #[test]
+    fn numbers_that_are_none_are_null_and_a_text_that_names_them_stays() {
+        for (text, wanted) in [
+            (
+                r#"{"a": NaN, "b": [-Infinity, Infinity], "c": "NaN \" Infinity"}"#,
+                json!({"a": null, "b": [null, null], "c": "NaN \" Infinity"}),
+            ),
+            (r#"{"a": "é\\", "b": NaN}"#, json!({"a": "é\\", "b": null})),
+        ] {
+            assert_eq!(parse::<Value>(text).unwrap(), wanted);
+        }
+        assert!(parse::<Value>(r#"{"a": NaNs}"#).is_err() && parse::<Value>(r#"{NaN: 1}"#).is_err());
+    }
+
+    #[test]
+    fn an_object_over_several_lines_is_named_in_files_that_are_streamed_and_that_are_read_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a.json", "a.jsonl"] {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "{\n  \"data\": [\n {\"a\": 1}, {\"a\": 2}]\n}\n").unwrap();
+            let found = read_rows(&path).unwrap_err().to_string();
+            let file: Arc<Path> = path.as_path().into();
+            let streamed = next_line(&file, &mut open_text(&path).unwrap(), true, &mut 0).unwrap_err().to_string();
+            assert_eq!(found, streamed);
+            assert!(found.contains("`data` with 2 objects") && found.contains("jq -c '.[\"data\"][]'"), "{found}");
+        }
+    }
 
     #[test]
     fn gzip_is_decompressed_for_every_text_format_and_damage_is_an_error() {

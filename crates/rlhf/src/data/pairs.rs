@@ -2,7 +2,7 @@
 
 use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
-use super::row::{expected, field, messages_field, text_field};
+use super::row::{check_whole, expected, field, messages_field, text_field};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -51,6 +51,9 @@ pub(super) fn pair_of(row: &Value, tokenizer: &Tokenizer, append_eos: bool) -> R
         } else {
             let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
             let text = text_field(row, name)?;
+            if !has_prompt {
+                check_whole(row, text)?;
+            }
             let encoded =
                 if append_eos { tokenizer.encode_pair(prompt, text) } else { tokenizer.encode_open_pair(prompt, text) };
             Ok(encoded?.0)

@@ -10,6 +10,7 @@ use crate::safe_text::beginning;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
+use std::borrow::Cow;
 
 /// A prompt and a response to it, as rewards see them.
 #[derive(Debug, Clone, PartialEq)]
@@ -95,7 +96,8 @@ impl Dataset {
     pub fn scored_responses(&self, tokenizer: &Tokenizer) -> Result<Vec<Vec<PromptResponse>>> {
         self.map(|row| {
             if !is_pair(row) {
-                return Ok(vec![response_of(row, tokenizer)?]);
+                let row = of_conversation(row)?;
+                return Ok(vec![response_of(&row, tokenizer)?]);
             }
             let side = |name: &str| -> Result<PromptResponse> {
                 let mut side = row.clone();
@@ -109,6 +111,25 @@ impl Dataset {
             Ok(vec![side("chosen")?, side("rejected")?])
         })
     }
+}
+
+/// Returns a row that is a conversation, and no other form, as its prompt and the assistant's last message; any other row as it is.
+fn of_conversation(row: &Value) -> Result<Cow<'_, Value>> {
+    let is_other =
+        ["completion", "completion_ids", "prompt_ids", "response"].iter().any(|name| field(row, name).is_some());
+    let Some((name, found)) = messages_field(row).filter(|_| !is_other) else { return Ok(Cow::Borrowed(row)) };
+    let last =
+        found.as_array().and_then(|messages| messages.split_last()).filter(|(last, _)| last["role"] == "assistant");
+    let (last, prompt) = last.ok_or_else(|| {
+        Error::Run(expected(name, "a list of messages that ends with the assistant's, which rewards score,", row))
+    })?;
+    let mut divided = row.clone();
+    if let Some(fields) = divided.as_object_mut() {
+        fields.remove("prompt_ids");
+        fields.insert("prompt".into(), prompt.to_vec().into());
+        fields.insert("completion".into(), vec![last.clone()].into());
+    }
+    Ok(Cow::Owned(divided))
 }
 
 /// Returns the name of the field with the response as text or messages: `completion`, or `response` in the sample files of a

@@ -1,5 +1,7 @@
 //! One row of a dataset: a JSON object, its file and its line, and access to its fields.
 
+use super::dialects::{self, MESSAGES, to_roles};
+use crate::tokenizer::PART_SLACK;
 use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -32,30 +34,6 @@ pub(super) const FIELDS: [(&str, &[&str]); 17] = [
 pub(super) const ARRAY: &str =
     "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
 
-/// The fields that may hold messages.
-const MESSAGES: [&str; 7] = ["prompt", "query", "completion", "chosen", "rejected", "messages", "conversations"];
-
-/// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
-/// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
-///
-/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
-fn to_roles(value: &mut Value) {
-    for fields in value.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
-        for (name, of_chats) in [("from", "role"), ("value", "content")] {
-            if !fields.contains_key(of_chats)
-                && let Some(value) = fields.remove(name)
-            {
-                let value = match (of_chats, value.as_str()) {
-                    ("role", Some("human")) => "user".into(),
-                    ("role", Some("gpt")) => "assistant".into(),
-                    _ => value,
-                };
-                fields.insert(of_chats.into(), value);
-            }
-        }
-    }
-}
-
 /// [`to_roles`] of a value that is read as the field `name`, if that may hold messages.
 pub(super) fn as_field(name: &str, mut value: Value) -> Value {
     if MESSAGES.contains(&name) {
@@ -76,9 +54,7 @@ impl Row {
     pub(super) fn new(file: &Arc<Path>, place: Place, mut value: Value) -> Result<Self> {
         match &mut value {
             Value::Object(fields) => {
-                for name in MESSAGES {
-                    fields.get_mut(name).into_iter().for_each(to_roles);
-                }
+                dialects::read(fields);
                 Ok(Self { file: file.clone(), place, value })
             }
             Value::Array(_) if matches!(place, Place::Line(_)) => Err(place.error(file, ARRAY)),
@@ -164,8 +140,10 @@ pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
     if length <= max_length {
         return Ok(());
     }
+    // A tokenizer with a limit encodes only a part of a row that is far longer.
+    let more = if length > max_length.saturating_add(PART_SLACK) { "at least " } else { "" };
     Err(Error::Run(format!(
-        "the row is too long: expected at most {max_length} tokens, the model's context, found {length}"
+        "the row is too long: expected at most {max_length} tokens, the model's context, found {more}{length}"
     )))
 }
 
@@ -179,6 +157,23 @@ pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -
          {prompt} and {response}",
         max_length.saturating_sub(1)
     )))
+}
+
+/// Checks a pair without a `prompt` whose `chosen` is a text: it has the prompt too, unless another column has it.
+///
+/// # Errors
+/// If a column that is probably the prompt has a text that is not in `chosen`.
+pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
+    // Columns with another name may be ids, or notes on the pair.
+    let asks = ["instruction", "question", "problem", "input"];
+    let is_elsewhere = |name: &&str| {
+        asks.iter().any(|other| name.eq_ignore_ascii_case(other))
+            && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()))
+    };
+    match likely_fields("prompt", row).iter().any(is_elsewhere) {
+        true => Err(Error::Run(expected("prompt", "the text before `chosen`", row))),
+        false => Ok(()),
+    }
 }
 
 /// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
@@ -199,34 +194,111 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
 }
 
 /// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by it, and by the fields that are
-/// read along with it, and the flag that reads them.
+/// read along with it, and the flag or the line that reads them. No text of the row is left out by that.
 fn hint(name: &str, row: &Value) -> String {
+    let likely = likely_fields(name, row);
     if !is_field(name) {
-        return likely_field(name, row)
-            .map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
+        return likely.first().map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
+    }
+    if let Some(found) = dialects::hint(row) {
+        return found;
     }
     let own = [name];
     // Without a field for the one that is needed, the others are no help.
     let (needed, fields): (&str, &[&str]) = match name {
-        "text" if likely_field(name, row).is_none() => ("completion", &["prompt", "completion"]),
+        "text"
+            if likely.is_empty()
+                && ["completion", "chosen"].map(|name| likely_fields(name, row).is_empty()) == [true, false] =>
+        {
+            ("chosen", &["prompt", "chosen", "rejected"])
+        }
+        "text" if likely.is_empty() => ("completion", &["prompt", "completion"]),
         "chosen" | "rejected" => (name, &["prompt", "chosen", "rejected"]),
         _ => (name, &own),
     };
-    if likely_field(needed, row).is_none() {
-        return String::new();
+    if likely_fields(needed, row).is_empty() {
+        return hint_of_lists(row).unwrap_or_default();
     }
     let missing = fields.iter().filter(|name| field(row, name).is_none());
-    let found: Vec<(&str, &str)> = missing.filter_map(|name| Some((*name, likely_field(name, row)?))).collect();
-    let columns: Vec<String> = found.iter().map(|(name, other)| format!("{name}={other}")).collect();
+    let found: Vec<(&str, Vec<&str>)> =
+        missing.map(|name| (*name, likely_fields(name, row))).filter(|(_, others)| !others.is_empty()).collect();
+    if found.iter().any(|(_, others)| others.len() > 1) {
+        return hint_of_several(&found);
+    }
+    let columns: Vec<String> = found.iter().map(|(name, others)| format!("{name}={}", others[0])).collect();
     let columns = columns.join(",");
     match found.as_slice() {
         [] => String::new(),
-        [(_, other)] => format!("; if `{other}` is it, --dataset_columns {columns}"),
+        [(_, others)] => format!("; if `{}` is it, --dataset_columns {columns}", others[0]),
         [others @ .., (_, last)] => {
-            let others: Vec<String> = others.iter().map(|(_, other)| format!("`{other}`")).collect();
-            format!("; if {} and `{last}` are they, --dataset_columns {columns}", others.join(", "))
+            let others: Vec<String> = others.iter().map(|(_, others)| format!("`{}`", others[0])).collect();
+            format!("; if {} and `{}` are they, --dataset_columns {columns}", others.join(", "), last[0])
         }
     }
+}
+
+/// Returns the hint where a field may be made of several columns, such as Alpaca's `instruction` and `input`: a line that joins those of a prompt.
+fn hint_of_several(found: &[(&str, Vec<&str>)]) -> String {
+    let value = |(name, others): &(&str, Vec<&str>)| {
+        let of = |other: &&str| format!(".[{}]", Value::from(*other));
+        let value = match others.as_slice() {
+            [one] => of(one),
+            others if *name == "prompt" => {
+                let all: Vec<String> = others.iter().map(of).collect();
+                format!("([{}] | map(select(. != null and . != \"\")) | join(\"\\n\"))", all.join(", "))
+            }
+            others => of(&others[0]),
+        };
+        format!("{name}: {value}")
+    };
+    let several = found.iter().filter(|(_, others)| others.len() > 1);
+    let names: Vec<String> = several.clone().flat_map(|(_, others)| others).map(|name| format!("`{name}`")).collect();
+    let fields: Vec<String> = found.iter().map(value).collect();
+    let choice = if several.clone().any(|(name, _)| *name != "prompt") { ", or another of them," } else { "" };
+    format!(
+        "; it may be in {}{choice} in the rows of: jq -c 'if type == \"array\" then .[] else . end | . + {{{}}}' FILE > rows.jsonl",
+        names.join(", "),
+        fields.join(", ")
+    )
+}
+
+/// Returns the hint where the row is an object around the rows: the keys that hold lists of objects, and the line that takes one out.
+fn hint_of_lists(row: &Value) -> Option<String> {
+    let fields = row.as_object()?;
+    // Messages and tools are parts of a row.
+    let is_row = |(name, _): &(&String, &Value)| is_field(name) || MESSAGES.contains(&name.as_str());
+    let lists: Vec<(&String, usize)> = fields
+        .iter()
+        .filter(|field| !is_row(field))
+        .filter_map(|(name, value)| Some((name, value.as_array()?)))
+        .filter(|(_, list)| {
+            list.len() > 1 && list.iter().all(|item| item.as_object().is_some_and(|item| !item.contains_key("role")))
+        })
+        .map(|(name, list)| (name, list.len()))
+        .collect();
+    let (first, _) = lists.first()?;
+    let all: Vec<String> = lists.iter().map(|(name, len)| format!("`{}` with {len} objects", brief(name))).collect();
+    Some(format!(
+        "; the object holds a list: {}; if these are the rows: jq -c '.[{}][]' FILE > rows.jsonl",
+        all.join(", "),
+        Value::from(first.as_str())
+    ))
+}
+
+/// Returns the error of a file that is one JSON object over several lines, if `text` is that, or several such objects.
+pub(super) fn object_over_lines(text: &str) -> Option<String> {
+    let line = text.lines().find(|line| !line.trim().is_empty())?;
+    if serde_json::from_str::<Value>(line).is_ok() {
+        return None;
+    }
+    let mut objects = serde_json::Deserializer::from_str(text).into_iter::<Value>();
+    let first = objects.next()?.ok().filter(Value::is_object)?;
+    let hint = match objects.next() {
+        Some(Ok(_)) => "; if each object is a row: jq -c . FILE > rows.jsonl".into(),
+        Some(Err(_)) => return None,
+        None => hint_of_lists(&first).unwrap_or_else(|| "; if it is the only row: jq -c . FILE > rows.jsonl".into()),
+    };
+    Some(format!("expected a JSON object on each line, found an object over several lines{hint}"))
 }
 
 /// Returns true if a column can be read as the field `name`.
@@ -236,19 +308,55 @@ fn is_field(name: &str) -> bool {
 
 /// Other names that datasets use for each field.
 const SYNONYMS: [(&str, &[&str]); 5] = [
-    ("prompt", &["question", "instruction", "problem", "input", "text", "context"]),
+    (
+        "prompt",
+        &[
+            "system",
+            "system_prompt",
+            "instruction",
+            "question",
+            "problem",
+            "context",
+            "context_messages",
+            "input",
+            "text",
+            "history",
+        ],
+    ),
     ("completion", &["response", "answer", "output", "solution", "target"]),
     ("text", &["content", "document", "review", "sentence", "body"]),
-    ("chosen", &["preferred", "accepted", "positive", "response_chosen", "response_j"]),
-    ("rejected", &["dispreferred", "negative", "response_rejected", "response_k"]),
+    ("chosen", &["preferred", "accepted", "positive", "chosen_response", "response_chosen", "response_j"]),
+    ("rejected", &["dispreferred", "negative", "rejected_response", "response_rejected", "response_k"]),
 ];
 
-/// Returns the field of `row` that is most likely meant by `name`: one with a similar name, else a synonym.
-fn likely_field<'r>(name: &str, row: &'r Value) -> Option<&'r str> {
+/// Synonyms that are a part of a field, and never all of it.
+const PARTS: [&str; 3] = ["system", "system_prompt", "history"];
+
+/// Returns the fields of `row` that are most likely meant by `name`: one with a similar name, else all synonyms that are not empty, as the
+/// field may be made of several.
+fn likely_fields<'r>(name: &str, row: &'r Value) -> Vec<&'r str> {
     let fields = || row.as_object().into_iter().flat_map(|row| row.keys()).map(String::as_str);
-    let similar = fields().find(|field| strsim::jaro_winkler(&field.to_lowercase(), name) > 0.9);
+    if let Some(similar) = fields().find(|field| strsim::jaro_winkler(&field.to_lowercase(), name) > 0.9) {
+        return vec![similar];
+    }
     let synonyms = SYNONYMS.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, synonyms)| *synonyms);
-    similar.or_else(|| synonyms.iter().find_map(|name| fields().find(|field| field.eq_ignore_ascii_case(name))))
+    let all: Vec<&str> = synonyms
+        .iter()
+        .filter_map(|synonym| fields().find(|field| field.eq_ignore_ascii_case(synonym)))
+        .filter(|field| !row[*field].is_null())
+        .collect();
+    let is_empty = |field: &&str| {
+        row[*field].as_str().is_some_and(|text| text.trim().is_empty())
+            || row[*field].as_array().is_some_and(Vec::is_empty)
+    };
+    let filled: Vec<&str> = all.iter().filter(|field| !is_empty(field)).copied().collect();
+    let is_part = |field: &&str| PARTS.iter().any(|part| field.eq_ignore_ascii_case(part));
+    match (filled.as_slice(), all.iter().find(|field| !is_part(field))) {
+        (_, None) => Vec::new(),
+        // Every one of them is empty in this row; others may have it.
+        ([], Some(_)) => all.into_iter().filter(|field| !is_part(field)).collect(),
+        _ => filled,
+    }
 }
 
 #[cfg(test)]
@@ -269,7 +377,7 @@ mod tests {
             "expected a field `text` with a string, found `question`, `answer`; if `question` and `answer` are they, --dataset_columns \
              prompt=question,completion=answer"
         );
-        assert_eq!(likely_field("prompt", &json!({"text": 1, "Prompts": 1})), Some("Prompts"));
+        assert_eq!(likely_fields("prompt", &json!({"text": 1, "Prompts": 1})), ["Prompts"]);
     }
 
     #[test]
@@ -290,7 +398,7 @@ mod tests {
             ("chosen", json!({"text": "", "rejected": ""}), ""),
             (
                 "chosen",
-                json!({"question": "", "response_j": "", "response_k": ""}),
+                json!({"question": "a", "response_j": "", "response_k": ""}),
                 "; if `question`, `response_j` and `response_k` are they, --dataset_columns \
                  prompt=question,chosen=response_j,rejected=response_k",
             ),
@@ -299,9 +407,75 @@ mod tests {
                 json!({"chosen": "", "negative": ""}),
                 "; if `negative` is it, --dataset_columns rejected=negative",
             ),
+            (
+                "text",
+                json!({"instruction": "a", "chosen_response": "", "rejected_response": ""}),
+                "; if `instruction`, `chosen_response` and `rejected_response` are they, --dataset_columns \
+                 prompt=instruction,chosen=chosen_response,rejected=rejected_response",
+            ),
             ("answer", json!({"Answers": 1}), "; if `Answers` is it, rename it to `answer`"),
         ] {
             assert_eq!(hint(name, &row), wanted);
         }
+    }
+
+    #[test]
+    fn a_chosen_text_without_its_prompt_is_refused_if_another_column_has_it() {
+        let error =
+            check_whole(&json!({"instruction": "i q", "chosen": "c", "rejected": "r"}), "c").unwrap_err().to_string();
+        assert!(error.contains("expected a field `prompt`") && error.contains("prompt=instruction"), "{error}");
+        check_whole(&json!({"question": "q ", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
+        check_whole(&json!({"chosen": "q c", "rejected": "q r", "system": "s"}), "q c").unwrap();
+        check_whole(&json!({"prompt_id": "8f", "chosen": "q c", "rejected": "q r"}), "q c").unwrap();
+    }
+
+    #[test]
+    fn no_hint_leaves_out_a_column_of_text() {
+        for (name, row, wanted) in [
+            (
+                "text",
+                json!({"instruction": "Add.", "input": "1 2", "output": "3", "system": ""}),
+                "; it may be in `instruction`, `input` in the rows of: jq -c 'if type == \"array\" then .[] else . end | . + {prompt: \
+                 ([.[\"instruction\"], .[\"input\"]] | map(select(. != null and . != \"\")) | join(\"\\n\")), completion: .[\"output\"]}' FILE \
+                 > rows.jsonl",
+            ),
+            (
+                "text",
+                json!({"instruction": "Add.", "input": "", "output": "3"}),
+                "; if `instruction` and `output` are they, --dataset_columns prompt=instruction,completion=output",
+            ),
+            (
+                "prompt",
+                json!({"system": "s", "question": "q"}),
+                "; it may be in `system`, `question` in the rows of: jq -c 'if type == \"array\" then .[] else . end | . + {prompt: \
+                 ([.[\"system\"], .[\"question\"]] | map(select(. != null and . != \"\")) | join(\"\\n\"))}' FILE > rows.jsonl",
+            ),
+            ("prompt", json!({"system": "s", "n": 1}), ""),
+            (
+                "prompt",
+                json!({"version": 1, "data": [{"a": 1}, {"a": 2}]}),
+                "; the object holds a list: `data` with 2 objects; if these are the rows: jq -c '.[\"data\"][]' FILE > rows.jsonl",
+            ),
+        ] {
+            assert_eq!(hint(name, &row), wanted);
+        }
+        let found = hint("text", &json!({"problem": "p", "solution": "s", "answer": "a"}));
+        assert!(found.starts_with("; it may be in `answer`, `solution`, or another of them,"), "{found}");
+    }
+
+    #[test]
+    fn an_object_over_several_lines_is_named_with_the_keys_that_hold_lists() {
+        let found = object_over_lines("{\n  \"rows\": [{\"a\": 1}, {\"a\": 2}],\n  \"n\": 2\n}\n").unwrap();
+        assert_eq!(
+            found,
+            "expected a JSON object on each line, found an object over several lines; the object holds a list: `rows` with 2 objects; if these \
+             are the rows: jq -c '.[\"rows\"][]' FILE > rows.jsonl"
+        );
+        assert!(
+            object_over_lines("{\n\"a\": 1\n}\n{\n\"a\": 2\n}")
+                .unwrap()
+                .ends_with("if each object is a row: jq -c . FILE > rows.jsonl")
+        );
+        assert!(object_over_lines("{\n\"a\": 1").is_none() && object_over_lines("{\"a\": 1}\n{\"a\": ").is_none());
     }
 }

@@ -5,7 +5,7 @@
 
 use super::{Ranks, lock};
 use crate::error::STOPPED_BY_ALARM;
-use crate::{Error, Result};
+use crate::{Error, Result, signals};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -21,8 +21,17 @@ const LAST_READER: Duration = Duration::from_secs(10);
 /// Time between two looks at the store.
 const POLL: Duration = Duration::from_millis(20);
 
+/// Longest attempt to find the store: requests to stop are looked at in between.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+/// Longest attempt to find the store for a rank that was asked to stop.
+const LAST_ATTEMPT: Duration = Duration::from_secs(1);
+
 /// Key of a roll call at the start that not all ranks have answered in time.
 const ROLL_CALL_ENDED: &str = "roll_call_ended";
+
+/// Key of the exit code of a rank that was asked to stop during the roll call.
+const ROLL_CALL_STOPPED: &str = "roll_call_stopped";
 
 /// Key of the first error of any rank.
 const FIRST_ERROR: &str = "first_error";
@@ -93,8 +102,26 @@ pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
         format!("rank 0: cannot serve the store of the ranks at {place}: {first}; MASTER_PORT must be a free port")
     } else {
         let seconds = at.patience.as_secs();
-        format!("rank {}: found no rank 0 at MASTER_ADDR:MASTER_PORT = {place} within {seconds} s: {first}", at.rank)
+        // The time limit of the last attempt would be another number of seconds.
+        let cause = if first.contains("timed out") { String::new() } else { format!(": {first}") };
+        format!("rank {}: found no rank 0 at MASTER_ADDR:MASTER_PORT = {place} within {seconds} s{cause}", at.rank)
     })
+}
+
+/// Opens the store. A rank that is asked to stop looks for it once more, to tell the others.
+fn open(at: &Rendezvous, until: Instant) -> Result<Store> {
+    loop {
+        let stops = signals::stopped(format!("rank {}: stopped while it looked for rank 0", at.rank));
+        let left = until.saturating_duration_since(Instant::now());
+        let attempt = if stops.is_some() { LAST_ATTEMPT } else { ATTEMPT };
+        let patience = if at.serves { left } else { left.min(attempt) };
+        match (Store::open(&Rendezvous { patience, ..at.clone() }), stops) {
+            (Ok(store), _) => return Ok(store),
+            (Err(_), Some(stopped)) => return Err(stopped),
+            (Err(e), _) if at.serves || Instant::now() >= until => return Err(no_store(at, &e)),
+            (Err(_), None) => {}
+        }
+    }
 }
 
 /// Opens the store, announces this rank, and waits for all others.
@@ -107,11 +134,11 @@ pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
 pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
     let until = Instant::now() + at.patience;
     loop {
-        let patience = until.saturating_duration_since(Instant::now());
-        let store = Store::open(&Rendezvous { patience, ..at.clone() }).map_err(|e| no_store(at, &e))?;
+        let store = open(at, until)?;
         match roll_call(&store, at, until) {
             Ok(()) => return Ok(store),
             Err(Absent::Ranks(message)) => return Err(Error::Run(message)),
+            Err(Absent::Stopped(stopped)) => return Err(stopped),
             Err(Absent::Store(_)) if !at.serves && Instant::now() < until => std::thread::sleep(POLL),
             Err(Absent::Store(e)) => {
                 return Err(Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank)));
@@ -126,6 +153,8 @@ enum Absent {
     Store(String),
     /// Ranks did not come in time; the message names them.
     Ranks(String),
+    /// This rank was asked to stop, as by a launcher one of whose ranks has ended at the start.
+    Stopped(Error),
 }
 
 /// Announces this rank, and waits for all others.
@@ -143,6 +172,19 @@ fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Res
         missing = left;
         if missing.is_empty() {
             return Ok(());
+        }
+        let waited = || format!("stopped while {} of {} had not started", names(&missing), at.size);
+        if let Some(stopped) = signals::stopped(waited()) {
+            store.set(ROLL_CALL_STOPPED, &stopped.exit_code().to_string()).map_err(lost)?;
+            if at.serves {
+                std::thread::sleep(25 * POLL);
+            }
+            return Err(Absent::Stopped(stopped));
+        }
+        if store.has(ROLL_CALL_STOPPED).map_err(lost)? {
+            let code = store.get(ROLL_CALL_STOPPED, ROLL_CALL).map_err(lost)?;
+            let message = "stopped with another rank before all ranks had started".into();
+            return Err(Absent::Stopped(Error::Stopped { message, code: code.parse().unwrap_or(1) }));
         }
         // The first rank whose time is over ends the roll call for all.
         let ended = store.has(ROLL_CALL_ENDED).map_err(lost)?;

@@ -34,8 +34,11 @@ pub struct Launch {
 /// The variable with the process id of `rlhf launch`, in each rank that it starts.
 pub const LAUNCHER: &str = "RLHF_LAUNCHER";
 
+/// The variable with the words of the command line of `rlhf launch` up to the command of the ranks, a line each.
+pub const LAUNCHED_BY: &str = "RLHF_LAUNCHED_BY";
+
 /// The variables that make a process a rank. A program that a rank starts must not inherit them: it would join the ranks.
-pub const VARIABLES: [&str; 8] = [
+pub const VARIABLES: [&str; 9] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -44,6 +47,7 @@ pub const VARIABLES: [&str; 8] = [
     "SLURM_STEP_ID",
     "SLURM_STEPID",
     LAUNCHER,
+    LAUNCHED_BY,
 ];
 
 /// Ports of SLURM steps start here. They stay below 32768, where Linux assigns ports by itself.

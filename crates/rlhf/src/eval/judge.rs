@@ -1,6 +1,6 @@
 //! Judges that compare two responses: a program, or a model behind an OpenAI-compatible HTTP endpoint.
 
-use crate::reward::{Client, Failure, RestartedProgram, Retries, RetryPolicy, Warn, excerpt};
+use crate::reward::{Client, Failure, RestartedProgram, Retries, RetryPolicy, Warn, excerpt, program_files};
 use crate::settings::JudgeConfig;
 use crate::{Error, Result, files};
 use serde_json::{Value, json};
@@ -105,7 +105,8 @@ impl PairJudge {
         Ok(match (&config.judge_command, &config.judge_url) {
             (Some(command), _) => {
                 let (program, retries) = (RestartedProgram::new(command), Retries::default());
-                Some(Self::Program(Box::new(ProgramJudge { program, retry, retries, asked: 0 })))
+                let files = program_files(command);
+                Some(Self::Program(Box::new(ProgramJudge { program, retry, retries, asked: 0, echoes: None, files })))
             }
             (None, Some(url)) => Some(Self::Chat(Box::new(ChatJudge::new(config, url, retry)?))),
             (None, None) => None,
@@ -137,6 +138,34 @@ impl PairJudge {
         }
     }
 
+    /// Ends a program, after its last pair.
+    ///
+    /// # Errors
+    /// If it has written a verdict too many: then earlier ones may be those of other pairs.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        let Self::Program(program) = self else { return Ok(()) };
+        let is_reply = |line: &[u8]| is_verdict(&String::from_utf8_lossy(line));
+        program.program.finish(is_reply).map_err(|failure| Error::Run(format!("the judge: {}", failure.message)))
+    }
+
+    /// The files of a program, with their contents.
+    pub(super) fn files(&self) -> &[(String, Vec<u8>)] {
+        match self {
+            Self::Program(program) => &program.files,
+            Self::Chat(_) => &[],
+        }
+    }
+
+    /// Whether a verdict too many has been found, after which the judge gives none.
+    pub(super) fn is_misplaced(&self) -> bool {
+        matches!(self, Self::Program(program) if program.program.is_misplaced())
+    }
+
+    /// Whether verdicts could be those of other pairs if one too many is found: not those with the `id` of their pair.
+    pub(super) fn may_shift(&self) -> bool {
+        matches!(self, Self::Program(program) if program.echoes != Some(true))
+    }
+
     /// Judges pairs. Returns their outcomes, in order.
     pub(super) fn judge(&mut self, pairs: &[Pair<'_>]) -> Vec<Outcome> {
         match self {
@@ -154,6 +183,10 @@ pub(super) struct ProgramJudge {
     retries: Retries,
     /// Number of pairs so far; the `id` of the last one.
     asked: u64,
+    /// Whether its verdicts repeat the `id` of their pair; none before the first.
+    echoes: Option<bool>,
+    /// Its files, with their contents.
+    files: Vec<(String, Vec<u8>)>,
 }
 
 impl ProgramJudge {
@@ -166,13 +199,35 @@ impl ProgramJudge {
         let timeout = self.retry.timeout;
         let ask = || self.program.call(|running| running.ask(line.as_bytes().to_vec(), timeout));
         let reply = self.retry.run(&self.retries, ask)?;
-        read_line(&String::from_utf8_lossy(&reply), id).inspect_err(|no_verdict| {
+        let reply = String::from_utf8_lossy(&reply);
+        let outcome = read_line(&reply, id);
+        let outcome = if outcome.is_ok() { self.check_echo(&reply, id).and(outcome) } else { outcome };
+        outcome.inspect_err(|no_verdict| {
             if no_verdict.failed {
                 // It may be an extra line, after which all verdicts would be those of other pairs.
                 self.program.end();
             }
         })
     }
+
+    /// Checks that either all verdicts repeat the `id` of their pair, or none does: one without it may be another pair's.
+    fn check_echo(&mut self, line: &str, id: u64) -> Result<(), NoVerdict> {
+        let has_id = id_in(line).is_some();
+        if *self.echoes.get_or_insert(has_id) == has_id {
+            return Ok(());
+        }
+        let expected = match has_id {
+            true => "no \"id\" in a verdict, as in those before".to_string(),
+            false => format!("the \"id\": {id} of the pair in the verdict, as in those before"),
+        };
+        let reason = format!("expected {expected}, found {}", excerpt(line.trim(), SHOWN));
+        Err(NoVerdict { reason, failed: true })
+    }
+}
+
+/// Returns the `id` that a line repeats, if it has one.
+fn id_in(line: &str) -> Option<Value> {
+    serde_json::from_str::<Value>(line).ok()?.get("id").filter(|id| !id.is_null()).cloned()
 }
 
 /// Reads a line for the pair `id`: `{"winner": "a"}`, or the value of `winner` alone, as JSON or as it is. A line that is neither a
@@ -194,6 +249,12 @@ fn read_line(line: &str, id: u64) -> Outcome {
             nonsense(&expected, line).map_err(|no_verdict| NoVerdict { failed: true, ..no_verdict })
         }
     }
+}
+
+/// Returns whether a line is a verdict, of any pair.
+fn is_verdict(line: &str) -> bool {
+    let id = id_in(line).and_then(|id| id.as_u64());
+    !matches!(read_line(line, id.unwrap_or(0)), Err(NoVerdict { failed: true, .. }))
 }
 
 /// A model behind an OpenAI-compatible `/chat/completions`.

@@ -3,9 +3,11 @@
 
 use super::Side;
 use crate::generate::FinishReason;
-use crate::run::inputs::Inputs;
+use crate::run::checkpoint::is_compared_by_content;
+use crate::run::inputs::{Inputs, date_in};
 use crate::run::output_dir::FolderLock;
 use crate::settings::{EvaluateConfig, write_resolved};
+use crate::tokenizer::date_now;
 use crate::weights::{brief, pretty, write_text};
 use crate::{Error, Result, files};
 use serde::de::DeserializeOwned;
@@ -148,34 +150,53 @@ pub(super) struct Store {
     responses: File,
     results: File,
     given: BTreeMap<(Side, usize), Vec<Given>>,
-    /// Digests of the rows of the dataset that have responses.
-    digests: BTreeMap<usize, String>,
     /// Rows of the prompts that have been judged, with or without a verdict.
     rows: BTreeMap<usize, Vec<ResultRow>>,
+    /// Differences of the judge from the one of earlier verdicts.
+    judge_changes: Vec<String>,
     _lock: FolderLock,
 }
 
 impl Store {
-    /// Opens the folder of an evaluation, or creates it. `sampled` is the sampling of each model, for its record.
+    /// Opens the folder of an evaluation, or creates it. `sampled` is the sampling of each model, for its record; `dataset` has the
+    /// digests of its rows.
     ///
     /// # Errors
-    /// If the folder holds anything else, or an evaluation with other settings or inputs and `overwrite_output_dir` is not set; if
-    /// another process uses it; if it cannot be read or written.
-    pub(super) fn open(config: &EvaluateConfig, inputs: &Inputs, sampled: &impl Serialize) -> Result<Self> {
+    /// If the folder holds anything else, or an evaluation with other settings, models or rows and `overwrite_output_dir` is not set;
+    /// if another process uses it; if it cannot be read or written.
+    pub(super) fn open(
+        config: &EvaluateConfig,
+        inputs: &Inputs,
+        sampled: &impl Serialize,
+        dataset: &[String],
+    ) -> Result<Self> {
         let dir = config.output_dir.as_path();
         let lock = FolderLock::acquire(dir)?;
         let state = read_state(dir)?;
+        let samples = config.sampling.num_return_sequences;
+        let mut earlier = Earlier::default();
         match &state {
             Some(_) if config.overwrite_output_dir => {
                 for name in [RESPONSES, RESULTS, SUMMARY] {
                     remove(&dir.join(name))?;
                 }
             }
-            Some(state) => check_state(config, inputs, state)?,
+            Some(state) => {
+                // Before the files are read: lines with another number of samples would be removed.
+                check_state(config, &inputs.without(is_of_judge), state)?;
+                earlier = Earlier::read(dir, samples)?;
+                check_rows(dir, &earlier.given, dataset)?;
+            }
             None => check_empty(dir)?,
         }
+        let Earlier { given, rows } = earlier;
+        // A judge may be mended: only its earlier verdicts are those of another one.
+        let judge_changes = match &state {
+            Some(state) if has_verdicts(&rows) => inputs.without(|name| !is_of_judge(name)).changed(&state["inputs"]),
+            _ => Vec::new(),
+        };
         let (lock, _) = lock.create(dir, true)?;
-        if state.is_none() || config.overwrite_output_dir {
+        if state.is_none() || !has_verdicts(&rows) {
             let state = json!({
                 "rlhf": env!("CARGO_PKG_VERSION"),
                 "settings": config,
@@ -184,12 +205,7 @@ impl Store {
             });
             write_text(&dir.join(STATE), &pretty(&state))?;
         }
-        let samples = config.sampling.num_return_sequences;
-        let given: Vec<Responses> =
-            read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
-        let digests = given.iter().map(|line| (line.index, line.row.clone())).collect();
         let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
-        let rows = read_results(&dir.join(RESULTS), samples)?;
         let open = |name: &str| {
             let path = dir.join(name);
             OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))
@@ -199,10 +215,23 @@ impl Store {
             responses: open(RESPONSES)?,
             results: open(RESULTS)?,
             given,
-            digests,
             rows,
+            judge_changes,
             _lock: lock,
         })
+    }
+
+    /// Removes the rows of these prompts, which are judged again when the evaluation continues.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub(super) fn forget(&mut self, indices: &[usize]) -> Result<()> {
+        self.rows.retain(|index, _| !indices.contains(index));
+        let path = self.dir.join(RESULTS);
+        let lines: Vec<String> = self.rows.values().flatten().map(line_of).collect();
+        write_text(&path, &lines.concat())?;
+        self.results = OpenOptions::new().append(true).open(&path).map_err(Error::io("open", &path))?;
+        Ok(())
     }
 
     /// Returns the indices below `count` of the prompts without responses of this model.
@@ -220,6 +249,11 @@ impl Store {
         let made: usize = self.rows.values().map(|rows| attempts(rows)).sum();
         let left = most.map_or(usize::MAX, |most| most.saturating_sub(made));
         missing.chain(self.rows.iter().filter_map(is_undecided)).take(left).collect()
+    }
+
+    /// Returns the differences of the judge from the one of earlier verdicts, one message for each of its inputs.
+    pub(super) fn judge_changes(&self) -> &[String] {
+        &self.judge_changes
     }
 
     /// Returns the responses of a model to a prompt; none before [`Store::add_responses`].
@@ -250,24 +284,6 @@ impl Store {
         Ok(())
     }
 
-    /// Checks that the rows of the dataset with responses are as they were; `rows` are their digests now.
-    ///
-    /// # Errors
-    /// If one is not.
-    pub(super) fn check_rows(&self, rows: &[String]) -> Result<()> {
-        let changed = self.digests.iter().find(|(index, then)| rows.get(**index).is_some_and(|now| now != *then));
-        let Some((index, _)) = changed else { return Ok(()) };
-        let dir = &self.dir;
-        Err(Error::invalid(
-            dir,
-            format!(
-                "output_dir: row {} of the dataset has changed since the responses of {RESPONSES} were generated; choose another \
-                 folder, or set --overwrite_output_dir",
-                index + 1
-            ),
-        ))
-    }
-
     /// Writes the settings as a configuration file.
     ///
     /// # Errors
@@ -278,7 +294,7 @@ impl Store {
 
     /// Returns whether a row of the folder has a verdict of the judge.
     pub(super) fn has_verdicts(&self) -> bool {
-        self.rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
+        has_verdicts(&self.rows)
     }
 
     /// Returns the rows of the first `count` prompts, in the order of the dataset.
@@ -296,6 +312,41 @@ impl Store {
         let summary = serde_json::to_value(summary).map_err(|e| Error::Run(format!("{SUMMARY}: {e}")))?;
         write_text(&self.dir.join(SUMMARY), &pretty(&summary))
     }
+}
+
+/// The responses and rows of an evaluation that was cut.
+#[derive(Default)]
+struct Earlier {
+    given: Vec<Responses>,
+    rows: BTreeMap<usize, Vec<ResultRow>>,
+}
+
+impl Earlier {
+    fn read(dir: &Path, samples: usize) -> Result<Self> {
+        Ok(Self {
+            given: read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?,
+            rows: read_results(&dir.join(RESULTS), samples)?,
+        })
+    }
+}
+
+/// Returns whether a row has a verdict of the judge.
+fn has_verdicts(rows: &BTreeMap<usize, Vec<ResultRow>>) -> bool {
+    rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
+}
+
+/// Returns whether an input decides verdicts and no responses.
+fn is_of_judge(name: &str) -> bool {
+    name == "judge_template" || name.starts_with("reward ")
+}
+
+/// Returns the date of chat templates of the evaluation in the folder that the settings name, or that of now if it starts there.
+///
+/// # Errors
+/// If the folder has a file that is no evaluation.
+pub(super) fn date_of(config: &EvaluateConfig) -> Result<String> {
+    let state = if config.overwrite_output_dir { None } else { read_state(&config.output_dir)? };
+    Ok(state.and_then(|state| date_in(&state["inputs"])).unwrap_or_else(date_now))
 }
 
 /// Returns the digest of a row of the dataset.
@@ -322,9 +373,14 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
     let now = serde_json::to_value(config).map_err(|e| Error::Run(format!("the settings: {e}")))?;
     let none = Map::new();
     let (now, then) = (now.as_object().unwrap_or(&none), state["settings"].as_object().unwrap_or(&none));
-    let differs = now
-        .iter()
-        .find(|(name, now)| !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| then != *now));
+    let is_same = |name: &str, then: &Value, now: &Value| {
+        // The rows of a dataset are compared one by one.
+        let is_dataset = name == "dataset_name" && now.as_str().is_some_and(|now| Path::new(now).exists());
+        then == now || is_dataset || is_compared_by_content(name, then, now, &state["inputs"])
+    };
+    let differs = now.iter().find(|(name, now)| {
+        !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| !is_same(name, then, now))
+    });
     if let Some((name, now)) = differs {
         let shown = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
         let (now, then) = (shown(now), shown(&then[name]));
@@ -341,6 +397,20 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
             format!("inputs have changed since it was evaluated: {}; {another}", changed.join("; ")),
         )),
     }
+}
+
+/// Checks that the rows of the dataset with responses are as they were; `rows` are their digests now.
+fn check_rows(dir: &Path, given: &[Responses], rows: &[String]) -> Result<()> {
+    let changed = given.iter().filter(|line| rows.get(line.index).is_some_and(|now| *now != line.row));
+    let Some(index) = changed.map(|line| line.index).min() else { return Ok(()) };
+    Err(Error::invalid(
+        dir,
+        format!(
+            "output_dir: row {} of the dataset has changed since the responses of {RESPONSES} were generated; choose another folder, or \
+             set --overwrite_output_dir",
+            index + 1
+        ),
+    ))
 }
 
 /// Checks that a folder is new or empty, but for what an evaluation leaves that was killed at its start.

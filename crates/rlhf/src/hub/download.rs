@@ -31,6 +31,9 @@ const TOKENIZER: [&str; 6] = [
     "chat_template.jinja",
 ];
 
+/// The folder of chat templates beside that of `chat_template.jinja`.
+const TEMPLATES: &str = "additional_chat_templates/";
+
 /// One model or dataset at one revision.
 pub(super) struct Fetch<'a> {
     pub(super) hub: &'a Hub,
@@ -216,6 +219,10 @@ impl Fetch<'_> {
             return Err(no_safetensors(Path::new(self.name), files.iter().map(String::as_str)));
         }
         for name in small.into_iter().filter(|name| has(name)) {
+            self.file(commit, name)?;
+        }
+        let is_template = |name: &&String| name.starts_with(TEMPLATES) && name.ends_with(".jinja");
+        for name in files.iter().filter(|name| part != Part::Config && is_template(name)) {
             self.file(commit, name)?;
         }
         if part == Part::Model {

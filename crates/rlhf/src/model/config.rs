@@ -9,6 +9,20 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 use tch::Kind;
 
+/// Fields of `config.json` that transformers takes for the generation if there is no `generation_config.json`.
+const GENERATION: [&str; 10] = [
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+    "min_new_tokens",
+    "num_beams",
+    "no_repeat_ngram_size",
+];
+
 /// `config.json`: the shape of a model, and the content of the file, which is saved with the model.
 ///
 /// The shape is read-only, so that a saved file always describes the weights.
@@ -45,7 +59,12 @@ impl ModelConfig {
             return Err(no_such_file(dir, "config.json"));
         }
         let mut config = Self::read(&path)?;
-        config.read_generation(dir)?;
+        if !config.read_generation(dir)? {
+            let of_generation =
+                |(name, value): &(&String, &Value)| GENERATION.contains(&name.as_str()) && !value.is_null();
+            let found = config.raw.iter().filter(of_generation).map(|(name, value)| (name.clone(), value.clone()));
+            config.generation = found.collect();
+        }
         let fields =
             Fields { path: &dir.join("generation_config.json"), raw: &config.generation, family: config.family };
         let start = fields.ids("decoder_start_token_id")?.first().copied();
@@ -54,22 +73,23 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Reads `dir/generation_config.json`, if it exists.
+    /// Reads `dir/generation_config.json`, if it exists. Returns whether it does.
     ///
     /// # Errors
     /// If it is not a JSON object.
-    pub(crate) fn read_generation(&mut self, dir: &Path) -> Result<()> {
+    pub(crate) fn read_generation(&mut self, dir: &Path) -> Result<bool> {
         let path = dir.join("generation_config.json");
         if path.is_file() {
             let Value::Object(generation) = read_json(&path)? else {
                 return Err(Error::invalid(&path, "expected a JSON object"));
             };
             self.generation = generation;
+            return Ok(true);
         }
-        Ok(())
+        Ok(false)
     }
 
-    /// The model's default generation settings, from `generation_config.json`; empty if there is none.
+    /// The model's default generation settings: those of `generation_config.json`, or, where there is no such file, those in `config.json`.
     pub fn generation_settings(&self) -> &Map<String, Value> {
         &self.generation
     }

@@ -2,7 +2,7 @@
 
 use super::batch::StopCheck;
 use super::kv_cache::KvCache;
-use super::layout::{Layout, Scores};
+use super::layout::{BiasOf, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::mlp::Mlp;
@@ -11,8 +11,9 @@ use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
 use super::{plain, uses_kernels};
-use crate::Result;
 use crate::rng::Stream;
+use crate::{Error, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
 
 #[derive(Debug)]
@@ -261,8 +262,19 @@ impl Decoder {
     ///
     /// # Errors
     /// If `ends` ends the pass; if the parameters are divided over ranks, and a rank has ended or does not respond, as all functions of
-    /// passes.
+    /// passes; if memory does not suffice.
     pub(crate) fn forward(
+        &self,
+        layout: &Layout,
+        cache: Option<&mut KvCache>,
+        rows: Option<&Tensor>,
+        dropout: Option<&Dropout>,
+        ends: StopCheck<'_>,
+    ) -> Result<Tensor> {
+        within_memory(layout, || self.forward_all(layout, cache, rows, dropout, ends))
+    }
+
+    fn forward_all(
         &self,
         layout: &Layout,
         mut cache: Option<&mut KvCache>,
@@ -282,7 +294,10 @@ impl Decoder {
         };
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
-        (pass.bias, pass.memory) = (self.bias(layout), memory);
+        // The bias of long rows is computed in blocks, where no gradient needs it.
+        let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
+        let bias = (!self.bias_table.as_ref().is_some_and(in_blocks)).then(|| self.bias(layout, 0, layout.width));
+        (pass.bias, pass.memory) = (bias.flatten(), memory);
         for i in 0..self.layers.len() {
             ends.check()?;
             let _whole = self.whole_layer(i)?;
@@ -331,12 +346,14 @@ impl Decoder {
             let gradient = gradient_of(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
             gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])
         };
-        if options.gradient_checkpointing || self.shards.are_gradients_divided() {
-            return self.backward_by_layer(layout, rows, options, gradient_of);
-        }
-        let hidden = self.forward(layout, None, Some(rows), options.dropout, StopCheck::NEVER)?;
-        tch_ext::backward(&hidden, &gradient_of(&hidden));
-        Ok(())
+        within_memory(layout, || {
+            if options.gradient_checkpointing || self.shards.are_gradients_divided() {
+                return self.backward_by_layer(layout, rows, options, gradient_of);
+            }
+            let hidden = self.forward_all(layout, None, Some(rows), options.dropout, StopCheck::NEVER)?;
+            tch_ext::backward(&hidden, &gradient_of(&hidden));
+            Ok(())
+        })
     }
 
     /// [`Decoder::backward`], where each layer has a backward pass of its own, so that its gradients can be reduced over ranks
@@ -390,7 +407,7 @@ impl Decoder {
     ) -> Result<StoredLayers> {
         let (recomputes, dropout) = (self.recomputes(options), options.dropout);
         let state = || dropout.map(Dropout::state);
-        let bias = self.bias(layout);
+        let bias = self.bias(layout, 0, layout.width);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
         pass.bias = bias.as_ref().map(|bias| bias.detach().set_requires_grad(bias.requires_grad()));
         pass.memory = memory;
@@ -469,9 +486,12 @@ impl Decoder {
         Pass { rotations: self.rotations(positions, &attention), attention, bias: None, memory: None, dropout }
     }
 
-    /// The bias by distance of whole sequences, `[rows or 1, heads, width, width]` f32, with -inf where no key is visible; differentiable.
-    fn bias(&self, layout: &Layout) -> Option<Tensor> {
-        let bias = self.bias_at(&layout.distances())?;
+    /// The bias by distance of `count` queries from `first` on of whole sequences, `[rows or 1, heads, count, width]` f32, with -inf where no key
+    /// is visible; differentiable.
+    fn bias(&self, layout: &Layout, first: i64, count: i64) -> Option<Tensor> {
+        // Without one the distances, of which there are as many as the square of the width, are not computed either.
+        self.bias_table.as_ref()?;
+        let bias = self.bias_at(&layout.distances(first, count))?;
         // In a causal stack no token attends to slots after a row's end.
         match layout.slots_with_tokens().filter(|_| !self.shape.causal) {
             Some(tokens) => Some(bias.masked_fill(&tokens.logical_not(), f64::NEG_INFINITY)),
@@ -709,10 +729,27 @@ impl Decoder {
                 }
                 let of_layer = |all: &RelativePositions| all.of_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
                 let relative = self.relative.as_ref().map(of_layer);
-                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), pass.bias.as_ref())
+                let bias_of = |first: i64, count: i64| match &pass.bias {
+                    Some(bias) if count == layout.width => bias.shallow_clone(),
+                    Some(bias) => bias.narrow(2, first, count),
+                    None => self.bias(layout, first, count).expect("the stack has a bias by distance"),
+                };
+                let bias: Option<BiasOf<'_>> = if self.bias_table.is_some() { Some(&bias_of) } else { None };
+                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), bias)
             }
         }
     }
+}
+
+/// Runs a pass over `layout`. If memory does not suffice, at which libtorch's operations panic, that is an error with the size of the pass.
+fn within_memory<T>(layout: &Layout, pass: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(pass)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        let Some(error) = text.and_then(Error::out_of_memory) else { resume_unwind(panic) };
+        let (rows, width) = (layout.rows(), layout.width);
+        let rows = if rows == 1 { "a row".to_string() } else { format!("{rows} rows") };
+        Err(Error::Run(format!("a pass over {rows} of at most {width} tokens: {error}")))
+    })
 }
 
 /// The parameters of one layer, for as long as it is computed.
@@ -845,4 +882,22 @@ fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor), kind: Kind) -> Tensor {
         parts.push(x.narrow(-1, 2 * half, head_dim - 2 * half));
     }
     Tensor::cat(&parts, -1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_memory_is_an_error_with_the_size_of_the_pass_and_another_panic_remains_one() {
+        let layout = Layout::new(&[vec![1i64; 3], vec![1; 2]], Device::Cpu);
+        let failing = |message: &'static str| within_memory::<()>(&layout, move || panic!("{message}"));
+        let error = failing(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3200000000 bytes. Error code 12",
+        );
+        let words = "a pass over 2 rows of at most 3 tokens: out of memory: cannot allocate 3.2 GB more; shorter rows";
+        assert!(error.as_ref().unwrap_err().to_string().starts_with(words), "{error:?}");
+        assert!(catch_unwind(AssertUnwindSafe(|| failing("size mismatch"))).is_err());
+        assert_eq!(within_memory(&layout, || Ok(7)).unwrap(), 7);
+    }
 }

@@ -15,6 +15,31 @@ pub(crate) fn rounded(rows: i64) -> i64 {
     }
 }
 
+/// Most tokens of rows whose scores are computed at once without kernels. Those of longer rows take memory by the square, and are computed in
+/// blocks of queries where no gradient needs them.
+const LONG_ROW: i64 = 4096;
+
+/// Most scores of a block of queries.
+const BLOCK_SCORES: i64 = 1 << 23;
+
+#[cfg(test)]
+thread_local! {
+    /// Number of queries of a block for rows of any length.
+    static BLOCK: std::cell::Cell<Option<i64>> = const { std::cell::Cell::new(None) };
+}
+
+/// Number of queries of a block, for rows of `width` tokens with `scores` scores of one query in all; `None` if there is one block.
+fn queries_of_block(width: i64, scores: i64) -> Option<i64> {
+    #[cfg(test)]
+    if let Some(block) = BLOCK.get() {
+        return Some(block);
+    }
+    (width > LONG_ROW).then(|| (BLOCK_SCORES / scores.max(1)).max(16))
+}
+
+/// The bias of scores of `count` queries from `first` on, `[rows or 1, heads, count, width]`, with -inf where no key is visible.
+pub(crate) type BiasOf<'a> = &'a dyn Fn(i64, i64) -> Tensor;
+
 /// Settings of a layer's attention scores.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scores {
@@ -64,25 +89,29 @@ pub(crate) struct RelativeScores {
     pub(crate) keys: Option<Tensor>,
     /// The queries of the positions, which attend to keys: [P, heads, head_dim].
     pub(crate) queries: Option<Tensor>,
-    /// The row of each query's distance to each key, [width, width] i64.
-    pub(crate) index: Tensor,
+    /// The row of each distance from a query to a key, from `-(width - 1)` on, [2 * width - 1] i64.
+    pub(crate) row_of_distance: Tensor,
 }
 
 impl RelativeScores {
-    /// The scores of contents and positions, not yet scaled: [rows, heads, width, width] f32; `q` and `k` are
-    /// [rows, heads, width, head_dim].
-    fn with_content(&self, q: &Tensor, k: &Tensor) -> Tensor {
+    /// The scores of contents and positions, not yet scaled: [rows, heads, queries, width] f32; `q` [rows, heads, queries, head_dim] has the
+    /// queries from `first` on, `k` is [rows, heads, width, head_dim].
+    fn with_content(&self, q: &Tensor, k: &Tensor, first: i64) -> Tensor {
         let products = |x: &Tensor, positions: &Tensor, index: &Tensor| {
             let all = x.matmul(&positions.to_kind(x.kind()).permute([1, 2, 0])).to_kind(Kind::Float);
-            let size = k.size();
-            all.gather(-1, &index.expand([size[0], size[1], size[2], size[2]], false), false)
+            let (size, places) = (k.size(), index.size());
+            all.gather(-1, &index.expand([size[0], size[1], places[0], places[1]], false), false)
         };
+        let (queries, width) = (q.size()[2], k.size()[2]);
+        let at = |first: i64, end: i64| Tensor::arange_start(first, end, (Kind::Int64, k.device()));
+        let distance = at(first, first + queries).unsqueeze(1) - at(0, width).unsqueeze(0) + (width - 1);
+        let index = self.row_of_distance.index_select(0, &distance.view([-1])).view([queries, width]);
         let mut scores = q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float);
         if let Some(keys) = &self.keys {
-            scores += products(q, keys, &self.index);
+            scores += products(q, keys, &index);
         }
         if let Some(queries) = &self.queries {
-            scores += products(k, queries, &self.index.tr()).transpose(-2, -1);
+            scores += products(k, queries, &index.tr()).transpose(-2, -1);
         }
         scores
     }
@@ -263,10 +292,10 @@ impl Layout {
         Self { firsts: Some(firsts), source: Some(source), ..Self::new(decoded, device) }
     }
 
-    /// Distances of all pairs of slots, the key's position minus the query's, `[1, width, width]` i64.
-    pub(crate) fn distances(&self) -> Tensor {
-        let slots = Tensor::arange(self.width, (Kind::Int64, self.tokens.device()));
-        (slots.unsqueeze(0) - slots.unsqueeze(1)).unsqueeze(0)
+    /// Distances of all slots from `count` slots from `first` on, the key's position minus the query's, `[1, count, width]` i64.
+    pub(crate) fn distances(&self, first: i64, count: i64) -> Tensor {
+        let slots = |first: i64, end: i64| Tensor::arange_start(first, end, (Kind::Int64, self.tokens.device()));
+        (slots(0, self.width).unsqueeze(0) - slots(first, first + count).unsqueeze(1)).unsqueeze(0)
     }
 
     /// Which slots of [rows, width] have a token, bool `[rows, 1, 1, width]`; `None` if all have one.
@@ -376,13 +405,14 @@ impl Layout {
     /// Attention within each sequence, with the scores of relative positions if there are any; `q` [N, heads, head_dim], result
     /// [N, heads * head_dim].
     ///
-    /// `bias` [rows or 1, heads, width, width], if there is one, is added to the scores; it has -inf where no key is visible.
+    /// `bias`, if there is one, is added to the scores. Rows longer than [`LONG_ROW`] are computed in blocks of queries, unless a gradient
+    /// needs their scores.
     pub(crate) fn attend(
         &self,
         scores: &Scores,
         [q, k, v]: [&Tensor; 3],
         relative: Option<&RelativeScores>,
-        bias: Option<&Tensor>,
+        bias: Option<BiasOf<'_>>,
     ) -> Tensor {
         let heads = q.size()[1];
         let plain_scores = relative.is_none() && bias.is_none();
@@ -400,17 +430,41 @@ impl Layout {
             let shape = [rows, kv_heads, heads / kv_heads, width, head_dim];
             padded.unsqueeze(2).expand(shape, false).reshape([rows, heads, width, head_dim])
         };
-        let mask = match bias {
-            Some(bias) => Some(bias.to_kind(q.kind())),
-            None => self.visible(scores).map(|visible| mask_of(&visible, q.kind())),
-        };
-        let causal = scores.causal && mask.is_none();
+        let has_square = !plain_scores || scores.softcap.is_some() || self.has_square_mask(scores);
         let [q, k, v] = [by_head(q), by_head(k), by_head(v)];
-        let out = match relative {
-            Some(relative) => weighted_sum(relative.with_content(&q, &k) * scores.scale, mask.as_ref(), &v),
-            None => scores.attend([&q, &k, &v], mask.as_ref(), causal),
+        let block = |q: &Tensor, first: i64| {
+            let count = q.size()[2];
+            let mask = match bias {
+                Some(bias) => Some(bias(first, count).to_kind(q.kind())),
+                None => self.visible(scores, first, count).map(|visible| mask_of(&visible, q.kind())),
+            };
+            let causal = scores.causal && mask.is_none();
+            match relative {
+                Some(relative) => weighted_sum(relative.with_content(q, &k, first) * scores.scale, mask.as_ref(), &v),
+                None => scores.attend([q, &k, &v], mask.as_ref(), causal),
+            }
+        };
+        let needs_gradient = [&q, &k, &v].iter().any(|x| x.requires_grad());
+        let most = queries_of_block(self.width, self.rows() * heads * self.width);
+        let out = match most.filter(|_| has_square && !needs_gradient) {
+            None => block(&q, 0),
+            Some(most) => {
+                let firsts = (0..self.width).step_by(most as usize);
+                let parts = firsts.map(|first| block(&q.narrow(2, first, most.min(self.width - first)), first));
+                Tensor::cat(&parts.collect::<Vec<_>>(), 2)
+            }
         };
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
+    }
+
+    /// Whether scores that need no gradient are computed in blocks of queries.
+    pub(crate) fn is_long(&self) -> bool {
+        queries_of_block(self.width, 1).is_some()
+    }
+
+    /// Whether [`Layout::visible`] has a number for each pair of a query and a key.
+    fn has_square_mask(&self, scores: &Scores) -> bool {
+        scores.window.is_some_and(|window| window < self.width) || (scores.causal && self.has_padding())
     }
 
     /// Attention of a decoder's tokens to the encoder's; `q` [N, heads, head_dim], `k` and `v` from [`Source::by_row`], result
@@ -421,19 +475,21 @@ impl Layout {
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
-    /// The keys visible to each query, bool, broadcasting to [rows, 1, width, width]; `None` if all are, or in a causal model all up
-    /// to the query.
-    fn visible(&self, scores: &Scores) -> Option<Tensor> {
+    /// The keys visible to each of `count` queries from `first` on, bool, broadcasting to [rows, 1, count, width]; `None` if all are, or in a
+    /// causal model all up to the query.
+    fn visible(&self, scores: &Scores, first: i64, count: i64) -> Option<Tensor> {
         let device = self.tokens.device();
         let slots = || Tensor::arange(self.width, (Kind::Int64, device));
+        let queries = || Tensor::arange_start(first, first + count, (Kind::Int64, device)).unsqueeze(1);
         if !scores.causal {
             // Slots after a short row's end are not visible.
             let real = self.slots_with_tokens();
             let Some(window) = scores.window.filter(|&window| window < self.width) else { return real };
-            let near = (slots().unsqueeze(1) - slots().unsqueeze(0)).abs().lt(window);
+            let back = queries() - slots().unsqueeze(0);
+            let near = back.abs().lt(window);
             // A slot after the end of a row repeats its last token, and attends to itself, as each query must attend to a key.
             return Some(match real {
-                Some(real) => near.logical_and(&real).logical_or(&Tensor::eye(self.width, (Kind::Bool, device))),
+                Some(real) => near.logical_and(&real).logical_or(&back.eq(0)),
                 None => near,
             });
         }
@@ -441,7 +497,7 @@ impl Layout {
         if window.is_none() && scores.softcap.is_none() && !self.has_padding() {
             return None;
         }
-        let back = slots().unsqueeze(1) - slots().unsqueeze(0);
+        let back = queries() - slots().unsqueeze(0);
         let near = back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width)));
         let Some(unpadded) = &self.unpadded else { return Some(near) };
         let unpadded = on_device(unpadded, device).view([-1, 1, 1, 1]);
@@ -511,6 +567,42 @@ mod tests {
         assert!(!takes(plain, Kind::BFloat16, 64, 1));
         let on_cpu = Tensor::zeros([9, 2, 64], (Kind::BFloat16, Device::Cpu));
         assert!(!flash_takes(&plain, &on_cpu, 9));
+    }
+
+    #[test]
+    fn rows_in_blocks_of_queries_have_the_scores_of_whole_rows() {
+        use crate::model::{CausalLm, ModelOptions, Precision, SequenceClassifier, StopCheck};
+        let dir = |name: &str| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+        let rows: Vec<Vec<i64>> = [23i64, 9, 30].map(|len| (0..len).map(|t| 5 + (7 * t + len) % 70).collect()).to_vec();
+        let with = |block: Option<i64>, run: &dyn Fn() -> Tensor| {
+            BLOCK.set(block);
+            let found = tch::no_grad(run).to_kind(Kind::Float);
+            BLOCK.set(None);
+            found
+        };
+        let check = |name: &str, least: f64, run: &dyn Fn() -> Tensor| {
+            let whole = with(None, run);
+            for block in [1, 4, 7, 100] {
+                let gap = (&whole - with(Some(block), run)).abs().max().double_value(&[]);
+                let size = whole.abs().max().double_value(&[]).max(1.0);
+                assert!(gap <= least * size, "{name}, blocks of {block}: {gap}");
+            }
+        };
+        // f16 has no kernels: windows, a soft cap; and a bias by distance in f32, of encoder and decoder.
+        let half = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
+        for (name, options, least) in
+            [("gemma2", half, 4e-3), ("mistral", half, 4e-3), ("t5", ModelOptions::default(), 1e-5)]
+        {
+            let model = CausalLm::from_pretrained(&dir(name), options).unwrap();
+            check(name, least, &|| model.prefill(&rows, 31, StopCheck::NEVER).unwrap().1);
+        }
+        // Relative positions; windows in both directions.
+        for name in ["deberta_cls1", "modernbert_cls1"] {
+            let model = SequenceClassifier::from_pretrained(&dir(name), None, ModelOptions::default()).unwrap();
+            check(name, 1e-5, &|| model.scores(&rows).unwrap());
+        }
+        assert_eq!([4096, 4097].map(|width| queries_of_block(width, 8 * width)), [None, Some(255)]);
+        assert_eq!(queries_of_block(1 << 20, 1 << 26), Some(16));
     }
 
     #[test]

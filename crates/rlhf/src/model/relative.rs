@@ -42,14 +42,10 @@ impl RelativePositions {
         let used = self.table.narrow(0, first, last + 1 - first).to_kind(Kind::Float);
         let used = self.norm.as_ref().map_or(used.shallow_clone(), |norm| norm.forward(&used, Kind::Float));
         let project = |linear: &Linear| linear.forward(&used).view([last + 1 - first, -1, self.head_dim]);
-        let device = self.table.device();
-        let at = Tensor::arange(width, (Kind::Int64, device));
-        // Distance from the query to the key, from 0.
-        let distance = at.unsqueeze(1) - at.unsqueeze(0) + (width - 1);
         RelativeScores {
             keys: self.attention.content_to_position.then(|| project(key)),
             queries: self.attention.position_to_content.then(|| project(query)),
-            index: (rows - first).to_device(device).index_select(0, &distance.view([-1])).view([width, width]),
+            row_of_distance: (rows - first).to_device(self.table.device()),
         }
     }
 }

@@ -37,7 +37,7 @@ const BY_LAYER: [&str; 2] = ["full_attention", "sliding_attention"];
 
 impl Fields<'_> {
     /// Rotary settings: those of all layers, or those of layers without and with a window. transformers 5 stores them in
-    /// `rope_parameters`, transformers 4 among the other fields and in `rope_scaling`.
+    /// `rope_parameters`, transformers 4 among the other fields and in `rope_scaling`, which is read in place of the former where both are.
     pub(super) fn ropes(&self, head_dim: i64, keys: &RopeKeys) -> Result<Vec<Rope>> {
         let empty = Map::new();
         let (new, scaling) = (self.object("rope_parameters", &empty)?, self.object("rope_scaling", &empty)?);
@@ -55,10 +55,10 @@ impl Fields<'_> {
             let of = |holder, object, theta| self.rope_of(head_dim, keys, holder, &within(object), theta);
             return Ok(vec![of(holder, global, theta)?, of(sliding, local_of, local)?]);
         }
-        if new.values().any(Value::is_object) {
-            return Err(self.wrong("rope_parameters", "the same settings for all layers"));
+        let (holder, object) = if scaling.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", scaling) };
+        if object.values().any(Value::is_object) {
+            return Err(self.wrong(holder, "the same settings for all layers"));
         }
-        let (holder, object) = self.one_of(("rope_parameters", new), scaling)?;
         Ok(vec![self.rope_of(head_dim, keys, holder, &within(object), theta)?])
     }
 
@@ -70,7 +70,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The new settings, with their name, or else those in `rope_scaling`.
+    /// The new settings of a kind of layers, with their name, or else those in `rope_scaling`.
     fn one_of<'a>(
         &self,
         (name, new): (&'static str, &'a Map<String, Value>),

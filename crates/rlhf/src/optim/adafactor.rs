@@ -1,5 +1,6 @@
 //! Adafactor: a second moment for each row and each column of a matrix in place of one for each weight.
 
+use super::norms::{square, square_along};
 use tch::{Kind, Tensor};
 
 /// Added to squares of gradients.
@@ -57,7 +58,7 @@ impl Squares {
                     // A norm takes no memory beside the gradient.
                     let mean = |dim: i64| {
                         let size = *update.size().iter().nth_back((-1 - dim) as usize).expect("a matrix has it");
-                        update.norm_scalaropt_dim(2, [dim], false).square() / size as f64 + EPSILON
+                        square_along(&update, dim) / size as f64 + EPSILON
                     };
                     for (moments, dim) in [(&mut *rows, -1), (&mut *columns, -2)] {
                         let new = &*moments * beta2 + mean(dim) * (1.0 - beta2);
@@ -73,7 +74,7 @@ impl Squares {
                     let _ = update.g_mul_(&moments.rsqrt());
                 }
             }
-            let rms = update.norm() / (update.numel().max(1) as f64).sqrt();
+            let rms = (square(&update) / update.numel().max(1) as f64).sqrt();
             let clipped = (rms / CLIP_THRESHOLD).clamp_min(1.0).reciprocal() * -settings.lr;
             let _ = update.g_mul_(&clipped);
             if settings.weight_decay > 0.0 {

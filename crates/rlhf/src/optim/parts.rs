@@ -1,7 +1,7 @@
 //! AdamW over this rank's parts of a model that is divided over ranks (ZeRO stages 1 to 3).
 
 use super::state::MOMENTS;
-use super::{Optim, OptimizerConfig, STATE, STEPS};
+use super::{Optim, OptimizerConfig, STATE, STEPS, norm};
 use crate::model::{Shards, TrainedPart};
 use crate::offload::{Offload, Offloaded};
 use crate::weights::{self, Checkpoint, TensorSpec};
@@ -54,10 +54,7 @@ impl Parts {
 
     /// The norm of the gradients of all ranks' parts together.
     pub(super) fn grad_norm(&self) -> Result<f64> {
-        let square = |grad: &Tensor| grad.norm().to_kind(Kind::Double).square();
-        let squares: Vec<Tensor> = self.shards.grad_parts()?.iter().map(square).collect();
-        let own = if squares.is_empty() { 0.0 } else { Tensor::stack(&squares, 0).sum(Kind::Double).double_value(&[]) };
-        let mut sum = [own];
+        let mut sum = [norm(&self.shards.grad_parts()?).powi(2)];
         self.shards.world().sum_numbers(&mut sum)?;
         Ok(sum[0].sqrt())
     }

@@ -101,7 +101,7 @@ impl Rows {
         let mut lens = Vec::new();
         let mut blocks = Vec::new();
         for dataset in &train {
-            let rows = dataset.demonstrations_with(&tokenizer, &options)?;
+            let rows = dataset.demonstrations_with(&tokenizer.limited_to(max_length), &options)?;
             let (rows, _) = shorten(rows, max_length, &tokenizer, dataset.path())?;
             let own = into_blocks(rows, config.packing.then_some(max_length));
             lens.push(own.len());
@@ -134,7 +134,11 @@ impl Rows {
         let (train, _) = sources.read(config.run.seed, Stage::Reward)?;
         let (mut lens, mut pairs) = (Vec::new(), Vec::new());
         for dataset in &train {
-            let (read, _) = leave_out_long(dataset.pairs(&tokenizer, own.causal)?, max_length, dataset.path())?;
+            let (read, _) = leave_out_long(
+                dataset.pairs(&tokenizer.limited_to(max_length), own.causal)?,
+                max_length,
+                dataset.path(),
+            )?;
             lens.push(read.len());
             pairs.extend(read);
         }
@@ -240,6 +244,9 @@ fn read_prompts(
     let (mut train, _) = sources.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
+    }
+    if let Some(system) = &config.system_prompt {
+        train = train.into_iter().map(|train| train.with_system_prompt(system)).collect();
     }
     let (mut lens, mut prompts) = (Vec::new(), Vec::new());
     for dataset in &train {

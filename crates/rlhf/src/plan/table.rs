@@ -31,6 +31,12 @@ fn count(number: f64) -> String {
     }
 }
 
+/// A positive number in three significant digits, however small it is.
+fn three_digits(number: f64) -> String {
+    let decimals = if number > 0.0 { (2 - number.log10().floor() as i32).clamp(0, 9) } else { 0 };
+    format!("{number:.*}", decimals as usize)
+}
+
 /// Lines of cells in columns: the first is aligned left, the others right.
 fn columns(rows: &[Vec<String>]) -> String {
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
@@ -186,8 +192,21 @@ fn work(plan: &Plan) -> String {
     let total = time.total.map_or(String::new(), |total| format!(", {} in all", seconds(total)));
     let sampled = match time.seconds_per_token {
         0.0 => String::new(),
-        each => format!(", {:.1} tokens a second of each response", each.recip()),
+        each => format!(", {} tokens a second of each response", three_digits(each.recip())),
     };
-    let _ = writeln!(text, "{total}; measured: {}FLOP/s in {rate}{sampled}", count(time.flops_per_second));
+    let flops = three_digits(time.flops_per_second / 1e9);
+    let _ = writeln!(text, "{total}; measured: {flops} GFLOP/s in {rate}{sampled}");
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_have_three_digits_however_small_they_are() {
+        for (rate, expected) in [(0.034567, "0.0346"), (11.962, "12.0"), (0.0, "0"), (1234.5, "1234"), (7.25, "7.25")] {
+            assert_eq!(three_digits(rate), expected);
+        }
+    }
 }

@@ -3,6 +3,8 @@
 use super::marks::marks;
 use super::read::Run;
 use super::svg::{Chart, Curve, Point};
+use crate::metrics::name_of_ppo;
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 /// Label of a curve, and the metric that it shows.
@@ -34,6 +36,7 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
                 "nats per response",
                 &[("training prompts", "objective/kl"), ("held-out prompts", "eval/kl")],
             ),
+            Panel("KL of the loss", "nats per token", &[("", "kl")]),
             Panel("Weight of the KL", "", &[("", "objective/kl_coef")]),
             Panel("Entropy", "nats per token", &[("", "policy/entropy_avg")]),
             Panel("Entropy of a response", "nats", &[("", "objective/entropy")]),
@@ -45,7 +48,15 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
             Panel("Stop tokens", "per update", &[("", "val/num_eos_tokens")]),
             Panel("Responses that did not stop", "share", &[("", "completions/clipped_ratio")]),
             Panel("Clipped tokens", "share", &[("policy", "policy/clipfrac_avg"), ("value model", "val/clipfrac_avg")]),
-            Panel("Clipped ratios", "share", &[("below", "clip_ratio/low_mean"), ("above", "clip_ratio/high_mean")]),
+            Panel(
+                "Clipped ratios",
+                "share",
+                &[
+                    ("below", "clip_ratio/low_mean"),
+                    ("above", "clip_ratio/high_mean"),
+                    ("either", "clip_ratio/region_mean"),
+                ],
+            ),
             Panel("Change of the policy in an update", "nats\u{b2} per token", &[("", "policy/approxkl_avg")]),
             Panel("Ratio of probabilities", "mean", &[("", "val/ratio")]),
             Panel("Ratio of probabilities", "variance", &[("", "val/ratio_var")]),
@@ -95,20 +106,11 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
 ];
 
 const REWARDS: &str = "Score";
-const TIME: &str = "Time and memory";
+const TIME: &str = "Time";
 
-/// Second names that a run has for the same numbers, as TRL's trainers of groups have them, with the first names. One that ends with
-/// a slash stands for all that begin with it.
-const SECOND_NAMES: [(&str, &str); 8] = [
-    ("reward", "objective/scores"),
-    ("reward_std", "objective/scores_std"),
-    ("rewards/", "objective/scores"),
-    ("entropy", "policy/entropy_avg"),
-    ("grad_norm", "policy/grad_norm"),
-    ("kl", "loss/kl_avg"),
-    ("completions/mean_length", "val/response_length"),
-    ("step_time", "time/update"),
-];
+/// Beginnings of the names of one reward's scores, of training and of held-out prompts.
+const OF_REWARD: &str = "objective/scores/";
+const HELD_OUT: &str = "eval/scores/";
 
 /// Metrics that place the others, and are no curves.
 const PLACES: [&str; 3] = ["step", "episode", "epoch"];
@@ -128,6 +130,8 @@ pub(super) struct Charts<'a> {
     pub(super) others: Vec<Chart<'a>>,
     /// Metrics that are the same number in all updates of all runs.
     pub(super) constant: Vec<(&'a str, f64)>,
+    /// Metrics whose numbers are those of another one, which is drawn, in all updates of all runs.
+    pub(super) equal: Vec<(&'a str, &'a str)>,
 }
 
 impl<'a> Charts<'a> {
@@ -143,21 +147,34 @@ impl<'a> Charts<'a> {
             }
             match title {
                 REWARDS => charts.extend(left.rewards()),
-                TIME => {
-                    charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/"));
-                    charts.extend(left.named("Memory", "", "memory/"));
-                }
+                TIME => charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/")),
                 _ => {}
             }
+            let memory = if title == TIME { left.named("Memory", "", "memory/") } else { Vec::new() };
+            let title = if memory.is_empty() { title } else { "Time and memory" };
+            charts.extend(memory);
             sections.push(Section { title, charts });
         }
         sections.retain(|section| !section.charts.is_empty());
-        let others = left.names.clone().into_iter().flat_map(|name| left.charts(name, "", vec![(String::new(), name)]));
-        let mut others: Vec<Chart<'a>> = others.collect();
+        let names = left.names.clone();
+        let chart = |name: String| {
+            let title = own_name(runs, &name);
+            left.charts(title, "", vec![(String::new(), &name)])
+        };
+        let mut others: Vec<Chart<'a>> = names.into_iter().flat_map(chart).collect();
         for chart in sections.iter_mut().flat_map(|section| &mut section.charts).chain(&mut others) {
-            chart.marks = marks(runs, &chart.curves.iter().map(|curve| curve.metric).collect::<Vec<_>>());
+            let names =
+                chart.curves.iter().map(|curve| name_of_ppo(curve.metric).unwrap_or(curve.metric.to_string().into()));
+            let names: Vec<Cow<'_, str>> = names.collect();
+            chart.marks = marks(runs, &names.iter().map(AsRef::as_ref).collect::<Vec<_>>());
         }
-        Self { sections, others, constant: left.constant }
+        Self { sections, others, constant: left.constant, equal: left.equal }
+    }
+
+    /// Returns whether a curve has a moving mean.
+    pub(super) fn is_smoothed(&self) -> bool {
+        let sections = self.sections.iter().flat_map(|section| &section.charts);
+        sections.chain(&self.others).flat_map(|chart| &chart.curves).any(Curve::is_smoothed)
     }
 
     /// Returns the number of all curves.
@@ -171,29 +188,42 @@ impl<'a> Charts<'a> {
 struct Left<'a> {
     runs: &'a [Run],
     /// Their names, in the order of the first run that has each.
-    names: Vec<&'a str>,
+    names: Vec<String>,
     constant: Vec<(&'a str, f64)>,
+    equal: Vec<(&'a str, &'a str)>,
 }
 
 impl<'a> Left<'a> {
     fn new(runs: &'a [Run]) -> Self {
-        let all = runs.iter().flat_map(|run| &run.metrics).map(|series| series.name.as_str());
-        let known: HashSet<&str> = all.clone().collect();
-        let is_second = |name: &str| {
-            let is = |second: &str| name == second || second.ends_with('/') && name.starts_with(second);
-            SECOND_NAMES.iter().any(|(second, first)| is(second) && known.contains(first))
-        };
         let mut seen = HashSet::new();
-        let names: Vec<&str> =
-            all.filter(|name| !PLACES.contains(name) && !is_second(name) && seen.insert(*name)).collect();
-        // The score is drawn also where it never changes.
-        let constant: Vec<(&str, f64)> = names
-            .iter()
-            .filter(|name| **name != "objective/scores")
-            .filter_map(|name| Some((*name, constant(runs, name)?)))
-            .collect();
-        let varies = |name: &&str| !constant.iter().any(|(other, _)| other == name);
-        Self { runs, names: names.into_iter().filter(varies).collect(), constant }
+        let all = runs.iter().flat_map(Run::names).map(Cow::into_owned);
+        let mut names: Vec<String> =
+            all.filter(|name| !PLACES.contains(&name.as_str()) && seen.insert(name.clone())).collect();
+        let (mut constants, mut same) = (Vec::new(), Vec::new());
+        names.retain(|name| {
+            // Scores are drawn also where they never change.
+            let found = constant(runs, name).filter(|_| !is_any_score(name));
+            constants.extend(found.map(|value| (own_name(runs, name), value)));
+            found.is_none()
+        });
+        // Of equal metrics the one that comes first on the page is drawn.
+        let mut by_place: Vec<&String> = names.iter().collect();
+        by_place.sort_by_key(|name| place(name));
+        let mut drawn: Vec<&str> = Vec::new();
+        let mut repeated = HashSet::new();
+        for name in by_place {
+            // A reward that is the whole score has no chart, and no held-out one: see `rewards`.
+            let is_of_reward = name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT);
+            match drawn.iter().find(|other| !is_of_reward && is_equal(runs, other, name)) {
+                Some(other) => {
+                    same.push((own_name(runs, name), own_name(runs, other)));
+                    repeated.insert(name.clone());
+                }
+                None => drawn.push(name),
+            }
+        }
+        names.retain(|name| !repeated.contains(name));
+        Self { runs, names, constant: constants, equal: same }
     }
 
     /// Takes the metrics of `lines` that are left, and returns them in one chart; for several runs in one chart each.
@@ -206,7 +236,7 @@ impl<'a> Left<'a> {
                 .enumerate()
                 .filter_map(|(colour, (label, name))| {
                     let label = if is_alone && !label.starts_with("held-out") { String::new() } else { label };
-                    Some(Curve { label, metric: name, colour, points: run.points(name)? })
+                    curve(run, &name, label, colour)
                 })
                 .collect();
             return Vec::from_iter((!curves.is_empty()).then(|| Chart {
@@ -217,12 +247,10 @@ impl<'a> Left<'a> {
             }));
         }
         let is_alone = lines.len() == 1;
-        let chart = |(label, name): (String, &'a str)| {
+        let chart = |(label, name): (String, String)| {
             let title = if is_alone || label.is_empty() { title.to_string() } else { format!("{title}: {label}") };
-            let curve = |(colour, run): (usize, &'a Run)| {
-                Some(Curve { label: run.label.clone(), metric: name, colour, points: run.points(name)? })
-            };
-            let curves: Vec<Curve<'_>> = self.runs.iter().enumerate().filter_map(curve).collect();
+            let of_run = |(colour, run): (usize, &'a Run)| curve(run, &name, run.label.clone(), colour);
+            let curves: Vec<Curve<'_>> = self.runs.iter().enumerate().filter_map(of_run).collect();
             (!curves.is_empty()).then_some(Chart { title, unit, curves, marks: Vec::new() })
         };
         lines.into_iter().filter_map(chart).collect()
@@ -231,8 +259,8 @@ impl<'a> Left<'a> {
     /// Returns a chart for the score of each reward, unless it is the whole score.
     fn rewards(&mut self) -> Vec<Chart<'a>> {
         let mut charts = Vec::new();
-        for name in self.after("objective/scores/") {
-            let (training, held_out) = (format!("objective/scores/{name}"), format!("eval/scores/{name}"));
+        for name in self.after(OF_REWARD) {
+            let (training, held_out) = (format!("{OF_REWARD}{name}"), format!("{HELD_OUT}{name}"));
             let lines =
                 vec![("training prompts".to_string(), training.as_str()), ("held-out prompts".into(), &held_out)];
             let drawn = self.charts(&format!("Reward {name}"), "", lines);
@@ -249,15 +277,55 @@ impl<'a> Left<'a> {
     }
 
     /// Returns the rests of the names that begin with `start`.
-    fn after(&self, start: &str) -> Vec<&'a str> {
-        self.names.iter().filter_map(|name| name.strip_prefix(start)).collect()
+    fn after(&self, start: &str) -> Vec<String> {
+        self.names.iter().filter_map(|name| name.strip_prefix(start)).map(String::from).collect()
     }
 
     /// Takes a metric, if it is left.
-    fn take(&mut self, name: &str) -> Option<&'a str> {
-        let place = self.names.iter().position(|left| *left == name)?;
+    fn take(&mut self, name: &str) -> Option<String> {
+        let place = self.names.iter().position(|left| left == name)?;
         Some(self.names.remove(place))
     }
+}
+
+/// Returns a curve of a run's metric, if it has that.
+fn curve<'a>(run: &'a Run, name: &str, label: String, colour: usize) -> Option<Curve<'a>> {
+    let error = run.points(&format!("{name}_stderr")).and_then(|points| points.last()).map(|point| point.1);
+    run.series(name).map(|series| Curve { label, metric: &series.name, colour, points: &series.points, error })
+}
+
+/// Returns the name of a metric in the first run that has it.
+fn own_name<'a>(runs: &'a [Run], name: &str) -> &'a str {
+    runs.iter().find_map(|run| run.series(name)).map_or("", |series| &series.name)
+}
+
+/// Returns the place of a metric on the page.
+fn place(name: &str) -> usize {
+    let mut lines = SECTIONS.iter().flat_map(|(_, panels)| *panels).flat_map(|Panel(_, _, lines)| *lines);
+    lines.position(|(_, metric)| *metric == name).unwrap_or(usize::MAX)
+}
+
+/// Whether a metric is a score, of all rewards or of one, of training or of held-out prompts.
+fn is_any_score(name: &str) -> bool {
+    ["objective/scores", "eval/score"].contains(&name) || name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT)
+}
+
+/// Values from which on two equal metrics are one.
+const FEW_VALUES: usize = 3;
+
+/// Returns whether two metrics are the same numbers in all updates of all runs, but for rounding, and there are enough of them to tell.
+fn is_equal(runs: &[Run], a: &str, b: &str) -> bool {
+    let mut values = 0;
+    let mut is_same = |(a, b): (&Point, &Point)| {
+        values += 1;
+        a.0 == b.0 && (a.1 == b.1 || a.1.is_nan() && b.1.is_nan() || (a.1 - b.1).abs() <= 1e-5 * a.1.abs())
+    };
+    let mut is_equal = |run: &Run| match (run.points(a), run.points(b)) {
+        (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(&mut is_same),
+        (None, None) => true,
+        _ => false,
+    };
+    runs.iter().all(&mut is_equal) && values >= FEW_VALUES
 }
 
 /// Returns whether a metric is the score, but for rounding.
@@ -274,4 +342,78 @@ fn constant(runs: &[Run], name: &str) -> Option<f64> {
     let first: &Point = points.next()?;
     let mut rest = points.peekable();
     (rest.peek().is_some() && rest.all(|point| point.1 == first.1)).then_some(first.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::read::Series;
+
+    fn run(metrics: &[(&str, &[f64])]) -> Run {
+        let series = |&(name, values): &(&str, &[f64])| Series {
+            name: name.into(),
+            points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
+        };
+        Run { metrics: metrics.iter().map(series).collect(), ..Run::default() }
+    }
+
+    fn drawn<'a>(charts: &'a Charts<'_>) -> Vec<&'a str> {
+        let all = charts.sections.iter().flat_map(|section| &section.charts).chain(&charts.others);
+        all.flat_map(|chart| &chart.curves).map(|curve| curve.metric).collect()
+    }
+
+    #[test]
+    fn a_curve_is_drawn_once_under_the_name_that_comes_first_on_the_page() {
+        let values = [0.5, 0.6, 0.8];
+        let runs = [run(&[
+            ("objective/rlhf_reward", &values),
+            ("objective/scores", &values),
+            ("lr", &[1e-5, 5e-6, 0.0]),
+            ("mine/score", &[0.5, 0.6, 0.8 + 1e-7]),
+        ])];
+        let charts = Charts::of(&runs);
+        assert_eq!(drawn(&charts), ["objective/scores", "lr"]);
+        assert_eq!(charts.equal, [("objective/rlhf_reward", "objective/scores"), ("mine/score", "objective/scores")]);
+        // Two values may be equal by chance.
+        let few = [run(&[("objective/scores", &values[..2]), ("mine/score", &values[..2])])];
+        assert_eq!(drawn(&Charts::of(&few)).len(), 2);
+    }
+
+    #[test]
+    fn runs_of_groups_are_drawn_by_their_own_names_with_those_of_ppo() {
+        let groups = run(&[
+            ("reward", &[0.1, 0.2, 0.4]),
+            ("rewards/f/mean", &[0.5, 0.6, 0.9]),
+            ("entropy", &[2.0, 1.5, 1.4]),
+            ("completions/mean_length", &[8.0, 9.0, 12.0]),
+        ]);
+        let ppo = run(&[("objective/scores", &[0.3, 0.2, 0.1]), ("policy/entropy_avg", &[1.0, 1.1, 1.3])]);
+        let all = ["reward", "rewards/f/mean", "entropy", "completions/mean_length"];
+        assert_eq!(drawn(&Charts::of(std::slice::from_ref(&groups))), all);
+        let runs = [ppo, groups];
+        let charts = Charts::of(&runs);
+        let score = &charts.sections[0].charts[0];
+        let curves: Vec<&str> = score.curves.iter().map(|curve| curve.metric).collect();
+        assert_eq!((score.title.as_str(), curves), ("Score", vec!["objective/scores", "reward"]));
+    }
+
+    #[test]
+    fn the_number_beside_a_held_out_score_has_its_standard_error() {
+        let runs = [run(&[
+            ("objective/scores", &[0.1, 0.2]),
+            ("eval/score", &[0.0188, 0.101]),
+            ("eval/score_stderr", &[0.02, 0.05]),
+        ])];
+        let mut page = crate::report::html::Html::default();
+        Charts::of(&runs).sections[0].charts[0].draw(&mut page, 100);
+        assert!(page.finish().contains("value=\"0.101\">0.101 \u{b1} 0.05</data>"));
+    }
+
+    #[test]
+    fn scores_of_0_are_drawn_as_others() {
+        let runs = [run(&[("objective/scores", &[0.0; 4]), ("eval/score", &[0.0; 2]), ("other", &[0.0; 4])])];
+        let charts = Charts::of(&runs);
+        assert_eq!(drawn(&charts), ["objective/scores", "eval/score"]);
+        assert_eq!(charts.constant, [("other", 0.0)]);
+    }
 }

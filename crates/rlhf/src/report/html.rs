@@ -1,5 +1,6 @@
 //! Text to HTML: markup is part of the program, all other text is escaped.
 
+pub(super) use crate::run::ends::number;
 use crate::safe_text::lines;
 use std::fmt::{self, Display, Write};
 
@@ -65,18 +66,6 @@ impl Write for Escaped<'_> {
     }
 }
 
-/// Returns a number with at most `digits` significant digits, in the shortest form.
-pub(super) fn number(value: f64, digits: usize) -> String {
-    if !value.is_finite() {
-        return "not finite".into();
-    }
-    let rounded: f64 = format!("{value:.*e}", digits - 1).parse().expect("it is a number");
-    // No -0.
-    let rounded = rounded + 0.0;
-    let exponent = if rounded == 0.0 { 0.0 } else { rounded.abs().log10() };
-    if (-4.0..9.0).contains(&exponent) { rounded.to_string() } else { format!("{rounded:e}") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,23 +83,5 @@ mod tests {
             page.raw("<p>").text(text).raw("</p>");
             assert_eq!(page.finish(), format!("<p>{escaped}</p>"));
         }
-    }
-
-    #[test]
-    fn numbers_are_short_and_lose_no_digit_that_is_shown() {
-        for (value, shown) in [
-            (0.0, "0"),
-            (-0.0, "0"),
-            (1.46875, "1.469"),
-            (139_639.0, "139600"),
-            (4.690_242_091e-7, "4.69e-7"),
-            (0.000_123_456, "0.0001235"),
-            (-2.5, "-2.5"),
-            (1e300, "1e300"),
-            (f64::NAN, "not finite"),
-        ] {
-            assert_eq!(number(value, 4), shown);
-        }
-        assert_eq!(number(0.453_983_694_314_956_67, 17).parse(), Ok(0.453_983_694_314_956_67));
     }
 }

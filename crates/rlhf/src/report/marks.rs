@@ -22,7 +22,7 @@ const METRICS: [(&str, &[&str]); 14] = [
     ("equal_scores", &["objective/scores_std", "frac_reward_zero_std"]),
     ("unscored", &[]),
     ("negative_explained_variance", &["val/explained_variance"]),
-    ("high_clip_share", &["policy/clipfrac_avg"]),
+    ("high_clip_share", &["policy/clipfrac_avg", "clip_ratio/region_mean"]),
     ("gradient_leap", &["policy/grad_norm", "val/grad_norm"]),
     ("skipped_steps", &["val/skipped_steps", "policy/grad_norm", "val/grad_norm"]),
 ];

@@ -109,6 +109,8 @@ function hide() {
 const ready = new WeakSet();
 
 function setUpCharts() {
+  const smoothing = document.getElementById("smoothing");
+  if (smoothing) smoothing.hidden = !document.querySelector("path.smooth");
   for (const svg of document.querySelectorAll("svg.chart")) {
     // Its values may have changed since they were read.
     read.delete(svg);
@@ -128,6 +130,11 @@ const ranks = {
   worst: article => article.dataset.score === "" ? -Infinity : -Number(article.dataset.score),
   best: article => number(article.dataset.score),
 };
+
+// Whether there are different numbers, 0 among them, or some without one.
+function differ(texts) {
+  return new Set(texts).size > 1;
+}
 
 function arrange() {
   const [order, source, search, found] = ["order", "source", "search", "found"].map(id => document.getElementById(id));
@@ -156,6 +163,13 @@ function setUpSamples() {
     if (known.has(dataset.source)) continue;
     known.add(dataset.source);
     source.add(new Option(dataset.source));
+  }
+  // An order or a source that changes nothing is not offered.
+  source.parentElement.hidden = known.size < 3;
+  const orders = { changed: "change", worst: "score", best: "score" };
+  for (const option of document.getElementById("order").options) {
+    const field = orders[option.value];
+    option.disabled = field !== undefined && !differ([...document.querySelectorAll("article")].map(({ dataset }) => dataset[field]));
   }
   if (!ready.has(browse)) {
     ready.add(browse);

@@ -4,12 +4,17 @@ use super::MARK;
 use super::charts::Charts;
 use super::html::{Html, number};
 use super::progress::Progress;
-use super::read::{Run, Setting};
-use super::samples::{Cut, Highlights, Prompt, Response};
+use super::read::{Run, Setting, settings_of};
+use super::samples::{Cut, Frame, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
-use super::verdict::{MOST_LINES, Mark, verdict};
+use super::verdict::{Mark, verdict};
 use crate::Result;
+use crate::run::ends::{MOST_VALUES, words};
 use crate::safe_text::one_line;
+use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
+use crate::terminal::{about, date};
+use clap::ValueEnum;
+use std::time::Duration;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
@@ -32,14 +37,16 @@ const MOST_ALARMS: usize = 100;
 /// Prompts in each list of those to look at first.
 const HIGHLIGHTS: usize = 8;
 
+/// Bytes of all parts of a page together, at most.
+const MOST_PAGE: usize = 1_900_000;
+
 /// Returns the page of these runs, at least one.
 pub(super) fn page(runs: &[Run]) -> String {
     let mut page = Html::default();
-    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
     // The page needs no network, and with this a browser refuses any.
     head(
         &mut page,
-        &labels.join(", "),
+        &title_of(runs),
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:",
     );
     for (_, part) in parts(runs) {
@@ -70,7 +77,24 @@ pub(super) fn parts(runs: &[Run]) -> Vec<Part> {
         write(&mut part, runs);
         (id, part)
     };
-    sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect()
+    let mut parts: Vec<Part> = sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect();
+    leave_out(&mut parts, MOST_PAGE);
+    parts
+}
+
+/// Replaces the largest parts by a note until all together have at most `most` bytes: a folder may have more than a run writes.
+fn leave_out(parts: &mut [Part], most: usize) {
+    while parts.iter().map(|(_, part)| part.len()).sum::<usize>() > most {
+        let Some((id, part)) = parts.iter_mut().max_by_key(|(_, part)| part.len()) else { return };
+        let bytes = part.len();
+        let mut note = Html::default();
+        note.raw("<section id=\"").raw(id).raw("\">\n<p class=\"note\">This part is left out: it has ").text(bytes);
+        note.raw(" bytes. The files in the folder of the run have its contents.</p>\n</section>\n");
+        if note.len() >= bytes {
+            return;
+        }
+        *part = note;
+    }
 }
 
 /// Returns the page of a run whose script asks the server for parts that changed after `revision`.
@@ -138,10 +162,93 @@ fn heading(page: &mut Html, runs: &[Run], at: usize) {
     }
 }
 
+/// Settings that say what a run is about, each with its name there: of several the first that is set.
+const SUMMARY: [(&str, &[&str]); 4] = [
+    ("model", &["model_name_or_path", "sft_model_path"]),
+    ("data", &["dataset_name"]),
+    ("rewards", &["reward", "reward_model_path", "reward_command", "reward_url"]),
+    ("folder", &["output_dir"]),
+];
+
+/// Returns the title of the page of these runs: their labels and, of a single run, its command.
+pub(super) fn title_of(runs: &[Run]) -> String {
+    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
+    let command = runs.first().filter(|_| runs.len() == 1).and_then(command_of);
+    command.map_or(labels.join(", "), |command| format!("{}: {command}", labels.join(", ")))
+}
+
+/// Returns the command of a run: by its model card, or by a setting that only this command has.
+fn command_of(run: &Run) -> Option<String> {
+    let words: Vec<&str> = run.command_line.as_deref().unwrap_or_default().split_whitespace().take(2).collect();
+    let of_card = (words.len() == 2 && words[0] == "rlhf").then(|| words.join(" "));
+    of_card.or_else(|| Some(format!("rlhf {}", kind(run)?.command())))
+}
+
+/// Returns the seconds of a run's updates and evaluations. A line of metrics has those of one update, and is one of several.
+fn seconds(run: &Run) -> Option<f64> {
+    let mut done = 0.0;
+    let updates: f64 = run
+        .points("time/update")?
+        .iter()
+        .map(|&(step, seconds)| seconds * (step - std::mem::replace(&mut done, step)))
+        .filter(|seconds| seconds.is_finite())
+        .sum();
+    let evaluations = run.points("time/eval").unwrap_or_default().iter().map(|point| point.1);
+    let all = updates + evaluations.filter(|seconds| seconds.is_finite()).sum::<f64>();
+    (all > 0.0 && all < MOST_SECONDS).then_some(all)
+}
+
+/// Seconds up to which a duration is shown: a thousand years.
+const MOST_SECONDS: f64 = 3.2e10;
+
+/// Writes what a run is about: its command, its model, its data, when it began and how long it took, as far as they are known.
+fn summary(page: &mut Html, run: &Run) {
+    let is_set = |value: &&str| !matches!(*value, "" | "null" | "none" | "[]");
+    let mut facts: Vec<(&str, String)> = Vec::new();
+    let line = run.command_line.as_deref().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
+    facts.extend(line.or_else(|| command_of(run)).map(|command| ("command", command)));
+    for (name, settings) in SUMMARY {
+        let value = settings.iter().find_map(|setting| run.public_setting(setting).filter(is_set));
+        facts.extend(value.map(|value| (name, value.trim_matches(['[', ']', '"']).replace("\",\"", ", "))));
+    }
+    facts.extend(run.began.map(|began| ("began", date(began))));
+    let took = seconds(run).map(Duration::from_secs_f64);
+    facts.extend(took.map(|took| ("duration", format!("{} of updates and evaluations", about(took)))));
+    if !facts.is_empty() {
+        facts_table(page, facts.iter().map(|(name, value)| (*name, value.as_str())));
+    }
+}
+
+/// Writes a table of names and values.
+fn facts_table<'a>(page: &mut Html, facts: impl Iterator<Item = (&'a str, &'a str)>) {
+    page.raw("<div class=\"wide\"><table>\n<tbody>\n");
+    for (name, value) in facts {
+        page.raw("<tr><th scope=\"row\">").text(name).raw("</th><td dir=\"auto\">").text(one_line(value));
+        page.raw("</td></tr>\n");
+    }
+    page.raw("</tbody></table></div>\n");
+}
+
+/// Returns what the numbers at the ends of these runs are.
+fn words_of(runs: &[Run]) -> String {
+    let updates = |run: &Run| {
+        let counted = ["objective/scores", "loss"].into_iter().find_map(|name| run.points(name));
+        counted.map_or(0, <[_]>::len)
+    };
+    match runs {
+        [run] => words(updates(run)),
+        _ => format!(
+            "start and end are means of the first and of the last tenth of the updates, at most {MOST_VALUES}, those of held-out rows single \
+             evaluations"
+        ),
+    }
+}
+
 fn verdicts(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"verdict\">\n<h2>Verdict</h2>\n");
     for (at, run) in runs.iter().enumerate() {
         heading(page, runs, at);
+        summary(page, run);
         page.raw("<ul class=\"verdict\">\n");
         for finding in verdict(run) {
             let (class, sign) = match finding.mark {
@@ -154,9 +261,7 @@ fn verdicts(page: &mut Html, runs: &[Run]) {
         }
         page.raw("</ul>\n");
     }
-    page.raw("<p class=\"note\">Numbers at the start and at the end are means of the first and of the last tenth of the lines of \
-              metrics, at most ").text(MOST_LINES).raw(" lines; those of held-out rows are single values.</p>\n");
-    page.raw("</section>\n");
+    page.raw("<p class=\"note\">In the verdict and beside the curves ").text(words_of(runs)).raw(".</p>\n</section>\n");
 }
 
 /// Writes the settings that at least two of several runs have, with different values. The others are counted: runs of different commands
@@ -220,7 +325,8 @@ fn settings_table(page: &mut Html, runs: &[Run], names: &[&str]) {
 fn curves(page: &mut Html, runs: &[Run]) {
     let charts = Charts::of(runs);
     let columns = (MOST_POINTS / (3 * charts.curves().max(1))).clamp(*COLUMNS.start(), *COLUMNS.end());
-    page.raw("<section id=\"curves\">\n<h2>Curves</h2>\n<p class=\"controls\">");
+    page.raw("<section id=\"curves\">\n<h2>Curves</h2>\n<p class=\"controls\" id=\"smoothing\"");
+    page.raw(if charts.is_smoothed() { ">" } else { " hidden>" });
     page.raw("<label><input type=\"checkbox\" id=\"show-line\" checked> smoothed</label> ");
     page.raw("<label><input type=\"checkbox\" id=\"show-each\" checked> every update</label></p>\n");
     for note in incomparable(runs) {
@@ -247,9 +353,17 @@ fn curves(page: &mut Html, runs: &[Run]) {
         }
         page.raw(".</p>\n");
     }
-    page.raw("<p class=\"note\">Bold lines are centred moving averages over about the square root of the number of updates; pale ones, and \
-              the numbers beside the titles, are the values of each update, thinned to the least and the greatest of each column \
-              where there are many. A flag above a chart is an alarm, and one that points left a rollback.</p>\n</section>\n");
+    if !charts.equal.is_empty() {
+        page.raw("<p class=\"note\">The same numbers as another curve: ");
+        for (at, (name, other)) in charts.equal.iter().enumerate() {
+            page.raw(if at > 0 { ", " } else { "" }).text(name).raw("\u{a0}=\u{a0}").text(other);
+        }
+        page.raw(".</p>\n");
+    }
+    page.raw("<p class=\"note\">The numbers beside the titles are those of the verdict at the end. Bold lines are moving means over as many \
+              updates, which begin and end with the numbers of the verdict; pale ones are the values of each update, thinned to the least \
+              and the greatest of each column where there are many. A flag above a chart is an alarm, and one that points left a \
+              rollback.</p>\n</section>\n");
 }
 
 /// Settings of the scale of a run's scores.
@@ -323,7 +437,12 @@ fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
         shown.push((place, part));
     }
     shown.sort_by_key(|(place, _)| *place);
-    if run.prompts.iter().flat_map(|prompt| &prompt.responses).any(|response| !response.tokens.is_empty()) {
+    if !run.frame.is_empty() {
+        frame(page, &run.frame);
+    }
+    // Greedy responses of a peaked policy have no shade.
+    let is_shaded = |response: &Response| response.tokens.iter().any(|(_, probability)| percent(*probability) < 100.0);
+    if shown.iter().any(|(place, _)| run.prompts[*place].responses.iter().any(is_shaded)) {
         page.raw(
             "<p class=\"controls\"><label><input type=\"checkbox\" class=\"show-shades\"> shade tokens by their \
                   probability: the darker, the less probable</label></p>\n",
@@ -352,6 +471,24 @@ fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
     page.raw("</div>\n");
 }
 
+/// Writes the text around all prompts, once.
+fn frame(page: &mut Html, frame: &Frame) {
+    page.raw("<details class=\"frame\"><summary>All prompts begin and end with this text, which is left out below");
+    page.raw("</summary>\n");
+    for (name, part) in [("Before each prompt:", &frame.before), ("After each prompt:", &frame.after)] {
+        if !part.is_empty() {
+            page.raw("<p class=\"note\">").raw(name).raw("</p>\n");
+            text(page, &Cut::new(part), "prompt");
+        }
+    }
+    page.raw("</details>\n");
+}
+
+/// Returns the percentage by which a token is shaded.
+fn percent(probability: f64) -> f64 {
+    (100.0 * probability).round()
+}
+
 /// Writes a prompt with its first and its last response, and those between folded.
 fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
     page.raw("<article id=\"p").text(run).raw("-").text(place).raw("\" data-source=\"").text(prompt.source.name());
@@ -373,8 +510,11 @@ fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
 }
 
 fn response(page: &mut Html, response: &Response) {
-    page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} score <b>");
-    page.text(number(response.score, 4)).raw("</b>");
+    page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} ");
+    match response.score.is_finite() {
+        true => drop(page.raw("score <b>").text(number(response.score, 4)).raw("</b>")),
+        false => drop(page.raw("no score")),
+    }
     let rewards: &[(String, f64)] = match &response.rewards[..] {
         // A single reward without weights and penalties is the score.
         [(_, score)] if *score == response.score => &[],
@@ -395,7 +535,7 @@ fn response(page: &mut Html, response: &Response) {
     } else {
         page.raw("<pre class=\"text\" dir=\"auto\">\n");
         for (token, probability) in &response.tokens {
-            let percent = (100.0 * probability).round();
+            let percent = percent(*probability);
             page.raw("<span style=\"--p:")
                 .text(percent)
                 .raw("%\" title=\"")
@@ -425,19 +565,66 @@ fn data(value: f64) -> String {
     if value.is_finite() { value.to_string() } else { String::new() }
 }
 
-fn configuration(page: &mut Html, runs: &[Run]) {
-    page.raw("<section id=\"configuration\">\n<h2>Configuration</h2>\n");
-    for (at, run) in runs.iter().enumerate() {
-        if let Some(line) = &run.command_line {
-            page.raw("<p>");
-            key(page, runs, at);
-            page.raw("</p>\n<pre class=\"text\">").text(one_line(line)).raw("</pre>\n");
+/// Training command of a run, by a setting that only this command has, with its preset.
+enum Kind {
+    Ppo(Preset),
+    Reward(Preset),
+    Sft(Preset),
+}
+
+impl Kind {
+    fn command(&self) -> &'static str {
+        match self {
+            Self::Ppo(preset) => preset.command(),
+            Self::Reward(_) => "reward",
+            Self::Sft(_) => "sft",
         }
     }
+}
+
+/// Returns the kind of a run, if its settings tell.
+fn kind(run: &Run) -> Option<Kind> {
+    let preset = run.setting("preset").and_then(|name| Preset::from_str(name, true).ok()).unwrap_or(Preset::Trl);
+    let has = |name| run.setting(name).is_some();
+    match () {
+        () if has("num_ppo_epochs") => Some(Kind::Ppo(preset)),
+        () if has("center_rewards_coefficient") => Some(Kind::Reward(preset)),
+        () if has("packing") => Some(Kind::Sft(preset)),
+        () => None,
+    }
+}
+
+/// Returns the defaults of a run's settings: of its command, with its preset.
+fn defaults(run: &Run) -> Vec<Setting> {
+    let config = match kind(run) {
+        Some(Kind::Ppo(preset)) => serde_json::to_value(PpoConfig::with_preset(preset, "", "", "", "")),
+        Some(Kind::Reward(preset)) => serde_json::to_value(RewardConfig::with_preset(preset, "", "", "")),
+        Some(Kind::Sft(preset)) => serde_json::to_value(SftConfig::with_preset(preset, "", "", "")),
+        None => return Vec::new(),
+    };
+    config.ok().and_then(|config| config.as_object().map(settings_of)).unwrap_or_default()
+}
+
+/// Returns whether a run has another value of a setting than its default, if that is known.
+fn is_changed(runs: &[Run], defaults: &[Vec<Setting>], name: &str) -> bool {
+    runs.iter().zip(defaults).any(|(run, defaults)| {
+        let default = defaults.iter().find(|default| default.name == name);
+        default.is_some_and(|default| run.setting(name).is_some_and(|value| value != default.value))
+    })
+}
+
+fn configuration(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"configuration\">\n<h2>Configuration</h2>\n");
     let names = setting_names(runs);
+    let defaults: Vec<Vec<Setting>> = runs.iter().map(defaults).collect();
     if names.is_empty() {
         page.raw("<p>The settings could not be read.</p>\n");
     } else {
+        let changed: Vec<&str> = names.iter().copied().filter(|name| is_changed(runs, &defaults, name)).collect();
+        if !changed.is_empty() {
+            page.raw("<h3>Settings with other values than their defaults</h3>\n");
+            settings_table(page, runs, &changed);
+        }
         page.raw("<details><summary>All ").text(names.len()).raw(" settings</summary>\n");
         settings_table(page, runs, &names);
         page.raw("</details>\n");
@@ -475,16 +662,115 @@ fn checks(page: &mut Html, runs: &[Run]) {
         heading(page, runs, at);
         alarms(page, run);
         if !run.facts.is_empty() {
-            page.raw("<div class=\"wide\"><table>\n<tbody>\n");
-            for (name, value) in &run.facts {
-                page.raw("<tr><th scope=\"row\">").text(name).raw("</th><td dir=\"auto\">").text(one_line(value));
-                page.raw("</td></tr>\n");
-            }
-            page.raw("</tbody></table></div>\n");
+            facts_table(page, run.facts.iter().map(|(name, value)| (name.as_str(), value.as_str())));
         }
         for note in &run.notes {
             page.raw("<p class=\"note\">").text(one_line(note)).raw("</p>\n");
         }
     }
     page.raw("</section>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::read::Series;
+
+    fn page_of(run: Run) -> String {
+        page(&[run])
+    }
+
+    fn response(score: f64, tokens: &[(&str, f64)]) -> Response {
+        let tokens: Vec<(String, f64)> = tokens.iter().map(|(text, p)| (text.to_string(), *p)).collect();
+        let text: String = tokens.iter().map(|(text, _)| text.as_str()).collect();
+        let text = Cut::new(&text);
+        Response { step: 1, text, score, rewards: Vec::new(), finish: None, num_tokens: None, tokens }
+    }
+
+    fn run_with(responses: Vec<Response>) -> Run {
+        let prompts =
+            vec![Prompt { source: crate::report::samples::Source::Samples, text: Cut::new("Who?"), responses }];
+        Run { label: "mine".into(), prompts, ..Run::default() }
+    }
+
+    #[test]
+    fn the_page_begins_with_title_command_model_data_date_and_duration() {
+        let series = |name: &str, values: &[f64]| Series {
+            name: name.into(),
+            points: values.iter().enumerate().map(|(at, &value)| (10.0 * (at as f64 + 1.0), value)).collect(),
+        };
+        let settings =
+            [("packing", "false"), ("model_name_or_path", "org/tiny"), ("dataset_name", "[\"a.jsonl\",\"b.jsonl\"]")];
+        let mut run = Run {
+            label: "mine".into(),
+            // Two lines of ten updates each of 3 and 6 seconds.
+            metrics: vec![series("loss", &[2.0, 1.0]), series("time/update", &[3.0, 6.0])],
+            settings: settings.iter().map(|(name, value)| Setting::of(name, value)).collect(),
+            began: Some(1_795_770_900),
+            ..Run::default()
+        };
+        let page = page_of(run);
+        let (top, rest) = page.split_once("<ul class=\"verdict\">").unwrap();
+        for part in [
+            "<title>mine: rlhf sft</title>",
+            "<h1>mine: rlhf sft</h1>",
+            "command</th><td dir=\"auto\">rlhf sft</td>",
+            "model</th><td dir=\"auto\">org/tiny</td>",
+            "data</th><td dir=\"auto\">a.jsonl, b.jsonl</td>",
+            "began</th><td dir=\"auto\">2026-11-27 09:15 UTC</td>",
+            "duration</th><td dir=\"auto\">1.5 min of updates and evaluations</td>",
+        ] {
+            assert!(top.contains(part), "no {part} in {top}");
+        }
+        assert!(rest.contains("start and end are the first and the last update"), "{rest}");
+        run = Run { label: "mine".into(), command_line: Some("rlhf sft\n  --x 1".into()), ..Run::default() };
+        let page = page_of(run);
+        assert_eq!(page.matches("rlhf sft --x 1").count(), 1, "the command is there once");
+    }
+
+    #[test]
+    fn a_score_of_0_is_shown_and_a_missing_one_is_named() {
+        let page = page_of(run_with(vec![response(0.0, &[]), response(f64::NAN, &[])]));
+        assert!(page.contains("score <b>0</b>") && page.contains("\u{b7} no score"), "{page}");
+        let page = page_of(run_with(vec![response(1.0, &[]), response(0.0, &[])]));
+        assert!(page.contains("data-score=\"0\" data-change=\"1\""), "{page}");
+        assert!(page.contains(">Worst:") && page.contains("(0)"), "{page}");
+    }
+
+    #[test]
+    fn shades_are_offered_where_a_token_has_one() {
+        let offered = |probability: f64| {
+            let page = page_of(run_with(vec![response(1.0, &[("a", 1.0), ("b", probability)])]));
+            page.contains("class=\"show-shades\"")
+        };
+        assert_eq!([offered(0.5), offered(1.0), offered(0.999)], [true, false, false]);
+        assert!(!page_of(run_with(vec![response(1.0, &[])])).contains("class=\"show-shades\""));
+    }
+
+    #[test]
+    fn the_text_around_all_prompts_is_shown_once() {
+        let mut run = run_with(vec![response(1.0, &[])]);
+        run.frame = Frame { before: "<|system|>Be kind.<|user|>".into(), after: "<|assistant|>".into() };
+        let page = page_of(run);
+        assert_eq!(page.matches("&lt;|system|&gt;Be kind.").count(), 1, "{page}");
+        assert_eq!(page.matches("&lt;|assistant|&gt;").count(), 1, "{page}");
+        assert!(!page_of(run_with(Vec::from([response(1.0, &[])]))).contains("class=\"frame\""));
+    }
+
+    #[test]
+    fn the_largest_parts_are_left_out_of_a_page_that_would_be_too_large() {
+        let of = |len: usize| {
+            let mut part = Html::default();
+            part.text("x".repeat(len));
+            part
+        };
+        let mut parts = [("verdict", of(100)), ("curves", of(9000)), ("samples", of(2000))];
+        leave_out(&mut parts, 20_000);
+        assert_eq!(parts.iter().map(|(_, part)| part.len()).collect::<Vec<_>>(), [100, 9000, 2000]);
+        leave_out(&mut parts, 3000);
+        assert!(parts[0].1.len() == 100 && parts[1].1.len() < 300 && parts[2].1.len() == 2000);
+        let [_, (_, note), _] = parts;
+        let note = note.finish();
+        assert!(note.contains("id=\"curves\"") && note.contains("9000 bytes"), "{note}");
+    }
 }

@@ -2,18 +2,34 @@
 //!
 //! A run may be in progress, interrupted or damaged: what cannot be read is noted, and the rest is shown.
 
-use super::samples::{self, Prompt};
+use super::samples::{self, Frame, Prompt};
 use crate::files;
+use crate::metrics::{name_of_groups, name_of_ppo};
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length, read_start};
+use crate::safe_text::beginning;
 use crate::terminal::without_programs;
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
+
+/// Maximum length in bytes of a line of metrics or of alarms.
+const MOST_LINE: u64 = 1 << 20;
+/// Maximum number of metrics.
+const MOST_SERIES: usize = 2000;
+/// Maximum length of a metric's name, in bytes.
+const MOST_NAME: usize = 300;
+/// Maximum number of settings.
+const MOST_SETTINGS: usize = 1000;
+/// Maximum number of alarms that are kept.
+const MOST_ALARMS: usize = 1000;
+/// Maximum length of a shown text, such as the value of a setting, in characters.
+const MOST_TEXT: usize = 20_000;
 
 /// Name of a rollback among the alarms of a run.
 const ROLLBACK: &str = "rollback";
@@ -30,6 +46,8 @@ pub(super) struct Run {
     pub(super) outcome: Outcome,
     /// Updates of the whole run, if it has written their number.
     pub(super) length: Option<u64>,
+    /// Seconds from 1970 in UTC to its start, if it has written them.
+    pub(super) began: Option<u64>,
     /// Settings in the order of `config.yaml`.
     pub(super) settings: Vec<Setting>,
     /// Facts of the model card by name: base model, rewards, checks at the start.
@@ -39,6 +57,8 @@ pub(super) struct Run {
     pub(super) alarms: Vec<Alarm>,
     /// Prompts with their responses.
     pub(super) prompts: Vec<Prompt>,
+    /// Text around each of them, such as that of the chat template.
+    pub(super) frame: Frame,
     /// Metrics that could not be read.
     pub(super) damage: Vec<String>,
     /// Other parts of the folder that could not be read, or were left out.
@@ -114,17 +134,20 @@ impl Run {
         let (mut notes, mut damage) = (Vec::new(), Vec::new());
         let metrics = read_metrics(dir, is_at_work == Some(true), &mut damage)?;
         let updates = metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max);
-        let card = files::read_text(&dir.join("README.md")).unwrap_or_default();
+        let (prompts, frame) = samples::read(dir, &mut notes);
+        let card = files::read_own_text(&dir.join("README.md")).unwrap_or_default();
         Ok(Self {
             label: name_of(dir),
             updates,
             outcome: outcome(dir, updates, is_at_work),
             length: read_length(dir),
+            began: read_start(dir),
             settings: settings(dir, &mut notes),
             facts: facts(&card),
             command_line: command_line(&card),
             alarms: read_alarms(dir, &mut notes),
-            prompts: samples::read(dir, &mut notes),
+            prompts,
+            frame,
             metrics,
             damage,
             notes,
@@ -153,9 +176,29 @@ impl Run {
         Ok(runs)
     }
 
-    /// Returns the points of a metric.
+    /// Returns the points of a metric; PPO's names are those of all runs with rewards.
     pub(super) fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
-        self.metrics.iter().find(|series| series.name == name).map(|series| series.points.as_slice())
+        self.series(name).map(|series| series.points.as_slice())
+    }
+
+    /// Returns a metric by its own name or, in a run of groups, by PPO's.
+    pub(super) fn series(&self, name: &str) -> Option<&Series> {
+        let of = |name: &str| self.metrics.iter().find(|series| series.name == name);
+        of(name).or_else(|| of(&name_of_groups(name).filter(|_| self.is_of_groups())?))
+    }
+
+    /// Returns the names of the metrics, those of groups by PPO's names of the same numbers, so that the runs of a page have one name for each.
+    pub(super) fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
+        let is_of_groups = self.is_of_groups();
+        self.metrics.iter().map(move |series| {
+            let of_ppo = name_of_ppo(&series.name).filter(|_| is_of_groups);
+            of_ppo.unwrap_or(Cow::Borrowed(&series.name))
+        })
+    }
+
+    /// Whether the metrics have the names of TRL's trainers of groups.
+    fn is_of_groups(&self) -> bool {
+        self.metrics.iter().any(|series| series.name == "reward")
     }
 
     /// Returns the value of a setting.
@@ -191,17 +234,13 @@ fn describe(dir: &Path) -> String {
 /// last line may be incomplete.
 fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Result<Vec<Series>> {
     let path = dir.join(METRICS);
-    if !path.exists() {
+    if !has_own(&path) {
         return Ok(Vec::new());
     }
     let (mut all, mut places, mut unread) = (Vec::<Series>::new(), HashMap::<String, usize>::new(), 0);
-    let mut reader = BufReader::new(files::open(&path)?);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        if reader.read_until(b'\n', &mut line).map_err(Error::io("read", &path))? == 0 {
-            break;
-        }
+    let mut reader = BufReader::new(files::open_own(&path)?);
+    let (mut line, mut more) = (Vec::new(), 0_usize);
+    while files::read_line(&mut reader, &mut line, MOST_LINE).map_err(Error::io("read", &path))?.is_some() {
         let Ok(Value::Object(metrics)) = serde_json::from_slice(&line) else {
             let is_being_written = is_at_work && !line.ends_with(b"\n");
             unread += usize::from(!line.trim_ascii().is_empty() && !is_being_written);
@@ -217,6 +256,10 @@ fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Resul
                 Value::Null => f64::NAN,
                 _ => continue,
             };
+            if name.len() > MOST_NAME || (all.len() == MOST_SERIES && !places.contains_key(&name)) {
+                more += 1;
+                continue;
+            }
             let place = *places.entry(name).or_insert_with_key(|name| {
                 all.push(Series { name: name.clone(), points: Vec::new() });
                 all.len() - 1
@@ -225,7 +268,21 @@ fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Resul
         }
     }
     damage.extend(unread_lines(METRICS, unread));
+    damage.extend((more > 0).then(|| {
+        format!("{METRICS}: {more} values of metrics beyond {MOST_SERIES}, or with names of more than {MOST_NAME} bytes, are left out")
+    }));
     Ok(all)
+}
+
+/// Returns whether there is something of this name, be it a link to nothing.
+fn has_own(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+/// Returns the beginning of a text that is shown.
+fn cut(text: &str, most: usize) -> String {
+    let start = beginning(text, most);
+    if start.len() < text.len() { format!("{start} ({} bytes)", text.len()) } else { text.to_string() }
 }
 
 /// Returns a note on the lines of a file that are left out, if there are any.
@@ -264,7 +321,7 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Setting {
     pub(super) name: String,
-    value: String,
+    pub(super) value: String,
     /// The value without secrets.
     public: String,
 }
@@ -277,31 +334,37 @@ impl Setting {
     }
 }
 
+/// Returns settings as texts, each of them cut, and so many of them at most.
+pub(super) fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
+    let text_of = |value: &Value| match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let public = without_programs(settings);
+    let of = |((name, value), public): ((&String, &Value), &Value)| Setting {
+        name: cut(name, MOST_NAME),
+        value: cut(&text_of(value), MOST_TEXT),
+        public: cut(&text_of(public), MOST_TEXT),
+    };
+    settings.iter().zip(public.values()).take(MOST_SETTINGS).map(of).collect()
+}
+
 /// Reads the settings in `config.yaml`.
 fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
-    let text = match files::read_settings(&dir.join(CONFIG)) {
+    let text = match files::read_own_text(&dir.join(CONFIG)) {
         Ok(text) => text,
         Err(error) => {
             notes.push(error.to_string());
             return Vec::new();
         }
     };
-    let text_of = |value: &Value| match value {
-        Value::Null => "none".into(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    };
     match serde_saphyr::from_str::<Map<String, Value>>(&text) {
         Ok(settings) => {
-            let public = without_programs(&settings);
-            let values = settings.iter().zip(public.values());
-            values
-                .map(|((name, value), public)| Setting {
-                    name: name.clone(),
-                    value: text_of(value),
-                    public: text_of(public),
-                })
-                .collect()
+            if settings.len() > MOST_SETTINGS {
+                notes.push(format!("{CONFIG}: the first {MOST_SETTINGS} of {} settings are read", settings.len()));
+            }
+            settings_of(&settings)
         }
         Err(_) => {
             notes.push(format!("{CONFIG}: expected settings as YAML, found something else"));
@@ -314,7 +377,8 @@ fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
 fn facts(card: &str) -> Vec<(String, String)> {
     let rows = card.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
     rows.map_while(|line| line.strip_prefix("| ")?.strip_suffix(" |")?.split_once(" | "))
-        .map(|(name, value)| (name.to_string(), value.replace("\\|", "|").replace('`', "")))
+        .map(|(name, value)| (cut(name, MOST_NAME), cut(&value.replace("\\|", "|").replace('`', ""), MOST_TEXT)))
+        .take(MOST_SETTINGS)
         .collect()
 }
 
@@ -323,16 +387,16 @@ fn command_line(card: &str) -> Option<String> {
     let lines = card.lines().skip_while(|line| !line.starts_with("Trained by "));
     let lines: Vec<&str> =
         lines.skip(1).skip_while(|line| line.is_empty()).map_while(|line| line.strip_prefix("    ")).collect();
-    (!lines.is_empty()).then(|| lines.join("\n"))
+    (!lines.is_empty()).then(|| cut(&lines.join("\n"), MOST_TEXT))
 }
 
 /// Reads the alarms of a run; there are none without their file. Lines that are incomplete or no alarms are counted and left out.
 fn read_alarms(dir: &Path, notes: &mut Vec<String>) -> Vec<Alarm> {
     let path = dir.join(ALARMS);
-    if !path.exists() {
+    if !has_own(&path) {
         return Vec::new();
     }
-    let file = match files::open(&path) {
+    let file = match files::open_own(&path) {
         Ok(file) => file,
         Err(error) => {
             notes.push(error.to_string());
@@ -342,16 +406,23 @@ fn read_alarms(dir: &Path, notes: &mut Vec<String>) -> Vec<Alarm> {
     let alarm = |line: &[u8]| {
         let line: Value = serde_json::from_slice(line).ok()?;
         let text = |name: &str| line[name].as_str().map(String::from);
-        Some(Alarm { step: line["step"].as_u64()? as f64, name: text("alarm")?, message: text("message")? })
+        Some(Alarm {
+            step: line["step"].as_u64()? as f64,
+            name: cut(&text("alarm")?, MOST_NAME),
+            message: cut(&text("message")?, 2000),
+        })
     };
-    let (mut alarms, mut unread) = (Vec::new(), 0);
-    for line in BufReader::new(file).split(b'\n').map_while(std::io::Result::ok).filter(|line| !line.is_empty()) {
+    let (mut alarms, mut unread, mut more) = (Vec::new(), 0, 0_usize);
+    let (mut reader, mut line) = (BufReader::new(file), Vec::new());
+    while let Ok(Some(_)) = files::read_line(&mut reader, &mut line, MOST_LINE) {
         match alarm(&line) {
-            Some(alarm) => alarms.push(alarm),
-            None => unread += 1,
+            Some(alarm) if alarms.len() < MOST_ALARMS => alarms.push(alarm),
+            Some(_) => more += 1,
+            None => unread += usize::from(!line.trim_ascii().is_empty()),
         }
     }
     notes.extend(unread_lines(ALARMS, unread));
+    notes.extend((more > 0).then(|| format!("{ALARMS}: {more} alarms after the first {MOST_ALARMS} are left out")));
     alarms
 }
 
@@ -387,6 +458,28 @@ fn labels(dirs: &[PathBuf]) -> Vec<String> {
 mod tests {
     use super::*;
     use std::fs;
+
+    #[test]
+    fn links_pipes_and_lines_without_end_are_noted_and_nothing_of_them_is_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let long =
+            format!("{{\"step\":1,\"loss\":1}}\n{{\"step\":2,\"x{}\n{{\"step\":3,\"loss\":2}}\n", "y".repeat(2 << 20));
+        fs::write(path(METRICS), long).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(path(CONFIG)).status().unwrap().success());
+        let secret = tempfile::NamedTempFile::new().unwrap();
+        fs::write(secret.path(), "{\"step\":1,\"alarm\":\"secret\",\"message\":\"secret\"}\n").unwrap();
+        std::os::unix::fs::symlink(secret.path(), path(ALARMS)).unwrap();
+        let run = Run::read(dir.path()).unwrap();
+        assert_eq!(run.points("loss").unwrap(), [(1.0, 1.0), (3.0, 2.0)]);
+        assert_eq!(run.damage, ["metrics.jsonl: 1 line could not be read and is left out"]);
+        assert!(run.alarms.is_empty() && run.settings.is_empty());
+        let notes = run.notes.join("; ");
+        assert!(notes.contains("found a named pipe") && notes.contains("found a link"), "{notes}");
+        fs::remove_file(path(METRICS)).unwrap();
+        std::os::unix::fs::symlink(secret.path(), path(METRICS)).unwrap();
+        assert!(Run::read(dir.path()).is_err());
+    }
 
     #[test]
     fn metrics_with_gaps_and_a_line_cut_in_the_middle_are_read_as_far_as_they_are() {

@@ -1,7 +1,8 @@
 //! The responses of a run: read from `samples/`, gathered by prompt, and chosen for the page.
 
-use crate::files;
 use crate::run::output_dir::{SAMPLES, samples_update};
+use crate::{Result, files};
+use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -50,7 +51,7 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    fn new(text: &str) -> Self {
+    pub(super) fn new(text: &str) -> Self {
         let text = text.replace("\r\n", "\n");
         match text.char_indices().nth(MOST_CHARS) {
             None => Self { text, left_out: 0 },
@@ -98,10 +99,89 @@ impl Prompt {
     }
 }
 
-/// Reads the samples of the run in `dir`, and notes what is left out.
-pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> Vec<Prompt> {
-    let mut prompts = Vec::new();
-    for (source, start) in Source::ALL {
+/// Text that all prompts of a run have before and after their own: that of the chat template, with the system prompt, or an instruction. It
+/// is shown once.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub(super) before: String,
+    pub(super) after: String,
+}
+
+/// Characters of a frame from which on it is worth its own place.
+const LEAST_FRAME: usize = 16;
+
+impl Frame {
+    /// Returns the frame of the prompts in these files: it ends where a line or a mark of a turn does.
+    fn of<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Self {
+        let (mut all, mut least, mut differ) = (None::<Self>, usize::MAX, false);
+        for prompt in files
+            .filter_map(|path| lines_of(path).ok())
+            .flat_map(|(lines, _)| lines)
+            .filter_map(|line| prompt_of(&line))
+        {
+            least = least.min(prompt.len());
+            let Some(Self { before, after }) = &mut all else {
+                all = Some(Self { before: prompt.clone(), after: prompt });
+                continue;
+            };
+            differ |= *before != prompt;
+            before.truncate(common_start(before, &prompt));
+            after.drain(..common_end(after, &prompt));
+        }
+        let Some(Self { before, after }) = all.filter(|_| differ) else { return Self::default() };
+        let frame =
+            Self { before: before[..end_of_turn(&before)].into(), after: after[start_of_turn(&after)..].into() };
+        let (len, chars) =
+            (frame.before.len() + frame.after.len(), frame.before.chars().count() + frame.after.chars().count());
+        if chars >= LEAST_FRAME && len <= least { frame } else { Self::default() }
+    }
+
+    /// Returns a prompt without the frame.
+    fn strip<'a>(&self, prompt: &'a str) -> &'a str {
+        let inner = prompt.strip_prefix(self.before.as_str()).and_then(|rest| rest.strip_suffix(self.after.as_str()));
+        inner.unwrap_or(prompt)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.before.is_empty() && self.after.is_empty()
+    }
+}
+
+/// Returns the bytes at the start of `a` that `b` starts with too.
+fn common_start(a: &str, b: &str) -> usize {
+    let mut pairs = a.char_indices().zip(b.chars());
+    pairs.find(|((_, a), b)| a != b).map_or(a.len().min(b.len()), |((at, _), _)| at)
+}
+
+/// Returns the place in `a` from which on `b` ends as it does.
+fn common_end(a: &str, b: &str) -> usize {
+    let pairs = a.char_indices().rev().zip(b.chars().rev());
+    pairs.take_while(|((_, a), b)| a == b).last().map_or(a.len(), |((at, _), _)| at)
+}
+
+/// Returns the end of the last line, mark or name of a role in the beginning of prompts.
+fn end_of_turn(text: &str) -> usize {
+    let mut ends = text.char_indices().rev().map(|(at, c)| (at + c.len_utf8(), c));
+    // After a mark such as <|im_start|> the name of a role follows, which differs where some conversations have a system prompt.
+    let begins_turn = |end: usize| text[..end].rfind('<').is_some_and(|at| text[at..end].contains("start"));
+    let is_end = |end: usize, c: char| match c {
+        '\n' | ']' => true,
+        '>' => !begins_turn(end),
+        _ => text[..end].ends_with(": "),
+    };
+    ends.find(|&(end, c)| is_end(end, c)).map_or(0, |(end, _)| end)
+}
+
+/// Returns the start of the first line, mark or name of a role in the ending of prompts.
+fn start_of_turn(text: &str) -> usize {
+    let names_role = text.trim_end().ends_with(':');
+    let is_start = |c: char| matches!(c, '\n' | '<' | '[') || names_role && c.is_whitespace();
+    text.char_indices().find(|&(_, c)| is_start(c)).map_or(text.len(), |(at, _)| at)
+}
+
+/// Reads the samples of the run in `dir` with the frame of their prompts, and notes what is left out.
+pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> (Vec<Prompt>, Frame) {
+    let sources = Source::ALL.map(|(source, start)| {
         let files = files_of(&dir.join(SAMPLES), start);
         let read = spread(files.len(), MOST_FILES);
         if read.len() < files.len() {
@@ -111,19 +191,45 @@ pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> Vec<Prompt> {
                 files.len()
             ));
         }
+        (source, read.into_iter().map(|at| files[at].clone()).collect::<Vec<PathBuf>>())
+    });
+    let frame = Frame::of(sources.iter().flat_map(|(_, files)| files));
+    let mut prompts = Vec::new();
+    for (source, files) in &sources {
         let mut places = HashMap::new();
-        for path in read.into_iter().map(|at| &files[at]) {
-            if let Some(note) = read_file(path, source, &mut places, &mut prompts) {
+        for path in files {
+            if let Some(note) = read_file(path, *source, &frame, (&mut places, &mut prompts)) {
                 notes.push(note);
             }
         }
     }
-    prompts
+    (prompts, frame)
+}
+
+/// Returns the lines of a file of samples, and whether more are in it than are read.
+///
+/// # Errors
+/// If it cannot be opened.
+fn lines_of(path: &Path) -> Result<(impl Iterator<Item = Vec<u8>> + use<>, bool)> {
+    let file = files::open_own(path)?;
+    let is_cut = file.metadata().is_ok_and(|found| found.len() > MOST_BYTES);
+    Ok((BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok), is_cut))
+}
+
+/// Returns the prompt in a line of a file of samples.
+fn prompt_of(line: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Row {
+        prompt: String,
+    }
+    serde_json::from_slice::<Row>(line).ok().map(|row| row.prompt)
 }
 
 /// Returns the files of a source in the order of their updates.
 fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    // A link could name any folder.
+    let is_own = dir.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let entries = is_own.then(|| std::fs::read_dir(dir)).into_iter().flatten().flatten().flatten();
     let mut files: Vec<(usize, PathBuf)> = entries
         .filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
@@ -148,17 +254,21 @@ pub(super) fn spread(len: usize, most: usize) -> Vec<usize> {
 type Places = HashMap<(Cut, usize), usize>;
 
 /// Adds the responses in a file to their prompts. Returns a note on lines that are left out.
-fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec<Prompt>) -> Option<String> {
+fn read_file(
+    path: &Path,
+    source: Source,
+    frame: &Frame,
+    (places, prompts): (&mut Places, &mut Vec<Prompt>),
+) -> Option<String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let file = match files::open(path) {
-        Ok(file) => file,
+    let (lines, is_cut) = match lines_of(path) {
+        Ok(lines) => lines,
         Err(error) => return Some(error.to_string()),
     };
-    let is_cut = file.metadata().is_ok_and(|found| found.len() > MOST_BYTES);
     let (mut repeats, mut left_out) = (HashMap::new(), 0);
-    let mut lines = BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok).peekable();
+    let mut lines = lines.peekable();
     while let Some(line) = lines.next() {
-        let Some((text, response)) = response(&line) else {
+        let Some((text, response)) = response(&line, frame) else {
             // The line at the limit has lost its end.
             if is_cut && lines.peek().is_none() {
                 break;
@@ -180,8 +290,8 @@ fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec
     (!notes.is_empty()).then(|| format!("{SAMPLES}/{name}: {}", notes.join("; ")))
 }
 
-/// Parses a line of a file of samples: the prompt and the response.
-fn response(line: &[u8]) -> Option<(Cut, Response)> {
+/// Parses a line of a file of samples: the prompt without its frame, and the response.
+fn response(line: &[u8], frame: &Frame) -> Option<(Cut, Response)> {
     let row: Value = serde_json::from_slice(line).ok()?;
     let (prompt, text) = (row["prompt"].as_str()?, row["response"].as_str()?);
     let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
@@ -207,7 +317,7 @@ fn response(line: &[u8]) -> Option<(Cut, Response)> {
         tokens,
         text,
     };
-    Some((Cut::new(prompt), response))
+    Some((Cut::new(frame.strip(prompt)), response))
 }
 
 /// Lists of prompts to look at first, by their places.
@@ -282,7 +392,8 @@ mod tests {
         fs::write(samples.join("eval-000010.jsonl"), format!("{}\n{{\"step\":1", row(10, "x", f64::NAN))).unwrap();
         fs::write(samples.join("update-000003.jsonl.tmp"), "half").unwrap();
         let mut notes = Vec::new();
-        let prompts = read(dir.path(), &mut notes);
+        let (prompts, frame) = read(dir.path(), &mut notes);
+        assert!(frame.is_empty());
         let found: Vec<_> = prompts.iter().map(|p| (p.source, p.text.text.as_str(), p.responses.len())).collect();
         let samples = Source::Samples;
         assert_eq!(found, [(samples, "x", 2), (samples, "y", 2), (samples, "x", 2), (Source::HeldOut, "x", 1)]);
@@ -295,13 +406,56 @@ mod tests {
     }
 
     #[test]
+    fn the_chat_template_around_all_prompts_is_kept_once_and_ends_at_a_turn() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |prompts: &[&str]| {
+            let samples = dir.path().join(SAMPLES);
+            fs::create_dir_all(&samples).unwrap();
+            let row =
+                |prompt: &&str| format!("{}\n", json!({"step": 1, "prompt": prompt, "response": "r", "score": 0}));
+            fs::write(samples.join("update-000001.jsonl"), prompts.iter().map(row).collect::<String>()).unwrap();
+            let (prompts, frame) = read(dir.path(), &mut Vec::new());
+            let texts: Vec<String> = prompts.into_iter().map(|prompt| prompt.text.text).collect();
+            (frame.before, frame.after, texts)
+        };
+        let long = format!("<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n", "Be kind. ".repeat(300));
+        let (user, end) = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n");
+        for (before, after) in [
+            (user, end),
+            (long.as_str(), end),
+            ("<s>[INST] Be brief.\n\n", " [/INST]"),
+            ("A chat of two. USER: ", " ASSISTANT:"),
+            ("Translate into German, please:\n", ""),
+        ] {
+            let [cat, dog, one] =
+                ["What is a cat?", "What is a dog?", "W"].map(|said| format!("{before}{said}{after}"));
+            let (start, rest, texts) = of(&[&cat, &dog, &one, &cat]);
+            // The mark that begins the end of a turn is in it, and a blank before it is not.
+            assert!(start == before && rest.trim() == after.trim() && after.ends_with(&rest), "{start:?} {rest:?}");
+            assert!(texts[0].trim_end() == "What is a cat?" && texts[1].trim_end() == "What is a dog?", "{texts:?}");
+        }
+        // Some have a system prompt: what follows a mark that begins a turn differs.
+        let system = format!("<|im_start|>system\nBe kind.<|im_end|>\n{user}Who?{end}");
+        let (before, after, texts) = of(&[&system, &format!("{user}Where?{end}")]);
+        assert_eq!((before.as_str(), after.as_str()), ("", end));
+        assert!(texts[1].starts_with("<|im_start|>user"), "{texts:?}");
+        // Text that is common by chance, or is all that there is, stays.
+        for prompts in
+            [&["What is the capital of France", "What is the capital of Spain"][..], &["<|im_start|>user\nHello?"; 2]]
+        {
+            let (before, after, texts) = of(prompts);
+            assert!(before.is_empty() && after.is_empty() && texts[0] == prompts[0], "{before:?} {after:?}");
+        }
+    }
+
+    #[test]
     fn a_file_that_is_read_in_part_is_named_as_that() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("answers-000001.jsonl");
         let row = format!("{}\n", json!({"step": 1, "prompt": "x", "response": "a".repeat(1 << 20), "score": 1.0}));
         fs::write(&path, row.repeat(17)).unwrap();
         let mut prompts = Vec::new();
-        let note = read_file(&path, Source::Rollout, &mut HashMap::new(), &mut prompts);
+        let note = read_file(&path, Source::Rollout, &Frame::default(), (&mut HashMap::new(), &mut prompts));
         assert_eq!(note.as_deref(), Some("samples/answers-000001.jsonl: its first 16 MiB are read"));
         assert_eq!(prompts.len(), 15);
     }

@@ -5,7 +5,7 @@
 
 use super::html::Html;
 use super::live::LiveRun;
-use super::page::{Part, live_page, parts, progress_line};
+use super::page::{Part, live_page, parts, progress_line, title_of};
 use super::progress::Progress;
 use crate::Result;
 use crate::http_server::Listener;
@@ -100,7 +100,11 @@ impl LivePage {
     }
 
     fn whole(&self) -> String {
-        live_page(&self.live.run.label, &self.revision(), self.parts.iter().map(|part| &part.html))
+        live_page(
+            &title_of(slice::from_ref(&self.live.run)),
+            &self.revision(),
+            self.parts.iter().map(|part| &part.html),
+        )
     }
 
     /// Returns the parts that changed after the revision `since`: all, if that is none of this process.

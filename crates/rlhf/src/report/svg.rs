@@ -2,6 +2,7 @@
 
 use super::html::{Html, number};
 use super::marks::AlarmMark;
+use crate::run::ends::{Ends, short, window, with_error};
 
 /// Size of a chart, in units of its drawing.
 const WIDTH: f64 = 400.0;
@@ -15,9 +16,6 @@ const BOTTOM: f64 = 158.0;
 
 /// Colours of curves: the style sheet has as many.
 pub(super) const COLOURS: usize = 7;
-
-/// Values from which on a curve has a smoothed one over it.
-pub(super) const SMOOTHED_FROM: usize = 10;
 
 /// Marks that a description names, at most.
 const MOST_DESCRIBED: usize = 5;
@@ -37,6 +35,8 @@ pub(super) struct Curve<'a> {
     /// Number of its colour.
     pub(super) colour: usize,
     pub(super) points: &'a [Point],
+    /// Standard error of the last value, where the run has that.
+    pub(super) error: Option<f64>,
 }
 
 /// A chart of one or several curves over the updates of a run.
@@ -71,18 +71,18 @@ impl Chart<'_> {
         page.raw("</svg></figure>\n");
     }
 
-    /// Writes title, unit, and the last value of each curve with all its digits as data.
+    /// Writes title, unit, and the number at the end of each curve, with all its digits as data.
     fn caption(&self, page: &mut Html) {
         page.raw("<figure><figcaption><b>").text(&self.title).raw("</b>");
         if !self.unit.is_empty() {
             page.raw(" <span class=\"unit\">").text(self.unit).raw("</span>");
         }
         for curve in &self.curves {
-            let last = curve.points.last().map_or(f64::NAN, |point| point.1);
+            let last = curve.last();
             page.raw(" <span class=\"key k").text(curve.colour % COLOURS).raw("\">");
             page.raw(if curve.label.is_empty() { "" } else { "<i></i>" }).text(&curve.label);
             page.raw(" <data data-metric=\"").text(curve.metric).raw("\" value=\"").text(number(last, 17)).raw("\">");
-            page.text(number(last, 4)).raw("</data></span>");
+            page.text(with_error(last, curve.error)).raw("</data></span>");
         }
         page.raw("</figcaption>");
     }
@@ -90,15 +90,13 @@ impl Chart<'_> {
     /// Returns the chart in words, for those who cannot see it.
     fn describe(&self) -> String {
         let describe = |curve: &Curve<'_>| {
+            let Some(Ends { first, last }) = curve.ends() else { return format!("{}: no finite value.", curve.label) };
             let finite = curve.points.iter().filter(|point| point.1.is_finite());
-            let Some(first) = finite.clone().next() else { return format!("{}: no finite value.", curve.label) };
-            let last = finite.clone().next_back().unwrap_or(first);
             let least = finite.clone().map(|point| point.1).fold(f64::INFINITY, f64::min);
             let greatest = finite.map(|point| point.1).fold(f64::NEG_INFINITY, f64::max);
-            let [from, to, least, greatest] = [first.1, last.1, least, greatest].map(|value| number(value, 4));
-            let (start, end, label) = (first.0, last.0, &curve.label);
-            let label = if label.is_empty() { String::new() } else { format!("{label}: ") };
-            format!("{label}{from} at update {start}, {to} at update {end}; between {least} and {greatest}.")
+            let [from, to, least, greatest] = [first, last, least, greatest].map(short);
+            let label = if curve.label.is_empty() { String::new() } else { format!("{}: ", curve.label) };
+            format!("{label}{from} at the start, {to} at the end; single values between {least} and {greatest}.")
         };
         let curves = self.curves.iter().map(describe);
         let shown = self.marks.iter().take(MOST_DESCRIBED).map(AlarmMark::describe).collect::<Vec<_>>().join(", ");
@@ -154,11 +152,31 @@ impl AlarmMark {
 }
 
 impl Curve<'_> {
+    /// Returns the numbers at the ends of the curve, if it has finite values.
+    fn ends(&self) -> Option<Ends> {
+        Ends::of(self.metric, self.points.iter().map(|point| point.1))
+    }
+
+    /// Returns the number at the end, or NaN where the last value is not finite.
+    fn last(&self) -> f64 {
+        last(self.metric, self.points)
+    }
+
+    /// Returns whether there is a moving mean of the values.
+    pub(super) fn is_smoothed(&self) -> bool {
+        window(self.metric, self.points.iter().filter(|point| point.1.is_finite()).count()) > 1
+    }
+
+    /// Returns the moving mean of the values, if there are enough of them.
+    fn smoothed(&self) -> Option<Vec<Point>> {
+        smoothed(self.metric, self.points)
+    }
+
     /// Draws the values, and over them, if there are many, their moving average; a single value is a dot.
     fn draw(&self, page: &mut Html, x: &Axis, y: &Axis, columns: usize) {
         let values = thinned(self.points, x.domain, columns);
         let is_dot = values.iter().filter(|point| point.1.is_finite()).count() == 1;
-        let smooth = (self.points.len() >= SMOOTHED_FROM && !is_dot).then(|| smoothed(self.points));
+        let smooth = self.smoothed();
         let class = match &smooth {
             Some(_) => "each",
             None if is_dot => "line dot",
@@ -267,22 +285,34 @@ fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Poin
     thin
 }
 
-/// Returns the moving average of the finite values, over a window around each point of about as many points as the square root of
-/// their number; at the ends it is as narrow as it must be to have its point in the middle.
-pub(super) fn smoothed(points: &[Point]) -> Vec<Point> {
-    let half = ((points.len() as f64).sqrt() / 2.0).round() as usize;
-    let mut sums = vec![(0.0, 0.0)];
-    for &(_, y) in points {
-        let &(sum, count) = sums.last().expect("it starts with one");
-        sums.push(if y.is_finite() { (sum + y, count + 1.0) } else { (sum, count) });
+/// Returns the number at the end of a metric, or NaN where its last value is not finite: the mean of older values would hide that.
+pub(super) fn last(metric: &str, points: &[Point]) -> f64 {
+    let is_finite = points.last().is_some_and(|point| point.1.is_finite());
+    let ends = Ends::of(metric, points.iter().map(|point| point.1)).filter(|_| is_finite);
+    ends.map_or(f64::NAN, |ends| ends.last)
+}
+
+/// Returns the moving mean of the finite values of a metric, over as many as are in the numbers at the ends of a run, if these are
+/// several: its first and its last value are these numbers. Elsewhere each point is in the middle of its values.
+pub(super) fn smoothed(metric: &str, points: &[Point]) -> Option<Vec<Point>> {
+    let mut sums = vec![0.0];
+    for value in points.iter().map(|point| point.1).filter(|value| value.is_finite()) {
+        sums.push(sums[sums.len() - 1] + value);
     }
-    let average = |at: usize| {
-        let half = half.min(at).min(points.len() - 1 - at);
-        let ((start, before), (end, after)) = (sums[at - half], sums[at + half + 1]);
-        (end - start) / (after - before)
+    let len = sums.len() - 1;
+    let window = window(metric, len);
+    let mean = |place: usize| {
+        let start = place.saturating_sub(window / 2).min(len - window);
+        (sums[start + window] - sums[start]) / window as f64
     };
-    let smooth = |(at, &(x, y)): (usize, &Point)| (x, if y.is_finite() { average(at) } else { f64::NAN });
-    points.iter().enumerate().map(smooth).collect()
+    let mut place = 0;
+    let smooth = |&(x, y): &Point| {
+        let is_value = y.is_finite();
+        let value = if is_value { mean(place) } else { f64::NAN };
+        place += usize::from(is_value);
+        (x, value)
+    };
+    (window > 1).then(|| points.iter().map(smooth).collect())
 }
 
 /// Returns the path through points, which starts anew after a gap.
@@ -323,7 +353,7 @@ mod tests {
         Chart {
             title: "<Score>".into(),
             unit: "nats",
-            curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points }],
+            curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points, error: None }],
             marks: Vec::new(),
         }
     }
@@ -362,14 +392,20 @@ mod tests {
     }
 
     #[test]
-    fn a_moving_average_has_its_point_in_the_middle_and_skips_gaps() {
-        let mut points: Vec<Point> = (0..16).map(|at| (f64::from(at), f64::from(at))).collect();
-        // The window is five points; a straight line stays.
-        assert!(points.iter().zip(smoothed(&points)).all(|(a, b)| (a.1 - b.1).abs() < 1e-9 && a.0 == b.0));
-        (points[8].1, points[9].1) = (10.0, f64::NAN);
-        let smooth = smoothed(&points);
-        assert!((smooth[8].1 - (6.0 + 7.0 + 10.0 + 10.0) / 4.0).abs() < 1e-9 && smooth[9].1.is_nan(), "{smooth:?}");
-        assert_eq!((smooth[0], smooth[15]), (points[0], points[15]));
+    fn a_moving_mean_begins_and_ends_with_the_numbers_of_the_verdict_and_skips_gaps() {
+        let mut points: Vec<Point> = (0..30).map(|at| (f64::from(at), f64::from(at))).collect();
+        assert!(smoothed("m", &points[..10]).is_none() && smoothed("eval/score", &points).is_none());
+        // Of 30 values three are in a mean; a straight line stays but for its ends.
+        let smooth = smoothed("m", &points).unwrap();
+        assert!(points[1..29].iter().zip(&smooth[1..29]).all(|(a, b)| (a.1 - b.1).abs() < 1e-9 && a.0 == b.0));
+        (points[9].1, points[10].1) = (12.0, f64::NAN);
+        let smooth = smoothed("m", &points).unwrap();
+        assert!((smooth[9].1 - (8.0 + 12.0 + 11.0) / 3.0).abs() < 1e-9 && smooth[10].1.is_nan(), "{smooth:?}");
+        let ends = Ends::of("m", points.iter().map(|point| point.1)).unwrap();
+        assert!((smooth[0].1 - ends.first).abs() < 1e-9 && (smooth[29].1 - ends.last).abs() < 1e-9, "{smooth:?}");
+        let mut page = Html::default();
+        curve(&points).draw(&mut page, 100);
+        assert!(page.finish().contains("value=\"28\">28</data>"), "the mean of 27, 28 and 29");
     }
 
     #[test]
@@ -382,7 +418,7 @@ mod tests {
             "<b>&lt;Score&gt;</b>",
             "<data data-metric=\"m\" value=\"0.45398369431495667\">0.454</data>",
             "role=\"img\"",
-            "<desc>a: 0.5 at update 1, 0.454 at update 3; between 0.454 and 0.5.</desc>",
+            "<desc>a: 0.5 at the start, 0.454 at the end; single values between 0.454 and 0.5.</desc>",
             "data-x=\"1 2 3\" data-y=\"0.5 NaN 0.453984\"",
             "class=\"line k1\"",
         ] {
@@ -438,7 +474,7 @@ mod tests {
             "<g class=\"mark\" data-x=\"2\" data-label=\"&lt;b&gt;\"><title>&lt;b&gt; at update 2</title><path d=\"M219 8V158\"/>\
              <path class=\"flag\" d=\"M219 8l-4.5-8h9z\"/></g>",
             "<g class=\"mark k1\" data-x=\"3\"",
-            "between 0.5 and 1. Marked: &lt;b&gt; at update 2, rollback at update 3, runaway_kl at update 9.</desc>",
+            "single values between 0.5 and 1. Marked: &lt;b&gt; at update 2, rollback at update 3, runaway_kl at update 9.</desc>",
         ] {
             assert!(page.contains(part), "no {part} in {page}");
         }

@@ -5,8 +5,9 @@ use super::live::LiveRun;
 use super::progress::Progress;
 use super::read::Run;
 use super::samples::{Prompt, Response};
-use super::svg::{Axis, Point, SMOOTHED_FROM, smoothed};
+use super::svg::{self, Axis, Point, smoothed};
 use super::verdict::{Mark, verdict};
+use crate::run::ends::{short, window};
 use crate::safe_text::{lines, one_line};
 use crate::signals::stop_requested;
 use crate::terminal::Stream;
@@ -42,6 +43,9 @@ const CURVES: [(&str, &str); 11] = [
     ("Gradient norm", "grad_norm"),
     ("Learning rate", "learning_rate"),
 ];
+
+/// Metrics whose means say nothing.
+const COUNTS: [&str; 4] = ["step", "episode", "epoch", "num_tokens"];
 
 /// Curves on the screen, in two columns.
 const CURVES_SHOWN: usize = 4;
@@ -206,7 +210,7 @@ impl View {
 
     fn curves(&self, frame: &mut Frame<'_>, area: Rect) {
         let run = &self.live.run;
-        let found = CURVES.iter().filter_map(|(title, metric)| Some((*title, run.points(metric)?)));
+        let found = CURVES.iter().filter_map(|(title, metric)| Some((*title, *metric, run.points(metric)?)));
         let found: Vec<_> = found.take(CURVES_SHOWN).collect();
         if found.is_empty() {
             frame.render_widget(Paragraph::new("no updates yet").block(Block::bordered()), area);
@@ -215,23 +219,31 @@ impl View {
         let rows = Layout::vertical(found.chunks(2).map(|_| Constraint::Fill(1))).split(area);
         for (row, curves) in rows.iter().zip(found.chunks(2)) {
             let cells = Layout::horizontal(curves.iter().map(|_| Constraint::Fill(1))).split(*row);
-            for (cell, (title, points)) in cells.iter().zip(curves) {
-                curve(frame, *cell, title, points);
+            for (cell, (title, metric, points)) in cells.iter().zip(curves) {
+                curve(frame, *cell, (title, metric), points);
             }
         }
     }
 
-    /// Draws the last value of each metric.
+    /// Draws the number at the end of each metric, of counts the last value.
     fn metrics(&self, frame: &mut Frame<'_>, area: Rect) {
         let metrics = self.live.run.metrics.iter().skip(self.metric);
         let names = area.width.saturating_sub(VALUE + BETWEEN);
         let rows = metrics.filter_map(|series| {
-            let (_, value) = series.points.last()?;
+            let value = match COUNTS.contains(&series.name.as_str()) {
+                true => number(series.points.last()?.1, 9),
+                false => short(svg::last(&series.name, &series.points)),
+            };
             // The ends of names differ, their beginnings are those of groups.
-            Some(Row::new([end_of(&one_line(&series.name), usize::from(names)), number(*value, 5)]))
+            Some(Row::new([end_of(&one_line(&series.name), usize::from(names)), value]))
         });
+        let updates = self.live.run.points("step").map_or(0, <[Point]>::len);
+        let title = match window("step", updates) {
+            0 | 1 => " Last update ".to_string(),
+            window => format!(" Mean of the last {window} updates "),
+        };
         let table = Table::new(rows, [Constraint::Fill(1), Constraint::Length(VALUE)]);
-        frame.render_widget(table.block(Block::bordered().title(" Last values ")), area);
+        frame.render_widget(table.block(Block::bordered().title(title)), area);
     }
 
     fn newest_sample(&self, frame: &mut Frame<'_>, area: Rect) {
@@ -281,10 +293,10 @@ fn samples(run: &Run) -> Vec<(&Prompt, &Response)> {
     all
 }
 
-/// Draws the values of a metric, and over them, if there are many, their moving average. Values that are not drawn leave a gap.
-fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
+/// Draws the values of a metric with its title, and over them, if there are many, their moving mean. Values that are not drawn leave a gap.
+fn curve(frame: &mut Frame<'_>, area: Rect, (title, metric): (&str, &str), points: &[Point]) {
     let drawn: Vec<Point> = points.iter().map(|&(x, y)| (x, if y.abs() < LARGEST { y } else { f64::NAN })).collect();
-    let smooth = if drawn.len() >= SMOOTHED_FROM { smoothed(&drawn) } else { Vec::new() };
+    let smooth = smoothed(metric, &drawn).unwrap_or_default();
     let x = Axis::x(drawn.iter().map(|point| point.0)).domain;
     let y = Axis::y(drawn.iter().map(|point| point.1)).domain;
     let dataset = |style: Style| Dataset::default().marker(Marker::Braille).graph_type(GraphType::Line).style(style);
@@ -297,7 +309,7 @@ fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
         let labels = domain.iter().filter(|_| has_labels).map(|value| number(*value, 4));
         widgets::Axis::default().bounds(domain).labels(labels).style(Style::new().dark_gray())
     };
-    let last = format!(" {} ", number(points.last().map_or(f64::NAN, |point| point.1), 4));
+    let last = format!(" {} ", short(svg::last(metric, points)));
     // Two edges, and a space on either side.
     let fits = title.len() + last.len() + 4 <= usize::from(area.width);
     let title = if fits { title } else { title.split(',').next().unwrap_or(title) };
@@ -360,7 +372,17 @@ mod tests {
         let mut view = View::open(dir.path()).unwrap();
         let shown = screen(&view, 100, 30);
         has(&shown, &["update 12 of 20, about 24 s left", "! 1 alarm: runaway_kl at update 9."]);
-        has(&shown, &[" Score ", " 1.2 ", " KL, nats per response ", " Length, tokens ", " Entropy, nats per token "]);
+        has(
+            &shown,
+            &[
+                " Score ",
+                " 1.15 ",
+                "Mean of the last 2 updates",
+                " KL, nats per response ",
+                " Length, tokens ",
+                " Entropy, nats per token ",
+            ],
+        );
         has(
             &shown,
             &["objective/scores", "Sample 1 of 2, newest first", "update 2, sample prompt, greedy, score 0.25, stop"],
@@ -446,11 +468,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write_run(dir.path(), 12);
         let view = View::open(dir.path()).unwrap();
-        let names = ["objective/kl 0.5", "\u{2026}tive/scores 1.2", "\u{2026}onse_length 20"];
+        let names = ["objective/kl 0.5", "\u{2026}tive/scores 1.15", "\u{2026}onse_length 20"];
         has(&screen(&view, 40, 30), &names);
         has(&screen(&view, 60, 30), &names);
         // The sample has a third.
-        has(&screen(&view, 30, 30), &["\u{2026}cores 1.2", "update"]);
+        has(&screen(&view, 30, 30), &["\u{2026}cores 1.15", "update"]);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::html::number;
 use super::read::{Alarm, Outcome, Run};
+use crate::run::ends::{self, short, window, with_error};
 
 /// Nats per token of KL to the reference below which a policy is near it; healthy runs stay below.
 const NEAR: f64 = 0.2;
@@ -13,8 +14,14 @@ const FAR: f64 = 1.0;
 /// Share of `response_length` from which on the mean length counts as cut.
 const CUT: f64 = 0.95;
 
-/// Lines of metrics in a mean at the start or at the end of a run, at most.
-pub(super) const MOST_LINES: usize = 50;
+/// Standard errors of the difference of two evaluations from which on it is clear.
+const CLEAR: f64 = 2.0;
+
+/// Share of responses cut at the limit from which on the verdict says so.
+const CUT_SHARE: f64 = 0.2;
+
+/// Share of responses cut at the limit from which on most are.
+const MOST_CUT: f64 = 0.5;
 
 /// Alarms that are named in the verdict, at most.
 const MOST_NAMED: usize = 5;
@@ -74,23 +81,15 @@ enum Doubt {
 }
 
 impl Ends {
-    /// Returns the means over as many updates as [`window`] of a run's finite values, if there is one.
+    /// Returns the numbers at the ends of a run that all views show, if the run has finite values of the metric.
     fn of(run: &Run, name: &str) -> Option<Self> {
-        let values = finite(run, name)?;
-        Self::over(&values, window(values.len()))
+        Self::over(name, &finite(run, name)?)
     }
 
-    /// Returns the first and the last value of a metric that is rarely computed.
-    fn single(run: &Run, name: &str) -> Option<Self> {
-        Self::over(&finite(run, name)?, 1)
-    }
-
-    /// Returns the means of the first and of the last `window` values, if there are so many.
-    fn over(values: &[f64], window: usize) -> Option<Self> {
-        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-        let error = spread_of_differences(values) / (window as f64).sqrt();
-        let ends = || (mean(&values[..window]), mean(&values[values.len() - window..]));
-        let (first, last) = (1..=values.len()).contains(&window).then(ends)?;
+    /// Returns the numbers at the ends of the values of the metric `name`, if there are any.
+    fn over(name: &str, values: &[f64]) -> Option<Self> {
+        let ends::Ends { first, last } = ends::Ends::of(name, values.iter().copied())?;
+        let error = spread_of_differences(values) / (window(name, values.len()) as f64).sqrt();
         Some(Self { first, last, error, values: values.len() })
     }
 
@@ -139,7 +138,7 @@ fn spread_of_differences(values: &[f64]) -> f64 {
 /// and that is more than noise.
 fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
     let first = *losses.first()?;
-    let last = Ends::over(losses, window(losses.len()))?.last;
+    let last = Ends::over("loss", losses)?.last;
     // The first values of a loss that blows up are far smaller than the noise at the end: ratios are compared.
     let logs: Vec<f64> = losses.iter().filter(|loss| **loss > 0.0).map(|loss| loss.ln()).collect();
     let is_evident = logs.len() >= FEW_VALUES && (last / first).ln() >= STANDARD_ERRORS * spread_of_differences(&logs);
@@ -149,11 +148,6 @@ fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
 /// Returns the finite values of a metric.
 fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
     Some(run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect())
-}
-
-/// Returns the number of values at each end of `len` whose mean is the metric's there.
-fn window(len: usize) -> usize {
-    len.div_ceil(10).min(MOST_LINES)
 }
 
 /// Returns the verdict on a run, the most important first.
@@ -171,11 +165,6 @@ pub(super) fn verdict(run: &Run) -> Vec<Finding> {
 
 fn finding(mark: Mark, text: String) -> Finding {
     Finding { mark, text }
-}
-
-/// Returns a number for a sentence.
-fn short(value: f64) -> String {
-    number(value, 3)
 }
 
 fn course(run: &Run) -> Finding {
@@ -235,14 +224,19 @@ fn score(run: &Run) -> Option<Finding> {
 }
 
 fn held_out_score(run: &Run) -> Option<Finding> {
-    let held_out = Ends::single(run, "eval/score")?;
-    let (from, to) = (short(held_out.first), short(held_out.last));
+    let held_out = Ends::of(run, "eval/score")?;
+    let errors = Ends::of(run, "eval/score_stderr");
+    let from = with_error(held_out.first, errors.map(|errors| errors.first));
+    let to = with_error(held_out.last, errors.map(|errors| errors.last));
+    let unsure = errors
+        .filter(|errors| held_out.change().abs() < CLEAR * errors.first.hypot(errors.last))
+        .map_or("", |_| "; with these standard errors they may be equal");
     let trained = Ends::of(run, "objective/scores")?;
     let is_evident = |ends: Ends| ends.doubt().is_none();
     let overfits = trained.change() > 0.0 && held_out.change() < 0.0 && is_evident(trained) && is_evident(held_out);
     let mark = if overfits { Mark::Bad } else { Mark::Neutral };
     let why = if overfits { ", while that of the training prompts rose: the policy overfits to them" } else { "" };
-    Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}.")))
+    Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}{unsure}.")))
 }
 
 fn kl(run: &Run) -> Option<Finding> {
@@ -277,16 +271,38 @@ fn length(run: &Run) -> Option<Finding> {
     let Ends { first, last, .. } = Ends::of(run, "val/response_length")?;
     let limit = run.setting("response_length").and_then(|limit| limit.parse::<f64>().ok());
     let words = format!("Responses have {} tokens at the end, {} at the start", short(last), short(first));
-    Some(match limit.filter(|limit| last >= CUT * limit) {
-        Some(limit) => finding(Mark::Bad, format!("{words}: most are cut at response_length = {limit}.")),
-        None => finding(Mark::Neutral, format!("{words}.")),
+    let long = limit.filter(|limit| last >= CUT * limit);
+    let at = limit.map(|limit| format!(" at response_length = {limit}")).unwrap_or_default();
+    Some(match cut_share(run) {
+        Some(share) if share >= CUT_SHARE => {
+            let remedy = if share >= MOST_CUT { "; a longer response_length lets them end" } else { "" };
+            let percent = format!("{:.0}", 100.0 * share);
+            finding(Mark::Bad, format!("{words}: {percent} % are cut{at} at the end{remedy}."))
+        }
+        None if long.is_some() => finding(Mark::Bad, format!("{words}: most are cut{at}.")),
+        _ => finding(Mark::Neutral, format!("{words}.")),
     })
+}
+
+/// Returns the share of the responses of the last updates that did not stop by themselves, if the metrics have it: by itself, or as the
+/// stop tokens per response, where no stop string may end one.
+fn cut_share(run: &Run) -> Option<f64> {
+    if let Some(ends) = Ends::of(run, "completions/clipped_ratio") {
+        return Some(ends.last);
+    }
+    let is_set = |name| run.setting(name).is_some_and(|value| !matches!(value, "" | "null" | "none" | "[]"));
+    if is_set("stop_strings") {
+        return None;
+    }
+    let per_update = finite(run, "episode")?.last()? / finite(run, "step")?.last()?;
+    let share = 1.0 - Ends::of(run, "val/num_eos_tokens")?.last / per_update;
+    share.is_finite().then_some(share.clamp(0.0, 1.0))
 }
 
 fn accuracy(run: &Run) -> Option<Finding> {
     let ends = Ends::of(run, "accuracy")?;
     let Ends { first, last, .. } = ends;
-    let held_out = Ends::single(run, "eval_accuracy")
+    let held_out = Ends::of(run, "eval_accuracy")
         .map_or(String::new(), |held_out| format!("; on held-out pairs it is {}", short(held_out.last)));
     let doubt = ends.doubt();
     let mark = if last > first.max(0.5) && doubt.is_none() { Mark::Good } else { Mark::Neutral };
@@ -389,15 +405,9 @@ mod tests {
             label: "run".into(),
             metrics: metrics.iter().map(series).collect(),
             updates: metrics[0].1.len() as f64,
-            length: None,
             outcome: Outcome::Finished,
             settings: vec![Setting::of("response_length", "20")],
-            facts: Vec::new(),
-            command_line: None,
-            alarms: Vec::new(),
-            prompts: Vec::new(),
-            notes: Vec::new(),
-            damage: Vec::new(),
+            ..Run::default()
         }
     }
 
@@ -592,6 +602,39 @@ mod tests {
         assert!(last(&run).contains("skipped_steps at update 7 and 2 more; 1 rollback"), "{}", last(&run));
         run.outcome = Outcome::Stopped { done: 2, total: 9 };
         assert_eq!(verdict(&run)[0].text, "The run ended early, after 2 of 9 updates.");
+    }
+
+    #[test]
+    fn a_held_out_score_has_its_standard_error() {
+        let of = |to: f64| {
+            let scores = [0.0188, to];
+            let run = run(&[
+                ("objective/scores", &[0.1, 0.2]),
+                ("eval/score", &scores),
+                ("eval/score_stderr", &[0.02, 0.05]),
+            ]);
+            held_out_score(&run).unwrap().text
+        };
+        // The standard error of the difference is 0.054.
+        let words = "On held-out prompts the score went from 0.0188 \u{b1} 0.02 to 0.101 \u{b1} 0.05; with these standard errors they \
+                     may be equal.";
+        assert_eq!(of(0.101), words);
+        assert!(of(0.201).ends_with("to 0.201 \u{b1} 0.05."), "{}", of(0.201));
+    }
+
+    #[test]
+    fn responses_that_are_cut_at_the_limit_are_named_with_their_share() {
+        let length: (&str, &[f64]) = ("val/response_length", &[50.0, 55.0]);
+        // Of 8 responses per update, one had a stop token at the end.
+        let steps: [(&str, &[f64]); 2] = [("step", &[1.0, 2.0]), ("episode", &[8.0, 16.0])];
+        let of = |metrics: &[(&str, &[f64])]| super::length(&run(metrics)).unwrap();
+        let cut = of(&[length, steps[0], steps[1], ("val/num_eos_tokens", &[2.0, 1.0])]);
+        assert_eq!(cut.mark, Mark::Bad);
+        assert!(cut.text.contains(": 88 % are cut") && cut.text.contains("a longer response_length"), "{}", cut.text);
+        let cut = of(&[length, ("completions/clipped_ratio", &[0.1, 0.25])]);
+        assert!(cut.text.contains(": 25 % are cut") && !cut.text.contains("longer"), "{}", cut.text);
+        let few = of(&[length, ("completions/clipped_ratio", &[0.5, 0.05])]);
+        assert!(few.mark == Mark::Neutral && !few.text.contains("cut"), "{}", few.text);
     }
 
     #[test]

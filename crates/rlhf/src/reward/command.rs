@@ -1,7 +1,10 @@
 //! A reward that is an external program, or a function of Python in one, started once; it reads and writes JSON lines.
 
+use super::lines::{Lines, MAX_LINE};
+use super::printed::{Logged, Printed};
 use super::retry::{Failure, Retries, check, excerpt};
-use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
+use super::sources::{module_contents, program_files};
+use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use crate::dist::launch::VARIABLES;
 use crate::process::{loaded, loader, python, python_hint};
 use crate::safe_text::{beginning, one_line};
@@ -13,27 +16,25 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
-/// The line of that program once the function is imported.
-const READY: &[u8] = br#"{"ready": true}"#;
-/// Maximum length of an output line in bytes, far above any real one.
-const MAX_LINE: usize = 4 << 20;
-/// Number of output lines that are buffered. With `MAX_LINE` it bounds the memory for a program that prints without end.
-const READ_AHEAD: usize = 16;
 /// Number of bytes of a line of standard error that are kept.
 const MAX_STDERR_LINE: usize = 4096;
 /// Number of lines at the end of standard error that are shown when the program fails.
 const STDERR_LINES: usize = 5;
 /// Interval at which a program without output is checked for its exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Wait for an extra output line after the last score of a batch.
+/// Least wait for an extra output line after the last score of a batch.
 const EXTRA_LINE_WAIT: Duration = Duration::from_millis(5);
+/// Most wait for one.
+const MAX_EXTRA_LINE_WAIT: Duration = Duration::from_millis(500);
+/// Most wait for the last lines of a program whose input has been closed.
+const MAX_END_WAIT: Duration = Duration::from_secs(10);
 /// Maximum wait for the exit of a program whose input has been closed.
 const EXIT_WAIT: Duration = Duration::from_millis(500);
 
@@ -41,17 +42,28 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 ///
 /// It is started once, by `sh -c`. It reads one JSON object per response and line from its standard input, and writes one line
 /// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
-/// number; `null` or `{"score": null}` for a response that it gives no score. With `{"error": "why"}` it reports a failure of the batch.
-/// It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
+/// number; `null` or `{"score": null}` for a response that it gives no score. With `{"error": "why"}` it reports a failure of the batch,
+/// with `{"error": "why", "retry": false}` one that another attempt would have too. It is restarted after a failure. It should exit at the
+/// end of its standard input, and is killed if it does not.
+///
+/// Each object has an `id`. A program that repeats it in its lines, `{"score": x, "id": n}`, may write those of a batch in any order, and a
+/// line too many cannot shift its scores. Without ids a line too many is an error when it comes with the scores of its batch, when the
+/// next batch is sent, or at [`Reward::finish`].
 pub struct CommandReward {
     program: RestartedProgram,
     retry: RetryPolicy,
     retries: Retries,
+    /// State of the run, for a function of Python.
+    state: Option<TrainerState>,
+    /// Metrics and columns that a function of Python has logged for the last batch.
+    logged: Logged,
 }
 
 /// The input line for one response.
 #[derive(Serialize)]
 struct Line<'a> {
+    /// Number of the line since the start of the program, from 1.
+    id: u64,
     prompt: &'a str,
     response: &'a str,
     prompt_ids: &'a [i64],
@@ -65,7 +77,7 @@ struct Line<'a> {
 impl CommandReward {
     /// Creates the reward without starting the program.
     pub fn new(command: impl Into<String>, retry: RetryPolicy) -> Self {
-        Self { program: RestartedProgram::new(command), retry, retries: Retries::default() }
+        Self::of(RestartedProgram::new(command), retry)
     }
 
     /// Creates the reward of a function of Python, `module.function`, without importing it. The Python is that of `RLHF_PYTHON`, or
@@ -73,10 +85,14 @@ impl CommandReward {
     ///
     /// The function is called as by TRL's `GRPOTrainer`: `f(prompts=..., completions=..., completion_ids=..., **columns)` with a list
     /// for each column of the rows, and returns a list of numbers, with None for a response that it gives no score. It may be a
-    /// coroutine function. TRL's `trainer_state`, `log_extra` and `log_metric` are not passed.
+    /// coroutine function. TRL's `trainer_state`, `log_extra` and `log_metric` are passed where it accepts them. The lines that it prints,
+    /// and the traceback of an exception, go to [`Reward::print_by`]; an exception that another call would raise too is not retried.
     pub fn python(function: impl Into<String>, retry: RetryPolicy) -> Self {
-        let program = RestartedProgram { source: Source::Python(function.into()), running: None };
-        Self { program, retry, retries: Retries::default() }
+        Self::of(RestartedProgram::of(Source::Python(function.into())), retry)
+    }
+
+    fn of(program: RestartedProgram, retry: RetryPolicy) -> Self {
+        Self { program, retry, retries: Retries::default(), state: None, logged: Logged::default() }
     }
 
     /// Starts the program unless it is running, so that it initializes while something else is done. Waits until a function of Python
@@ -95,13 +111,49 @@ impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         self.retries.start();
         let timeout = self.retry.timeout;
-        let attempt = || self.program.call(|running| running.score(batch, timeout));
-        let scores = self.retry.run(&self.retries, attempt);
-        scores.map_err(|failure| failure.error(batch))
+        let state = self.state.as_ref().filter(|_| self.program.is_python());
+        let attempt = || {
+            self.program.call(|running| {
+                running.logged = Logged::default();
+                state.iter().for_each(|state| running.tell(state));
+                let scores = running.score(batch, timeout)?;
+                Ok((scores, std::mem::take(&mut running.logged)))
+            })
+        };
+        let (scores, logged) = self.retry.run(&self.retries, attempt).map_err(|failure| failure.error(batch))?;
+        self.logged = logged;
+        Ok(scores)
     }
 
     fn extra(&self) -> Vec<(String, f64)> {
-        self.retries.metric().into_iter().collect()
+        self.logged.means().chain(self.retries.metric()).collect()
+    }
+
+    fn columns(&self) -> Vec<(String, Vec<Value>)> {
+        self.logged.columns.clone()
+    }
+
+    fn set_trainer_state(&mut self, state: &TrainerState) {
+        self.state = Some(state.clone());
+    }
+
+    fn print_by(&mut self, name: &str, print: Warn) {
+        let name = name.to_string();
+        self.program.printed.show_by(Arc::new(move |line: &str| print(&format!("{name}: {line}"))));
+    }
+
+    /// The scripts that a program's command line names, or the modules of a function, with the modules beside them that they import.
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        match &self.program.source {
+            Source::Shell(line) => program_files(line),
+            Source::Python(_) => {
+                module_contents(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
+            }
+        }
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.program.finish(|line| parse(line).is_ok()).map_err(|failure| Error::Run(failure.message))
     }
 
     fn warn_by(&mut self, name: &str, warn: Warn) {
@@ -113,6 +165,10 @@ impl Reward for CommandReward {
 pub(crate) struct RestartedProgram {
     source: Source,
     running: Option<Program>,
+    /// Lines that a function of Python prints.
+    printed: Printed,
+    /// The failure after which no line can be attributed, if there was one.
+    misplaced: Option<String>,
 }
 
 /// The code of a program.
@@ -126,7 +182,16 @@ enum Source {
 impl RestartedProgram {
     /// Returns the program of `command`, for `sh -c`, without starting it.
     pub(crate) fn new(command: impl Into<String>) -> Self {
-        Self { source: Source::Shell(command.into()), running: None }
+        Self::of(Source::Shell(command.into()))
+    }
+
+    fn of(source: Source) -> Self {
+        Self { source, running: None, printed: Printed::default(), misplaced: None }
+    }
+
+    /// Returns whether this is a function of Python.
+    fn is_python(&self) -> bool {
+        matches!(self.source, Source::Python(_))
     }
 
     /// Returns the running program; starts it unless it is running.
@@ -141,18 +206,50 @@ impl RestartedProgram {
                         Failure::permanent(format!("{} cannot be started: {e}{}", python(), python_hint()))
                     }
                 };
-                Ok(none.insert(Program::start(&self.source).map_err(wrong)?))
+                Ok(none.insert(Program::start(&self.source, &self.printed).map_err(wrong)?))
             }
         }
     }
 
-    /// Calls `ask` with the running program. A failure ends the program, and is returned with the end of its standard error.
+    /// Calls `ask` with the running program. A failure ends the program, and is returned with the end of its standard error. After a line
+    /// too many that came late, every call fails: lines before it may be those of other rows, which another attempt would not mend.
     pub(crate) fn call<T>(&mut self, ask: impl FnOnce(&mut Program) -> Result<T, Failure>) -> Result<T, Failure> {
-        ask(self.start()?).map_err(|failure| match self.running.take() {
+        if let Some(message) = &self.misplaced {
+            return Err(Failure::permanent(message.clone()));
+        }
+        ask(self.start()?).map_err(|failure| self.failed(failure))
+    }
+
+    /// Ends the program after a failure.
+    fn failed(&mut self, failure: Failure) -> Failure {
+        let failure = match self.running.take() {
             // Its next line could not be attributed to a row.
             Some(mut running) => running.explain(failure),
             None => failure,
-        })
+        };
+        if failure.misplaced {
+            self.misplaced = Some(failure.message.clone());
+        }
+        failure
+    }
+
+    /// Closes the input of the program, and reads its output to the end.
+    ///
+    /// # Errors
+    /// If there is a line for which `is_reply` is true: one too many.
+    pub(crate) fn finish(&mut self, is_reply: impl Fn(&[u8]) -> bool) -> Result<(), Failure> {
+        if let Some(message) = &self.misplaced {
+            return Err(Failure::permanent(message.clone()));
+        }
+        let finished = self.running.as_mut().map_or(Ok(()), |running| running.finish(is_reply));
+        finished.map_err(|failure| self.failed(failure))?;
+        self.running = None;
+        Ok(())
+    }
+
+    /// Whether a line too many has come late, after which every call fails.
+    pub(crate) fn is_misplaced(&self) -> bool {
+        self.misplaced.is_some()
     }
 
     /// Ends the program.
@@ -161,26 +258,41 @@ impl RestartedProgram {
     }
 }
 
-/// A running program that reads and writes lines, with one thread per pipe, so that a full pipe does not block the others.
+/// A running program that reads and writes lines. Threads write its input and read its standard error, so that a full pipe does not
+/// block the others.
 pub(crate) struct Program {
     child: Child,
     /// Input of the program; `None` closes it.
     to_child: Option<Sender<Vec<u8>>>,
-    /// Output lines; disconnected at the end of its standard output.
-    lines: Receiver<Vec<u8>>,
+    /// Output lines.
+    lines: Lines,
     /// Last lines of its standard error.
     stderr_tail: Arc<Mutex<VecDeque<String>>>,
     /// Disconnected at the end of its standard error.
     stderr_end: Receiver<()>,
     /// True if its output ended before all scores were read.
     output_ended: bool,
-    /// True until a function of Python is imported.
+    /// True for a function of Python.
+    is_python: bool,
+    /// True until it is imported.
     is_importing: bool,
+    /// Lines that a function of Python prints.
+    printed: Printed,
+    /// Metrics and columns that it has logged.
+    logged: Logged,
+    /// The files of the modules of a function of Python, once it is imported.
+    modules: Vec<String>,
+    /// Number of requests sent so far; the `id` of the last response.
+    asked: u64,
+    /// Whether its replies have the id of their request; none before the first.
+    echoes: Option<bool>,
+    /// The longest wait for a reply, but for the first one: of the last batch, or of all pairs of a judge.
+    longest_wait: Duration,
 }
 
 impl Program {
     /// Starts the program.
-    fn start(source: &Source) -> io::Result<Self> {
+    fn start(source: &Source, printed: &Printed) -> io::Result<Self> {
         let (program, script, input) = match source {
             Source::Shell(line) => ("sh".to_string(), line.clone(), String::new()),
             Source::Python(function) => {
@@ -205,7 +317,6 @@ impl Program {
         add_program(&child);
         let (to_child, batches) = channel::<Vec<u8>>();
         let _ = to_child.send(input.into_bytes());
-        let (line, lines) = sync_channel(READ_AHEAD);
         let (end_of_stderr, stderr_end) = channel::<()>();
         let stderr_tail = Arc::new(Mutex::new(VecDeque::new()));
         if let Some(mut stdin) = child.stdin.take() {
@@ -214,13 +325,13 @@ impl Program {
                 batches.iter().try_for_each(|batch| stdin.write_all(&batch).and_then(|()| stdin.flush()))
             });
         }
-        if let Some(stdout) = child.stdout.take() {
-            thread::spawn(move || read_lines(stdout, MAX_LINE, |text| line.send(text).is_ok()));
-        }
+        let stdout = child.stdout.take().ok_or_else(|| io::Error::other("no pipe to it"))?;
         if let Some(stderr) = child.stderr.take() {
             let tail = stderr_tail.clone();
+            let printed = matches!(source, Source::Python(_)).then(|| printed.clone());
             thread::spawn(move || {
                 read_lines(stderr, MAX_STDERR_LINE, |text| {
+                    printed.iter().for_each(|printed| printed.receive(&text));
                     let mut tail = tail.lock().unwrap_or_else(PoisonError::into_inner);
                     tail.push_back(String::from_utf8_lossy(&text).trim().chars().take(200).collect());
                     if tail.len() > STDERR_LINES {
@@ -231,8 +342,24 @@ impl Program {
                 drop(end_of_stderr);
             });
         }
-        let is_importing = matches!(source, Source::Python(_));
-        Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false, is_importing })
+        let is_python = matches!(source, Source::Python(_));
+        Ok(Self {
+            child,
+            to_child: Some(to_child),
+            lines: Lines::new(stdout),
+            stderr_tail,
+            stderr_end,
+            output_ended: false,
+            is_python,
+            is_importing: is_python,
+            printed: printed.clone(),
+            logged: Logged::default(),
+            modules: Vec::new(),
+            asked: 0,
+            // Its program is part of this one.
+            echoes: is_python.then_some(true),
+            longest_wait: Duration::ZERO,
+        })
     }
 
     /// Waits until a function of Python is imported.
@@ -242,8 +369,11 @@ impl Program {
         }
         loop {
             match self.next_line(timeout) {
-                Ok(line) if line == READY => return Ok(()),
                 Ok(line) => {
+                    if let Some(modules) = ready(&line) {
+                        self.modules = modules;
+                        return Ok(());
+                    }
                     // Another attempt would import the same files. A file that Python reads at its start may print other lines.
                     if let Some(failure) = reported(&line) {
                         return Err(Failure { retryable: false, ..failure });
@@ -266,21 +396,24 @@ impl Program {
     /// # Errors
     /// If there is none within `timeout`, it is too long, or the program has exited or has written another line before or after it.
     pub(crate) fn ask(&mut self, mut line: Vec<u8>, timeout: Duration) -> Result<Vec<u8>, Failure> {
-        if let Ok(line) = self.lines.try_recv() {
-            return Err(extra_line(&line));
-        }
+        self.check_silent()?;
+        self.asked += 1;
         line.push(b'\n');
         if let Some(to_child) = &self.to_child {
             let _ = to_child.send(line);
         }
-        match self.next_line(timeout) {
+        let began = Instant::now();
+        let reply = self.next_line(timeout);
+        if self.asked > 1 {
+            self.longest_wait = self.longest_wait.max(began.elapsed());
+        }
+        match reply {
             Ok(line) if line.len() > MAX_LINE => {
                 Err(Failure::new(format!("expected a line of at most {MAX_LINE} bytes, found a longer one")))
             }
             // An extra line usually comes with the reply.
-            Ok(line) => match self.lines.recv_timeout(EXTRA_LINE_WAIT) {
+            Ok(line) => match self.lines.next(EXTRA_LINE_WAIT) {
                 Ok(extra) => {
-                    let shown = |line: &[u8]| excerpt(&String::from_utf8_lossy(line), 80);
                     let (line, extra) = (shown(&line), shown(&extra));
                     Err(Failure::new(format!("expected one line on standard output, found two: {line} and {extra}")))
                 }
@@ -294,36 +427,85 @@ impl Program {
         }
     }
 
+    /// Sends the state of the run to a function of Python.
+    fn tell(&mut self, state: &TrainerState) {
+        if let Some(to_child) = &self.to_child {
+            let _ = to_child.send(format!("{}\n", json!({"trainer_state": state})).into_bytes());
+        }
+    }
+
+    /// Checks that no output waits, all of which belongs to earlier requests.
+    fn check_silent(&mut self) -> Result<(), Failure> {
+        match self.lines.waiting() {
+            None => Ok(()),
+            // It has replied to nothing yet.
+            Some(line) if self.asked == 0 => Err(extra_line(&line)),
+            Some(line) => Err(self.late_line(&line)),
+        }
+    }
+
+    /// Returns the failure for a line too many that was found after its batch.
+    fn late_line(&self, line: &[u8]) -> Failure {
+        let hint = match self.echoes {
+            Some(true) => "",
+            _ => {
+                "; replies before it may be those of other requests (a reply that repeats the \"id\" of its request cannot be)"
+            }
+        };
+        let message = format!("{}{hint}", extra_line(line).message);
+        Failure { misplaced: true, ..Failure::permanent(message) }
+    }
+
     /// Sends the responses and reads one score for each.
     fn score(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Failure> {
         self.wait_until_ready(timeout)?;
-        if let Ok(line) = self.lines.try_recv() {
-            return Err(extra_line(&line));
-        }
-        let mut bytes = Vec::new();
+        self.check_silent()?;
+        let (first, mut bytes) = (self.asked + 1, Vec::new());
         for (at, input) in batch.iter().enumerate() {
             let RewardInput { prompt, response, prompt_ids, response_ids, row, .. } = *input;
             let (finish_reason, left) = (input.finish_reason(), batch.len() - at - 1);
-            let line = Line { prompt, response, prompt_ids, response_ids, finish_reason, row, left };
+            let id = first + at as u64;
+            let line = Line { id, prompt, response, prompt_ids, response_ids, finish_reason, row, left };
             serde_json::to_writer(&mut bytes, &line).map_err(|e| Failure::permanent(e.to_string()))?;
             bytes.push(b'\n');
         }
+        self.asked += batch.len() as u64;
         if let Some(to_child) = &self.to_child {
             // Sending fails only if the program has closed its input; its exit is detected below.
             let _ = to_child.send(bytes);
         }
-        let scores: Vec<Score> =
-            (0..batch.len()).map(|row| self.read_score(row, batch.len(), timeout)).collect::<Result<_, _>>()?;
+        let mut scores: Vec<Option<Score>> = vec![None; batch.len()];
+        self.longest_wait = Duration::ZERO;
+        for count in 0..batch.len() {
+            let began = Instant::now();
+            let (row, score) = self.read_score(count, batch.len(), first, timeout)?;
+            if count > 0 {
+                self.longest_wait = self.longest_wait.max(began.elapsed());
+            }
+            if scores[row].replace(score).is_some() {
+                let id = first + row as u64;
+                return Err(Failure::at(row, format!("expected one score with \"id\": {id}, found two")));
+            }
+        }
+        let scores: Vec<Score> = scores.into_iter().flatten().collect();
         check(&scores, batch)?;
-        // An extra line usually comes with the others. If it is late, the next batch detects it.
-        match self.lines.recv_timeout(EXTRA_LINE_WAIT) {
+        // An extra line usually comes with the others, or after one more interval. If it is later, the next batch or the end detects it.
+        let wait = if self.echoes == Some(true) { Duration::ZERO } else { self.longest_wait * 2 };
+        match self.lines.next(wait.clamp(EXTRA_LINE_WAIT, MAX_EXTRA_LINE_WAIT)) {
             Ok(line) => Err(extra_line(&line)),
             Err(_) => Ok(scores),
         }
     }
 
-    /// Reads the score of one row of a batch of `count`.
-    fn read_score(&mut self, row: usize, count: usize, timeout: Duration) -> Result<Score, Failure> {
+    /// Reads the next score of a batch of `len`, of which `count` are read; `first` is the id of its first response. Returns the row that
+    /// it belongs to: that of its id, or else the next one.
+    fn read_score(
+        &mut self,
+        count: usize,
+        len: usize,
+        first: u64,
+        timeout: Duration,
+    ) -> Result<(usize, Score), Failure> {
         let found = match self.next_line(timeout) {
             Ok(line) if line.len() > MAX_LINE => {
                 Err(format!("expected a line of at most {MAX_LINE} bytes, found a longer one"))
@@ -333,15 +515,57 @@ impl Program {
                     Some(failure) => return Err(failure),
                     None => Err(message),
                 },
-                score => score,
+                Ok((score, id)) => return self.row_of(id.as_ref(), count, len, first, &line).map(|row| (row, score)),
             },
             Err(RecvTimeoutError::Timeout) => Err(format!("no score within {} s", timeout.as_secs_f64())),
             Err(RecvTimeoutError::Disconnected) => {
                 self.output_ended = true;
-                Err(format!("the program exited after {row} of {count} scores"))
+                Err(format!("the program exited after {count} of {len} scores"))
             }
         };
-        found.map_err(|message| Failure::at(row, message))
+        found.map_err(|message| Failure::at(count, message))
+    }
+
+    /// Returns the row of a score with this `id`, whose line is `line`.
+    fn row_of(
+        &mut self,
+        id: Option<&Value>,
+        count: usize,
+        len: usize,
+        first: u64,
+        line: &[u8],
+    ) -> Result<usize, Failure> {
+        let echoes = *self.echoes.get_or_insert(id.is_some());
+        let expected = match id {
+            None if !echoes => return Ok(count),
+            None => "the \"id\" of the request in each score, as in those before".to_string(),
+            Some(_) if !echoes => "the \"id\" of the request in each score or in none".to_string(),
+            Some(id) => match id.as_u64().and_then(|id| id.checked_sub(first)) {
+                Some(row) if row < len as u64 => return Ok(row as usize),
+                _ => format!("an \"id\" from {first} to {}", first + len as u64 - 1),
+            },
+        };
+        Err(Failure::at(count, format!("expected {expected}, found {}", shown(line))))
+    }
+
+    /// Closes the input, and reads the output to its end, or for as long as the program may need for two replies.
+    ///
+    /// # Errors
+    /// If there is a line for which `is_reply` is true.
+    fn finish(&mut self, is_reply: impl Fn(&[u8]) -> bool) -> Result<(), Failure> {
+        self.to_child = None;
+        let until = Instant::now() + (self.longest_wait * 2).clamp(EXIT_WAIT, MAX_END_WAIT);
+        while let Ok(line) = self.next_line(until.saturating_duration_since(Instant::now())) {
+            // A program may write some last words.
+            if self.asked > 0 && is_reply(&line) {
+                return Err(self.late_line(&line));
+            }
+            // Some write without end.
+            if Instant::now() >= until {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the next output line. Treats the output as ended when the program has exited, even if a process that it started
@@ -351,7 +575,7 @@ impl Program {
         let mut exited: Option<Instant> = None;
         loop {
             let left = timeout.saturating_sub(start.elapsed());
-            match self.lines.recv_timeout(left.min(POLL_INTERVAL)) {
+            match self.lines.next(left.min(POLL_INTERVAL)) {
                 Err(RecvTimeoutError::Timeout) if exited.is_some_and(|since| since.elapsed() > EXIT_WAIT) => {
                     return Err(RecvTimeoutError::Disconnected);
                 }
@@ -360,6 +584,8 @@ impl Program {
                         exited.get_or_insert_with(Instant::now);
                     }
                 }
+                // A program of the user's has no such lines.
+                Ok(line) if self.is_python && self.logged.takes(&line) => {}
                 found => return found,
             }
         }
@@ -375,6 +601,9 @@ impl Program {
         }
         let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
         let tail = self.stderr_tail.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_python && self.printed.is_shown() {
+            return failure;
+        }
         let tail: Vec<&str> = tail.iter().map(String::as_str).filter(|line| !line.is_empty()).collect();
         if !tail.is_empty() {
             failure.message += &format!("; its standard error ends with: {}", tail.join(" / "));
@@ -418,13 +647,22 @@ impl Drop for Program {
         self.to_child = None;
         self.wait();
         self.kill();
+        if self.is_python {
+            // Its last lines are shown before what follows.
+            let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
+        }
     }
 }
 
 /// Returns the failure for an output line that belongs to no input line.
 fn extra_line(line: &[u8]) -> Failure {
-    let found = excerpt(&String::from_utf8_lossy(line), 80);
-    Failure::new(format!("expected one line per response on standard output, found an extra line: {found}"))
+    let found = shown(line);
+    Failure::new(format!("expected one line per request on standard output, found an extra line: {found}"))
+}
+
+/// Returns the beginning of a line for a message.
+fn shown(line: &[u8]) -> String {
+    excerpt(String::from_utf8_lossy(line).trim(), 80)
 }
 
 /// Calls `take` with every line that is not blank, until the end of input or until `take` returns false. A line of more than
@@ -449,16 +687,25 @@ fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> 
     }
 }
 
-/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known.
+/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known, and with
+/// `retry` false if another attempt would fail too.
 fn reported(line: &[u8]) -> Option<Failure> {
     let value: Value = serde_json::from_slice(line).ok()?;
     let message = one_line(value.get("error")?.as_str()?).into_owned();
     let row = value.get("row").and_then(Value::as_u64).and_then(|row| usize::try_from(row).ok());
-    Some(Failure { row, ..Failure::new(beginning(&message, 600)) })
+    let retryable = value.get("retry").and_then(Value::as_bool).unwrap_or(true);
+    Some(Failure { row, retryable, ..Failure::new(beginning(&message, 600)) })
 }
 
-/// Parses the score in a line.
-fn parse(line: &[u8]) -> Result<Score, String> {
+/// Returns the files of the modules, if a line says that a function of Python is imported: `{"ready": ["path", ...]}`.
+fn ready(line: &[u8]) -> Option<Vec<String>> {
+    let value: Value = serde_json::from_slice(line).ok()?;
+    let files = value.as_object().filter(|line| line.len() == 1)?.get("ready")?.as_array()?;
+    files.iter().map(|file| file.as_str().map(String::from)).collect()
+}
+
+/// Parses the score in a line, and returns the id that it repeats, if there is one.
+fn parse(line: &[u8]) -> Result<(Score, Option<Value>), String> {
     let parsed: Result<Value, _> = serde_json::from_slice(line);
     let absent = parsed.as_ref().is_ok_and(|value| value.is_null() || value.get("score").is_some_and(Value::is_null));
     let value = parsed.unwrap_or(Value::Null);
@@ -467,8 +714,9 @@ fn parse(line: &[u8]) -> Result<Score, String> {
         (Some(score), _) | (_, Some(score)) => Some(Score::Response(score)),
         _ => numbers(&value["scores"]).map(Score::Tokens).or(absent.then_some(Score::Absent)),
     };
-    score.ok_or_else(|| {
-        let found = excerpt(String::from_utf8_lossy(line).trim(), 80);
+    let score = score.ok_or_else(|| {
+        let found = shown(line);
         format!("expected {{\"score\": x}}, {{\"scores\": [x, ...]}} or a number on standard output, found {found}")
-    })
+    });
+    score.map(|score| (score, value.get("id").filter(|id| !id.is_null()).cloned()))
 }

@@ -1,8 +1,9 @@
 """Calls a reward function of Python for rlhf, with the arguments that TRL's GRPOTrainer passes.
 
 rlhf starts this program once per function, with the Python of the user, and writes JSON lines to its standard input: first the path of
-the function, `module.function`, then one object per response. The function is called with whole batches, on the main thread. Each
-response has one line of what was the standard output of this program; the function's own output goes to standard error.
+the function, `module.function`, then one object per response, and between batches the state of the run. The function is called with whole
+batches, on the main thread. Each response has one line of what was the standard output of this program, with the `id` of its request, after
+lines with what the function logs; the function's own output goes to standard error, where rlhf shows it.
 """
 
 import sys
@@ -24,16 +25,58 @@ import traceback  # noqa: E402
 # Seconds that a call has to end in after the input has ended.
 LEFT_AFTER_INPUT = 5
 
+# The process that replies. A child that the function forks, and that returns from it too, must not.
+PROCESS = os.getpid()
+
 # Columns of a row that are arguments under another name.
 OWN = ("prompt", "completion", "completion_ids")
 
+# Maximum length of a logged column in characters of JSON.
+LONGEST_COLUMN = 1 << 20
+
+# Exceptions that another call would raise again, wherever their classes are defined; errors of connections are not among them.
+LASTING = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+
 
 class Failure(Exception):
-    """A batch without scores: the reason, and the row that it concerns."""
+    """A batch without scores: the reason, the row that it concerns, and whether another call may succeed."""
 
-    def __init__(self, message, row=None):
+    def __init__(self, message, row=None, retry=False):
         super().__init__(message)
         self.row = row
+        self.retry = retry
+
+
+class TrainerState:
+    """The state of the run in the fields of transformers' TrainerState, as far as they are known outside of a trainer."""
+
+    def __init__(self, known=()):
+        self.global_step = self.max_steps = self.num_train_epochs = self.num_input_tokens_seen = 0
+        self.epoch = 0.0
+        self.logging_steps = self.eval_steps = self.save_steps = self.train_batch_size = None
+        self.total_flos = 0
+        self.log_history = []
+        self.best_metric = self.best_global_step = self.best_model_checkpoint = None
+        self.is_local_process_zero = self.is_world_process_zero = True
+        self.is_hyper_param_search = False
+        self.trial_name = self.trial_params = None
+        self.stateful_callbacks = {}
+        self.__dict__.update(known)
 
 
 def take_pipes():
@@ -68,6 +111,19 @@ def load(path):
         kind = "a class" if inspect.isclass(function) else f"of the type {type(function).__name__}"
         raise Failure(f"`{name}` of the module `{module}` ({shown(place)}) is {kind}: expected a function")
     return function
+
+
+def modules(path):
+    """Returns the files of the imported modules that are in the working directory, and that of the function's module."""
+    here, own = os.path.join(os.getcwd(), ""), path.rpartition(".")[0]
+    found = set()
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        # A virtual environment may be in the working directory.
+        is_mine = isinstance(place, str) and place.startswith(here) and "site-packages" not in place
+        if isinstance(place, str) and (name == own or is_mine):
+            found.add(shown(place))
+    return sorted(found)
 
 
 def shown(place):
@@ -110,9 +166,79 @@ def arguments(batch):
     prompts, completions = [prompt_of(line) for line in batch], []
     for prompt, line in zip(prompts, batch):
         text = line["response"]
-        completions.append([{"role": "assistant", "content": text}] if isinstance(prompt, list) else text)
+        if isinstance(prompt, list):
+            # A response that continues the assistant's message is one message with it, as in TRL.
+            begun = prompt[-1].get("content") if prompt and prompt[-1].get("role") == "assistant" else None
+            text = [{"role": "assistant", "content": (begun if isinstance(begun, str) else "") + text}]
+        completions.append(text)
     ids = [line["response_ids"] for line in batch]
     return {**named, "prompts": prompts, "completions": completions, "completion_ids": ids}
+
+
+def may_succeed(error):
+    """Returns whether another call may succeed: after an error of a connection or of a package, not after one of the function itself."""
+    if isinstance(error, json.JSONDecodeError):
+        return True  # Of a reply, most often.
+    if isinstance(error, LASTING):
+        return isinstance(error, OSError) and not isinstance(error, LASTING[-5:])
+    return isinstance(error, OSError) or type(error).__module__ != "builtins"
+
+
+def print_traceback(error):
+    """Prints the traceback of an exception, without the places of this program."""
+    whole = traceback.TracebackException(type(error), error, error.__traceback__)
+    part = whole
+    while part is not None:
+        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if is_theirs(frame.filename)])
+        part = part.__cause__ or part.__context__
+    print("".join(whole.format()), file=sys.stderr, end="", flush=True)
+
+
+class Log:
+    """The metrics and columns that the function logs during a call."""
+
+    def __init__(self):
+        self.metrics, self.columns = [], {}
+
+    def log_metric(self, name, value):
+        self.metrics.append((str(name), float(value)))
+
+    def log_extra(self, column, values):
+        self.columns.setdefault(str(column), []).extend(values)
+
+    def lines(self, rows):
+        """Yields them as objects of JSON, for a batch of `rows` responses."""
+        for name, value in self.metrics:
+            yield {"log_metric": name, "value": value if math.isfinite(value) else None}
+        for column, values in self.columns.items():
+            values = [plain(value) for value in values]
+            if len(values) != rows:
+                print(f"log_extra: expected {rows} values of `{column}`, one per completion, found {len(values)}: left out")
+            elif len(json.dumps(values)) > LONGEST_COLUMN:
+                print(f"log_extra: the values of `{column}` have more than {LONGEST_COLUMN} characters: left out")
+            else:
+                yield {"log_extra": column, "values": values}
+
+
+def plain(value):
+    """Returns a value as JSON has it, or else its text."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return json.loads(json.dumps(value, allow_nan=False))
+    except Exception:
+        return str(value)
+
+
+def accepted(function, named):
+    """Returns the part of the arguments `named` that the function accepts: all, unless it lists its arguments without `**kwargs`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return named
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return named
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in named.items() if name in names}
 
 
 class Caller:
@@ -121,19 +247,24 @@ class Caller:
     def __init__(self, function):
         self.function = function
         self.loop = None
+        self.state = TrainerState()
+        self.log = Log()
         code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
         self.home = code.co_filename if code else None
 
     def scores(self, batch):
         """Returns a number or None for each response."""
+        log = self.log = Log()
+        own = {"trainer_state": self.state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         try:
-            result = self.function(**arguments(batch))
+            result = self.function(**{**arguments(batch), **accepted(self.function, own)})
             if inspect.isawaitable(result):
                 result = self.awaited(result)
             is_list = not isinstance(result, (str, bytes, dict))
             found = list(result) if is_list and hasattr(result, "__iter__") else None
         except BaseException as error:
-            raise Failure(described(error, self.home))
+            print_traceback(error)
+            raise Failure(described(error, self.home), retry=may_succeed(error))
         if found is None:
             raise Failure(f"expected a list with one score per response, found {brief(result)}")
         if len(found) != len(batch):
@@ -193,23 +324,32 @@ def main():
     lines, replies = take_pipes()
 
     def reply(*values):
+        if os.getpid() != PROCESS:
+            os._exit(0)
         replies.write("".join(f"{json.dumps(value)}\n" for value in values))
         replies.flush()
 
     try:
-        caller = Caller(load(json.loads(lines.readline())["function"]))
+        path = json.loads(lines.readline())["function"]
+        caller = Caller(load(path))
     except Failure as failure:
         return reply({"error": str(failure)})
-    reply({"ready": True})
+    reply({"ready": modules(path)})
     batch = []
     for line in iter(read_ahead(lines).get, None):
-        batch.append(json.loads(line))
+        line = json.loads(line)
+        if "trainer_state" in line:
+            caller.state = TrainerState(line["trainer_state"])
+            continue
+        batch.append(line)
         if batch[-1]["left"] > 0:
             continue
         try:
-            reply(*({"score": score} for score in caller.scores(batch)))
+            scores = caller.scores(batch)
+            reply(*caller.log.lines(len(batch)))
+            reply(*({"score": score, "id": line["id"]} for score, line in zip(scores, batch)))
         except Failure as failure:
-            reply({"error": str(failure), "row": failure.row})
+            reply({"error": str(failure), "row": failure.row, "retry": failure.retry})
         batch = []
 
 

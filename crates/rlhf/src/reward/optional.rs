@@ -44,6 +44,14 @@ impl<R: Reward> Reward for Optional<R> {
     fn extra(&self) -> Vec<(String, f64)> {
         self.reward.extra()
     }
+
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        self.reward.contents()
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.reward.finish()
+    }
 }
 
 /// Takes `optional=true` or `optional=false` out of the argument of a rule that reads a column; returns the rest, and whether the rule

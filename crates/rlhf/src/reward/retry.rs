@@ -124,12 +124,14 @@ pub(crate) struct Failure {
     pub(crate) attempts: u32,
     /// True if there was no further attempt because the run is asked to stop.
     pub(crate) stopped: bool,
+    /// True if replies before it may belong to other requests, so that the program is not started again.
+    pub(crate) misplaced: bool,
 }
 
 impl Failure {
     pub(crate) fn new(message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { row: None, message, retryable: true, retry_after: None, attempts: 1, stopped: false }
+        Self { row: None, message, retryable: true, retry_after: None, attempts: 1, stopped: false, misplaced: false }
     }
 
     pub(crate) fn at(row: usize, message: impl Into<String>) -> Self {

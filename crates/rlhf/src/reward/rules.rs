@@ -186,6 +186,13 @@ impl Rule {
 }
 
 impl Reward for Rule {
+    fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        let Self::Words(weights) = self else { return Vec::new() };
+        let mut lines: Vec<String> = weights.iter().map(|(word, weight)| format!("{word} {weight}\n")).collect();
+        lines.sort_unstable();
+        vec![("its words".into(), lines.concat().into_bytes())]
+    }
+
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         batch.iter().map(|input| self.score_one(input).map(Score::Response)).collect()
     }

@@ -4,6 +4,7 @@ use super::http::TOKEN;
 use super::optional::{Optional, split};
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
+use super::sources::{module_contents, program_files};
 use super::trl::{self, TrlFunction, TrlReward};
 use super::{
     CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
@@ -69,6 +70,20 @@ impl Spec {
     /// The name of the reward and its [`Spec::model_path`].
     pub(crate) fn named_model(&self) -> Option<(&str, &Path)> {
         Some((self.name.as_str(), self.model_path()?))
+    }
+
+    /// The contents that decide its scores beside the settings, as far as they are known before it is loaded, by the names of their files: as
+    /// [`Reward::contents`].
+    pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        match &self.kind {
+            Kind::Command(line) => program_files(line),
+            Kind::Python(function) => {
+                let module = function.rsplit_once('.').map_or("", |(module, _)| module).replace('.', "/");
+                module_contents(&[format!("{module}.py"), format!("{module}/__init__.py")])
+            }
+            Kind::Rule(rule) => rule.contents(),
+            _ => Vec::new(),
+        }
     }
 
     /// The reward of a replay: a program or service is not started or requested again.

@@ -15,6 +15,9 @@ use serde_json::{Value, json};
 /// examples in this repository: at most 0.36); at 1 the policy gives each of its tokens e times the reference's probability.
 const MOST_KL_PER_TOKEN: f64 = 1.0;
 
+/// Share of the way from its first value to that of the alarm from which on a metric has begun to move.
+const BEGINNING: f64 = 0.5;
+
 /// Entropy in nats per token below which the policy has collapsed: its likeliest token then has a probability of about 99 % at
 /// each position. Language models that still learn have more; one that has solved its task may have as little, see [`Scores::solved`].
 const LEAST_ENTROPY: f64 = 0.05;
@@ -120,6 +123,10 @@ pub(crate) struct Alarms {
     clipped: usize,
     /// The last norms that count, of the policy's and of the value model's gradient.
     norms: [Vec<f64>; 2],
+    /// Entropy per token in the first update.
+    first_entropy: Option<f64>,
+    /// Alarms whose metric has begun to move, each with the first of the consecutive updates up to the last one in which it has.
+    moving: Vec<(WarningKind, usize)>,
 }
 
 /// Mean lengths of the first updates and of the last ones.
@@ -250,6 +257,7 @@ impl Alarms {
             before_last.iter().any(|id| eos.contains(id) && !stop.contains(id))
         };
         let (all, ignored) = (responses.len(), responses.iter().filter(continues_after_eos).count());
+        self.observe_move(WarningKind::IgnoredEos, update, ignored as f64 > BEGINNING * all as f64 / 2.0);
         if 2 * ignored <= all {
             return None;
         }
@@ -267,6 +275,7 @@ impl Alarms {
         let all = responses.len();
         let last_stopped = responses.iter().rposition(|response| response.finish == FinishReason::Stop);
         self.unstopped = last_stopped.map_or(self.unstopped + all, |last| all - 1 - last);
+        self.observe_move(WarningKind::NoStop, update, last_stopped.is_none());
         if !may_stop || self.unstopped < UNSTOPPED_RESPONSES {
             return None;
         }
@@ -286,6 +295,7 @@ impl Alarms {
         if !may_stop || last > share / 2.0 {
             return None;
         }
+        self.moves_since(WarningKind::FewerStops, update, self.stops.last.len());
         let (share, last) = (100.0 * share, 100.0 * last);
         self.once(WarningKind::FewerStops, || {
             format!(
@@ -305,10 +315,11 @@ impl Alarms {
         let first = mean(&alike.first);
         let is_alike = shared > MOST_SHARED || distinct_bigrams < LEAST_BIGRAMS * first;
         alike.updates = if is_alike { alike.updates + 1 } else { 0 };
-        if alike.updates < FEW_UPDATES {
+        let (updates, update) = (alike.updates, sampled.update);
+        if updates < FEW_UPDATES {
             return None;
         }
-        let update = sampled.update;
+        self.moves_since(WarningKind::AlikeResponses, update, updates);
         self.once(WarningKind::AlikeResponses, || {
             format!(
                 "update {update}: {:.0} % of the responses equal a response to another prompt, and {:.1} % of their pairs of tokens are \
@@ -324,6 +335,7 @@ impl Alarms {
     fn runaway_kl(&mut self, update: usize, kl_per_token: Option<f64>) -> Option<Warning> {
         let kl = kl_per_token?;
         let first = *self.first_kl.get_or_insert(kl);
+        self.observe_move(WarningKind::RunawayKl, update, kl - first > BEGINNING * MOST_KL_PER_TOKEN);
         if kl - first <= MOST_KL_PER_TOKEN {
             return None;
         }
@@ -339,6 +351,10 @@ impl Alarms {
 
     fn low_entropy(&mut self, update: usize, per_token: Option<f64>, score: Option<f64>) -> Option<Warning> {
         let entropy = per_token?;
+        let first = *self.first_entropy.get_or_insert(entropy);
+        // Entropy falls in a run that learns too: not before it is low.
+        let begins = (LEAST_ENTROPY / BEGINNING).min(LEAST_ENTROPY + BEGINNING * (first - LEAST_ENTROPY));
+        self.observe_move(WarningKind::LowEntropy, update, entropy < begins);
         if entropy >= LEAST_ENTROPY || score.is_some_and(|score| self.scores.solved(score)) {
             return None;
         }
@@ -364,6 +380,8 @@ impl Alarms {
             last.remove(0);
         }
         let (first, last, limit) = (mean(first), mean(last), most as f64);
+        let begins = first + BEGINNING * MOST_GROWTH * (limit - first);
+        self.observe_move(WarningKind::LengthLimit, update, length >= begins);
         if first > MOST_GROWTH * limit || last < first + MOST_GROWTH * (limit - first) {
             return None;
         }
@@ -379,6 +397,7 @@ impl Alarms {
     fn equal_scores(&mut self, update: usize, score: Option<f64>) -> Option<Warning> {
         let Scores { equal, saturated, .. } = self.scores;
         let score = score?;
+        self.observe_move(WarningKind::EqualScores, update, equal > 0.0 || saturated > 0);
         let cause = if equal >= EQUAL_RESPONSES {
             format!("the last {equal} responses have the same score in each update, {score} of late")
         } else if saturated >= SATURATED_UPDATES {
@@ -413,6 +432,9 @@ impl Alarms {
         }
         let constant = rewards.iter().find(|(name, _)| !scores.varied.iter().any(|varied| varied == name));
         let (name, _) = constant.filter(|_| rewards.len() > 1 && scores.responses >= EQUAL_RESPONSES)?;
+        // Since the start of the run.
+        self.moves_since(WarningKind::EqualScores, update, update);
+        let scores = &self.scores;
         let responses = scores.responses;
         let score = metrics.get(&format!("objective/scores/{name}")).unwrap_or(f64::NAN);
         self.once(WarningKind::EqualScores, || {
@@ -443,6 +465,7 @@ impl Alarms {
         if updates < UNEXPLAINED_UPDATES || rises {
             return None;
         }
+        self.moves_since(WarningKind::NegativeExplainedVariance, update, updates);
         self.once(WarningKind::NegativeExplainedVariance, || {
             format!(
                 "update {update}: val/explained_variance has been below 0 in the last {updates} updates without rising, {explained:.2} now: the \
@@ -458,6 +481,7 @@ impl Alarms {
         if self.clipped < FEW_UPDATES {
             return None;
         }
+        self.moves_since(WarningKind::HighClipShare, update, self.clipped);
         self.once(WarningKind::HighClipShare, || {
             format!(
                 "update {update}: {:.0} % of the tokens are clipped, and have no gradient: the steps are too large; a lower \
@@ -487,6 +511,32 @@ impl Alarms {
                 norm / median
             )
         })
+    }
+
+    /// Records whether the metric of an alarm has begun to move towards it in an update.
+    fn observe_move(&mut self, kind: WarningKind, update: usize, moves: bool) {
+        match self.moving.iter().position(|(of, _)| *of == kind) {
+            Some(at) if !moves => drop(self.moving.remove(at)),
+            None if moves => self.moving.push((kind, update)),
+            _ => {}
+        }
+    }
+
+    /// Records that the metric of an alarm has moved in each of the last `updates` updates, of which `update` is the last.
+    fn moves_since(&mut self, kind: WarningKind, update: usize, updates: usize) {
+        self.observe_move(kind, update, false);
+        self.observe_move(kind, (update + 1).saturating_sub(updates).max(1), true);
+    }
+
+    /// Returns the update in which the metric of an alarm that was raised in `update` began to move, and the most updates of a checkpoint from
+    /// before that; 0 if there is none.
+    ///
+    /// The metrics of an update are those of the policy after the one before it, except those of its optimizer steps.
+    pub(crate) fn beginning(&self, kind: WarningKind, update: usize) -> (usize, usize) {
+        let began = self.moving.iter().find(|(of, _)| *of == kind).map_or(update, |(_, began)| *began);
+        let of_steps =
+            matches!(kind, WarningKind::HighClipShare | WarningKind::GradientLeap | WarningKind::SkippedSteps);
+        (began, began.saturating_sub(if of_steps { 1 } else { 2 }))
     }
 
     /// A warning of a kind that is given once in a run, also where the run is resumed.
@@ -611,6 +661,33 @@ mod tests {
         // A checkpoint of an earlier version has fewer parts.
         resumed.load_state(&json!({"told": ["runaway_kl"], "first_kl": 3.0, "unstopped": 7}));
         assert_eq!((resumed.raised.as_slice(), resumed.unstopped), (&[WarningKind::RunawayKl][..], 7));
+    }
+
+    #[test]
+    fn an_alarm_knows_the_last_checkpoint_from_before_its_metric_began_to_move() {
+        let mut alarms = Alarms::default();
+        // Nats per 10 tokens; the third update's is chance, as the fourth's is near the start.
+        let course = [0.0, 1.0, 6.0, 2.0, 5.5, 8.0, 10.5];
+        let updates = (1..).zip(course).map(|(update, kl)| alarms.of_metrics(update, &kl_and_entropy(kl, 9.0), 10.0));
+        assert_eq!(kinds(&updates.last().unwrap()), [WarningKind::RunawayKl]);
+        // The policy after three updates was the last one whose KL was below 0.5 nats per token.
+        assert_eq!(alarms.beginning(WarningKind::RunawayKl, 7), (5, 3));
+        let mut resumed = Alarms::default();
+        resumed.load_state(&alarms.state());
+        assert_eq!(resumed.beginning(WarningKind::RunawayKl, 7), (5, 3));
+        // From the first update on there is no policy before it.
+        let mut alarms = Alarms::default();
+        alarms.of_metrics(1, &kl_and_entropy(0.0, 0.6), 10.0);
+        alarms.of_metrics(2, &kl_and_entropy(11.0, 0.4), 10.0);
+        assert_eq!(alarms.beginning(WarningKind::RunawayKl, 2), (2, 0));
+        assert_eq!(alarms.beginning(WarningKind::LowEntropy, 2), (2, 0));
+        // The steps of an update are after the checkpoint before it.
+        assert_eq!(alarms.beginning(WarningKind::GradientLeap, 9), (9, 8));
+        // Three updates with too many clipped tokens.
+        for update in 3..6 {
+            alarms.of_metrics(update, &metrics(&[("policy/clipfrac_avg", 0.6)]), 10.0);
+        }
+        assert_eq!(alarms.beginning(WarningKind::HighClipShare, 5), (3, 2));
     }
 
     #[test]

@@ -34,8 +34,8 @@ const EARLY_STOP: f64 = 1.5;
 /// The learning rates in errors.
 const RATES: &str = "rates";
 
-/// Entropies in nats that differ by less than this count as equal.
-const ENTROPY_ROUNDING: f64 = 1e-5;
+/// Entropies that differ from the threshold by less than this, in nats, and by less than this share of it count as equal to it.
+const ENTROPY_ROUNDING: (f64, f64) = (1e-5, 1e-3);
 
 /// Division of an epoch's rows into mini-batches and micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -733,9 +733,7 @@ impl Learner {
             // All micro-batches in one read, as each waits for the device.
             let entropies = if counted.is_empty() { Vec::new() } else { to_host(&selected(&counted)) };
             let mut all = self.world.gather_numbers(&entropies)?.concat();
-            let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
-            // Tokens with the same history have the same entropy, but for rounding, which must not divide them.
-            let least = least - ENTROPY_ROUNDING;
+            let least = least_entropy(&mut all, settings.top_entropy_quantile);
             factors.entropy_tokens = all.iter().filter(|entropy| **entropy >= least).count().max(1) as f64;
             factors.least_entropy = Some(least);
         }
@@ -966,6 +964,17 @@ impl Learner {
     }
 }
 
+/// Returns the least entropy of the share `top` of tokens with the highest of `entropies`.
+///
+/// Tokens with the same history have the same entropy, but for rounding, which must not divide them. Where most tokens are certain, the
+/// threshold is itself close to 0, and only a share of it may be left out of account, or every token would pass.
+fn least_entropy(entropies: &mut [f64], top: f64) -> f64 {
+    let least = math::quantile(entropies, 1.0 - top);
+    let (nats, share) = ENTROPY_ROUNDING;
+    // In f32, in which tensors compare it.
+    f64::from((least - nats.min(share * least.max(0.0))) as f32)
+}
+
 /// The data of an update.
 struct Batch<'a> {
     experience: &'a Experience,
@@ -1081,6 +1090,24 @@ impl Scaling {
 mod tests {
     use super::*;
     use crate::rl::experience::tests::experience;
+
+    #[test]
+    fn the_share_of_high_entropies_is_that_of_the_setting_where_most_tokens_are_certain() {
+        // Three of four tokens are certain to rounding; half of all tokens are asked for.
+        let certain = [1e-7, 2e-7, 3e-7, 4e-7, 5e-7, 6e-7, 0.5, 0.9];
+        let count = |entropies: &[f64], top| {
+            let least = least_entropy(&mut entropies.to_vec(), top);
+            entropies.iter().filter(|entropy| **entropy as f32 >= least as f32).count()
+        };
+        assert_eq!([0.25, 0.5, 0.75].map(|top| count(&certain, top)), [2, 4, 6]);
+        // Without any entropy all are equal.
+        assert_eq!(count(&[0.0; 8], 0.5), 8);
+        // Equal but for rounding: all four of 0.7 or none.
+        let equal = [0.1, 0.2, 0.7, 0.700_000_1, 0.700_000_2, 0.700_000_1];
+        assert_eq!(count(&equal, 0.5), 4);
+        let small = [1e-6, 2e-6, 0.002, 0.002_000_000_1, 0.002_000_000_2, 0.002_000_000_1];
+        assert_eq!(count(&small, 0.5), 4);
+    }
 
     #[test]
     fn a_pass_computes_no_more_tokens_than_it_may() {

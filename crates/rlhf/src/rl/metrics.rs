@@ -79,6 +79,24 @@ impl Learner {
         self.clip_metrics(m, &all);
     }
 
+    /// Returns the metrics of PPO that a run of groups has by other names, or that say nothing in it: with the KL in the loss the rewards
+    /// are the scores.
+    pub(crate) fn repeated_metrics(&self) -> &'static [&'static str] {
+        const OF_KL: [&str; 3] = ["loss/kl_avg", "objective/non_score_reward", "objective/rlhf_reward"];
+        const ALL: [&str; 4] = [OF_KL[0], OF_KL[1], OF_KL[2], CLIPPED];
+        // The share of clipped tokens is `clip_ratio/region_mean`, where that is one of tokens.
+        const CLIPPED: &str = "policy/clipfrac_avg";
+        let settings = &self.settings.update.loss;
+        let of_tokens =
+            settings.importance == ImportanceLevel::Token && matches!(settings.objective, Objective::Clipped(_));
+        match (settings.kl_in_loss.is_some(), of_tokens) {
+            (true, true) => &ALL,
+            (true, false) => &OF_KL,
+            (false, true) => &ALL[3..],
+            (false, false) => &[],
+        }
+    }
+
     /// Shares of the tokens, or of the responses where ratios are those of whole responses, that are clipped.
     fn clip_metrics(&self, m: &mut Metrics, steps: &Steps<'_>) {
         let settings = &self.settings.update.loss;

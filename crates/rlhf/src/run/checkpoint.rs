@@ -19,7 +19,7 @@ mod saved;
 mod state;
 
 pub(super) use changes::settings;
-pub(crate) use changes::{Change, EarlierSettings, FREE, LENGTH, Length, OF_BEST};
+pub(crate) use changes::{Change, EarlierSettings, FREE, LENGTH, Length, OF_BEST, is_compared_by_content};
 pub(super) use folders::commit;
 pub use folders::has_checkpoint;
 pub(crate) use folders::{clear, folders, name_of, newest, numbered, places};

@@ -142,6 +142,9 @@ pub struct Sample {
     pub score: f64,
     /// Score of each reward by its name, before weights and penalties.
     pub components: BTreeMap<String, f64>,
+    /// Further columns of rewards: of functions of Python, those of `log_extra`.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub extra: BTreeMap<String, Value>,
     /// Why the response ended, where that is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub finish_reason: Option<FinishReason>,
@@ -194,7 +197,7 @@ impl Conversation {
 /// Result of evaluating the policy on the held-out prompts.
 #[derive(Debug, Clone)]
 pub struct Evaluation {
-    /// `eval/score`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/algorithm.md` defines them.
+    /// `eval/score`, `eval/score_stderr`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/algorithm.md` defines them.
     pub metrics: Metrics,
     /// The responses, in the order of the prompts.
     pub samples: Vec<Sample>,

@@ -1,10 +1,13 @@
 //! Digests of a run's inputs, by which a resumed run detects that its data or models have changed.
 //!
+//! Only the digests are compared: a folder or a file that has moved is the same input.
+//!
 //! Rows are hashed completely. In a model folder, every file that is loaded is hashed: small files completely; for larger ones
 //! the size, the header, and the first, middle and last bytes of every tensor, so that large weights are not read twice.
 
 use crate::data::Dataset;
 use crate::model::AdapterFolder;
+use crate::tokenizer::{FURTHER_TEMPLATES as TEMPLATES, fixed_date};
 use crate::weights::{INDEX, is_weights, read_header};
 use crate::{Error, Result};
 use ring::digest::{Context, SHA256};
@@ -24,7 +27,10 @@ const BLOCKS: u64 = 256;
 /// Hexadecimal digits of a digest.
 const DIGITS: usize = 32;
 
-/// The inputs of a run by the name of their setting: path and digests of each.
+/// Name of the date of chat templates among the inputs.
+const DATE: &str = "date of chat templates";
+
+/// The inputs of a run by the name of their setting: path and digests of each. And the date of chat templates, which is kept, not compared.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Inputs(Map<String, Value>);
 
@@ -39,14 +45,37 @@ impl Inputs {
 
     /// Adds values, hashed in their JSON form.
     pub(crate) fn values<T: Serialize>(&mut self, name: &str, path: &str, values: &[T]) {
-        let mut sum = Sum(Context::new(&SHA256));
-        for value in values {
-            serde_json::to_writer(&mut sum, value)
-                .expect("rows serialize to JSON, and writing to a digest cannot fail");
-            sum.0.update(b"\n");
-        }
-        let input = json!({"path": path, "rows": values.len(), "digest": sum.finish()});
+        let input = json!({"path": path, "rows": values.len(), "digest": digest_of(values)});
         self.0.insert(name.into(), input);
+    }
+
+    /// Adds the date of the tokenizers that are loaded now, if they have one.
+    pub(crate) fn date(&mut self) {
+        self.0.extend(fixed_date().map(|date| (DATE.into(), json!({"date": date}))));
+    }
+
+    /// Adds the token ids of the rows of the input `of`, and the date in them. They depend on what is in no file: how the tokenizer and the chat
+    /// template are read.
+    pub(crate) fn tokens<T: Serialize>(&mut self, of: &str, path: &str, rows: &[T]) {
+        self.date();
+        let input = json!({"path": path, "rows": rows.len(), "digest": digest_of(rows), "of": of});
+        self.0.insert(format!("{of} as token ids"), input);
+    }
+
+    /// Adds the contents that decide the scores of the reward `name`: of files by their names.
+    pub(crate) fn reward(&mut self, name: &str, contents: &[(String, Vec<u8>)]) {
+        if contents.is_empty() {
+            return;
+        }
+        let digest = |bytes: &[u8]| {
+            let mut sum = Sum(Context::new(&SHA256));
+            sum.0.update(bytes);
+            sum.finish()
+        };
+        let files: Map<String, Value> =
+            contents.iter().map(|(file, bytes)| (file.clone(), digest(bytes).into())).collect();
+        let path = contents.iter().map(|(file, _)| file.as_str()).collect::<Vec<_>>().join(", ");
+        self.0.insert(reward_input(name), json!({"path": path, "files": files}));
     }
 
     /// Adds the files of the model folder `dir` that are loaded, and those of the base model of an adapter.
@@ -56,8 +85,11 @@ impl Inputs {
     pub(crate) fn model(&mut self, name: &str, dir: &Path) -> Result<()> {
         let mut files = Map::new();
         add_files(dir, "", &mut files)?;
+        add_templates(dir, "", &mut files)?;
         if let Some(adapter) = AdapterFolder::find(dir)? {
-            add_files(&adapter.base_dir()?, "base/", &mut files)?;
+            let base = adapter.base_dir()?;
+            add_files(&base, "base/", &mut files)?;
+            add_templates(&base, "base/", &mut files)?;
         }
         self.0.insert(name.into(), json!({"path": dir.to_string_lossy(), "files": files}));
         Ok(())
@@ -75,6 +107,13 @@ impl Inputs {
         let files = Map::from_iter([(file_name, digest(path)?.into())]);
         self.0.insert(name.into(), json!({"path": path.to_string_lossy(), "files": files}));
         Ok(())
+    }
+
+    /// Returns the inputs whose name is not `left_out`.
+    pub(crate) fn without(&self, left_out: impl Fn(&str) -> bool) -> Self {
+        let mut kept = self.clone();
+        kept.0.retain(|name, _| !left_out(name));
+        kept
     }
 
     /// Adds all of `others`.
@@ -111,10 +150,39 @@ impl Inputs {
         let both = self.0.iter().filter_map(|(name, now)| Some((name, now, start.get(name)?)));
         both.filter_map(|(name, now, then)| {
             let change = difference(then, now)?;
-            Some(format!("{name} = {}: {change}", now["path"].as_str().unwrap_or_default()))
+            let hint = match now["of"].as_str() {
+                // Other rows are other tokens.
+                Some(of) if self.has_changed(start, of) == Some(true) => return None,
+                Some(_) if date_in(start).is_none() => {
+                    ": the tokenizer or the chat template gives others now, as one does that has a date"
+                }
+                Some(_) => ": the tokenizer or the chat template gives others now",
+                None => "",
+            };
+            Some(format!("{name} = {}: {change}{hint}", now["path"].as_str().unwrap_or_default()))
         })
         .collect()
     }
+}
+
+/// Returns the date of chat templates in the [`Inputs::state`] of a run, if it has one.
+pub(crate) fn date_in(state: &Value) -> Option<String> {
+    state.get(DATE)?["date"].as_str().map(String::from)
+}
+
+/// Returns the name of the input with what decides the scores of a reward.
+pub(in crate::run) fn reward_input(name: &str) -> String {
+    format!("reward {name}")
+}
+
+/// Returns the digest of values in their JSON form.
+fn digest_of<T: Serialize>(values: &[T]) -> String {
+    let mut sum = Sum(Context::new(&SHA256));
+    for value in values {
+        serde_json::to_writer(&mut sum, value).expect("rows serialize to JSON, and writing to a digest cannot fail");
+        sum.0.update(b"\n");
+    }
+    sum.finish()
 }
 
 /// Describes the difference between two states of an input, if there is one.
@@ -126,6 +194,10 @@ fn difference(then: &Value, now: &Value) -> Option<String> {
         return Some(format!("{} rows as before, with different content", now["rows"]));
     }
     let (then, now) = (then["files"].as_object()?, now["files"].as_object()?);
+    // A single file may have another name.
+    if then.len() == 1 && now.len() == 1 && then.values().eq(now.values()) {
+        return None;
+    }
     let changed = now.iter().filter(|(name, sum)| then.get(*name).is_some_and(|then| then != *sum));
     let gone = then.keys().filter(|name| !now.contains_key(*name));
     let new = now.keys().filter(|name| !then.contains_key(*name));
@@ -149,6 +221,24 @@ fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result
     let is_read = |name: &str| known.contains(&name) || crate::tokenizer::FILES.contains(&name) || is_weights(name);
     for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
         found.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
+    }
+    for path in crate::tokenizer::further_templates(dir) {
+        found.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
+    }
+    Ok(())
+}
+
+/// Adds the digests of the chat templates in their folder of the model folder `dir`.
+fn add_templates(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(dir.join(TEMPLATES)) else { return Ok(()) };
+    let mut names: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    for name in names.iter().filter(|name| name.ends_with(".jinja")) {
+        let path = dir.join(TEMPLATES).join(name);
+        if path.is_file() {
+            found.insert(format!("{prefix}{TEMPLATES}/{name}"), digest(&path)?.into());
+        }
     }
     Ok(())
 }
@@ -241,6 +331,12 @@ mod tests {
         write_model(dir.path(), None);
         std::fs::write(dir.path().join("notes.json"), "{\"mine\": 1}").unwrap();
         assert!(read().changed(&start).is_empty(), "files that are not loaded may change");
+        let template = dir.path().join("additional_chat_templates/tool_use.jinja");
+        std::fs::create_dir(template.parent().unwrap()).unwrap();
+        std::fs::write(&template, "{{ messages }}").unwrap();
+        let changed = read().changed(&start).concat();
+        assert!(changed.ends_with(": additional_chat_templates/tool_use.jinja is new"), "{changed}");
+        std::fs::remove_file(template).unwrap();
         for at in [0, -1] {
             write_model(dir.path(), Some(at));
             let changed = read().changed(&start);
@@ -251,6 +347,49 @@ mod tests {
         std::fs::rename(dir.path().join("config.json"), dir.path().join("merges.txt")).unwrap();
         let changed = read().changed(&start).concat();
         assert!(changed.ends_with(": config.json is missing, merges.txt is new"), "{changed}");
+    }
+
+    #[test]
+    fn tokens_of_the_same_rows_that_are_others_now_are_a_change() {
+        let of = |rows: &[&str], tokens: &[[i64; 2]]| {
+            let mut inputs = Inputs::default();
+            inputs.values("dataset_name", "rows.jsonl", rows);
+            inputs.tokens("dataset_name", "rows.jsonl", tokens);
+            inputs
+        };
+        let start = of(&["a"], &[[1, 2]]).state();
+        assert!(of(&["a"], &[[1, 2]]).changed(&start).is_empty());
+        let changed = of(&["a"], &[[1, 3]]).changed(&start);
+        assert_eq!(changed.len(), 1);
+        assert!(changed[0].starts_with("dataset_name as token ids = rows.jsonl: 1 rows as before"), "{changed:?}");
+        assert!(changed[0].contains("a date"), "{changed:?}");
+        assert_eq!(of(&["b"], &[[1, 3]]).changed(&start).len(), 1, "other rows are one change");
+    }
+
+    #[test]
+    fn a_file_with_the_same_bytes_is_the_same_under_another_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name: &str, text: &str| {
+            let mut inputs = Inputs::default();
+            std::fs::write(dir.path().join(name), text).unwrap();
+            inputs.file("chat_template_path", &dir.path().join(name)).unwrap();
+            inputs
+        };
+        let start = of("a.jinja", "x").state();
+        assert!(of("b.jinja", "x").changed(&start).is_empty());
+        assert_eq!(of("b.jinja", "y").changed(&start).len(), 1);
+    }
+
+    #[test]
+    fn changed_contents_of_a_reward_are_named() {
+        let of = |text: &str| {
+            let mut inputs = Inputs::default();
+            inputs.reward("words", &[("good.txt".into(), text.into())]);
+            inputs
+        };
+        let start = of("good 1").state();
+        assert!(of("good 1").changed(&start).is_empty());
+        assert_eq!(of("good 2").changed(&start), ["reward words = good.txt: good.txt has changed"]);
     }
 
     #[test]

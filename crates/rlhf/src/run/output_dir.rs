@@ -5,18 +5,19 @@ use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
 pub use crate::run::resolved::CONFIG;
 pub(crate) use crate::run::resolved::{METRICS, resolved_settings};
-use crate::run::resolved::{RESOLVED, resolved_without_programs, write_resolved};
+use crate::run::resolved::{RESOLVED, is_of_run, resolved_without_programs, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
+use crate::tokenizer::{FURTHER_TEMPLATES, further_templates};
 use crate::weights::{BESIDE, read_json, write_text};
 use crate::{Error, Result};
 use serde::Serialize;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have.
+/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have; and its start.
 pub(crate) const RUN_LENGTH: &str = "run.json";
 
 /// The file of a run's alarms: one JSON object per line.
@@ -129,7 +130,9 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             && !name.ends_with(".tmp")
     };
     let is_public = |path: &str| {
-        path != CONFIG || files::read(&dir.join(path)).is_ok_and(|text| resolved_without_programs(&text) == Ok(None))
+        path != CONFIG
+            || files::read(&dir.join(path))
+                .is_ok_and(|text| is_of_run(&text) && resolved_without_programs(&text) == Ok(None))
     };
     let mut paths = Vec::new();
     for folder in INNER.iter().copied().chain([""]) {
@@ -138,7 +141,8 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             .filter(|entry| entry.path().is_file())
             .map(|entry| entry.file_name().to_string_lossy().into_owned());
         let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
-        paths.extend(names.filter(|name| is_of_model(name)).map(|name| format!("{prefix}{name}")));
+        let templates = further_templates(&dir.join(folder));
+        paths.extend(names.filter(|name| is_of_model(name)).chain(templates).map(|name| format!("{prefix}{name}")));
     }
     paths.retain(|path| is_public(path));
     paths.sort_unstable();
@@ -332,7 +336,15 @@ pub(crate) fn claim_output_dir(
 /// # Errors
 /// If the file cannot be written.
 pub(crate) fn write_length(dir: &Path, num_updates: usize) -> Result<()> {
-    write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}}}\n"))
+    // A resumed run began when its first part did.
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let began = read_start(dir).unwrap_or_else(now);
+    write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}, \"began\": {began}}}\n"))
+}
+
+/// Returns the seconds from 1970 in UTC to the start of the run in `dir`, as [`write_length`] wrote them.
+pub(crate) fn read_start(dir: &Path) -> Option<u64> {
+    read_json(&dir.join(RUN_LENGTH)).ok()?["began"].as_u64()
 }
 
 /// Returns the number that [`write_length`] wrote; `None` for runs of earlier builds, and for a damaged file.
@@ -420,6 +432,11 @@ fn remove_run_files(dir: &Path) -> Result<()> {
     if beside.is_dir() {
         std::fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
     }
+    for template in further_templates(dir).iter().map(|path| dir.join(path)) {
+        std::fs::remove_file(&template).map_err(Error::io("remove", &template))?;
+    }
+    // It stays if it has other files.
+    let _ = std::fs::remove_dir(dir.join(FURTHER_TEMPLATES));
     remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
 }
 
@@ -504,6 +521,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for folder in
             ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old", "rollouts"]
+                .into_iter()
+                .chain(["additional_chat_templates", "checkpoint-4/additional_chat_templates"])
         {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
@@ -522,8 +541,11 @@ mod tests {
             "checkpoint-4/value_model/optimizer.safetensors",
             "best/model.safetensors",
             "best/best.json",
+            "additional_chat_templates/rag.jinja",
+            "checkpoint-4/additional_chat_templates/rag.jinja",
         ];
         let others = [
+            "additional_chat_templates/notes.txt",
             "thesis.tex",
             "model-notes.txt",
             "model-backup/config.json",

@@ -11,7 +11,7 @@ use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint::{BEST, STATE, UNFINISHED};
 use crate::run::output_dir::{CONFIG, METRICS, resolved_settings};
 use crate::run::push::settings::{HubConfig, HubStrategy};
-use crate::run::resolved::resolved_without_programs;
+use crate::run::resolved::{is_of_run, resolved_without_programs};
 use crate::weights::read_json;
 use crate::{Error, Result, terminal, tokenizer};
 use serde_json::Value;
@@ -39,10 +39,13 @@ const MODEL_FILES: [&str; 16] = [
     "sentencepiece.bpe.model",
 ];
 
-/// Returns whether a file of this name in the top folder is pushed: one of a model in Hugging Face format, or a run's configuration or
-/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user.
+/// Returns whether the file at this path of the folder is pushed: one of a model in Hugging Face format, or a run's configuration or
+/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user. A path that ends with a slash is
+/// that of a folder: only that of further chat templates is read.
 pub(crate) fn is_of_model(path: &str) -> bool {
-    MODEL_FILES.contains(&path) || tokenizer::FILES.contains(&path) || is_weights(path)
+    let is_template =
+        || tokenizer::is_further_template(path) || path.strip_suffix('/') == Some(tokenizer::FURTHER_TEMPLATES);
+    MODEL_FILES.contains(&path) || tokenizer::FILES.contains(&path) || is_weights(path) || is_template()
 }
 
 /// Returns whether this is the name of a file of weights or of their index.
@@ -58,23 +61,27 @@ pub(crate) fn is_weights(path: &str) -> bool {
 /// # Errors
 /// As [`open_folder`]; if `config.yaml` cannot be read.
 pub(crate) fn open_model(dir: &Path) -> Result<Vec<LocalFile>> {
-    without_programs(open_folder(dir, &is_of_model)?)
+    without_programs(open_folder(dir, &is_of_model)?, |_| false)
 }
 
-/// Replaces the `config.yaml` of runs by ones without secrets: [`terminal::without_programs`].
+/// Replaces the `config.yaml` of runs by ones without secrets: [`terminal::without_programs`]. One that no run wrote may have any
+/// secret: it is left out, unless `is_asked` names it.
 ///
 /// # Errors
 /// If one cannot be read.
-pub(crate) fn without_programs(files: Vec<LocalFile>) -> Result<Vec<LocalFile>> {
+pub(crate) fn without_programs(files: Vec<LocalFile>, is_asked: impl Fn(&str) -> bool) -> Result<Vec<LocalFile>> {
     let shown = |file: LocalFile| {
         if file.name().rsplit('/').next() != Some(CONFIG) {
-            return Ok(file);
+            return Ok(Some(file));
         }
-        let name = file.name().to_string();
-        let shown = resolved_without_programs(&file.bytes()?).map_err(|why| Error::invalid(&name, why))?;
-        Ok(shown.map_or(file, |text| LocalFile::of(name, text)))
+        let (name, text) = (file.name().to_string(), file.bytes()?);
+        if !is_of_run(&text) {
+            return Ok(is_asked(&name).then_some(file));
+        }
+        let shown = resolved_without_programs(&text).map_err(|why| Error::invalid(&name, why))?;
+        Ok(Some(shown.map_or(file, |text| LocalFile::of(name, text))))
     };
-    files.into_iter().map(shown).collect()
+    files.into_iter().filter_map(|file| shown(file).transpose()).collect()
 }
 
 /// Largest file beside a model that is searched for secrets.
@@ -216,7 +223,7 @@ impl Pusher {
         let what = if strategy == HubStrategy::Best { "Best model" } else { "Checkpoint" };
         let queued = open_model(dir).and_then(|mut files| {
             add(&mut files, &self.output_dir, &[CONFIG])?;
-            self.queue(without_programs(files)?, format!("{what}, after update {done}"), false)
+            self.queue(without_programs(files, |_| false)?, format!("{what}, after update {done}"), false)
         });
         failed.or(queued.err().map(|error| self.not_pushed(&error)))
     }
@@ -228,7 +235,7 @@ impl Pusher {
             if self.folder() != self.output_dir {
                 add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
             }
-            self.queue(without_programs(files)?, "End of training".into(), shows)
+            self.queue(without_programs(files, |_| false)?, "End of training".into(), shows)
         });
         if let Err(error) = queued {
             self.refused = Some(error);
@@ -357,6 +364,27 @@ mod tests {
     }
 
     #[test]
+    fn a_config_yaml_that_no_run_wrote_is_pushed_only_if_it_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| LocalFile::of(name, text);
+        let own = "hub_token: hf_secret\n";
+        crate::run::resolved::write_resolved(&serde_json::json!({"seed": 1}), dir.path().join("config.yaml")).unwrap();
+        let written = std::fs::read_to_string(dir.path().join("config.yaml")).unwrap();
+        let names = |files: Vec<LocalFile>, is_asked: bool| -> Vec<String> {
+            let files = without_programs(files, |_| is_asked).unwrap();
+            files.iter().map(|file| file.name().to_string()).collect()
+        };
+        assert_eq!(names(vec![file("config.yaml", own), file("README.md", "")], false), ["README.md"]);
+        assert_eq!(names(vec![file("config.yaml", own)], true), ["config.yaml"]);
+        assert_eq!(names(vec![file("config.yaml", &written)], false), ["config.yaml"]);
+        // Nor does a tracker get it.
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        assert!(crate::run::output_dir::model_files(dir.path()).contains(&"config.yaml".to_string()));
+        std::fs::write(dir.path().join("config.yaml"), own).unwrap();
+        assert!(!crate::run::output_dir::model_files(dir.path()).contains(&"config.yaml".to_string()));
+    }
+
+    #[test]
     fn a_model_is_pushed_with_its_card_and_configuration_and_no_other_file() {
         for path in [
             "model.safetensors",
@@ -366,6 +394,8 @@ mod tests {
             "pytorch_model.bin",
             "config.json",
             "tokenizer.json",
+            "additional_chat_templates/",
+            "additional_chat_templates/tool_use.jinja",
             "README.md",
             "config.yaml",
             "metrics.jsonl",
@@ -377,6 +407,8 @@ mod tests {
             "checkpoint-20/",
             "best/",
             "samples/",
+            "additional_chat_templates/notes.txt",
+            "a/additional_chat_templates/tool_use.jinja",
             "value_model/",
             "onnx/model.safetensors",
             "a/config.json",

@@ -42,6 +42,11 @@ pub(crate) fn has_updates(dir: &Path) -> bool {
     lines.any(|line| !serde_json::from_slice(line).is_ok_and(|line| is_of_start(&line)))
 }
 
+/// Returns whether a run wrote this `config.yaml`. One of a user may hold anything.
+pub(crate) fn is_of_run(text: &[u8]) -> bool {
+    text.starts_with(RESOLVED.as_bytes())
+}
+
 /// Returns the text of a configuration that [`write_resolved`] wrote, without the secrets of its command lines and addresses; `None` if
 /// it has none, or was written by a user.
 ///

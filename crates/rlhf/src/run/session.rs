@@ -24,8 +24,9 @@
 //! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
 //! taken since ([`Trainee::steps`]).
 
+use crate::device::slow_bf16;
 use crate::dist::World;
-use crate::hub::Commits;
+use crate::dist::launch::LAUNCHED_BY;
 use crate::hub::push::Repository;
 use crate::metrics::{Metrics, is_clock};
 use crate::model::Dtype;
@@ -33,17 +34,18 @@ use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
-use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir, write_length};
+use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_dir, write_length};
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
+use crate::run::resolved::resolved_settings;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
-use crate::run::start::Start;
+use crate::run::start::{Found, Start};
 use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
-use crate::terminal::without_programs;
+use crate::terminal::{self, without_programs};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -279,12 +281,12 @@ impl Opening {
         Ok(Self { lock: Some(lock), start, differences, repository: run.hub.repository()? })
     }
 
-    /// Returns the commits that names of the hub stood for when the run started.
+    /// Returns what the run found at its start.
     ///
     /// # Errors
     /// If the checkpoint has something else.
-    pub(crate) fn commits(&self) -> Result<Commits> {
-        self.start.commits()
+    pub(crate) fn found(&self) -> Result<Found> {
+        self.start.found()
     }
 }
 
@@ -315,6 +317,7 @@ pub(crate) struct Due {
 
 /// A training run in its output folder.
 pub(crate) struct Session<'w> {
+    command: &'static str,
     report: Reporter<'w>,
     checkpoints: Checkpoints,
     /// Updates done at the start of the session.
@@ -378,6 +381,7 @@ impl<'w> Session<'w> {
         };
         let mut report = world.agree(opened)?;
         start.warnings.iter().chain(&warnings).for_each(|warning| report.console.warn(warning));
+        slow_bf16(run.device).filter(|_| run.bf16).iter().for_each(|warning| report.console.warn(warning));
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
@@ -388,6 +392,7 @@ impl<'w> Session<'w> {
         let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
         let pushes = run.hub.push_to_hub;
         Ok(Self {
+            command: spec.command,
             report,
             checkpoints,
             began_at: done,
@@ -514,14 +519,14 @@ impl<'w> Session<'w> {
         if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
     }
 
-    /// Returns the newest complete checkpoint before the trainee's last update, as rank 0 finds it; the one before that if the last
-    /// rollback has taken the run there already.
+    /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before that if the last rollback has
+    /// taken the run there already.
     ///
     /// # Errors
     /// If the output folder cannot be read.
-    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee) -> Result<Option<Saved>> {
-        let Progress { done, rolled_to, .. } = *trainee.progress();
-        let find = || match self.checkpoints.newest_before(done)? {
+    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee, most: usize) -> Result<Option<Saved>> {
+        let Progress { rolled_to, .. } = *trainee.progress();
+        let find = || match self.checkpoints.newest_before(most + 1)? {
             Some(last) if rolled_to == Some(last.state.update) => {
                 Ok(self.checkpoints.newest_before(last.state.update)?.or(Some(last)))
             }
@@ -531,7 +536,7 @@ impl<'w> Session<'w> {
     }
 
     /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics
-    /// and samples. Alarms and the best model so far stay.
+    /// and samples. The alarms are those of the checkpoint; the best model so far stays.
     ///
     /// # Errors
     /// If a file cannot be read or written.
@@ -668,7 +673,7 @@ impl<'w> Session<'w> {
         let failed = self.world.any(pushed.is_err()).unwrap_or(pushed.is_err());
         match pushed {
             Ok(line) if !failed => {
-                self.report.console.record(&line);
+                self.report.console.note(&line);
                 Ok(())
             }
             Ok(_) => Err(Error::NotPushed("rank 0 could not push the model".into())),
@@ -749,7 +754,7 @@ impl<'w> Session<'w> {
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
-        conclude(ended, saved, self.num_updates, &dir)
+        conclude(ended, saved, self.num_updates, (&dir, &ResumedBy::of(self.command, &self.world, &dir)))
     }
 
     /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
@@ -831,7 +836,7 @@ fn resume<T: Trainee, C: Serialize>(
         best.load_state(state);
     }
     take_snapshot(trainee);
-    warnings.extend(saved.threads_warning());
+    warnings.extend(saved.machine_warnings());
     Ok(warnings)
 }
 
@@ -861,28 +866,82 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
+/// The way by which a user resumes a run that ended early.
+#[derive(Debug)]
+enum ResumedBy {
+    /// By a command line, which has these words before the settings.
+    Line(Vec<String>),
+    /// By the line that has started the run: one of another launcher, or one with secrets that the run writes to no file.
+    SameLine,
+    /// By a setting, in a program that has its own command line.
+    Setting,
+}
+
+impl ResumedBy {
+    /// Returns the way for the run of `command` in `dir`.
+    fn of(command: &str, world: &World, dir: &Path) -> Self {
+        if terminal::command_line().is_none() {
+            return Self::Setting;
+        }
+        let launched_by = std::env::var(LAUNCHED_BY).ok();
+        if lacks_secrets(dir) || (world.size() > 1 && launched_by.is_none()) {
+            return Self::SameLine;
+        }
+        let before = launched_by.iter().flat_map(|words| words.lines());
+        Self::Line(before.chain([command]).map(String::from).collect())
+    }
+
+    /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how
+    /// to begin it again.
+    fn describe(&self, dir: &Path, newest: Option<&Path>) -> String {
+        let quoted = |words: &[String]| terminal::shell_command(&[words.to_vec()], None).trim().to_string();
+        match (self, newest) {
+            (Self::Line(command), _) => {
+                let purpose = if newest.is_some() { "resume" } else { "begin again" };
+                let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
+                let settings = ["--config", &config, "--resume_from_checkpoint", "true"].map(String::from);
+                format!("; to {purpose}: {}", quoted(&[&[program], command.as_slice(), &settings].concat()))
+            }
+            (Self::SameLine, Some(newest)) => {
+                let words = ["--resume_from_checkpoint".to_string(), newest.display().to_string()];
+                format!("; the same command with {} resumes", quoted(&words))
+            }
+            (Self::SameLine, None) => "; the same command with --resume_from_checkpoint true begins again".into(),
+            (Self::Setting, Some(newest)) => format!("; --resume_from_checkpoint {} resumes", newest.display()),
+            (Self::Setting, None) => "; --resume_from_checkpoint true begins it again".into(),
+        }
+    }
+}
+
+/// Returns whether the settings in the folder of a run lack the query of a reward service, which may be secret.
+fn lacks_secrets(dir: &Path) -> bool {
+    let is_cut = |value: &Value| value.as_str().is_some_and(|text| text.ends_with("?..."));
+    resolved_settings(dir).is_some_and(|settings| {
+        let rewards = settings["reward"].as_array().into_iter().flatten();
+        rewards.chain([&settings["reward_url"]]).any(is_cut)
+    })
+}
+
 /// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
-/// model could be saved in `dir`, if there is one to save.
+/// model could be saved in `dir`, if there is one to save; the message says how the run is resumed: `by` what.
 ///
 /// # Errors
 /// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
 /// not use it as if it were complete. A watcher that stops the run knows that it did.
-fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<usize> {
+fn conclude(
+    done: Result<usize>,
+    saved: Option<Result<()>>,
+    total: usize,
+    (dir, by): (&Path, &ResumedBy),
+) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
             Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
             Some(Err(error)) => format!("the model was not saved: {error}"),
-            None => {
-                return "no update was done, so no model is saved; --resume_from_checkpoint true starts again, with other \
-                        settings too"
-                    .into();
-            }
+            None => "no update is done, so there is no model".to_string(),
         };
-        match checkpoint::newest(dir) {
-            Some(newest) => format!("{model}; --resume_from_checkpoint {} resumes", newest.display()),
-            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true starts again"),
-            None => model,
-        }
+        let newest = checkpoint::newest(dir).filter(|_| saved.is_some());
+        format!("{model}{}", by.describe(dir, newest.as_deref()))
     };
     match done {
         Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
@@ -908,7 +967,39 @@ fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
+        let line = |words: &str| ResumedBy::Line(words.split(' ').map(String::from).collect());
+        let newest = Path::new("runs/a b/checkpoint-2");
+        let said = line("ppo").describe(Path::new("runs/a b"), Some(newest));
+        let end = " ppo --config 'runs/a b/config.yaml' --resume_from_checkpoint true";
+        assert!(said.starts_with("; to resume: ") && said.ends_with(end), "{said}");
+        let said = line("launch --nproc_per_node 2 sft").describe(Path::new("out"), None);
+        let end = " launch --nproc_per_node 2 sft --config out/config.yaml --resume_from_checkpoint true";
+        assert!(said.starts_with("; to begin again: ") && said.ends_with(end), "{said}");
+        // Other programs have their own ways to resume.
+        let of = |by: &ResumedBy, newest| by.describe(Path::new("out"), newest);
+        assert_eq!(of(&ResumedBy::Setting, Some(newest)), "; --resume_from_checkpoint runs/a b/checkpoint-2 resumes");
+        let dir = tempfile::tempdir().unwrap();
+        for (reward, expected) in
+            [("url:http://host/x", false), ("a=url:http://host/x?...", true), ("regex:a?...b", false)]
+        {
+            write_resolved(&json!({"reward_url": null, "reward": ["json", reward]}), dir.path().join(CONFIG)).unwrap();
+            assert_eq!(lacks_secrets(dir.path()), expected, "{reward}");
+        }
+        // Ranks of torchrun are started by its line.
+        assert_eq!(
+            of(&ResumedBy::SameLine, Some(newest)),
+            "; the same command with --resume_from_checkpoint 'runs/a b/checkpoint-2' resumes"
+        );
+        assert_eq!(
+            of(&ResumedBy::SameLine, None),
+            "; the same command with --resume_from_checkpoint true begins again"
+        );
+    }
     use crate::flag::defaults;
+    use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
     use serde_json::json;
 
@@ -1044,6 +1135,7 @@ mod tests {
 
     fn session(config: &Settings) -> Session<'static> {
         Session {
+            command: "sft",
             report: Reporter::open(&config.run, "sft", 9, Reached::default(), Console::Silent).unwrap(),
             checkpoints: Checkpoints::new("sft", &config.run, config, 9).unwrap(),
             began_at: 0,

@@ -1,11 +1,16 @@
 //! The start of a run: new, resumed from a checkpoint, or started again.
 
+use crate::dist::World;
 use crate::hub::Commits;
 use crate::model::is_model;
-use crate::run::checkpoint::{EarlierSettings, LENGTH, Length, Saved, State, UNFINISHED, name_of, numbered, settings};
+use crate::run::checkpoint::{
+    EarlierSettings, LENGTH, Length, PartStates, Saved, State, UNFINISHED, name_of, numbered, settings,
+};
+use crate::run::inputs::date_in;
 use crate::run::resolved::{has_updates, resolved_settings};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::sizes::SIZES;
+use crate::tokenizer::{FixedDate, date_now};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -26,6 +31,35 @@ pub(crate) struct Start {
     pub(crate) again: Option<Again>,
     /// Warnings about damaged or missing checkpoints.
     pub(crate) warnings: Vec<String>,
+}
+
+/// Facts from outside that a run found at its start, and keeps when it resumes; of a new run they are still to be found.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// The commits that names of the hub stand for.
+    pub(crate) commits: Commits,
+    /// The date of chat templates.
+    date: Option<String>,
+}
+
+impl Found {
+    /// Reads those of the run with the state `parts`.
+    ///
+    /// # Errors
+    /// If it has something else.
+    pub(crate) fn read(parts: &PartStates<'_>) -> Result<Self> {
+        let commits = parts.part("commits").map_or(Ok(Commits::new()), |_| parts.parsed("commits"))?;
+        Ok(Self { commits, date: parts.part("inputs").ok().and_then(date_in) })
+    }
+
+    /// Gives the tokenizers that are loaded next the date of the run; one that starts has the date of rank 0.
+    ///
+    /// # Errors
+    /// If the checkpoint has something else; if a rank has ended or does not respond.
+    pub(crate) fn fix_date(&self, world: &World) -> Result<FixedDate> {
+        let date = world.broadcast(self.date.clone().unwrap_or_else(date_now))?;
+        FixedDate::new(&date)
+    }
 }
 
 /// A run of some updates without a checkpoint, which starts again with the same settings.
@@ -144,13 +178,12 @@ impl Start {
         self.from.as_ref().map_or(0, |saved| saved.state.update)
     }
 
-    /// Returns the commits that names of the hub stood for when the run started.
+    /// Returns what the run found at its start.
     ///
     /// # Errors
     /// If the checkpoint has something else.
-    pub(crate) fn commits(&self) -> Result<Commits> {
-        let saved = self.from.as_ref().filter(|saved| saved.part("commits").is_ok());
-        saved.map_or(Ok(Commits::new()), |saved| saved.parsed("commits"))
+    pub(crate) fn found(&self) -> Result<Found> {
+        self.from.as_ref().map_or(Ok(Found::default()), |saved| Found::read(&saved.parts()))
     }
 
     /// Returns the checkpoint, if it lies in the folder of another run.

@@ -21,8 +21,8 @@ pub struct TrackingConfig {
         num_args = 1..
     )]
     pub report_to: Vec<ReportTo>,
-    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as `train/objective/kl`
-    /// and `eval/loss`.
+    /// Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as
+    /// `train/objective/kl` and `eval/loss`.
     #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
     pub tensorboard_tags: TensorboardTags,
     /// Name of the run in trackers [default: the name of `output_dir`].
@@ -116,7 +116,7 @@ impl Setting for ReportTo {
     }
 }
 
-/// Names of metrics in TensorBoard.
+/// Names of metrics in TensorBoard and in trackers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorboardTags {
@@ -181,8 +181,8 @@ impl TrackingConfig {
                 Ok(())
             },
             match self.tensorboard_tags {
-                TensorboardTags::Trl if !self.has_tensorboard() => {
-                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard")
+                TensorboardTags::Trl if !self.has_tensorboard() && !self.has_programs() => {
+                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard or a tracker")
                 }
                 _ => Ok(()),
             },

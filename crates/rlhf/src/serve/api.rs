@@ -5,6 +5,7 @@
 use crate::generate::MIN_TEMPERATURE;
 use crate::http_server::json_response;
 use crate::safe_text::beginning;
+use crate::tokenizer::{MessageFault, check_message};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -141,8 +142,19 @@ pub(super) enum Prompt {
     Text(String),
     /// Token ids.
     Tokens(Vec<i64>),
-    /// Messages for the chat template, and further variables of it.
-    Chat(Vec<Value>, Map<String, Value>),
+    /// Messages for the chat template, further variables of it, and how its text ends.
+    Chat(Vec<Value>, Map<String, Value>, ChatEnd),
+}
+
+/// The end of the text of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChatEnd {
+    /// With the generation prompt: the response is a new message.
+    GenerationPrompt,
+    /// Within the last message, which the response continues.
+    Continued,
+    /// With the last message.
+    Closed,
 }
 
 /// A request for responses. Settings that it does not have are the model's.
@@ -354,10 +366,31 @@ impl Fields {
         };
         match self.take("messages") {
             Some(Value::Array(messages)) if !messages.is_empty() => {
-                messages.iter().enumerate().try_for_each(|(at, message)| check_message(at, message))?;
-                Ok(Prompt::Chat(messages, variables))
+                messages.iter().enumerate().try_for_each(|(at, message)| check(at, message))?;
+                let end = self.chat_end(messages.last().is_some_and(|last| last["role"] == "assistant"))?;
+                Ok(Prompt::Chat(messages, variables, end))
             }
             found => Err(wrong("messages", "a list of at least one message", &found.unwrap_or_default())),
+        }
+    }
+
+    /// Returns how the text of messages ends, of which the last is the assistant's or not. By default the response continues an assistant's message.
+    fn chat_end(&mut self, is_assistants: bool) -> Result<ChatEnd, ApiError> {
+        let mut flag = |name: &str| match self.0.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(_) => self.flag(name).map(Some),
+        };
+        let (continued, prompted) = (flag("continue_final_message")?, flag("add_generation_prompt")?);
+        match (continued, prompted) {
+            (Some(true), Some(true)) => {
+                let message =
+                    "`continue_final_message`: expected false, as `add_generation_prompt` is true, found true";
+                Err(ApiError::invalid("continue_final_message", message))
+            }
+            (Some(true), _) => Ok(ChatEnd::Continued),
+            (None, None) if is_assistants => Ok(ChatEnd::Continued),
+            (_, Some(false)) => Ok(ChatEnd::Closed),
+            _ => Ok(ChatEnd::GenerationPrompt),
         }
     }
 
@@ -406,22 +439,18 @@ impl Fields {
     }
 }
 
-/// Checks the role and the content of a message, which templates read.
-fn check_message(at: usize, message: &Value) -> Result<(), ApiError> {
+/// Checks a message, as rows are checked.
+fn check(at: usize, message: &Value) -> Result<(), ApiError> {
     let name = format!("messages[{at}]");
-    if !message.is_object() {
-        return Err(wrong(&name, "an object with `role` and `content`", message));
-    }
-    let (role, content) = (&message["role"], &message["content"]);
-    if !role.is_string() {
-        return Err(wrong(&format!("{name}.role"), "a string", role));
-    }
-    let is_text = |part: &Value| part["type"] == "text" && part["text"].is_string();
-    match content {
-        Value::String(_) => Ok(()),
-        Value::Array(parts) if parts.iter().all(is_text) => Ok(()),
-        _ => Err(wrong(&format!("{name}.content"), "a string or a list of parts of type `text`", content)),
-    }
+    let Err(fault) = check_message(message) else { return Ok(()) };
+    Err(match fault {
+        MessageFault::NoObject => wrong(&name, "an object with `role` and `content`", message),
+        MessageFault::Role => wrong(&format!("{name}.role"), "a string", &message["role"]),
+        MessageFault::Content => {
+            let expected = "a string or a list of parts of type `text`";
+            wrong(&format!("{name}.content"), expected, &message["content"])
+        }
+    })
 }
 
 fn wrong(name: &str, expected: &str, found: &Value) -> ApiError {
@@ -456,6 +485,34 @@ mod tests {
         }
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": "a"}]}]);
         assert!(parse(Endpoint::Chat, json!({"messages": parts})).is_ok());
+    }
+
+    #[test]
+    fn messages_of_calls_need_no_content_and_an_assistants_last_message_is_continued_unless_it_is_said_otherwise() {
+        let call = json!({"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]});
+        let user = json!({"role": "user", "content": "a"});
+        let end = |last: &Value, more: Value| {
+            let mut body = json!({"messages": [user, call, {"role": "tool", "content": {"a": 1}}, last]});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            match parse(Endpoint::Chat, body)?.prompts.remove(0) {
+                Prompt::Chat(_, _, end) => Ok::<_, Value>(end),
+                _ => panic!(),
+            }
+        };
+        let said = json!({"role": "assistant", "content": "b"});
+        let (add, go_on) = ("add_generation_prompt", "continue_final_message");
+        for (last, more, wanted) in [
+            (&user, json!({}), ChatEnd::GenerationPrompt),
+            (&said, json!({}), ChatEnd::Continued),
+            (&said, json!({add: false, go_on: true}), ChatEnd::Continued),
+            (&said, json!({add: true}), ChatEnd::GenerationPrompt),
+            (&said, json!({go_on: false}), ChatEnd::GenerationPrompt),
+            (&said, json!({add: false}), ChatEnd::Closed),
+            (&user, json!({go_on: true}), ChatEnd::Continued),
+        ] {
+            assert_eq!(end(last, more.clone()).unwrap(), wanted, "{more}");
+        }
+        assert_eq!(end(&said, json!({add: true, go_on: true})).unwrap_err()["param"], go_on);
     }
 
     fn served() -> Served {

@@ -1,15 +1,16 @@
 //! The thread that owns the model: it responds to one request after another.
 
-use super::api::{ApiError, Endpoint, Prompt, Request};
+use super::api::{ApiError, ChatEnd, Endpoint, Prompt, Request};
 use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
+use super::room::Room;
 use crate::generate::{Alternatives, GenerationConfig, Token, generate_until};
 use crate::http_server::{EventStream, Events};
 use crate::model::{Batch, CausalLm, StopCheck};
 use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{PART_SLACK, Tokenizer};
 use crate::{Error, Result, hub};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -25,6 +26,8 @@ const COMPLETION_TOKENS: usize = 16;
 pub(super) struct Job {
     pub(super) request: Request,
     pub(super) reply: oneshot::Sender<Result<Reply, ApiError>>,
+    /// The room of its body, which others get once it is responded to.
+    pub(super) room: Room,
 }
 
 /// The result of a request.
@@ -65,6 +68,8 @@ impl Engine {
         let tokenizer = Tokenizer::from_pretrained(&dir)?;
         let model = CausalLm::from_pretrained(&dir, options)?;
         tokenizer.check_fits(model.config(), &dir)?;
+        // Of a prompt that is far too long only a part is encoded: its client would wait, and all others with it.
+        let tokenizer = tokenizer.limited_to(model.config().max_position_embeddings);
         let mut defaults = GenerateConfig::new(&config.model);
         defaults.rows.batch_size = config.batch_size;
         // The minimum of a model's file would hide stop strings.
@@ -80,11 +85,8 @@ impl Engine {
 
     /// Responds to a request for the model `name`, unless its client is gone.
     pub(super) fn respond(&self, name: &str, job: Job) {
-        let Job { request, reply } = job;
-        if reply.is_closed() {
-            return;
-        }
-        let resolved = match self.resolve(&request) {
+        let Job { request, reply, room: _room } = job;
+        let resolved = match self.resolve(&request, &reply) {
             Ok(resolved) => resolved,
             Err(error) => return drop(reply.send(Err(error))),
         };
@@ -120,12 +122,21 @@ impl Engine {
     }
 
     /// Encodes the prompts and resolves the settings of a request.
-    fn resolve(&self, request: &Request) -> Result<Resolved, ApiError> {
+    fn resolve(
+        &self,
+        request: &Request,
+        reply: &oneshot::Sender<Result<Reply, ApiError>>,
+    ) -> Result<Resolved, ApiError> {
         if request.echo && request.logprobs.is_some() && self.model.config().is_encoder_decoder() {
             let message = "`echo` with `logprobs`: an encoder reads the prompt of this model, so its tokens have no log-probabilities";
             return Err(ApiError::invalid("echo", message));
         }
-        let encoded: Vec<_> = request.prompts.iter().map(|prompt| self.encode(prompt)).collect::<Result<_, _>>()?;
+        let encode = |prompt: &Prompt| match reply.is_closed() || stop_requested() {
+            // Nobody waits for it.
+            true => Err(ApiError::unavailable("the server stops")),
+            false => self.encode(prompt),
+        };
+        let encoded: Vec<_> = request.prompts.iter().map(encode).collect::<Result<_, _>>()?;
         let (prompts, texts): (Vec<Vec<i64>>, Vec<String>) = encoded.into_iter().unzip();
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let max_new_tokens = self.max_new_tokens(request, longest)?;
@@ -165,12 +176,15 @@ impl Engine {
                 }
                 (ids.clone(), self.tokenizer.decode(ids).map_err(of_prompt)?)
             }
-            Prompt::Chat(messages, variables) => {
+            Prompt::Chat(messages, variables, end) => {
                 if !self.tokenizer.has_chat_template() {
                     let message = "this model has no chat template: use /v1/completions";
                     return Err(ApiError::invalid("messages", message));
                 }
-                let encoded = self.tokenizer.encode_chat(messages, true, variables);
+                let encoded = match end {
+                    ChatEnd::Continued => self.tokenizer.encode_continued_chat(messages, variables),
+                    end => self.tokenizer.encode_chat(messages, *end == ChatEnd::GenerationPrompt, variables),
+                };
                 // Clients do not need to know the folder of the model.
                 let of_template = |error: Error| match error {
                     Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
@@ -197,20 +211,21 @@ impl Engine {
             Endpoint::Chat => ("messages", self.max_new_tokens),
         };
         let (context, remaining) = (config.max_position_embeddings, config.max_new_tokens(len));
+        let more = if len > context.saturating_add(PART_SLACK) { "at least " } else { "" };
         // Of an encoder-decoder it is the limit of each of the two.
         match request.max_tokens {
             Some(most) if len <= context && most <= remaining => Ok(most),
             Some(most) => Err(ApiError::too_long(
                 if len < context { "max_tokens" } else { param },
                 format!(
-                    "the prompt has {len} tokens, and the response up to {most}: the model's context is {context} tokens"
+                    "the prompt has {more}{len} tokens, and the response up to {most}: the model's context is {context} tokens"
                 ),
             )),
             None if remaining > 0 => Ok(usual.min(remaining)),
             None => Err(ApiError::too_long(
                 param,
                 format!(
-                    "the prompt has {len} tokens, with no room for a response: the model's context is {context} tokens"
+                    "the prompt has {more}{len} tokens, with no room for a response: the model's context is {context} tokens"
                 ),
             )),
         }

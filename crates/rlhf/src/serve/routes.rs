@@ -2,6 +2,7 @@
 
 use super::api::{ApiError, Endpoint, Request, Served};
 use super::engine::{Job, Reply};
+use super::room::{BODY_LIMIT, Room};
 use crate::http_server::{BodyError, is_loopback_origin, json_response, read_body};
 use axum::extract::{self, Path, State};
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
@@ -12,15 +13,14 @@ use axum::{Router, middleware};
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
-use tokio::sync::oneshot;
-
-/// Most bytes of a request's body.
-const BODY_LIMIT: usize = 16 << 20;
+use tokio::sync::{Semaphore, oneshot};
 
 /// The state of the pages.
 pub(super) struct Service {
     pub(super) served: Served,
     pub(super) queue: SyncSender<Job>,
+    /// One permit for each byte of a body.
+    pub(super) room: Arc<Semaphore>,
 }
 
 /// Returns the pages.
@@ -84,7 +84,11 @@ async fn wrong_method(method: Method, uri: Uri) -> ApiError {
 impl Service {
     /// Responds to a request by the model. Dropped if the client is gone, which ends its generation.
     async fn respond(&self, endpoint: Endpoint, request: extract::Request) -> Result<Response, ApiError> {
-        let body = read_body(request, BODY_LIMIT).await.map_err(|error| match error {
+        let mut room = Room::of(&self.room);
+        let body = read_body(request, BODY_LIMIT, |bytes| room.take(bytes)).await.map_err(|error| match error {
+            BodyError::NoRoom => {
+                ApiError::unavailable("the requests that wait have too many bytes together: try again later")
+            }
             BodyError::TooLarge => {
                 ApiError::page(413, format!("expected a body of at most {BODY_LIMIT} bytes, found more"))
             }
@@ -96,8 +100,9 @@ impl Service {
             }
         })?;
         let request = Request::parse(endpoint, &body, &self.served)?;
+        drop(body);
         let (reply, response) = oneshot::channel();
-        self.queue.try_send(Job { request, reply }).map_err(|error| match error {
+        self.queue.try_send(Job { request, reply, room }).map_err(|error| match error {
             TrySendError::Full(_) => ApiError::unavailable("too many requests wait: try again later"),
             TrySendError::Disconnected(_) => ApiError::unavailable("the server stops"),
         })?;

@@ -647,12 +647,14 @@ mod tests {
     use crate::settings::{EosInLoss, Optim, ReportTo, SftConfig, TensorboardTags};
 
     #[test]
-    fn tags_of_tensorboard_need_tensorboard() {
+    fn tags_of_trl_need_tensorboard_or_a_tracker() {
         let mut config = ppo();
         config.run.tracking.tensorboard_tags = TensorboardTags::Trl;
         assert!(usage_of(config.check()).contains("without report_to = tensorboard"));
-        config.run.tracking.report_to = vec![ReportTo::Tensorboard];
-        config.check().unwrap();
+        for to in [ReportTo::Tensorboard, ReportTo::Wandb, ReportTo::Command("cat".into())] {
+            config.run.tracking.report_to = vec![to];
+            config.check().unwrap();
+        }
     }
 
     #[test]

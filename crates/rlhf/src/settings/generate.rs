@@ -22,6 +22,9 @@ use crate::{Error, Result};
 /// Default maximum number of generated tokens.
 const NEW_TOKENS: usize = 53;
 
+/// Fields of `generation_config.json` that have an effect if tokens are sampled.
+const OF_SAMPLING: [&str; 4] = ["temperature", "top_k", "top_p", "min_p"];
+
 /// Fields of `generation_config.json` by which transformers changes responses, and which have no effect here; with the number that means
 /// no change, where there is one.
 const WITHOUT_EFFECT: [(&str, Option<f64>); 27] = [
@@ -80,6 +83,9 @@ pub struct GenerateConfig {
     /// Put a prompt that is a string into the chat template, as a user message.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
+    /// System message of every conversation that has none.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub system_prompt: std::option::Option<String>,
 
     /// Responses to each prompt.
     #[command(flatten)]
@@ -114,6 +120,16 @@ impl GenerateConfig {
         self.responses.do_sample == Some(false) || self.responses.sampler.temperature == Some(0.0)
     }
 
+    /// Returns whether `of_model`, the model's `generation_config.json`, has settings of sampling and does not say that it samples, as Vicuna's:
+    /// transformers then takes the likeliest token. Settings of this configuration are for sampling.
+    fn is_greedy_by_omission(&self, of_model: &serde_json::Map<String, Value>) -> bool {
+        let SamplerConfig { temperature, top_k, top_p, min_p, .. } = &self.responses.sampler;
+        let is_set = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
+        let of_file = |name: &&str| of_model.get(*name).is_some_and(|value| !value.is_null());
+        let is_said = self.responses.do_sample.is_some() || of_file(&"do_sample");
+        !is_said && !is_set && self.responses.num_return_sequences == 1 && OF_SAMPLING.iter().any(of_file)
+    }
+
     /// Resolves the generation: a setting that is not set is that of `of_model`, the `generation_config.json` of the model in
     /// `dir`, whose context is of `context` tokens, or else rlhf's default. The caller adds what ends a response.
     ///
@@ -128,7 +144,7 @@ impl GenerateConfig {
         let file = ModelDefaults { settings: of_model, dir };
         let do_sample = match (self.responses.do_sample, file.get("do_sample")) {
             (Some(set), _) => set,
-            (None, None) => true,
+            (None, None) => !self.is_greedy_by_omission(of_model),
             (None, Some(found)) => found.as_bool().ok_or_else(|| file.wrong("do_sample", bool::EXPECTED, found))?,
         };
         let mut max_new_tokens = file.whole(self.responses.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
@@ -227,8 +243,29 @@ impl GenerateConfig {
         };
         let found = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
         let names: Vec<&str> = found.filter(|name| !is_overridden(name)).collect();
-        let file = self.model_name_or_path.join("generation_config.json");
-        (!names.is_empty()).then(|| format!("{}: fields without effect here: {}", file.display(), names.join(", ")))
+        // Where there is no such file, the settings are those of the configuration.
+        let files = ["generation_config.json", "config.json"].map(|name| self.model_name_or_path.join(name));
+        let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
+        let others = (!names.is_empty()).then(|| format!("fields without effect here: {}", names.join(", ")));
+        let greedy = self.is_greedy_by_omission(of_model).then(|| {
+            let set: Vec<&str> = OF_SAMPLING.into_iter().filter(|name| of_model.contains_key(*name)).collect();
+            format!(
+                "no `do_sample`, so the likeliest token is always taken, as in transformers, and {} without effect; --do_sample samples",
+                match set.as_slice() {
+                    [one] => format!("{one} is"),
+                    all => format!("{} are", all.join(", ")),
+                }
+            )
+        });
+        let has_all = of_model.get("do_sample") == Some(&Value::Bool(true))
+            && of_model.get("top_k").is_none_or(Value::is_null)
+            && self.responses.sampler.top_k.is_none()
+            && generation.sampling != Sampling::Greedy;
+        let all = has_all.then(|| {
+            "no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest (--top_k 50)".into()
+        });
+        let notes: Vec<String> = greedy.into_iter().chain(all).chain(others).collect();
+        (!notes.is_empty()).then(|| format!("{}: {}", file.display(), notes.join("; ")))
     }
 
     /// Returns the note of [`GenerateConfig::note_without_effect`] for `model`, of the folder `dir`.
@@ -354,6 +391,7 @@ impl Setting for Format {
 mod tests {
     use super::*;
     use crate::settings::tests::usage_of;
+    use serde_json::json;
 
     #[test]
     fn generation_refuses_two_sources_of_prompts_and_equal_responses() {
@@ -369,5 +407,39 @@ mod tests {
             usage_of(config.check()),
             "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"
         );
+    }
+
+    #[test]
+    fn a_models_file_with_settings_of_sampling_that_does_not_say_it_samples_is_greedy_as_in_transformers() {
+        let of = |file: &Value| file.as_object().unwrap().clone();
+        let vicuna = of(&json!({"_from_model_config": true, "temperature": 0.9, "top_p": 0.6}));
+        let mut config = GenerateConfig::new("m");
+        let resolved = |config: &GenerateConfig, file: &serde_json::Map<String, Value>| {
+            let found = config.generation(file, 64, Path::new("m")).unwrap();
+            (found.sampling, config.note_without_effect(file, &found))
+        };
+        let (sampling, note) = resolved(&config, &vicuna);
+        assert_eq!(sampling, Sampling::Greedy);
+        assert_eq!(
+            note.unwrap(),
+            "m/generation_config.json: no `do_sample`, so the likeliest token is always taken, as in transformers, and temperature, top_p are \
+             without effect; --do_sample samples"
+        );
+        let sampled = Sampling::Random { temperature: 0.9, top_k: 0, top_p: 0.6, min_p: 0.0 };
+        config.responses.do_sample = Some(true);
+        assert_eq!(resolved(&config, &vicuna), (sampled, None));
+        config.responses.do_sample = None;
+        // A setting of sampling samples; a file without any has none that could be meant otherwise.
+        config.responses.sampler.top_k = Some(5);
+        assert!(matches!(resolved(&config, &vicuna).0, Sampling::Random { top_k: 5, .. }));
+        config.responses.sampler.top_k = None;
+        let silent = of(&json!({"_from_model_config": true, "eos_token_id": 2}));
+        assert!(matches!(resolved(&config, &silent), (Sampling::Random { .. }, None)));
+        let all = resolved(&config, &of(&json!({"do_sample": true, "top_p": 0.9}))).1.unwrap();
+        assert!(
+            all.contains("no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest"),
+            "{all}"
+        );
+        assert_eq!(resolved(&config, &of(&json!({"do_sample": true, "top_k": 0}))).1, None);
     }
 }

@@ -25,7 +25,8 @@ pub struct MergeConfig {
     #[arg(long, help_heading = RUN)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
-    /// Dtype of the weights; `auto` is that of the base. From a base in fewer bits, `float32` keeps the sum whole.
+    /// Dtype of the weights; `auto` is that of the base. From a base in fewer bits, `float32` keeps the sum whole: rounded to bfloat16
+    /// it may differ by half a unit in a logit.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.

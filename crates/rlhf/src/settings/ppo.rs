@@ -91,6 +91,9 @@ pub struct PpoConfig {
     /// Put a prompt that is a string into the chat template, as a user message.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
+    /// System message of every conversation that has none.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub system_prompt: std::option::Option<String>,
 
     /// Defaults and batch sizes of another trainer. `trl`: TRL's PPOTrainer today. `trl-ppov2`: TRL 0.9 to 0.11, where
     /// `num_mini_batches` multiplies the size of an update. `trl-legacy`: TRL's older trainer with `step()` and a value head on the
@@ -311,6 +314,17 @@ impl PpoConfig {
         config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
         config
+    }
+
+    /// Creates a configuration of GRPO with the defaults of TRL's `GRPOTrainer` and no reward: name one in `rewards`, or pass your own to
+    /// [`crate::train::ppo::PpoTrainer::from_config_with`].
+    pub fn grpo(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let config = Self::with_preset(Preset::Grpo, model_name_or_path, "", dataset_name, output_dir);
+        Self { reward_model_path: None, ..config }
     }
 
     /// Creates a configuration with every default and no reward: name one in `rewards`, or pass your own to

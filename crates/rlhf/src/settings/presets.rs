@@ -231,6 +231,11 @@ mod tests {
         assert_eq!((config.learning_rate, config.max_length, config.num_train_epochs), (5e-5, Some(512), 1.0));
         assert_eq!((config.pair_loss, config.num_padding_at_beginning), (PairLoss::Tokens, Some(1)));
         assert_eq!((config.new_reward_head, config.plan(160).unwrap().num_updates), (true, 10));
+        let grpo = PpoConfig::grpo("m", "d", "o");
+        assert_eq!(
+            (grpo.preset, &grpo.reward_model_path, grpo.sft_model_path.to_str()),
+            (Preset::Grpo, &None, Some("m"))
+        );
         assert_eq!(SftConfig::with_preset(Preset::Trl, "m", "d", "o"), SftConfig::new("m", "d", "o"));
         assert_eq!(RewardConfig::with_preset(Preset::Trl, "m", "d", "o"), RewardConfig::new("m", "d", "o"));
     }

@@ -12,7 +12,8 @@ pub struct ResponsesConfig {
     /// Maximum tokens of a response [default: the model's `generation_config.json`, else 53].
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
     pub max_new_tokens: std::option::Option<usize>,
-    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, else true].
+    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, which is greedy
+    /// where it has settings of sampling alone; else true].
     #[arg(
         long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<bool>,
         num_args = 0..=1, default_missing_value = "true", require_equals = true

@@ -33,8 +33,17 @@ const BUDGET: u64 = 256 << 20;
 /// Additional bytes that a rendering may make or read per byte of its messages.
 const PER_BYTE: u64 = 16;
 
-/// Cost of one value in addition to its text.
-const NODE: u64 = 32;
+/// Maximum bytes to which the constants of all blocks can be multiplied.
+const MAX_CONSTANTS: u128 = 16 << 20;
+
+/// Cost of one value in addition to its text: the value itself, twice, as lists grow by doubling.
+const NODE: u64 = 64;
+
+/// Upper bound on the bytes of the text of a number or a constant.
+const LEAF: u64 = 64;
+
+/// Cost of a macro, and of each name that it takes from around it: the engine keeps them until the rendering ends.
+const KEPT: u64 = 512;
 
 /// Stack bytes of the thread that compiles or renders; only the used part takes memory.
 const STACK: usize = 256 << 20;
@@ -135,15 +144,20 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
         raises: bool,
     }
     let mut block = Block { repeats: 1, ..Block::default() };
+    // Bytes of the multiplied constants of this block, and of those before it.
+    let (mut own, mut earlier) = (0u128, 0u128);
     for token in tokenize(source, false, syntax.clone()) {
         // The parser reports what is not a token.
         let Ok((token, span)) = token else { return Ok(()) };
         block.tokens += 1;
         match token {
-            Token::VariableStart | Token::BlockStart => block = Block { repeats: 1, ..Block::default() },
+            Token::VariableStart | Token::BlockStart => {
+                earlier = earlier.saturating_add(own);
+                block = Block { repeats: 1, ..Block::default() };
+            }
             Token::Str(text) => block.bytes += text.len() as u128,
             Token::String(text) => block.bytes += text.len() as u128,
-            Token::BracketOpen | Token::Comma => block.bytes += u128::from(NODE),
+            Token::BracketOpen | Token::Comma => block.bytes += u128::from(NODE / 2),
             Token::Int(number) => block.repeats = block.repeats.saturating_mul(u128::from(number) + 1),
             Token::Int128(_) => block.repeats = u128::MAX,
             Token::Mul => block.multiplies = true,
@@ -151,10 +165,13 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
             _ => {}
         }
         let repeats = if block.raises { u128::MAX } else { block.repeats };
+        own = if block.multiplies { block.bytes.saturating_mul(repeats) } else { 0 };
         let wrong = if block.tokens > MAX_TOKENS {
             format!("expected at most {MAX_TOKENS} tokens in one block")
-        } else if block.multiplies && block.bytes.saturating_mul(repeats) > MAX_CONSTANT {
+        } else if own > MAX_CONSTANT {
             format!("expected constants that multiply to at most {MAX_CONSTANT} bytes")
+        } else if earlier.saturating_add(own) > MAX_CONSTANTS {
+            format!("expected constants that multiply to at most {MAX_CONSTANTS} bytes in all blocks")
         } else {
             continue;
         };
@@ -210,11 +227,23 @@ fn with_payment(instruction: &Instruction<'static>) -> Code {
         Instruction::GetItem => paid("item", 2, instruction, false),
         Instruction::Slice => paid("slice", 4, instruction, true),
         Instruction::SetAttr(_) => paid("set", 2, instruction, false),
-        Instruction::PushLoop(_) | Instruction::UnpackList(_) => paid("take", 1, instruction, false),
+        Instruction::PushLoop(_) | Instruction::FastRecurse => paid("loop", 1, instruction, false),
+        Instruction::UnpackList(_) => paid("take", 1, instruction, false),
         Instruction::MergeKwargs(count) | Instruction::UnpackLists(count) if *count < usize::from(u16::MAX) => {
             paid("take", *count as u16, instruction, false)
         }
         Instruction::CallMethod(_, Some(count)) => paid("call", *count, instruction, false),
+        Instruction::CallFunction(_, Some(count)) | Instruction::CallObject(Some(count)) if *count > 0 => {
+            paid("loop", *count, instruction, false)
+        }
+        // Its operand is the list of its arguments' names.
+        Instruction::BuildMacro(..) => paid("macro", 1, instruction, false),
+        Instruction::Enclose(_) => vec![
+            Instruction::LoadConst(Value::from("enclose")),
+            apply(BEFORE, 1),
+            Instruction::DiscardTop,
+            instruction.clone(),
+        ],
         Instruction::BuildList(_) | Instruction::BuildTuple(_) | Instruction::BuildMap(_) => {
             vec![instruction.clone(), apply(BUILT, 1)]
         }
@@ -277,7 +306,7 @@ fn read(value: &Value, depth: usize) -> Result<u64, Error> {
         return Ok(if depth == 0 { len } else { 6 * len + 2 });
     }
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
-        return Ok(2 * NODE);
+        return Ok(LEAF);
     }
     if depth == MAX_DEPTH {
         return Err(too_much(format!("expected values at most {MAX_DEPTH} deep in each other, found deeper ones")));
@@ -296,12 +325,21 @@ fn read_all(values: &[Value]) -> Result<u64, Error> {
     values.iter().try_fold(0, |sum: u64, value| Ok(sum.saturating_add(read(value, 0)?)))
 }
 
-/// Cost of iterating over `value` once, without reading its elements.
+/// Cost of a copy of `value` without its elements; of a lazy sequence, of the list that it becomes.
 fn size(value: &Value) -> u64 {
+    let lazy = || match value.kind() {
+        ValueKind::Iterable => value.try_iter().map_or(0, Iterator::count),
+        _ => 0,
+    };
     match value.as_str() {
         Some(text) => text.len() as u64,
-        None => NODE.saturating_mul(value.len().unwrap_or(0) as u64),
+        None => NODE.saturating_mul(value.len().unwrap_or_else(lazy) as u64),
     }
+}
+
+/// Cost of a list of the elements of `value`, or of the characters of a text.
+fn elements(value: &Value) -> u64 {
+    value.as_str().map_or_else(|| size(value), |text| NODE.saturating_mul(text.len() as u64))
 }
 
 fn sizes(values: &[Value]) -> u64 {
@@ -331,6 +369,13 @@ fn before(operands: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let repeated = |what: &Value, times: &Value| size(what).saturating_mul(times.as_i64().map_or(1, i64::unsigned_abs));
     match (operation.as_str().unwrap_or_default(), operands) {
         ("+" | "take" | "slice", operands) => pay(sizes(operands))?,
+        // Elements are taken one by one, and those of a lazy sequence are made one by one.
+        ("loop", operands) => {
+            let lens = operands.iter().map(|value| value.len().unwrap_or(0) as u64);
+            pay(NODE.saturating_mul(lens.fold(1, u64::saturating_add)))?;
+        }
+        ("macro", operands) => pay(KEPT.saturating_add(sizes(operands)))?,
+        ("enclose", _) => pay(KEPT)?,
         ("*", [a, b]) => pay(repeated(a, b).max(repeated(b, a)).saturating_add(NODE))?,
         ("~" | "compare", operands) => pay(read_all(operands)?)?,
         ("item", [base, key]) => {
@@ -367,6 +412,14 @@ fn settle(value: Value) -> Result<Value, Error> {
     Ok(items.into())
 }
 
+/// Pays for the result of a filter or method without its elements, and settles it.
+fn made(value: Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::Iterable => settle(value),
+        _ => pay(size(&value)).map(|()| value),
+    }
+}
+
 /// Pays for a new value and checks its depth.
 fn built(value: Value) -> Result<Value, Error> {
     let value = settle(value)?;
@@ -384,14 +437,31 @@ fn numbers(arguments: &[Value]) -> u64 {
     arguments.iter().map(|value| number(value).saturating_add(named(value).unwrap_or(0))).fold(0, u64::saturating_add)
 }
 
-/// Sum of the widths and precisions of a format.
-fn widths(format: &Value, arguments: &[Value]) -> u64 {
+/// Whether a field of a format takes its width from another, as `{:>{}}` does.
+fn nests_fields(format: &str) -> bool {
+    let mut inside = false;
+    let mut letters = format.chars().peekable();
+    while let Some(letter) = letters.next() {
+        match letter {
+            '{' if inside => return true,
+            '{' => inside = letters.next_if_eq(&'{').is_none(),
+            '}' => inside = false,
+            _ => {}
+        }
+    }
+    false
+}
+
+/// Sum of the widths and precisions of a format with `holes` fields.
+fn widths(format: &Value, arguments: &[Value], holes: u64) -> u64 {
     let text = format.as_str().unwrap_or_default();
     let written = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
     let written = written.map(|digits| digits.parse::<u64>().unwrap_or(u64::MAX)).fold(0, u64::saturating_add);
-    // `*`, and `{}` within braces, take them from the arguments.
-    let taken = if text.contains('*') || text.contains(":{") { numbers(arguments) } else { 0 };
-    written.saturating_add(taken)
+    // `*`, and `{}` within braces, take them from the arguments, each field perhaps from the same.
+    let takes = text.contains('*') || nests_fields(text);
+    let taken = if takes { numbers(arguments).saturating_mul(holes) } else { 0 };
+    // A character of up to four bytes fills the width.
+    written.saturating_add(taken).saturating_mul(4)
 }
 
 /// Pays for applying the filter or method `name` to `arguments`, the first of which is its subject.
@@ -399,16 +469,20 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
     let Some((subject, others)) = arguments.split_first() else { return Ok(()) };
     match name {
         "default" | "d" | "length" | "count" | "first" | "last" | "attr" | "int" | "float" | "abs" | "round"
-        | "bool" | "get" | "list" | "reverse" | "items" | "keys" | "values" | "select" | "reject" | "selectattr"
-        | "rejectattr" | "map" | "chain" | "zip" | "find" | "rfind" | "startswith" | "endswith" | "strip"
-        | "lstrip" | "rstrip" | "trim" => return pay(sizes(arguments)),
+        | "bool" | "get" | "reverse" | "items" | "keys" | "values" | "find" | "rfind" | "startswith" | "endswith"
+        | "strip" | "lstrip" | "rstrip" | "trim" => return pay(sizes(arguments)),
+        "list" | "select" | "reject" | "selectattr" | "rejectattr" | "map" | "chain" | "zip" => {
+            return pay(arguments.iter().map(elements).fold(NODE, u64::saturating_add));
+        }
         _ => {}
     }
     let text = read_all(arguments)?;
     let of = |value: &Value| read(value, 0);
     let count = |value: &Value| value.as_str().map_or(value.len().unwrap_or(0), str::len) as u64;
     let cost = match name {
-        "batch" | "slice" => numbers(others).saturating_mul(NODE).saturating_add(sizes(arguments)),
+        "batch" | "slice" => {
+            numbers(others).saturating_mul(2 * NODE).saturating_add(elements(subject).saturating_mul(2))
+        }
         "indent" => {
             let lines = subject.to_string().matches('\n').count() as u64 + 1;
             lines.saturating_mul(numbers(others).max(4) + others.iter().map(count).sum::<u64>()).saturating_add(text)
@@ -426,9 +500,11 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
         }
         "format" => {
             let holes = subject.as_str().map_or(0, |text| text.matches(['%', '{']).count() as u64);
-            widths(subject, others).saturating_add(text.saturating_mul(holes + 1))
+            widths(subject, others, holes).saturating_add(text.saturating_mul(holes + 1))
         }
-        "sort" | "dictsort" | "unique" | "groupby" | "min" | "max" | "sum" => text.saturating_mul(16),
+        "sort" | "dictsort" | "unique" | "groupby" | "min" | "max" | "sum" => {
+            text.saturating_mul(16).saturating_add(elements(subject).saturating_mul(2))
+        }
         "split" | "rsplit" | "lines" | "splitlines" => text.saturating_mul(NODE),
         // A character of up to four bytes fills the width.
         "ljust" | "rjust" | "zfill" => numbers(others).saturating_mul(4).saturating_add(text),
@@ -459,7 +535,7 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = std::iter::once(value).chain(arguments).cloned().collect();
         pay_for(method, &all)?;
-        settle(python::method(state, value, method, arguments)?)
+        made(python::method(state, value, method, arguments)?)
     });
     environment.add_filter(BEFORE, before);
     environment.add_filter(AFTER, settle);
@@ -555,12 +631,12 @@ fn add_tests(environment: &mut Environment<'static>) {
 /// Adds a filter that pays.
 pub(super) fn add_filter(environment: &mut Environment<'static>, name: &'static str, filter: Value) {
     environment.add_filter(name, move |state: &mut State<'_, '_>, arguments: Rest<ValueOrKwargs>| {
-        let mut arguments = arguments.into_values();
+        let mut arguments = arguments.into_values().into_iter().map(settle).collect::<Result<Vec<Value>, Error>>()?;
         pay_for(name, &arguments)?;
         if let ("join", Some(list)) = (name, arguments.first_mut()) {
             *list = shown_items(list)?;
         }
-        let made = settle(filter.call(state, &arguments)?)?;
+        let made = made(filter.call(state, &arguments)?)?;
         if deepens(name) { built(made) } else { Ok(made) }
     });
 }

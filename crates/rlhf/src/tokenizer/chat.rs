@@ -1,9 +1,11 @@
 //! Chat templates: render a list of messages as a text, as transformers' `apply_chat_template` does.
 
 use super::bounds::{self, Program, SYNTAX, pay};
+use super::date;
+use super::messages::{MessageFault, check_message, normalized};
 use super::python::python_float;
 use crate::{Error, Result};
-use jiff::Zoned;
+use jiff::civil::DateTime;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value as Item};
 use serde_json::{Map, Value, json};
@@ -15,19 +17,25 @@ use std::sync::{Arc, LazyLock};
 /// Maximum steps of a template for one text, far more than any real template needs; a hostile template ends within a second.
 const FUEL: u64 = 10_000_000;
 
+/// Maximum characters of the message of an error.
+const MAX_MESSAGE: usize = 2000;
+
 /// A compiled template, or the error of compiling it, which is reported only when messages are rendered.
 #[derive(Debug, Clone)]
 pub(super) struct ChatTemplate {
     file: PathBuf,
     source: String,
     compiled: Result<Arc<Program>, String>,
+    /// The date that it reads; none for the system's.
+    date: Option<DateTime>,
 }
 
 impl ChatTemplate {
     /// Compiles `source`, which comes from `file`.
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
         let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
-        Self { file, source: source.to_string(), compiled: compiled.map(Arc::new).map_err(|e| explain(&e)) }
+        let compiled = compiled.map(Arc::new).map_err(|e| explain(&e));
+        Self { file, source: source.to_string(), compiled, date: date::of_loaded() }
     }
 
     /// Whether the two templates have the same source.
@@ -40,9 +48,9 @@ impl ChatTemplate {
         marked_blocks(&self.source) != self.source
     }
 
-    /// Whether it reads contents that are lists of parts, by their type or their text: as Gemma 3's, `item['type'] == 'text'`.
-    fn reads_parts(&self) -> bool {
-        ["'text'", "\"text\""].iter().any(|name| self.source.contains(name))
+    /// Its source.
+    pub(super) fn source(&self) -> &str {
+        &self.source
     }
 
     /// The file that contains it.
@@ -66,10 +74,7 @@ impl ChatTemplate {
         messages: &[Value],
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(String, Vec<Range<usize>>)> {
-        // A mark that occurs in no message.
-        let content = Value::from(messages).to_string();
-        let mark =
-            (0..).map(|n| format!("\u{1}{n}\u{2}")).find(|mark| !content.contains(mark.as_str())).unwrap_or_default();
+        let mark = unused_mark(messages);
         let marked = self.render_with(messages, false, variables, &mark)?;
         let (mut text, mut spans) = (String::new(), Vec::new());
         for (at, part) in marked.split(mark.as_str()).enumerate() {
@@ -82,6 +87,39 @@ impl ChatTemplate {
         Ok((text, spans))
     }
 
+    /// Renders `messages` up to the end of the last one's content, which the response continues, as transformers'
+    /// `continue_final_message` does.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`]; if the last message has no text, or the template does not write it.
+    pub(super) fn render_continued(
+        &self,
+        messages: &[Value],
+        variables: impl IntoIterator<Item = (String, Value)>,
+    ) -> Result<String> {
+        let mark = unused_mark(messages);
+        let mut messages = messages.to_vec();
+        let fault = |what: &str| Error::Run(format!("the last message, which the response continues: {what}"));
+        let last = messages.last_mut().and_then(Value::as_object_mut);
+        let content = last.and_then(|last| last.get_mut("content"));
+        let no_text = || fault("expected a text as its `content`, found none");
+        let end: &mut Value = match content.ok_or_else(no_text)? {
+            Value::Array(parts) => {
+                let part = parts.iter_mut().rev().find(|part| part["text"].is_string());
+                &mut part.ok_or_else(no_text)?["text"]
+            }
+            content => content,
+        };
+        let own = end.as_str().ok_or_else(no_text)?.to_string();
+        // The space shows whether the template trims contents.
+        *end = format!("{own}{mark} ").into();
+        let text = self.render_with(&messages, false, variables, "")?;
+        let at = text.rfind(&mark).filter(|_| text.contains(own.trim()));
+        let at = at.ok_or_else(|| fault("the chat template does not write its `content` as it is"))?;
+        let is_kept = text[at + mark.len()..].starts_with(' ');
+        Ok(if is_kept { text[..at].to_string() } else { text[..at].trim_end().to_string() })
+    }
+
     fn render_with(
         &self,
         messages: &[Value],
@@ -90,8 +128,8 @@ impl ChatTemplate {
         mark: &str,
     ) -> Result<String> {
         let program = self.compiled.as_ref().map_err(|e| Error::invalid(&self.file, e.as_str()))?;
-        let parts = self.reads_parts();
-        let messages: Vec<Value> = messages.iter().map(|message| tidy(message, parts)).collect::<Result<_>>()?;
+        messages.iter().try_for_each(checked)?;
+        let messages: Vec<Value> = messages.iter().map(|message| normalized(message, &self.source)).collect();
         let mut context = Map::new();
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
@@ -101,9 +139,13 @@ impl ChatTemplate {
         context.extend(variables);
         let input = context.values().map(text_bytes).sum();
         let context = Item::from(Serde(&context));
+        let begin = || {
+            MARK.set(Some(mark.to_string()));
+            date::set_of_rendered(self.date);
+        };
         // The row may be at fault as well as the template, so the caller adds the row's place.
         program
-            .render(&ENVIRONMENT, context, input, || MARK.set(Some(mark.to_string())))
+            .render(&ENVIRONMENT, context, input, begin)
             .map_err(|e| Error::Run(format!("{}: {}", self.file.display(), explain(&e))))
     }
 }
@@ -138,7 +180,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
         Err::<Item, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     let now = Item::from_function(|format: &str| {
-        let now = jiff::fmt::strtime::format(format, &Zoned::now());
+        let now = date::strftime_now(format);
         now.map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
     });
     bounds::add_function(&mut environment, "strftime_now", now);
@@ -153,6 +195,8 @@ fn explain(error: &minijinja::Error) -> String {
         (kind, Some(detail)) => format!("{kind}: {detail}"),
         (kind, None) => kind.to_string(),
     };
+    // A template may raise an error with a text of any length.
+    let message: String = message.chars().take(MAX_MESSAGE).collect();
     let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
     match error.line() {
         Some(line) => format!("chat template, line {line}: {message}"),
@@ -188,42 +232,24 @@ fn marked_blocks(source: &str) -> String {
     marked
 }
 
-/// A message as templates expect it: without null fields, its parts joined to one text unless the template reads `parts`, its reasoning
-/// under each of the names that templates use.
-fn tidy(message: &Value, parts: bool) -> Result<Value> {
-    let wrong = |what: &str| Error::Run(format!("{what}, found {message}"));
-    let fields = message.as_object().ok_or_else(|| wrong("expected a message with `role` and `content`"))?;
-    if !fields.get("role").is_some_and(Value::is_string) {
-        return Err(wrong("expected a message with a string `role`"));
-    }
-    let mut tidy: Map<String, Value> = fields.clone();
-    tidy.retain(|_, value| !value.is_null());
-    if let Some(content) = tidy.get_mut("content")
-        && !content.is_string()
-    {
-        let joined =
-            message_text(content).ok_or_else(|| wrong("`content`: expected a string or a list of text parts"))?;
-        if !parts {
-            *content = joined.into();
-        }
-    }
-    let reasoning = ["reasoning_content", "thinking", "reasoning"].iter().find_map(|name| tidy.get(*name)).cloned();
-    if let Some(reasoning) = reasoning {
-        let mut all = Map::from_iter([("thinking".to_string(), reasoning.clone())]);
-        all.extend(tidy);
-        all.insert("reasoning_content".into(), reasoning);
-        tidy = all;
-    }
-    Ok(tidy.into())
+/// Checks a message of a conversation.
+fn checked(message: &Value) -> Result<()> {
+    let Err(fault) = check_message(message) else { return Ok(()) };
+    let expected = match fault {
+        MessageFault::NoObject => "expected a message with `role` and `content`",
+        MessageFault::Role => "expected a message with a string `role`",
+        MessageFault::Content => "`content`: expected a string or a list of text parts",
+    };
+    Err(Error::Run(format!("{expected}, found {message}")))
 }
 
-/// The text of a message's `content`: a string, or a list of text parts, which are joined.
-pub(crate) fn message_text(content: &Value) -> Option<String> {
-    let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-    match content {
-        Value::String(text) => Some(text.clone()),
-        content => content.as_array()?.iter().map(text).collect(),
-    }
+/// Returns a mark that occurs in no message.
+pub(super) fn unused_mark(messages: &[Value]) -> String {
+    let texts = messages.iter().map(Value::to_string).collect::<String>();
+    // In JSON these two characters are escaped.
+    let is_unused = |n: &usize| !texts.contains(&format!("\\u0001{n}\\u0002"));
+    let n = (0..).find(is_unused).unwrap_or_default();
+    format!("\u{1}{n}\u{2}")
 }
 
 /// A user's message with the content `text`.
@@ -382,6 +408,18 @@ mod tests {
     }
 
     #[test]
+    fn the_date_of_a_template_that_is_loaded_for_a_run_is_that_of_its_start_on_any_day() {
+        let today = "{{ strftime_now('%d %B %Y') }}";
+        let begun = date::FixedDate::new("2024-02-29T23:59:58").unwrap();
+        let template = ChatTemplate::new("t".into(), today);
+        drop(begun);
+        let hi = [user_message("hi")];
+        assert_eq!(template.render(&hi, true, []).unwrap(), "29 February 2024");
+        // Another one on the same thread reads the system's.
+        assert_ne!(ChatTemplate::new("t".into(), today).render(&hi, true, []).unwrap(), "29 February 2024");
+    }
+
+    #[test]
     fn parts_are_joined_for_a_template_that_reads_texts_only() {
         let parts =
             json!([{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]);
@@ -488,6 +526,20 @@ mod tests {
             "{% include 'chat' %}".into(),
             "{% extends 'chat' %}".into(),
             "{{ messages | map('replace', '', 'x' * 900000) | list }}".into(),
+            // Variables of calls and of macros, which are kept until the end.
+            format!(
+                "{{% macro f(n) %}}{}{{{{ f(n - 1) }}}}{{% endmacro %}}{{{{ f(9) }}}}",
+                (0..20).map(|i| format!("{{% set v{i} = range(99999) | list %}}")).collect::<String>()
+            ),
+            "{% for i in range(99999) %}{% set x = range(99999) | list %}{% macro f() %}{{ x }}{% endmacro %}{% endfor %}".into(),
+            format!(
+                "{{% for i in range(99999) %}}{{% for j in range(99) %}}{{% macro f({}) %}}{{% endmacro %}}{{% endfor %}}{{% endfor %}}",
+                (0..600).map(|i| format!("a{i}")).collect::<Vec<_>>().join(", ")
+            ),
+            // A list of the characters of a text takes many times the text.
+            "{% set x = 'a' * 900000 %}{% set x = x * 60 %}{% set y = x | list %}".into(),
+            "{{ 'a' * 999999 }}".repeat(10_000),
+            "{% set x = '{0:>{1}}' %}{{ (x * 9999).format(1, 1000000) }}".into(),
             "x".repeat(1 << 20),
         ];
         for source in &hostile {

@@ -1,5 +1,6 @@
 //! Settings of `tokenizer_config.json` that count in place of the rules of `tokenizer.json`, as in transformers.
 
+use super::special::{Defaults, defaults_of};
 use super::{TOKENIZER_CONFIG, read_if_present};
 use crate::{Error, Result};
 use serde::Deserialize;
@@ -11,6 +12,8 @@ use tokenizers::{ModelWrapper, Tokenizer};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Settings {
     rules: Rules,
+    /// The special tokens that count where no file sets them.
+    pub(super) defaults: Defaults,
     /// Special tokens in a text are split like any other text.
     pub(super) split_special_tokens: bool,
     /// Decoded text is cleaned up, unless the vocabulary is one of BPE.
@@ -57,7 +60,9 @@ impl Settings {
                 Err(Error::invalid(dir.join(TOKENIZER_CONFIG), message))
             }
         };
-        let rules = match class(config, &read_if_present(dir, "config.json")?) {
+        let model = read_if_present(dir, "config.json")?;
+        let name = class(config, &model);
+        let rules = match name {
             "BertTokenizer" | "DistilBertTokenizer" => {
                 let names = ["do_lower_case", "strip_accents", "tokenize_chinese_chars"];
                 let [lower, strip, chinese] = names.map(flag);
@@ -76,6 +81,7 @@ impl Settings {
         };
         Ok(Self {
             rules,
+            defaults: defaults_of(name),
             split_special_tokens: flag("split_special_tokens")?.unwrap_or(false),
             clean_up: flag("clean_up_tokenization_spaces")?.unwrap_or(false),
             clean_up_bpe: flag("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")?

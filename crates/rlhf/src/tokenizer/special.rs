@@ -15,9 +15,53 @@ const ADDED_TOKENS: &str = "added_tokens.json";
 /// Names of special tokens, which chat templates use.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
+/// Special tokens by name that count where no file sets them; without a token there is none.
+pub(super) type Defaults = &'static [(&'static str, Option<&'static str>)];
+
+/// Returns the special tokens that a class of transformers has by default.
+pub(super) fn defaults_of(class: &str) -> Defaults {
+    const END: Option<&str> = Some("<|endoftext|>");
+    match class {
+        "Qwen2Tokenizer" => &[("unk_token", END), ("bos_token", None), ("eos_token", END), ("pad_token", END)],
+        "GPT2Tokenizer" => &[("unk_token", END), ("bos_token", END), ("eos_token", END), ("pad_token", None)],
+        "GPTNeoXTokenizer" => {
+            &[("unk_token", END), ("bos_token", END), ("eos_token", END), ("pad_token", Some("<|padding|>"))]
+        }
+        "LlamaTokenizer" => &[("unk_token", Some("<unk>")), ("bos_token", Some("<s>")), ("eos_token", Some("</s>"))],
+        "GemmaTokenizer" => &[
+            ("unk_token", Some("<unk>")),
+            ("bos_token", Some("<bos>")),
+            ("eos_token", Some("<eos>")),
+            ("pad_token", Some("<pad>")),
+            ("mask_token", Some("<mask>")),
+        ],
+        "T5Tokenizer" => &[("eos_token", Some("</s>")), ("unk_token", Some("<unk>")), ("pad_token", Some("<pad>"))],
+        "BertTokenizer" | "DistilBertTokenizer" => &[
+            ("unk_token", Some("[UNK]")),
+            ("sep_token", Some("[SEP]")),
+            ("pad_token", Some("[PAD]")),
+            ("cls_token", Some("[CLS]")),
+            ("mask_token", Some("[MASK]")),
+        ],
+        "RobertaTokenizer" | "BartTokenizer" => &[
+            ("bos_token", Some("<s>")),
+            ("eos_token", Some("</s>")),
+            ("sep_token", Some("</s>")),
+            ("cls_token", Some("<s>")),
+            ("unk_token", Some("<unk>")),
+            ("pad_token", Some("<pad>")),
+            ("mask_token", Some("<mask>")),
+        ],
+        _ => &[],
+    }
+}
+
 /// Name of the list of further special tokens, and its older name.
 const LIST: &str = "extra_special_tokens";
 const OLDER_LIST: &str = "additional_special_tokens";
+
+/// Name of the map of tokens of a model by their names.
+const OF_MODEL: &str = "model_specific_special_tokens";
 
 /// The tokens that the files beside a `tokenizer.json` name.
 #[derive(Debug, Clone, Default)]
@@ -28,6 +72,8 @@ pub(super) struct Described {
     listed: Vec<AddedToken>,
     /// Further tokens, which are added where tokenizer.json has no such added token.
     further: Vec<AddedToken>,
+    /// The names among [`NAMES`] that they set, null included.
+    set: Vec<&'static str>,
 }
 
 impl Described {
@@ -65,7 +111,24 @@ impl Described {
         let (named, mut further) = named_in(&settings);
         found.further = older_tokens(&older, &further);
         found.further.append(&mut further);
-        Ok(Self { named, ..found })
+        let set = NAMES.into_iter().filter(|name| settings.contains_key(*name)).collect();
+        Ok(Self { named, set, ..found })
+    }
+
+    /// Takes the tokens that the files do not set, as transformers does: the `defaults` of the class, of which `inner` has those that count, and
+    /// as the pad token that of the padding of tokenizer.json.
+    pub(super) fn complete(&mut self, defaults: Defaults, padding: Option<&str>, inner: &Tokenizer) {
+        let is_known = |token: &str| inner.token_to_id(token).is_some();
+        for &(name, token) in defaults.iter().filter(|(name, _)| !self.set.contains(name)) {
+            if let Some(token) = token.filter(|token| is_known(token)) {
+                self.named.insert(name.into(), token.into());
+            }
+        }
+        let sets_pad = self.set.contains(&"pad_token") || defaults.iter().any(|(name, _)| *name == "pad_token");
+        if let Some(token) = padding.filter(|_| !sets_pad) {
+            self.further.push(AddedToken::from(token.to_string(), true));
+            self.named.insert("pad_token".into(), token.into());
+        }
     }
 
     /// Whether `inner` has all tokens, so that adding them changes nothing.
@@ -150,16 +213,21 @@ fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToke
             tokens.push(token.special(true));
         }
     }
-    // Tokens of a model, such as image_token.
-    let own = settings.iter().filter(|(key, _)| key.ends_with("_token") && !NAMES.contains(&key.as_str()));
-    let list: Vec<&Value> = match settings.get(LIST) {
-        Some(Value::Array(tokens)) => tokens.iter().collect(),
-        Some(Value::Object(tokens)) => tokens.values().collect(),
-        _ => Vec::new(),
-    };
+    // Tokens of a model by their names, such as image_token; transformers passes over the map of them where others are texts with a key of
+    // their own.
+    let is_of_model = |key: &str| key.ends_with("_token") && !NAMES.contains(&key);
+    let mut of_model: Vec<(&String, &Value)> = settings.iter().filter(|(key, _)| is_of_model(key)).collect();
+    of_model.extend(settings.get(LIST).and_then(Value::as_object).into_iter().flatten());
+    if !of_model.iter().any(|(key, value)| value.is_string() || !settings.contains_key(*key)) {
+        of_model.extend(settings.get(OF_MODEL).and_then(Value::as_object).into_iter().flatten());
+    }
     // Tokens with a name are special, whatever their objects say.
-    tokens.extend(own.filter_map(|(_, token)| token_of(token)).map(|token| token.special(true)));
-    tokens.extend(list.into_iter().filter_map(token_of));
+    for (name, token) in of_model.into_iter().filter_map(|(name, token)| Some((name, token_of(token)?))) {
+        named.insert(name.clone(), token.content.clone().into());
+        tokens.push(token.special(true));
+    }
+    let list = settings.get(LIST).and_then(Value::as_array).into_iter().flatten();
+    tokens.extend(list.filter_map(token_of));
     (named, tokens)
 }
 
@@ -202,16 +270,20 @@ impl SpecialTokens {
     pub(super) fn read(dir: &Path, inner: Option<&Tokenizer>, described: &Described) -> Result<Self> {
         let id = |name| inner.and_then(|inner| described.id(inner, name));
         let mut special = Self { eos: id("eos_token").into_iter().collect(), pad: id("pad_token"), apart: false };
-        for file in ["config.json", "generation_config.json"] {
+        let mut has_ends = false;
+        // The ends of the first one that names any, as in transformers.
+        for file in ["generation_config.json", "config.json"] {
             let config = read_if_present(dir, file)?;
             special.apart |= generates_from_an_encoder(&config);
-            special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
+            has_ends |=
+                special.add_ids(&config, has_ends).map_err(|message| Error::invalid(dir.join(file), message))?;
         }
         Ok(special)
     }
 
-    /// Adds the ids that `config` names: its eos ids end a text in any case, its pad id counts if none is known.
-    fn add_ids(&mut self, config: &Value) -> Result<(), String> {
+    /// Adds the ids that `config` names: its eos ids end a text unless another file `has_ends`, its pad id counts if none is known. Returns
+    /// whether it names eos ids.
+    fn add_ids(&mut self, config: &Value, has_ends: bool) -> Result<bool, String> {
         let ids = |key: &str| -> Result<Vec<i64>, String> {
             let ids = match &config[key] {
                 Value::Null => Some(Vec::new()),
@@ -220,12 +292,13 @@ impl SpecialTokens {
             };
             ids.ok_or_else(|| format!("`{key}`: expected a token id or a list of them, found {}", config[key]))
         };
-        for id in ids("eos_token_id")? {
+        let ends = ids("eos_token_id")?;
+        for &id in ends.iter().filter(|_| !has_ends) {
             if !self.eos.contains(&id) {
                 self.eos.push(id);
             }
         }
         self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
-        Ok(())
+        Ok(!ends.is_empty())
     }
 }

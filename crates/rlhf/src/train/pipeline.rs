@@ -13,6 +13,7 @@ use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, check_columns, specs};
 use crate::run::checkpoint::{FinishedRun, UNFINISHED};
+use crate::run::ends::{ends_of, words};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
@@ -249,7 +250,8 @@ const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 /// Returns the error of a stage with the stage's name.
 fn named(stage: Stage, error: Error) -> Error {
     // The stage's hint names the option of its own command.
-    let with_hint = |message: String| match message.split_once("; --resume_from_checkpoint ") {
+    let hints = ["; --resume_from_checkpoint ", "; to resume: ", "; to begin again: "];
+    let with_hint = |message: String| match hints.iter().find_map(|hint| message.split_once(hint)) {
         Some((what, _)) => format!("{stage}: {what}; {RESUMES}"),
         None => format!("{stage}: {message}"),
     };
@@ -344,14 +346,16 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     let own = "model_name_or_path";
     let (data, own_eval, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
         (Stage::Sft, Some(sft), ..) => {
-            (&sft.data, sft.eval_dataset_name.as_deref(), vec![(own, sft.model_name_or_path.as_deref())])
+            let models =
+                vec![(own, sft.model_name_or_path.as_deref()), ("tokenizer_name", sft.tokenizer_name.as_deref())];
+            (&sft.data, sft.eval_dataset_name.as_deref(), models)
         }
         (Stage::Reward, _, Some(reward), _) => {
             let models = vec![(own, Some(reward.model_name_or_path.as_path()))];
             (&reward.data, reward.eval_dataset_name.as_deref(), models)
         }
         (Stage::Ppo, .., Some(ppo)) => {
-            let others = [("reward_model_path", &ppo.reward_model_path), ("value_model_path", &ppo.value_model_path)];
+            let others = [(own, &ppo.model_name_or_path), ("value_model_path", &ppo.value_model_path)];
             let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
             (&ppo.data, None, models.collect())
@@ -366,10 +370,44 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     }
     let left = Stage::ALL.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
-    for (name, dir) in models.filter(|(_, dir)| dir.is_dir() && !left.iter().any(|left| left == dir)) {
+    let is_read = |dir: &Path| dir.is_dir() && !left.iter().any(|left| left == dir);
+    for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
         inputs.model(name, dir)?;
     }
+    add_files(config, stage, &is_read, &mut inputs)?;
     Ok(inputs)
+}
+
+/// Adds digests of the files that a stage reads, and of its rewards; of reward models those for which `is_read` is true.
+fn add_files(
+    config: &PipelineConfig,
+    stage: Stage,
+    is_read: &impl Fn(&Path) -> bool,
+    inputs: &mut Inputs,
+) -> Result<()> {
+    match (stage, &config.sft, &config.ppo) {
+        (Stage::Sft, Some(sft), _) => {
+            let template = sft.chat_template_path.as_deref();
+            let shape = sft
+                .config_name
+                .as_deref()
+                .map(|name| if name.is_dir() { name.join("config.json") } else { name.into() });
+            shape.map_or(Ok(()), |shape| inputs.file("config_name", &shape))?;
+            template.map_or(Ok(()), |template| inputs.file("chat_template_path", template))
+        }
+        (Stage::Ppo, _, Some(ppo)) => {
+            let texts = ppo.unsupervised.unsupervised_dataset_name.as_deref();
+            texts.map_or(Ok(()), |texts| inputs.file("unsupervised_dataset_name", texts))?;
+            for spec in specs(ppo)? {
+                if let Some((name, dir)) = spec.named_model().filter(|(_, dir)| is_read(dir)) {
+                    inputs.model(&format!("reward {name}"), dir)?;
+                }
+                inputs.reward(spec.name(), &spec.contents());
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns whether the run in `dir` has the same settings, and so the same result.
@@ -570,11 +608,11 @@ fn last_line(dir: &Path) -> Result<Map<String, Value>> {
     Ok(metrics(dir)?.pop().unwrap_or_default())
 }
 
-/// The main metrics of each stage; with `true` also their first values.
-const KEY_METRICS: [&[(&str, bool)]; 3] = [
-    &[("loss", true), ("eval_loss", false)],
-    &[("loss", true), ("accuracy", true), ("eval_accuracy", false)],
-    &[("objective/scores", true), ("objective/kl", true), ("eval/score", false)],
+/// The main metrics of each stage.
+const KEY_METRICS: [&[&str]; 3] = [
+    &["loss", "eval_loss"],
+    &["loss", "accuracy", "eval_accuracy"],
+    &["objective/scores", "objective/kl", "eval/score"],
 ];
 
 /// Writes a table of the results of the stages.
@@ -586,27 +624,28 @@ fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
     let stream = if console == Console::Program { Stream::Err } else { Stream::Out };
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
-    table.set_header(["stage", "updates", "numbers, first and last", "folder"]);
+    table.set_header(["stage", "updates", "numbers, start to end", "folder"]);
+    let mut notes = String::new();
     for stage in Stage::ALL {
         let Some(run) = config.run(stage) else {
             table.add_row([stage.name(), "", "left out", ""]);
             continue;
         };
         let lines = metrics(&run.output_dir)?;
-        let number = |line: Option<&Map<String, Value>>, name: &str| line?.get(name)?.as_f64();
-        let numbers = KEY_METRICS[stage as usize].iter().filter_map(|&(name, began)| {
-            let with = || lines.iter().filter(|line| line.contains_key(name));
-            let (first, last) = (number(with().next(), name)?, number(with().next_back(), name)?);
-            Some(if began { format!("{name} {first:.3} to {last:.3}") } else { format!("{name} {last:.3}") })
+        let numbers = KEY_METRICS[stage as usize].iter().filter_map(|name| {
+            let [first, last] = ends_of(&lines, name)?;
+            Some(if first.is_empty() { format!("{name} {last}") } else { format!("{name} {first} to {last}") })
         });
         let numbers: Vec<String> = numbers.collect();
-        let updates = number(lines.last(), "step").map_or(String::new(), |updates| updates.to_string());
+        let updates = lines.last().and_then(|line| line.get("step")?.as_f64());
+        let updates = updates.map_or(String::new(), |updates| updates.to_string());
+        notes.push_str(&format!("{}: {}\n", stage.name(), words(lines.len())));
         table.add_row([stage.name(), &updates, &numbers.join("\n"), &one_line(&run.output_dir.display().to_string())]);
     }
     match console {
         // Standard output has the metrics.
-        Console::Program => say(console, &table.to_string()),
-        _ => drop(writeln!(std::io::stdout(), "{table}")),
+        Console::Program => say(console, &format!("{table}\n{}", notes.trim_end())),
+        _ => drop(write!(std::io::stdout(), "{table}\n{notes}")),
     }
     Ok(())
 }

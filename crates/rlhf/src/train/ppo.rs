@@ -140,7 +140,7 @@ impl PpoTrainer {
         self.warnings =
             [batch.warnings, self.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())].concat();
         self.last_metrics.clone_from(&m);
-        Ok(m)
+        Ok(if self.config.needs_critic() { m } else { m.without(self.learner.repeated_metrics()) })
     }
 
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
@@ -305,8 +305,12 @@ impl PpoTrainer {
 /// Rows of a sample table.
 const SAMPLE_ROWS: usize = 5;
 
-/// Metrics in the model card, with their decimals.
-const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
+/// Metrics in the model card, with their names there and their decimals.
+const CARD_METRICS: [(&str, &str, usize); 3] = [
+    ("episode", "episode", 0),
+    ("objective/scores", "objective/scores of the last update", 4),
+    ("objective/kl", "objective/kl of the last update", 4),
+];
 
 /// Folder of the value model, below the policy's.
 pub(crate) const VALUE_MODEL: &str = "value_model";
@@ -320,7 +324,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     check_eval_prompts(config)?;
     // Before anything slow begins.
     let opening = open(config)?;
-    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
+    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.found()?)?;
     (trainer.console, trainer.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }
@@ -444,11 +448,13 @@ impl PpoTrainer {
         &self.warnings
     }
 
-    /// Sends warnings of rewards to the console.
+    /// Sends warnings of rewards, and what functions of Python print, to the console.
     fn warn_of_retries(&mut self) {
         let console = self.console;
         let warn: Warn = Arc::new(move |message: &str| console.announce_warning(message));
         self.rewards.warn_by(&warn);
+        let print: Warn = Arc::new(move |line: &str| console.announce_printed(line));
+        self.rewards.print_by(&print);
     }
 
     /// Runs the next update, for the caller's own loop, and returns its metrics. Writes no files; [`PpoTrainer::warnings`] are

@@ -47,7 +47,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     paths.extend(config.eval_dataset_name.as_deref());
     let world = World::of_process();
     let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let hub = AskedHub::with(opening.commits()?);
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
     hub.download(&world, &paths, || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)
@@ -78,6 +80,8 @@ fn load_run<'a>(
     inputs.model("model_name_or_path", model_dir)?;
     let (train_pairs, eval_pairs) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let num_pairs = train_pairs.rows.len();
+    let tokens: Vec<[&[i64]; 2]> = train_pairs.rows.iter().map(|pair| [&pair.chosen[..], &pair.rejected[..]]).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
@@ -226,7 +230,9 @@ pub(super) fn read_pairs(
     pads: Option<&Pads>,
 ) -> Result<(Vec<Pair>, Vec<String>)> {
     let max_length = config.max_length.unwrap_or(usize::MAX).min(shape.max_position_embeddings);
-    let read = leave_out_long(dataset.pairs(tokenizer, shape.causal)?, max_length, dataset.path())?;
+    let pairs = dataset.pairs(&tokenizer.limited_to(max_length), shape.causal)?;
+    let mut read = leave_out_long(pairs, max_length, dataset.path())?;
+    read.1.extend(dataset.note_on_media());
     check_margins(&read.0, config.pair_loss, dataset.path())?;
     pads.map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
     Ok(read)

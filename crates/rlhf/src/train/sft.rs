@@ -35,7 +35,9 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
     let (world, paths) = (World::of_process(), paths_read(config));
     let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let hub = AskedHub::with(opening.commits()?);
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
     hub.download(&world, &paths, || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
@@ -63,6 +65,8 @@ fn load_run<'a>(
     let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Sft)?;
     inputs.extend(files);
     let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, model.config())?;
+    let tokens: Vec<&[i64]> = train_rows.rows.iter().flatten().map(|row| row.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
     let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
@@ -297,7 +301,7 @@ fn read_dataset(
     options: &DemonstrationOptions,
     max_length: usize,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
-    let rows = dataset.demonstrations_with(tokenizer, options)?;
+    let (rows, left_out) = dataset.demonstrations_noted(&tokenizer.limited_to(max_length), options)?;
     let ends = |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
     let endless = (!rows.iter().any(ends)).then(|| {
         let path = dataset.path().display();
@@ -308,6 +312,9 @@ fn read_dataset(
     });
     let (rows, mut warnings) = shorten(rows, max_length, tokenizer, dataset.path())?;
     warnings.extend(endless);
+    warnings.extend(left_out);
+    warnings.extend(dataset.note_on_media());
+    warnings.extend(dataset.notes_on_marks());
     Ok((rows, warnings))
 }
 
@@ -504,6 +511,14 @@ pub(crate) fn shorten(
             format!("expected some text, found none: the texts of all {all} rows are empty"),
         ));
     }
+    let untaught = rows.iter().filter(|row| row.loss_tokens() == 0).count();
+    if untaught == filled {
+        let message = format!(
+            "none of {all} rows has a token to learn, whatever their length: they have no turn of the assistant in the loss, no completion, or \
+             labels and masks that leave all tokens out"
+        );
+        return Err(Error::invalid(path, message));
+    }
     let suffix = tokenizer.is_of_encoder_decoder().then(|| tokenizer.around_prompts()).transpose()?;
     let mut cut = 0;
     for row in &mut rows {
@@ -515,7 +530,7 @@ pub(crate) fn shorten(
         cut += usize::from(row.tokens.len() < found);
     }
     rows.retain(|row| row.loss_tokens() > 0);
-    let left_out = filled - rows.len();
+    let left_out = filled - untaught - rows.len();
     if rows.is_empty() {
         let message = format!("none of {all} rows has a token to learn within max_length = {max_length} tokens");
         return Err(Error::invalid(path, message));
@@ -524,6 +539,10 @@ pub(crate) fn shorten(
     let mut warnings = Vec::new();
     if empty > 0 {
         warnings.push(format!("{path}: {empty} of {all} rows were left out: their text is empty"));
+    }
+    if untaught > 0 {
+        warnings
+            .push(format!("{path}: {untaught} of {all} rows were left out: no token to learn, whatever their length"));
     }
     if cut > 0 {
         warnings.push(format!("{path}: {cut} of {all} rows were cut at max_length = {max_length} tokens"));

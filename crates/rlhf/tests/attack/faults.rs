@@ -140,7 +140,7 @@ fn an_update_counts_though_its_line_or_its_rollout_cannot_be_written() {
         assert_eq!(ran.code, 1, "{name}: {}", ran.stderr);
         let error = ran.stderr.lines().last().unwrap();
         assert!(
-            error.contains(name) && error.ends_with("--resume_from_checkpoint lost/checkpoint-1 resumes"),
+            error.contains(name) && error.ends_with(" ppo --config lost/config.yaml --resume_from_checkpoint true"),
             "{error}"
         );
         assert_eq!(faults.scratch.read("lost/metrics.jsonl").lines().count(), 1, "{name}");

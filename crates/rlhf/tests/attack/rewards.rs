@@ -92,6 +92,67 @@ fn program(dice: &mut Dice) -> String {
     format!("{begin}{body}")
 }
 
+/// A program that scores the line with the id `n` by 10 n, and errs once or twice: it replies twice, late, in another order, or not at all.
+fn erring_program(dice: &mut Dice) -> String {
+    let echoes = dice.roll(2) == 0;
+    let line = if echoes { "{\\\"score\\\": ${id}0, \\\"id\\\": $id}" } else { "${id}0" };
+    let reply = format!("echo \"{line}\"");
+    let mut cases = String::new();
+    // Without ids, one line too many and one too few within two batches look like none.
+    for _ in 0..dice.roll(if echoes { 3 } else { 2 }) {
+        let at = 1 + dice.roll(9);
+        let sleep = dice.pick(&["", "sleep 0.01; ", "sleep 0.04; "]);
+        let error = dice.pick(&[
+            format!("{reply}; {sleep}{reply}"),
+            format!("{reply}; {sleep}{reply}; {reply}"),
+            format!("{sleep}{reply}"),
+            format!("kept=\"{line}\""),
+            format!("{reply}; echo \"$kept\""),
+            format!("{reply}; ({sleep}{reply}) &"),
+            "echo".to_string(),
+        ]);
+        cases += &format!("{at}) {error};; ");
+    }
+    format!("while read -r l; do id=${{l#*\\\"id\\\":}}; id=${{id%%,*}}; case $id in {cases}*) {reply};; esac; done")
+}
+
+#[test]
+fn a_program_that_errs_with_its_lines_never_gives_a_response_the_score_of_another() {
+    let retry = RetryPolicy { timeout: Duration::from_millis(250), ..RETRY };
+    let (mut right, mut refused) = (0, 0);
+    for case in 0..cases(100) {
+        let line = erring_program(&mut Dice(case));
+        let row = json!({});
+        let input = |()| RewardInput {
+            prompt: "p",
+            response: "r",
+            prompt_ids: &[1],
+            response_ids: &[2],
+            finish: FinishReason::Stop,
+            row: &row,
+        };
+        let batch = [(); 3].map(input);
+        let mut reward = CommandReward::new(line.clone(), retry);
+        let mut score = || -> rlhf::Result<Vec<f64>> {
+            let mut found = Vec::new();
+            for _ in 0..3 {
+                found.extend(reward.score(&batch)?.iter().map(|score| score.total()));
+            }
+            reward.finish()?;
+            Ok(found)
+        };
+        match score() {
+            Ok(found) => {
+                let expected: Vec<f64> = (1..=9).map(|id| 10.0 * f64::from(id)).collect();
+                assert_eq!(found, expected, "case {case}: {line}");
+                right += 1;
+            }
+            Err(_) => refused += 1,
+        }
+    }
+    assert!(right > 10 && refused > 10, "{right} right, {refused} refused");
+}
+
 /// Bytes in place of an HTTP response.
 fn response(dice: &mut Dice) -> Vec<u8> {
     let reward = dice.pick(&ANSWERS);

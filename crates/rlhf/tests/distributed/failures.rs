@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Three updates with a checkpoint after each, and an evaluation.
-const LINE: &str = "ppo --sft_model_path policy --reward length:target=3 --dataset_name prompts.jsonl --response_length 4 \
+pub(crate) const LINE: &str = "ppo --sft_model_path policy --reward length:target=3 --dataset_name prompts.jsonl --response_length 4 \
                     --train_batch_size 4 --total_episodes 12 --num_sample_generations 0 --num_ppo_epochs 1 \
                     --eval_split_size 2 --eval_steps 3 --save_steps 1 --learning_rate 1e-3 --seed 3";
 
@@ -87,6 +87,21 @@ fn a_rank_that_does_not_start_is_named() {
     one_line("rank 0 does not start", &ran[0], 1, &["rank 1: found no rank 0 at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"]);
     assert!(began.elapsed() < Duration::from_secs(40), "{:?}", began.elapsed());
     assert!(!scratch.path("out").exists());
+}
+
+#[test]
+fn a_rank_that_waits_for_another_one_to_start_stops_on_request() {
+    let scratch = Scratch::new();
+    let began = Instant::now();
+    let ranks = Ranks::start_some(&scratch, 2, &[0], &format!("{LINE} --output_dir out"), |_, _| ());
+    // As the launcher does some seconds after it has seen that rank 1 was killed.
+    std::thread::sleep(Duration::from_secs(2));
+    let id = ranks.0[0].id().to_string();
+    assert!(std::process::Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    let ran = ranks.wait("rank 1 was killed at the start");
+    assert_eq!(ran[0].code, 143, "{}", ran[0].stderr);
+    assert!(ran[0].stderr.contains("stopped while rank 1 of 2 had not started"), "{}", ran[0].stderr);
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
 }
 
 #[test]
@@ -246,10 +261,7 @@ fn a_signal_to_one_rank_ends_all_after_the_update_with_a_checkpoint() {
         let ran = ranks.wait("a signal");
         assert!(ran.iter().all(|ran| ran.code == code), "{} {}: {}", ran[0].code, ran[1].code, ran[0].stderr);
         let error = ran[0].stderr.lines().last().unwrap();
-        assert!(
-            error.starts_with("error: stopped as requested after update ") && error.ends_with("resumes"),
-            "{error}"
-        );
+        assert!(error.starts_with("stopped as requested after update ") && error.ends_with("resumes"), "{error}");
         assert!(scratch.path(&out).join(format!("checkpoint-{}", updates())).is_dir(), "{error}");
         assert!(ran[1].stderr.is_empty(), "{}", ran[1].stderr);
     }

@@ -1,16 +1,17 @@
 //! The processes of `rlhf launch`, one per rank: their environment, output, signals and end.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt, parent_id};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rlhf::dist::launch::LAUNCHER;
+use rlhf::dist::launch::{LAUNCHED_BY, LAUNCHER};
 use rlhf::signals::{Requests, is_ignored};
 use rlhf::terminal::Stream;
 use rlhf::{Error, Result};
@@ -132,9 +133,14 @@ pub(super) struct Ranks {
     main: Option<Progress>,
     /// Whether rank 0 was killed because it made no progress after a failure.
     main_hung: bool,
+    /// The rank that each rank names in its error as the cause.
+    named: Named,
     /// Disconnected when all output is written.
     output: Receiver<()>,
 }
+
+/// Ranks that errors name, by the rank that prints the error.
+type Named = Arc<Mutex<BTreeMap<usize, usize>>>;
 
 impl Ranks {
     /// No rank yet, of a machine whose first one has this number.
@@ -152,6 +158,7 @@ impl Ranks {
             on_cpu,
             main: None,
             main_hung: false,
+            named: Named::default(),
             output,
         }
     }
@@ -173,10 +180,10 @@ impl Ranks {
             };
             let rank = start.first_rank + local_rank;
             if let Some(stdout) = child.stdout.take() {
-                copy_lines(rank, stdout, Stream::Out, written.clone());
+                copy_lines(rank, stdout, Stream::Out, (written.clone(), None));
             }
             if let Some(stderr) = child.stderr.take() {
-                copy_lines(rank, stderr, Stream::Err, written.clone());
+                copy_lines(rank, stderr, Stream::Err, (written.clone(), Some(ranks.named.clone())));
             }
             ranks.running.insert(local_rank, Pid::from_child(&child));
             wait_for(local_rank, child, events.clone());
@@ -221,6 +228,10 @@ impl Ranks {
             // The program ends as its main rank does.
             if rank == 0 && status.code().is_some() {
                 *stopped = code;
+                // It has saved the run; at the start the others may still look for it.
+                if self.kill_at.is_none() {
+                    (self.term_at, self.kill_at) = (Some(Instant::now() + NOTICE), Some(Instant::now() + KILL));
+                }
             }
             return;
         }
@@ -302,17 +313,32 @@ impl Ranks {
         }
     }
 
-    /// Returns the rank that failed first, and its status. Of failures at about the same time it is one that a signal killed.
+    /// Returns the rank that failed first, and its status. Of failures at about the same time it is one that a signal killed. If its error names
+    /// another rank that has failed as the cause, it is that one: rank 0 serves the store, and ends after those that read its error.
     fn cause(&self) -> Option<(usize, ExitStatus)> {
         let first = self.failures.first()?.0;
         let together = self.failures.iter().take_while(|(at, ..)| *at <= first + SAME_CAUSE);
         // A rank that notices the loss of another one may abort.
         let killed = together.clone().find(|(.., status)| status.signal().is_some_and(|signal| signal != SIGABRT));
-        killed.or(self.failures.first()).map(|&(_, rank, status)| (rank, status))
+        if let Some(&(_, rank, status)) = killed {
+            return Some((rank, status));
+        }
+        let failed = |rank: usize| self.failures.iter().find(|(_, of, _)| *of == rank);
+        let (_, first, status) = *self.failures.first()?;
+        let named = self.named.lock().unwrap_or_else(PoisonError::into_inner).get(&first).copied();
+        let named = named.and_then(failed).map(|&(_, rank, status)| (rank, status));
+        named.or(Some((first, status)))
     }
 }
 
 impl Start<'_> {
+    /// Returns the words of this process before those of the ranks, a line each.
+    fn launched_by(&self) -> OsString {
+        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let end = words.iter().skip(1).position(|word| self.arguments.first() == Some(word)).map_or(1, |at| at + 1);
+        words[..end.min(words.len())].join(OsStr::new("\n"))
+    }
+
     /// Returns the command of a rank of this machine, with the environment that torchrun gives.
     fn command(&self, local_rank: usize) -> Command {
         let rank = self.first_rank + local_rank;
@@ -331,7 +357,7 @@ impl Start<'_> {
         ] {
             command.env(name, number.to_string());
         }
-        command.env("MASTER_ADDR", self.host);
+        command.env("MASTER_ADDR", self.host).env(LAUNCHED_BY, self.launched_by());
         // Of a launcher around this one.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE").env_remove("TORCHELASTIC_RUN_ID");
         // A group of its own: Ctrl-C reaches the launcher alone, which passes each signal on once.
@@ -353,8 +379,14 @@ fn wait_for(local_rank: usize, mut child: Child, events: Sender<Event>) {
     });
 }
 
-/// Copies the lines of a rank to the launcher's own stream, marked with the rank, in a thread of its own.
-fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written: Sender<()>) {
+/// Copies the lines of a rank to the launcher's own stream, marked with the rank, in a thread of its own, which has the end of `written`
+/// until then. Notes the rank that an error names.
+fn copy_lines(
+    rank: usize,
+    from: impl Read + Send + 'static,
+    to: Stream,
+    (written, named): (Sender<()>, Option<Named>),
+) {
     thread::spawn(move || {
         // The line may hold the progress bar of rank 0.
         let clear = if Stream::Err.moves_cursor() { "\r\x1b[K" } else { "" };
@@ -363,6 +395,9 @@ fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written
         while lines.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
             let mut text = format!("{clear}[rank {rank}] ").into_bytes();
             text.extend_from_slice(line.strip_suffix(b"\n").unwrap_or(&line));
+            if let (Some(named), Some(cause)) = (&named, rank_in_error(&line)) {
+                named.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, cause);
+            }
             text.push(b'\n');
             // Without a reader the rank must not be blocked.
             let _ = match to {
@@ -373,6 +408,13 @@ fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written
         }
         drop(written);
     });
+}
+
+/// Returns the rank that the error in `line` begins with, as in `error: rank 0: ...`.
+fn rank_in_error(line: &[u8]) -> Option<usize> {
+    let rest = std::str::from_utf8(line).ok()?.strip_prefix("error: rank ")?;
+    let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+    rest[..end].parse().ok()
 }
 
 /// Returns the exit code that a shell reports for `status`.
@@ -405,6 +447,30 @@ mod tests {
         assert_eq!(ranks.main_rank(), Some(Pid::INIT));
         ranks.first_rank = 2;
         assert_eq!(ranks.main_rank(), None);
+    }
+
+    #[test]
+    fn the_cause_is_the_rank_that_the_first_error_names_if_it_has_failed_too() {
+        assert_eq!(rank_in_error(b"error: rank 0: the reward failed\n"), Some(0));
+        assert_eq!(rank_in_error(b"error: rank 12 ended without an error message (killed?)\n"), Some(12));
+        assert_eq!(
+            [&b"error: no such file"[..], b"rank 0: x", b"error: ranks 1, 2 of 3"].map(rank_in_error),
+            [None; 3]
+        );
+        let mut ranks = Ranks::of_machine(0, true, channel().1);
+        let (now, exited) = (Instant::now(), ExitStatus::from_raw(1 << 8));
+        // Rank 0 waits until rank 1 has read its error.
+        ranks.failures = vec![(now, 1, exited), (now + Duration::from_secs(2), 0, exited)];
+        assert_eq!(ranks.cause().unwrap().0, 1);
+        ranks.named.lock().unwrap().insert(1, 0);
+        assert_eq!(ranks.cause().unwrap().0, 0);
+        // One that has not failed, as a rank of another machine, is in the error itself.
+        ranks.named.lock().unwrap().insert(1, 3);
+        assert_eq!(ranks.cause().unwrap().0, 1);
+        // A rank that was killed has no words.
+        ranks.failures.push((now, 2, ExitStatus::from_raw(9)));
+        ranks.failures.swap(1, 2);
+        assert_eq!(ranks.cause().unwrap().0, 2);
     }
 
     #[test]

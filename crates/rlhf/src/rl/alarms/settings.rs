@@ -20,7 +20,7 @@ pub struct AlarmConfig {
     pub no_checks: bool,
     /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
     /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
-    /// checkpoint with half the learning rate and other samples [default: all=warn].
+    /// checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn].
     #[arg(long, help_heading = RUN, value_delimiter = ',')]
     pub on_alarm: Vec<String>,
     /// Rollbacks of a run, at most; the next alarm with that action stops it.

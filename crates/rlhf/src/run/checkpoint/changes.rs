@@ -1,6 +1,7 @@
 //! Settings that a later run may change: of a run that resumes from it, starts again in its place, or replays one of its updates.
 
 use crate::dist::num_ranks;
+use crate::run::inputs::reward_input;
 use crate::run::sizes::{GlobalSizes, SIZES, ranks_of};
 use crate::{Error, Result};
 use serde::Serialize;
@@ -112,6 +113,8 @@ pub(crate) struct EarlierSettings<'a> {
     pub(super) config: &'a Map<String, Value>,
     /// The working directory of relative paths among them.
     pub(super) working_dir: Option<&'a Path>,
+    /// The digests of what the run has read, where those of the later run are compared with them: its paths may be others then.
+    pub(super) inputs: Option<&'a Value>,
 }
 
 impl<'a> EarlierSettings<'a> {
@@ -119,7 +122,7 @@ impl<'a> EarlierSettings<'a> {
     /// and with these ranks.
     pub(crate) fn of_config(place: &'a Path, command: &'a str, config: &'a Map<String, Value>) -> Self {
         let version = env!("CARGO_PKG_VERSION");
-        Self { place, version, command, ranks: num_ranks(), config, working_dir: None }
+        Self { place, version, command, ranks: num_ranks(), config, working_dir: None, inputs: None }
     }
 
     /// Returns the settings of `config` that differ from those of the run. A setting that only one version has cannot be compared.
@@ -164,6 +167,9 @@ impl<'a> EarlierSettings<'a> {
             // A setting that only one version has cannot be compared.
             let from = self.working_dir;
             let Some(then) = self.config.get(name).filter(|then| !is_same(then, now, from)) else { continue };
+            if self.inputs.is_some_and(|inputs| is_compared_by_content(name, then, now, inputs)) {
+                continue;
+            }
             let (then, now) = (shown(then), shown(now));
             match name.as_str() {
                 name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
@@ -246,6 +252,77 @@ fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
         || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
 }
 
+/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run, so that another path that is there, with
+/// the same contents, is the same.
+pub(crate) fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
+    let has_digest =
+        |name: &str| inputs.get(name).is_some_and(|input| !input["digest"].is_null() || input["files"].is_object());
+    let are_paths =
+        |then: &Value, now: &Value| then.is_string() && now.as_str().is_some_and(|now| Path::new(now).exists());
+    match (name, then, now) {
+        // The rewards, with the model or the word list that each reads.
+        ("reward", Value::Array(then), Value::Array(now)) => {
+            let is_same = |(then, now): (&Value, &Value)| {
+                then == now
+                    || reads_the_same_kind(then, now).is_some_and(|name| has_digest(&reward_input(&name)))
+                    || is_moved_reward(then, now, inputs)
+            };
+            then.len() == now.len() && then.iter().zip(now).all(is_same)
+        }
+        ("reward_command", Value::String(then), Value::String(now)) => is_moved_command(then, now, "command", inputs),
+        ("judge_command", Value::String(then), Value::String(now)) => is_moved_command(then, now, name, inputs),
+        ("reward_model_path", then, now) => are_paths(then, now) && has_digest(&reward_input("model")),
+        ("eval_dataset_name", then, now) => are_paths(then, now) && has_digest("rows held out"),
+        (name, Value::Array(then), Value::Array(now)) => {
+            then.len() == now.len() && then.iter().zip(now).all(|(then, now)| are_paths(then, now)) && has_digest(name)
+        }
+        (name, then, now) => are_paths(then, now) && has_digest(name),
+    }
+}
+
+/// Returns the name of two rewards that differ by a path alone, of which that of `now` is there.
+fn reads_the_same_kind(then: &Value, now: &Value) -> Option<String> {
+    let parts = |value: &Value| {
+        let (kind, path) = value.as_str()?.split_once(':')?;
+        // The label of a model is no part of its path.
+        let (path, label) = path.split_once('#').map_or((path, None), |(path, label)| (path, Some(label.to_string())));
+        let is_read = ["model", "words"].contains(&kind.rsplit('=').next()?);
+        is_read.then(|| (kind.to_string(), label, path.to_string()))
+    };
+    let (then, now) = (parts(then)?, parts(now)?);
+    let is_same = then.0 == now.0 && then.1 == now.1 && Path::new(&now.2).exists();
+    is_same.then(|| now.0.split('=').next().unwrap_or_default().to_string())
+}
+
+/// Returns whether two rewards are the command lines of one program at two places.
+fn is_moved_reward(then: &Value, now: &Value, inputs: &Value) -> bool {
+    let parts = |value: &Value| {
+        let (kind, line) = value.as_str()?.split_once(':')?;
+        (kind.rsplit('=').next() == Some("command")).then(|| (kind.to_string(), line.to_string()))
+    };
+    let (Some((then_kind, then)), Some((now_kind, now))) = (parts(then), parts(now)) else { return false };
+    let name = now_kind.split('=').next().unwrap_or_default();
+    then_kind == now_kind && is_moved_command(&then, &now, name, inputs)
+}
+
+/// Returns whether two command lines differ by the folders of scripts alone that are among the `inputs` of the reward `name`.
+fn is_moved_command(then: &str, now: &str, name: &str, inputs: &Value) -> bool {
+    let files = &inputs[reward_input(name)]["files"];
+    let words = |line: &str| -> Vec<String> {
+        line.split_whitespace().map(|word| word.trim_matches(['"', '\'']).to_string()).collect()
+    };
+    let script = |word: &str| Path::new(word).file_name().map(|name| name.to_string_lossy().into_owned());
+    let is_same = |(then, now): (&String, &String)| {
+        let is_moved = || {
+            let name = script(now).filter(|_| Path::new(now).is_file());
+            name.is_some_and(|name| script(then).as_ref() == Some(&name) && files[&name].is_string())
+        };
+        then == now || is_moved()
+    };
+    let (then, now) = (words(then), words(now));
+    then.len() == now.len() && then.iter().zip(&now).all(is_same)
+}
+
 /// Returns a setting as error messages show it.
 fn shown(value: &Value) -> String {
     match value {
@@ -259,6 +336,56 @@ fn shown(value: &Value) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn another_path_is_left_to_the_digests_where_there_are_some_and_refused_elsewhere() {
+        let inputs = json!({
+            "dataset_name": {"digest": "1"}, "sft_model_path": {"files": {}}, "reward mood": {"files": {}},
+            "reward words": {"files": {}}, "reward model": {"files": {}}, "rows held out": {"digest": "2"},
+        });
+        let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
+        for name in ["dataset_name", "sft_model_path", "reward_model_path", "eval_dataset_name"] {
+            assert!(of(name, json!("a"), json!("/")), "{name}");
+            assert!(!of(name, json!("a"), Value::Null), "{name}");
+            assert!(!of(name, json!("a"), json!("/nowhere/at/all")), "{name}");
+        }
+        assert!(of("dataset_name", json!(["a"]), json!(["/"])));
+        assert!(!of("dataset_name", json!(["a"]), json!(["/", "/tmp"])));
+        assert!(!of("value_model_path", json!("a"), json!("/")), "no digest");
+        assert!(!of("seed", json!(1), json!(2)));
+        let rewards = |then: &str, now: &str| of("reward", json!(["json", then]), json!(["json", now]));
+        assert!(rewards("mood=model:a", "mood=model:/") && rewards("words:a.txt", "words:/"));
+        assert!(rewards("mood=model:a#GOOD", "mood=model:/#GOOD"));
+        for (then, now) in [
+            ("mood=model:a#GOOD", "mood=model:/#BAD"),
+            ("mood=model:a", "other=model:/"),
+            ("other=model:a", "other=model:/"),
+            ("mood=model:a", "mood=model:/nowhere/at/all"),
+            ("words:a", "model:/"),
+            ("regex:a", "regex:/"),
+        ] {
+            assert!(!rewards(then, now), "{then} {now}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_has_moved_is_left_to_the_digests_of_its_scripts_and_no_other_word_is() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("judge.py"), "").unwrap();
+        let moved = format!("python3 '{}' --level 2", dir.path().join("judge.py").display());
+        let files = json!({"files": {"judge.py": "1"}});
+        let inputs = json!({"reward command": files, "reward mine": files});
+        let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
+        assert!(of("reward_command", json!("python3 old/judge.py --level 2"), json!(moved)));
+        for then in ["python3 old/judge.py --level 3", "python3 old/other.py --level 2", "python3 judge.py"] {
+            assert!(!of("reward_command", json!(then), json!(moved)), "{then}");
+        }
+        let rewards = |then: &str, kind: &str| of("reward", json!([then]), json!([format!("{kind}:{moved}")]));
+        assert!(rewards("mine=command:python3 judge.py --level 2", "mine=command"));
+        assert!(!rewards("mine=command:python3 judge.py --level 2", "other=command"));
+        assert!(!rewards("other=command:python3 judge.py --level 2", "other=command"), "no digest");
+        assert!(!rewards("python:judge.f", "mine=command"));
+    }
 
     #[test]
     fn a_path_is_the_same_from_another_working_folder() {

@@ -1,9 +1,10 @@
 //! Runs as their files have them: a checkpoint to resume from, a finished run, and the record of one update.
 
-use super::changes::{Change, Length, settings};
+use super::changes::{Change, EarlierSettings, Length, settings};
 use super::folders::{PREFIX, sizes};
 use super::state::{PartStates, State};
 use super::{BEST, STATE, UNFINISHED};
+use crate::run::environment::Environment;
 use crate::run::inputs::Inputs;
 use crate::run::settings::CheckpointConfig;
 use crate::weights::{pretty, write_text};
@@ -38,7 +39,12 @@ impl Saved {
     /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
         let length = if self.state.is_finished() { Length::MayChange } else { Length::KeptUntilFinished };
-        self.state.settings(&self.dir).check(command, config, length)
+        self.settings().check(command, config, length)
+    }
+
+    /// The settings of the run. Paths of what has digests may be others: [`Saved::check_inputs`] compares the contents.
+    fn settings(&self) -> EarlierSettings<'_> {
+        EarlierSettings { inputs: self.part("inputs").ok(), ..self.state.settings(&self.dir) }
     }
 
     /// Checks that the run reads the same inputs as before, and has as many updates, of `rows` rows of data each; a finished run
@@ -61,7 +67,7 @@ impl Saved {
             return Err(Error::invalid(self.dir.join(STATE), message));
         }
         let may_change = settings.resume_with_changed_inputs;
-        let warnings = changed_inputs(&self.dir, &self.parts(), inputs, may_change)?;
+        let warnings = changed_inputs(&self.dir, &self.state, inputs, may_change)?;
         let extends = self.state.is_finished() && num_updates > expected;
         if num_updates == expected || extends || (may_change && num_updates >= done) {
             return Ok(warnings);
@@ -73,12 +79,16 @@ impl Saved {
         Err(Error::invalid(&self.dir, message))
     }
 
-    /// Returns a warning if libtorch now computes with another number of threads.
-    pub(crate) fn threads_warning(&self) -> Option<String> {
+    /// Returns warnings if libtorch now computes with another number of threads, or the environment has other variables on which results
+    /// depend.
+    pub(crate) fn machine_warnings(&self) -> Vec<String> {
         let (then, now) = (self.state.threads, tch::get_num_threads());
         let dir = self.dir.display();
-        (then != now)
-            .then(|| format!("{now} threads: it was {then} before {dir}, so that results may differ by rounding"))
+        let threads = (then != now)
+            .then(|| format!("{now} threads: it was {then} before {dir}, so that results may differ by rounding"));
+        let then = self.state.environment.iter();
+        let variables = then.flat_map(|then| Environment::of_process().warnings(then, &dir.to_string()));
+        threads.into_iter().chain(variables).collect()
     }
 
     /// The state of the parts of the run.
@@ -158,7 +168,9 @@ impl FinishedRun {
     /// # Errors
     /// As [`Saved::check`].
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        self.state.settings(&self.dir).check(command, config, Length::Kept)
+        let inputs = self.state.state.get("inputs");
+        let settings = EarlierSettings { inputs, ..self.state.settings(&self.dir) };
+        settings.check(command, config, Length::Kept)
     }
 
     /// Checks that the run has read the `inputs` as they are now. Returns warnings.
@@ -166,8 +178,7 @@ impl FinishedRun {
     /// # Errors
     /// If it has not; never with `resume_with_changed_inputs`.
     pub(crate) fn check_inputs(&self, settings: &CheckpointConfig, inputs: &Inputs) -> Result<Vec<String>> {
-        let parts = PartStates::in_file(self.dir.join(STATE), &self.state.state);
-        changed_inputs(&self.dir, &parts, inputs, settings.resume_with_changed_inputs)
+        changed_inputs(&self.dir, &self.state, inputs, settings.resume_with_changed_inputs)
     }
 }
 
@@ -202,12 +213,16 @@ impl UpdateRecord {
     }
 }
 
-/// Returns a warning about `inputs` of which `parts`, the state of the run in the folder `dir`, has other digests.
+/// Returns a warning about `inputs` of which `state`, that of the run in the folder `dir`, has other digests, and about products of another
+/// precision.
 ///
 /// # Errors
 /// If there are such inputs, unless they `may_change`.
-fn changed_inputs(dir: &Path, parts: &PartStates<'_>, inputs: &Inputs, may_change: bool) -> Result<Vec<String>> {
-    let changed = parts.part("inputs").map_or(Vec::new(), |began| inputs.changed(began));
+fn changed_inputs(dir: &Path, state: &State, inputs: &Inputs, may_change: bool) -> Result<Vec<String>> {
+    let mut changed = state.state.get("inputs").map_or(Vec::new(), |began| inputs.changed(began));
+    let then = state.environment.iter();
+    let precision = then.flat_map(|then| Environment::of_process().changed_precision(then));
+    changed.extend(precision.map(|variable| format!("environment: {variable}")));
     if changed.is_empty() {
         return Ok(Vec::new());
     }

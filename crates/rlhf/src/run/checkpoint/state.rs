@@ -3,6 +3,7 @@
 use super::STATE;
 use super::changes::{EarlierSettings, settings};
 use crate::dist::num_ranks;
+use crate::run::environment::Environment;
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,9 @@ pub(crate) struct State {
     pub(crate) num_updates: usize,
     /// Threads that libtorch computed with: sums depend on them.
     pub(crate) threads: i32,
+    /// Variables of the environment on which results depend; none in a checkpoint of an earlier version.
+    #[serde(default)]
+    pub(super) environment: Option<Environment>,
     /// Number of ranks.
     #[serde(default = "one_rank")]
     pub(crate) ranks: usize,
@@ -49,6 +53,7 @@ impl State {
             update,
             num_updates,
             threads: tch::get_num_threads(),
+            environment: Some(Environment::of_process()),
             ranks: num_ranks(),
             metrics: Map::new(),
             state: Map::new(),
@@ -149,6 +154,7 @@ impl State {
             ranks: self.ranks,
             config: &self.config,
             working_dir: self.working_dir.as_deref(),
+            inputs: None,
         }
     }
 }

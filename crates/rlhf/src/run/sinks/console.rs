@@ -1,8 +1,10 @@
 //! The sink of the console: a progress bar, warnings and notes on standard error, tables on standard output.
 
 use crate::generate::FinishReason;
+use crate::run::ends::{ends_of, metric_of, words};
 use crate::run::event::{Conversation, Event, Sample};
 use crate::run::output_dir::METRICS;
+use crate::run::settings::is_eval_metric;
 use crate::safe_text::{self, beginning, one_line};
 use crate::terminal::{self, Colour, Stream};
 use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
@@ -18,8 +20,8 @@ use std::time::{Duration, Instant};
 pub enum Console {
     /// For a terminal: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
     Person,
-    /// For a program: the lines of `metrics.jsonl` on standard output too, in seven significant digits; warnings and checks
-    /// on standard error, and where that is a terminal, all that [`Console::Person`] has but the tables.
+    /// For a program or a log: the lines of `metrics.jsonl` on standard output too, in seven significant digits; on standard error all that
+    /// [`Console::Person`] has but the tables, and without a bar where that is no terminal.
     Program,
     /// No console output: files only, the default of the library.
     Silent,
@@ -41,26 +43,17 @@ impl Console {
         }
     }
 
-    /// Writes a line above the progress bar, from any thread, unless the console is silent: a log needs it too.
-    pub(crate) fn announce_record(self, message: &str) {
+    /// Writes a note above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_note(self, message: &str) {
         if self != Console::Silent {
             announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
         }
     }
 
-    /// Writes a note above the progress bar, from any thread, if someone reads standard error.
-    pub(crate) fn announce_note(self, message: &str) {
-        if self.is_read() {
-            announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
-        }
-    }
-
-    /// Returns whether someone reads standard error.
-    fn is_read(self) -> bool {
-        match self {
-            Console::Person => true,
-            Console::Program => Stream::Err.width().is_some(),
-            Console::Silent => false,
+    /// Writes a line that a function of Python has printed above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_printed(self, line: &str) {
+        if self != Console::Silent {
+            announce(&one_line(line));
         }
     }
 
@@ -74,8 +67,6 @@ impl Console {
 pub(crate) struct ConsoleOutput {
     dir: PathBuf,
     console: Console,
-    /// Whether someone reads standard error: the run's title, notes and end are for them.
-    is_read: bool,
     bar: ProgressBar,
     status: Arc<Mutex<BarStatus>>,
     began: Instant,
@@ -111,8 +102,7 @@ impl ConsoleOutput {
             // The clock moves during a long update too.
             bar.enable_steady_tick(Duration::from_millis(500));
         }
-        let is_read = console.is_read();
-        Self { dir: dir.to_path_buf(), console, is_read, bar, status, began }
+        Self { dir: dir.to_path_buf(), console, bar, status, began }
     }
 
     /// Writes an event: metrics for a program, tables of responses for a terminal, warnings, saved folders.
@@ -136,7 +126,7 @@ impl ConsoleOutput {
 
     /// Writes the title of the run and its facts.
     pub(crate) fn title(&self, title: &str, facts: &[(&str, String)]) {
-        if self.is_read {
+        if self.is_loud() {
             let title = Stream::Err.paint(Colour::Bold, &one_line(title));
             let facts: Vec<_> = facts.iter().map(|(name, fact)| (*name, one_line(fact))).collect();
             self.write(&format!("{title}\n{}", terminal::facts(&facts, Stream::Err).trim_end()));
@@ -195,15 +185,8 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes a note for a terminal.
+    /// Writes a note, unless the console is silent.
     pub(crate) fn note(&self, message: &str) {
-        if self.is_read {
-            self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
-        }
-    }
-
-    /// Writes a line that a log needs too, such as where the model is, unless the console is silent.
-    pub(crate) fn record(&self, message: &str) {
         if self.is_loud() {
             self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
         }
@@ -219,10 +202,10 @@ impl ConsoleOutput {
         self.bar.finish_and_clear();
     }
 
-    /// Writes the end of a run of `updates` updates: the numbers of the first and of the last line of metrics that have them,
-    /// as pairs of a label and a metric; where the model is; the command that tries it, or several joined by pipes.
+    /// Writes the end of a run of `updates` updates: its numbers at the start and at the end, by pairs of a label and a metric; where the
+    /// model is; the command that tries it, or several joined by pipes.
     pub(crate) fn end(&self, updates: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
-        if !self.is_read {
+        if !self.is_loud() {
             return;
         }
         let time = terminal::clock(self.began.elapsed());
@@ -352,33 +335,27 @@ pub fn clear_bar() {
     current_bar().iter().for_each(ProgressBar::finish_and_clear);
 }
 
-fn four_decimals(number: f64) -> String {
-    let text = format!("{number:.4}");
-    // A number that rounds to 0 has no sign.
-    if text == "-0.0000" { "0.0000".into() } else { text }
-}
-
-/// Returns a table of `numbers`, pairs of a label and a metric, with the value in the first of the `lines` of metrics
-/// that has it and in the last.
+/// Returns a table of `numbers`, pairs of a label and a metric, at the start and at the end of the run that has these `lines` of metrics.
 fn changes(lines: &str, numbers: &[(&str, &str)]) -> String {
     let lines: Vec<Map<String, Value>> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let mut rows = Vec::new();
-    for &(name, metric) in numbers {
-        let mut found = lines.iter().filter_map(|line| line.get(metric)?.as_f64());
-        let Some(first) = found.next() else { continue };
-        let [first, last] = [Some(first), found.next_back()].map(|number| number.map(four_decimals));
-        rows.push([name.to_string(), first.unwrap_or_default(), last.unwrap_or_default()]);
-    }
+    let row = |&(label, name): &(&str, &str)| {
+        let [first, last] = ends_of(&lines, name)?;
+        Some([label.to_string(), first, last])
+    };
+    let mut rows: Vec<[String; 3]> = numbers.iter().filter_map(row).collect();
+    let counted = numbers.iter().find(|(_, name)| !is_eval_metric(name));
+    let updates = counted.map_or(0, |(_, name)| lines.iter().filter(|line| metric_of(line, name).is_some()).count());
     if rows.is_empty() {
         return String::new();
     }
-    rows.insert(0, [String::new(), "first".into(), "last".into()]);
-    let columns = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0));
+    rows.insert(0, [String::new(), "start".into(), "end".into()]);
+    let columns = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
     let line = |[name, first, last]: &[String; 3]| {
         let line = format!("  {name:0$}  {first:>1$}  {last:>2$}", columns[0], columns[1], columns[2]);
         format!("{}\n", line.trim_end())
     };
-    rows.iter().map(line).collect()
+    let table: String = rows.iter().map(line).collect();
+    format!("{table}{}\n", terminal::wrap(&format!("  {}", words(updates)), Stream::Err.width(), 2))
 }
 
 /// Most characters of a prompt or a response in the table of samples; the files have all of them.
@@ -433,6 +410,7 @@ mod tests {
             response: response.into(),
             score: 0.5,
             components: BTreeMap::new(),
+            extra: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
             tokens: Vec::new(),
@@ -487,13 +465,29 @@ mod tests {
     }
 
     #[test]
-    fn the_end_shows_the_first_and_the_last_value_of_each_number() {
+    fn the_end_shows_the_numbers_of_the_report_with_the_errors_of_held_out_scores() {
         let lines = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.0,\"eval_loss\":3.0}\n{\"step\":3,\"loss\":1.23456}\nhal";
         let numbers = [("loss", "loss"), ("held-out loss", "eval_loss"), ("KL", "kl")];
-        assert_eq!(
-            changes(lines, &numbers),
-            "                  first    last\n  loss           2.5000  1.2346\n  held-out loss  3.0000\n"
-        );
+        let words = "  start and end are the first and the last update, those of held-out rows single evaluations\n";
+        let table = "                 start   end\n  loss             2.5  1.23\n  held-out loss            3\n";
+        assert_eq!(changes(lines, &numbers), format!("{table}{words}"));
         assert_eq!(changes("", &numbers), "");
+        // Of groups, by TRL's names; 20 updates are two in each mean.
+        let line = |step: u32| {
+            let (score, error) = (f64::from(step) / 10.0, 0.05);
+            let held_out = if step.is_multiple_of(10) {
+                format!(",\"eval/score\":{score},\"eval/score_stderr\":{error}")
+            } else {
+                String::new()
+            };
+            format!("{{\"step\":{step},\"reward\":{step}{held_out}}}\n")
+        };
+        let lines: String = (1..=20).map(line).collect();
+        let end = changes(&lines, &[("score", "objective/scores"), ("held-out score", "eval/score")]);
+        for part in
+            ["score                1.5      19.5", "held-out score  1 \u{b1} 0.05  2 \u{b1} 0.05", "the last 2 updates"]
+        {
+            assert!(end.contains(part), "no {part} in {end}");
+        }
     }
 }

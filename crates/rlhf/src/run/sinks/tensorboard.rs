@@ -101,6 +101,7 @@ mod tests {
             response: "`x`".into(),
             score: 0.5,
             components: BTreeMap::new(),
+            extra: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
             tokens: Vec::new(),

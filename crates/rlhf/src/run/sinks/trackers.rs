@@ -10,12 +10,13 @@
 mod ids;
 mod process;
 
+use crate::metrics::Metrics;
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::output_dir::model_files;
 use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
-use crate::run::tracking::{ReportTo, TrackingConfig};
+use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
 use crate::safe_text::one_line;
 use ids::Ids;
 use process::{Process, Shared, Until};
@@ -139,7 +140,9 @@ impl Trackers {
             return;
         }
         let line = match event {
-            Event::Update { step, metrics } => json!({"type": "metrics", "step": step, "metrics": metrics}),
+            Event::Update { step, metrics } => {
+                json!({"type": "metrics", "step": step, "metrics": named(metrics, self.config.tensorboard_tags)})
+            }
             Event::Samples { step, episode, source: SampleSource::SamplePrompts, samples } => {
                 table(*step, *episode, "sample_prompts", samples)
             }
@@ -233,4 +236,31 @@ fn end_wait() -> Result<Duration, String> {
     let Some(text) = std::env::var(TIMEOUT).ok().filter(|text| !text.is_empty()) else { return Ok(END_WAIT) };
     let seconds = text.trim().parse::<f64>().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     seconds.ok_or(text)
+}
+
+/// Returns the metrics by the names of `tags`.
+fn named(metrics: &Metrics, tags: TensorboardTags) -> Value {
+    match serde_json::to_value(metrics) {
+        Ok(Value::Object(metrics)) => metrics.into_iter().map(|(name, value)| (tags.tag(&name), value)).collect(),
+        _ => Value::Null,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trackers_get_the_names_of_trl_where_they_are_set() {
+        let mut metrics = Metrics::default();
+        metrics.push("step", 3.0);
+        metrics.push("objective/kl", 0.5);
+        metrics.push("eval/score", 0.25);
+        let expected = json!({"train/step": 3.0, "train/objective/kl": 0.5, "eval/score": 0.25});
+        let found = named(&metrics, TensorboardTags::Trl);
+        for (name, value) in expected.as_object().unwrap() {
+            assert_eq!(found[name].as_f64(), value.as_f64(), "{found}");
+        }
+        assert_eq!(named(&metrics, TensorboardTags::Plain), serde_json::to_value(&metrics).unwrap());
+    }
 }

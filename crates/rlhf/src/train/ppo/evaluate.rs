@@ -4,7 +4,7 @@ use super::{Batch, PpoTrainer, SAMPLE_ROWS};
 use crate::data::Prompt;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::metrics::Metrics;
-use crate::reward::{ComponentScores, ScoreUse, Scored, Scores};
+use crate::reward::{ComponentScores, ScoreUse, Scored, Scores, TrainerState};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
@@ -12,6 +12,7 @@ use crate::rng::Purpose;
 use crate::run::event::{Conversation, Evaluation, Sample};
 use crate::settings::EVAL_SCORES;
 use crate::{Error, Result};
+use serde_json::Value;
 use std::time::Instant;
 use tch::{Kind, Tensor};
 
@@ -55,13 +56,19 @@ impl PpoTrainer {
         let (responses, _) = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(false) };
+        // Policy and reference by the same pass: decoding rounds differently in low precision and on a GPU.
+        let anew = self.reference.is_some() && !self.learner.policy.is_exact();
+        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(anew) };
         let models = self.rollout_models();
         let e = experience(models, &prompts, &responses, scores, &settings)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
         m.push("eval/score", per_row(&e.scores));
+        if prompts.len() > 1 {
+            let spread = e.scores.to_kind(Kind::Double).std(true).double_value(&[]);
+            m.push("eval/score_stderr", spread / rows.sqrt());
+        }
         for component in &components {
             m.push(format!("{EVAL_SCORES}{}", component.name), component.mean());
         }
@@ -138,6 +145,7 @@ impl PpoTrainer {
     /// Scores responses to the prompts `rows`, to train on them.
     pub(super) fn score_rows(&mut self, rows: &[usize], responses: &[Response]) -> Result<Scored> {
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        self.rewards.set_trainer_state(&trainer_state(self));
         self.rewards.score_responses(&self.tokenizer, &prompts, responses, ScoreUse::Training)
     }
 
@@ -175,12 +183,15 @@ impl PpoTrainer {
             .zip(scores)
             .enumerate()
             .map(|(row, ((prompt, response), score))| {
+                let of_row = |(name, values): &(String, Vec<Value>)| Some((name.clone(), values.get(row)?.clone()));
+                let extra = components.iter().flat_map(|c| c.columns.iter().filter_map(of_row)).collect();
                 let components = components.iter().map(|c| (c.name.clone(), c.scores[row])).collect();
                 Ok(Sample {
                     prompt: prompt.text.clone(),
                     response: self.tokenizer.decode(&response.tokens)?,
                     score,
                     components,
+                    extra,
                     finish_reason: Some(response.finish),
                     num_tokens: Some(response.tokens.len()),
                     tokens: Vec::new(),
@@ -197,6 +208,7 @@ impl PpoTrainer {
         prompts: &[&Prompt],
         responses: &[Response],
     ) -> Result<(Tensor, Vec<ComponentScores>)> {
+        self.rewards.set_trainer_state(&trainer_state(self));
         let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, ScoreUse::Report)?;
         Ok((self.raw_scores(&scored, responses), scored.components))
     }
@@ -239,5 +251,20 @@ impl PpoTrainer {
             scores.responses = scores.responses.to_kind(Kind::Float);
         }
         (scores, ends)
+    }
+}
+
+/// The state of the run that functions of Python get.
+fn trainer_state(trainer: &PpoTrainer) -> TrainerState {
+    let (plan, done) = (&trainer.plan, trainer.progress.done);
+    let epochs = |updates: usize| (updates * plan.prompts) as f64 / trainer.prompts.len().max(1) as f64;
+    TrainerState {
+        global_step: done,
+        max_steps: plan.num_total_batches,
+        epoch: epochs(done),
+        num_train_epochs: epochs(plan.num_total_batches),
+        num_input_tokens_seen: trainer.num_tokens,
+        train_batch_size: plan.batch_size,
+        is_world_process_zero: trainer.learner.world.is_main(),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
-use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
+use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::dist::World;
 use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
@@ -22,7 +22,7 @@ use crate::rl::unsupervised::Unsupervised;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
-use crate::run::start::Start;
+use crate::run::start::{Found, Start};
 use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -45,12 +45,12 @@ impl PpoTrainer {
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
         // A resumed run reads the commits of its start.
-        Self::load(config, more, Start::find(&config.run)?.commits()?)
+        Self::load(config, more, Start::find(&config.run)?.found()?)
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings; `commits` are those that names on the hub stand for.
-    pub(super) fn load(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
-        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, commits)?;
+    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start.
+    pub(super) fn load(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
+        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
         let mut trainer = Self::of_parts(config, parts)?;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, notes, commits);
         trainer.inputs.replace("PpoParts::prompts", inputs);
@@ -264,8 +264,10 @@ impl Loaded {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
-        let (world, asked) = (World::of_process(), AskedHub::with(commits));
+    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
+        let world = World::of_process();
+        let _date = found.fix_date(&world)?;
+        let asked = AskedHub::with(found.commits);
         check_sync(config, &world)?;
         let rewards = specs(config)?;
         check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
@@ -501,9 +503,29 @@ fn load_prompts(
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
     let (train, eval) = read_prompts(config, (train, eval), tokenizer, limit, |row| rewards.check_row(row))?;
+    let tokens: Vec<&[i64]> = train.rows.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
+    rewards.contents().for_each(|(name, contents)| inputs.reward(name, &contents));
     let cursor = train.cursor(config.run.seed, &config.data);
-    let notes = [train.warnings, eval.warnings].concat();
+    let bare = bare_prompts(config, tokenizer, &train.rows);
+    let notes = [train.warnings, eval.warnings].into_iter().flatten().chain(bare).collect();
     Ok(LoadedPrompts { train: train.rows, eval: eval.rows, cursor, notes })
+}
+
+/// Returns the warning about prompts that are texts, where the model has a chat template: it then reads them without it.
+fn bare_prompts(config: &PpoConfig, tokenizer: &Tokenizer, prompts: &[Prompt]) -> Option<String> {
+    if config.apply_chat_template || !tokenizer.has_chat_template() {
+        return None;
+    }
+    let is_text = |prompt: &&Prompt| prompt_field(&prompt.row).is_some_and(|(_, value)| value.is_string());
+    let (texts, all) = (prompts.iter().filter(is_text).count(), prompts.len());
+    (texts > 0).then(|| {
+        let which = if texts == all { "the prompts are".into() } else { format!("{texts} of {all} prompts are") };
+        format!(
+            "{which} plain text, and the model has a chat template: it reads them without it; --apply_chat_template makes each a \
+             message of the user"
+        )
+    })
 }
 
 /// Encodes the prompts to train on and those that are held out, within the vocabulary and the length of `limit`.
@@ -524,6 +546,10 @@ pub(in crate::train) fn read_prompts(
     if config.apply_chat_template {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
         eval = eval.map(Dataset::with_chat_prompts);
+    }
+    if let Some(system) = &config.system_prompt {
+        train = train.into_iter().map(|train| train.with_system_prompt(system)).collect();
+        eval = eval.map(|eval| eval.with_system_prompt(system));
     }
     // Where long prompts are dropped, later ones take their places.
     if config.prompt_length.long_prompts != LongPrompts::Drop {
@@ -767,7 +793,7 @@ mod tests {
         (config.reward_model_path, config.rewards.reward) = (None, vec!["length:target=3".into()]);
         (config.legacy.num_shared_layers, config.legacy.value_head) = (Some(1), true);
         (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
-        let mut parts = Loaded::from_config(&config, Rewards::new(), Commits::new()).unwrap().parts;
+        let mut parts = Loaded::from_config(&config, Rewards::new(), Found::default()).unwrap().parts;
         let own = |parts: &PpoParts| -> Vec<_> {
             let reference = parts.reference.as_ref().unwrap();
             let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));

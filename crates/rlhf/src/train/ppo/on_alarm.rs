@@ -48,19 +48,24 @@ impl PpoTrainer {
         Ok(kind.map(|(_, kind)| (*kind, alarms.action(*kind))))
     }
 
-    /// Continues from the last checkpoint before the last update, with half the learning rate and other samples. Returns why it cannot,
-    /// if it cannot.
+    /// Continues from the last checkpoint from before the alarm's metric began to move, with half the learning rate and other samples.
+    /// Returns why it cannot, if it cannot.
     fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
         let (step, rollbacks, most) = (self.progress.done, self.progress.rollbacks, self.config.alarms.max_rollbacks);
         if rollbacks >= most {
             return Ok(Some(format!("max_rollbacks = {most} of them are done")));
         }
-        let Some(saved) = session.last_checkpoint(self)? else {
-            return Ok(Some("there is no checkpoint before it".into()));
+        let (began, most_updates) = self.alarms.beginning(kind, step);
+        let Some(saved) = session.last_checkpoint(self, most_updates)? else {
+            return Ok(Some(format!(
+                "there is no checkpoint of the policy before it began to move, in update {began}; a smaller save_steps or a larger \
+                 save_total_limit keeps one"
+            )));
         };
         let (to, share) = (saved.state.update, 1u64 << (rollbacks + 1).min(63));
         let message = format!(
-            "update {step}: the alarm {} rolls the run back to checkpoint-{to}: it continues with 1/{share} of its learning rate, and \
+            "update {step}: the alarm {}, whose metric began to move in update {began}, rolls the run back to \
+             checkpoint-{to}: it continues with 1/{share} of its learning rate, and \
              samples other responses; rollback {} of at most {most}",
             kind.name(),
             rollbacks + 1

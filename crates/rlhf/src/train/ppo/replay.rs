@@ -22,6 +22,7 @@ use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
 use crate::run::rollout_file::{file_name, is_of_ppo, metrics_line, read_rollout, recorded_updates};
 use crate::run::session::Trainee;
+use crate::run::start::Found;
 use crate::settings::{AdvantageEstimator, PpoConfig};
 use crate::weights::{pretty, save_file, write_text};
 use crate::{Error, Result};
@@ -253,8 +254,8 @@ impl RecordedUpdate {
             // Sums depend on the number of threads.
             config.run.num_threads = usize::try_from(self.record.state.threads).ok();
         }
-        let commits = self.record.parts().parsed("commits")?;
-        let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, commits)?;
+        let found = Found::read(&self.record.parts())?;
+        let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, found)?;
         let changed = trainer.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
@@ -377,6 +378,7 @@ impl RecordedUpdate {
                 scores: rows.iter().map(score).collect(),
                 seconds: 0.0,
                 extra: reward.extra.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect(),
+                columns: Vec::new(),
             }
         };
         let scored = Scored {

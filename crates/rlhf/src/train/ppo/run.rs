@@ -106,7 +106,7 @@ impl PpoTrainer {
         while self.progress.done < self.last_update() && !session.is_stopped()? {
             self.run_update(session)?;
         }
-        Ok(())
+        self.rewards.finish()
     }
 
     /// Runs one update, and what is due after it.
@@ -350,7 +350,7 @@ impl Trainee for PpoTrainer {
             optimizer.load(&value_dir.join(OPTIMIZER))?;
         }
         self.last_metrics = Metrics::default();
-        for (name, _) in CARD_METRICS {
+        for (name, ..) in CARD_METRICS {
             if let Some(value) = saved.state.metrics.get(name).and_then(Value::as_f64) {
                 self.last_metrics.push(name, value);
             }
@@ -414,7 +414,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn card_metrics(&self) -> Map<String, Value> {
-        let metric = |&(name, _): &(&str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
+        let metric = |&(name, ..): &(&str, &str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
         CARD_METRICS.iter().filter_map(metric).collect()
     }
 

@@ -36,8 +36,8 @@ impl PpoTrainer {
         ];
         facts.extend(self.trained());
         facts.extend(self.checks.clone().map(|checks| ("checks", checks)));
-        for (name, decimals) in CARD_METRICS {
-            facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
+        for (metric, name, decimals) in CARD_METRICS {
+            facts.extend(self.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
         }
         let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
         let command = self.config.preset.command();

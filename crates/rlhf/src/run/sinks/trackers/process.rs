@@ -29,6 +29,8 @@ const MOST_WAITING: usize = 32 << 20;
 const MOST_REPLY: usize = 64 << 10;
 /// Maximum number of warnings about one tracker.
 const MOST_WARNINGS: usize = 3;
+/// Maximum number of notes of one tracker.
+const MOST_NOTES: usize = 10;
 /// Interval at which the wait for the end looks for a request to stop.
 const SLICE: Duration = Duration::from_millis(50);
 /// Time after which the wait for the end is noted.
@@ -59,6 +61,12 @@ pub(super) struct Shared {
     /// Whether the last line is sent.
     ending: AtomicBool,
     warnings: AtomicUsize,
+    notes: AtomicUsize,
+    shown_notes: AtomicUsize,
+    /// Number of the last line that it was sent.
+    sent: AtomicUsize,
+    /// Whether it is ready.
+    is_ready: AtomicBool,
 }
 
 impl Process {
@@ -142,7 +150,7 @@ impl Process {
 
     /// Appends a line to the queue. Where too much waits already, the line is lost, and the first time there is a warning.
     pub(super) fn send(&mut self, line: &Value) {
-        let bytes = format!("{line}\n").into_bytes();
+        let bytes = self.shared.numbered(line);
         if self.waiting.load(Ordering::SeqCst) + bytes.len() > MOST_WAITING {
             // The next lines would leave a gap, so there are none.
             if self.lines.take().is_some() {
@@ -163,7 +171,7 @@ impl Process {
     /// Sends the last line, and closes the standard input of the process after it.
     pub(super) fn end(&mut self, line: &Value) {
         self.shared.ending.store(true, Ordering::SeqCst);
-        self.push(format!("{line}\n").into_bytes());
+        self.push(self.shared.numbered(line));
         self.lines = None;
     }
 
@@ -193,7 +201,25 @@ impl Process {
 impl Shared {
     /// Returns the state of a process that is about to start.
     pub(super) fn new(name: String, console: Console, ids: Arc<Ids>, may_lack: bool) -> Self {
-        Self { name, console, ids, may_lack, ending: AtomicBool::new(false), warnings: AtomicUsize::new(0) }
+        Self {
+            name,
+            console,
+            ids,
+            may_lack,
+            ending: AtomicBool::new(false),
+            warnings: AtomicUsize::new(0),
+            notes: AtomicUsize::new(0),
+            shown_notes: AtomicUsize::new(0),
+            sent: AtomicUsize::new(0),
+            is_ready: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns a line with its number, from 1, which replies may repeat.
+    fn numbered(&self, line: &Value) -> Vec<u8> {
+        let mut line = line.clone();
+        line["line"] = (self.sent.fetch_add(1, Ordering::SeqCst) + 1).into();
+        format!("{line}\n").into_bytes()
     }
 
     /// Writes a warning about the tracker, unless there were enough.
@@ -203,21 +229,46 @@ impl Shared {
         }
     }
 
+    /// Writes a note of the tracker, unless there were enough.
+    fn note(&self, message: &str) {
+        let message = match self.notes.fetch_add(1, Ordering::SeqCst) {
+            before if before < MOST_NOTES => safe(message),
+            MOST_NOTES => "its further notes are not shown".to_string(),
+            _ => return,
+        };
+        self.shown_notes.fetch_add(1, Ordering::SeqCst);
+        self.console.announce_note(&format!("{}: {message}", self.name));
+    }
+
     /// Takes a line that the process has written; lines of another form are ignored.
     fn reply(&self, line: &[u8]) {
         let Ok(Value::Object(reply)) = serde_json::from_slice(line) else { return };
         let text = |name: &str| reply.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
         let message = text("message").unwrap_or("no message");
-        match text("type").unwrap_or_default() {
+        let kind = text("type").unwrap_or_default();
+        // `ready` replies to the first line.
+        let last = if kind == "ready" { 1 } else { self.sent.load(Ordering::SeqCst) as u64 };
+        if let Some(found) =
+            reply.get("line").filter(|found| !found.as_u64().is_some_and(|found| (1..=last).contains(&found)))
+        {
+            return self.warn(&format!(
+                "a reply of the type `{kind}` is ignored: expected a \"line\" from 1 to {last}, found {found}"
+            ));
+        }
+        match kind {
+            "ready" if self.is_ready.swap(true, Ordering::SeqCst) => {
+                let id = beginning(text("id").unwrap_or("none"), 80);
+                self.warn(&format!("a second `ready` is ignored, with the id {id}: a run has one"));
+            }
             "ready" => {
                 if let Some(id) = text("id").filter(|id| id.len() <= 500) {
                     self.ids.set(&self.name, id);
                 }
                 if let Some(url) = text("url") {
-                    self.console.announce_record(&format!("{}: {}", self.name, safe(url)));
+                    self.console.announce_note(&format!("{}: {}", self.name, safe(url)));
                 }
             }
-            "note" => self.console.announce_record(&format!("{}: {}", self.name, safe(message))),
+            "note" => self.note(message),
             "warning" => self.warn(message),
             "missing" if self.may_lack => self.warnings.store(MOST_WARNINGS, Ordering::SeqCst),
             "missing" | "failed" => {
@@ -311,4 +362,37 @@ fn safe(text: &str) -> String {
 /// Returns the end of a warning about a tracker that has stopped working.
 fn goes_through() -> String {
     format!("the run continues without it, and its metrics are in {METRICS}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_tracker_is_ready_once_and_its_notes_and_warnings_are_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let ids = Arc::new(Ids::read(dir.path()));
+        let shared = Shared::new("command".into(), Console::Silent, ids.clone(), false);
+        let reply = |reply: Value| shared.reply(reply.to_string().as_bytes());
+        let first: Value = serde_json::from_slice(&shared.numbered(&json!({"type": "start"}))).unwrap();
+        let second: Value = serde_json::from_slice(&shared.numbered(&json!({"type": "metrics"}))).unwrap();
+        assert_eq!((&first["line"], &second["line"]), (&json!(1), &json!(2)));
+        let warnings = || shared.warnings.load(Ordering::SeqCst);
+        // `ready` replies to the first line.
+        reply(json!({"type": "ready", "id": "of the second", "line": 2}));
+        assert_eq!((ids.get("command"), warnings()), (None, 1));
+        reply(json!({"type": "ready", "id": "mine", "line": 1}));
+        assert_eq!((ids.get("command").as_deref(), warnings()), (Some("mine"), 1));
+        reply(json!({"type": "ready", "id": "another"}));
+        assert_eq!((ids.get("command").as_deref(), warnings()), (Some("mine"), 2));
+        for line in [json!(3), json!(0), json!("1")] {
+            reply(json!({"type": "note", "message": "early", "line": line}));
+        }
+        assert_eq!((warnings(), shared.notes.load(Ordering::SeqCst)), (5, 0));
+        for _ in 0..50 {
+            reply(json!({"type": "note", "message": "x", "line": 2}));
+        }
+        assert_eq!(shared.shown_notes.load(Ordering::SeqCst), MOST_NOTES + 1, "the last says that there are more");
+    }
 }

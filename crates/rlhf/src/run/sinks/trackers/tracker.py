@@ -26,6 +26,8 @@ import uuid  # noqa: E402
 PAUSE = 1.0
 # Lines that are read ahead. rlhf has its own limit for the lines behind them.
 READ_AHEAD = 64
+# The process that replies. A child that a client forks must not.
+PROCESS = os.getpid()
 
 
 class Tracker:
@@ -474,6 +476,10 @@ def leave_terminal():
 
 def reply(kind, **values):
     """Writes a line to rlhf."""
+    if os.getpid() != PROCESS:
+        return
+    if kind == "ready":
+        values["line"] = 1
     try:
         REPLIES.write(json.dumps({"type": kind, **values}) + "\n")
         REPLIES.flush()

@@ -191,7 +191,7 @@ mod tests {
                         dataset_train_split dataset_weights dtype enable_ema eval_split_size fp16 hysteresis initial_scale_power \
                         load_in_4bit load_in_8bit long_prompts lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules loss_scale_window max_prompt_length \
                         min_loss_scale model_name_or_path model_revision new_reward_head num_shared_layers optim output_dir preset \
-                        sft_model_path sync_ref_model unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
+                        sft_model_path sync_ref_model system_prompt unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
                         use_peft use_rslora value_head value_lora_modules_to_save value_lora_r value_lora_target_modules value_model_path value_use_peft";
         assert_eq!(others.join(" "), expected);
     }

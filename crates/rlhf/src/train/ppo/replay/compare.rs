@@ -5,6 +5,7 @@
 //! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
 use crate::metrics::{Metrics, is_clock};
+use crate::optim::norm;
 use crate::run::checkpoint::Saved;
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
@@ -124,7 +125,7 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
             Bound::Rounding(most) if then.size() == now.size() => {
                 let size = sizes.get(&group_of(name)).copied().unwrap_or(0.0) * (then.numel() as f64).sqrt();
                 let change = then.to_kind(Kind::Double) - now.to_kind(Kind::Double);
-                let share = norm(&change) / norm(&then).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
+                let share = norm([&change]) / norm([&then]).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
                 compared.largest = compared.largest.max(share);
                 (name.contains(OF_OPTIMIZER) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
                     .then(|| format!("tensor `{name}`: differs by {share:.1e} of its norm"))
@@ -142,11 +143,6 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
         }
     }
     Ok(compared)
-}
-
-/// The norm of a tensor.
-fn norm(x: &Tensor) -> f64 {
-    x.to_kind(Kind::Double).norm().double_value(&[])
 }
 
 /// The group of a tensor whose typical size is one: the folder and the file, and the name of the moment.
@@ -218,7 +214,7 @@ impl Files {
         for name in self.tensors.keys() {
             let Some(x) = self.read(name)? else { continue };
             let [squares, count] = sums.entry(group_of(name)).or_default();
-            (*squares, *count) = (*squares + norm(&x).powi(2), *count + x.numel() as f64);
+            (*squares, *count) = (*squares + norm([&x]).powi(2), *count + x.numel() as f64);
         }
         Ok(sums.into_iter().map(|(group, [squares, count])| (group, (squares / count.max(1.0)).sqrt())).collect())
     }
