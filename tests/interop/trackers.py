@@ -30,8 +30,9 @@ PPO = (
     "--metric_for_best_model eval/score --log_model"
 ).split()
 RESUMED = ["--total_episodes", "16", "--resume_from_checkpoint", "true"]
-# Long enough for a client to start before the end.
-LONG = [*PPO[: PPO.index("--log_model")], "--total_episodes", "1600", "--eval_steps", "8", "--save_steps", "8"]
+# Long enough for a client to start before the end. An update takes 0.2 seconds, so that no line waits for a tracker's server when the run is killed.
+LONG = [*PPO[: PPO.index("--log_model")], "--total_episodes", "256", "--eval_steps", "8", "--save_steps", "8"]
+LONG += ["--reward_command", "sh slow.sh"]
 
 
 def make_inputs(work):
@@ -43,6 +44,7 @@ def make_inputs(work):
         "demos.jsonl": [{"prompt": prompt, "completion": " and then some"} for prompt in prompts],
         "pairs.jsonl": [{"prompt": prompt, "chosen": " yes", "rejected": " no, no"} for prompt in prompts],
     }
+    (work / "slow.sh").write_text("set -f; while read -r line; do sleep 0.05; set -- $line; echo $#; done\n")
     for name, rows in lines.items():
         (work / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -55,7 +57,7 @@ class Runs:
         self.variables = variables
 
     def run(self, *words, **variables):
-        """Runs rlhf, which must succeed; its standard error."""
+        """Runs rlhf, which must succeed; the warnings and the lines of trackers on its standard error."""
         done = subprocess.run(
             [str(BINARY), *words],
             cwd=self.work,
@@ -65,7 +67,8 @@ class Runs:
             timeout=300,
         )
         expect(done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-800:]}")
-        return done.stderr
+        starts = ("warning", "error", "wandb: ", "mlflow: ", "trackio: ")
+        return "".join(line for line in done.stderr.splitlines(keepends=True) if line.startswith(starts))
 
     def kill(self, out, *words, **variables):
         """Starts a run, and kills it after updates that no checkpoint has."""

@@ -9,9 +9,9 @@ use rlhf::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::io::{BufReader, Write};
 
-/// Most MiB that a template may take: its 256 MiB of text and values, twice while a list or a text grows, and once more where the
-/// result is a copy of another kind.
-const MOST: u64 = 1100;
+/// Most MiB that a template may take: its 256 MiB of text and values, and as much again while a list or a text grows. Of 600 cases the largest
+/// took 272.
+const MOST: u64 = 600;
 
 /// The process's memory and its peak since the last call, in MiB.
 fn memory() -> [u64; 2] {
@@ -281,9 +281,9 @@ fn child_reads_rows_of_megabytes() {
         });
         let taken = memory()[1].saturating_sub(before);
         let _ = writeln!(std::io::stdout(), "case {case}: {taken} MiB for {} KiB", line.len() >> 10);
-        // The whole row would take 144 times its size.
+        // The whole row would take 144 times its size; the largest of these took 5 times.
         assert!(
-            taken < 40 * (line.len() as u64 >> 20).max(2),
+            taken < 12 * (line.len() as u64 >> 20).max(2),
             "case {case} takes {taken} MiB: {}",
             line.chars().take(80).collect::<String>()
         );
