@@ -235,28 +235,28 @@ pub(crate) enum BodyError {
     TooSlow(Duration),
     /// The connection was closed within it, or it is malformed.
     Broken,
-    /// There is no room for it beside those of other requests.
-    NoRoom,
+    /// The bodies of the requests that wait have no more memory left for it.
+    OverBudget,
 }
 
-/// Reads the body of a request of at most `limit` bytes. `take_room` is called with the size of each part before it is kept, and returns
-/// whether there is room for it.
+/// Reads the body of a request of at most `limit` bytes. `reserve` is called with the size of each part before it is kept, and returns
+/// false where the memory for the bodies of all requests is used up.
 ///
 /// # Errors
-/// If it is longer, ends early, pauses too long, or there is no room for it.
+/// If it is longer, ends early, pauses too long, or `reserve` returns false.
 pub(crate) async fn read_body(
     request: Request,
     limit: usize,
-    take_room: impl FnMut(usize) -> bool,
+    reserve: impl FnMut(usize) -> bool,
 ) -> Result<Vec<u8>, BodyError> {
-    body_within(request, limit, BODY_PAUSE, take_room).await
+    body_within(request, limit, BODY_PAUSE, reserve).await
 }
 
 async fn body_within(
     request: Request,
     limit: usize,
     pause: Duration,
-    mut take_room: impl FnMut(usize) -> bool,
+    mut reserve: impl FnMut(usize) -> bool,
 ) -> Result<Vec<u8>, BodyError> {
     let whole = request.extensions().get::<IsWhole>().cloned().unwrap_or_default();
     // Of a connection that was kept for this request.
@@ -278,7 +278,7 @@ async fn body_within(
             }
             Ok(Some(Err(_))) => return Err(BodyError::Broken),
             Ok(Some(Ok(part))) if body.len() + part.len() > limit => return Err(BodyError::TooLarge),
-            Ok(Some(Ok(part))) if !take_room(part.len()) => return Err(BodyError::NoRoom),
+            Ok(Some(Ok(part))) if !reserve(part.len()) => return Err(BodyError::OverBudget),
             Ok(Some(Ok(part))) => body.extend_from_slice(&part),
         }
     }

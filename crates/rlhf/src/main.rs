@@ -4,21 +4,21 @@
 
 mod cli;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
-use rlhf::run::{Console, announce, clear_bar, request_stop};
+use rlhf::run::{Console, announce, clear_bar};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::{Requests, below_interrupt, is_complete, is_ignored, kill_programs};
+use rlhf::signals::{STOPPING, below_interrupt, is_complete, kill_programs, request_stop_on_signals, stopping_signals};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
@@ -82,9 +82,7 @@ fn start() -> u8 {
 fn run(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
-        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => stop_on_signals(Some(
-            "stopping after this update; send the signal again after a second to stop at once without saving",
-        )),
+        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => stop_on_signals(Some(STOPPING)),
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again after a second to stop at once")),
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None).and_then(|()| end_at_hangup()),
@@ -187,29 +185,14 @@ fn shards_parameters(task: &Task) -> bool {
 /// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
 /// prints `message`, if there is one; a second signal ends the process at once, unless it is the first one again.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
-    let mut signals = Signals::new(stopping_signals())?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        let mut requests = Requests::default();
-        for signal in signals.forever() {
-            let Some(number) = requests.count(Instant::now()) else { continue };
-            // The exit code that shells report for a program that the signal ended.
-            let code = 128 + signal;
-            request_stop(code as u8);
-            if number > 1 {
-                clear_bar();
-                kill_programs();
-                tch_ext::exit_at_once(code);
-            }
-            // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
-            if let Some(message) = message
-                && is_main()
-                && !World::of_process().is_broken()
-            {
-                announce(&below_interrupt(if is_complete() { COMPLETE } else { message }));
-            }
+    request_stop_on_signals(move |number| match message {
+        _ if number > 1 => clear_bar(),
+        // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
+        Some(message) if is_main() && !World::of_process().is_broken() => {
+            announce(&below_interrupt(if is_complete() { COMPLETE } else { message }));
         }
-    })?;
-    Ok(())
+        _ => {}
+    })
 }
 
 /// Installs a handler: a second after its terminal is gone the process ends, as waiting for a key there never does.
@@ -241,11 +224,6 @@ fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
         }
     })?;
     Ok(())
-}
-
-/// The signals that ask the program to stop. Under `nohup` SIGHUP stays ignored.
-fn stopping_signals() -> impl Iterator<Item = i32> {
-    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP))
 }
 
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that

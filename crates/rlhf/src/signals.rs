@@ -4,7 +4,7 @@ use crate::{Error, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::Child;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,6 +16,10 @@ static STOP: AtomicU8 = AtomicU8::new(0);
 
 /// Whether the run of this process is complete: the message at a signal is then another one.
 static COMPLETE: AtomicBool = AtomicBool::new(false);
+
+/// The message at the first signal to a training run.
+pub const STOPPING: &str =
+    "stopping after this update; send the signal again after a second to stop at once without saving";
 
 /// Time in which further signals belong to the first request to stop.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
@@ -58,25 +62,41 @@ pub fn request_stop(code: u8) -> bool {
 /// # Errors
 /// If the handler cannot be installed.
 pub fn stop_on_signals() -> Result<()> {
-    let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
-    let mut signals = Signals::new(wanted).map_err(Error::io("install", "a handler of signals"))?;
-    std::thread::spawn(move || {
+    let notify = |number| {
+        if number == 1 {
+            let _ = writeln!(std::io::stderr(), "{}", below_interrupt(STOPPING));
+        }
+    };
+    request_stop_on_signals(notify).map_err(Error::io("install", "a handler of signals"))
+}
+
+/// Installs a handler: the first of the [`stopping_signals`] requests a stop, and another one after a second ends the process and the programs
+/// that it started at once. `notify` is called before that with the number of the request, from 1.
+///
+/// # Errors
+/// If the handler cannot be installed.
+pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -> io::Result<()> {
+    let mut signals = Signals::new(stopping_signals())?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
         let mut requests = Requests::default();
         for signal in signals.forever() {
             let Some(number) = requests.count(Instant::now()) else { continue };
             // The exit code that shells report for a program that the signal ended.
             let code = 128 + signal;
             request_stop(code as u8);
+            notify(number);
             if number > 1 {
                 kill_programs();
                 tch_ext::exit_at_once(code);
             }
-            let message =
-                "stopping after this update; send the signal again after a second to stop at once without saving";
-            let _ = writeln!(std::io::stderr(), "{}", below_interrupt(message));
         }
-    });
+    })?;
     Ok(())
+}
+
+/// The signals that ask a program to stop. Under `nohup` SIGHUP stays ignored.
+pub fn stopping_signals() -> impl Iterator<Item = i32> {
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP))
 }
 
 /// Returns the text of a message after a signal: on a terminal it begins below the `^C` that is shown there.

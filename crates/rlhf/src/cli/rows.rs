@@ -259,8 +259,8 @@ impl Drop for Output {
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
 /// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it: on every rank those of all
-/// rows. Rank 0 writes. `measure` is called without a part after the last one. A note is printed if the token ids of the first row are not
-/// those of `tokenizer`.
+/// rows. Rank 0 writes. `measure` is called without a part after the last one. A note is printed if `tokenizer` decodes the
+/// token ids of the first row to another text than the row has.
 pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,

@@ -347,15 +347,6 @@ fn constant(runs: &[Run], name: &str) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::read::Series;
-
-    fn run(metrics: &[(&str, &[f64])]) -> Run {
-        let series = |&(name, values): &(&str, &[f64])| Series {
-            name: name.into(),
-            points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
-        };
-        Run { metrics: metrics.iter().map(series).collect(), ..Run::default() }
-    }
 
     fn drawn<'a>(charts: &'a Charts<'_>) -> Vec<&'a str> {
         let all = charts.sections.iter().flat_map(|section| &section.charts).chain(&charts.others);
@@ -365,7 +356,7 @@ mod tests {
     #[test]
     fn a_curve_is_drawn_once_under_the_name_that_comes_first_on_the_page() {
         let values = [0.5, 0.6, 0.8];
-        let runs = [run(&[
+        let runs = [Run::of(&[
             ("objective/rlhf_reward", &values),
             ("objective/scores", &values),
             ("lr", &[1e-5, 5e-6, 0.0]),
@@ -375,19 +366,19 @@ mod tests {
         assert_eq!(drawn(&charts), ["objective/scores", "lr"]);
         assert_eq!(charts.equal, [("objective/rlhf_reward", "objective/scores"), ("mine/score", "objective/scores")]);
         // Two values may be equal by chance.
-        let few = [run(&[("objective/scores", &values[..2]), ("mine/score", &values[..2])])];
+        let few = [Run::of(&[("objective/scores", &values[..2]), ("mine/score", &values[..2])])];
         assert_eq!(drawn(&Charts::of(&few)).len(), 2);
     }
 
     #[test]
     fn runs_of_groups_are_drawn_by_their_own_names_with_those_of_ppo() {
-        let groups = run(&[
+        let groups = Run::of(&[
             ("reward", &[0.1, 0.2, 0.4]),
             ("rewards/f/mean", &[0.5, 0.6, 0.9]),
             ("entropy", &[2.0, 1.5, 1.4]),
             ("completions/mean_length", &[8.0, 9.0, 12.0]),
         ]);
-        let ppo = run(&[("objective/scores", &[0.3, 0.2, 0.1]), ("policy/entropy_avg", &[1.0, 1.1, 1.3])]);
+        let ppo = Run::of(&[("objective/scores", &[0.3, 0.2, 0.1]), ("policy/entropy_avg", &[1.0, 1.1, 1.3])]);
         let all = ["reward", "rewards/f/mean", "entropy", "completions/mean_length"];
         assert_eq!(drawn(&Charts::of(std::slice::from_ref(&groups))), all);
         let runs = [ppo, groups];
@@ -399,7 +390,7 @@ mod tests {
 
     #[test]
     fn the_number_beside_a_held_out_score_has_its_standard_error() {
-        let runs = [run(&[
+        let runs = [Run::of(&[
             ("objective/scores", &[0.1, 0.2]),
             ("eval/score", &[0.0188, 0.101]),
             ("eval/score_stderr", &[0.02, 0.05]),
@@ -411,7 +402,7 @@ mod tests {
 
     #[test]
     fn scores_of_0_are_drawn_as_others() {
-        let runs = [run(&[("objective/scores", &[0.0; 4]), ("eval/score", &[0.0; 2]), ("other", &[0.0; 4])])];
+        let runs = [Run::of(&[("objective/scores", &[0.0; 4]), ("eval/score", &[0.0; 2]), ("other", &[0.0; 4])])];
         let charts = Charts::of(&runs);
         assert_eq!(drawn(&charts), ["objective/scores", "eval/score"]);
         assert_eq!(charts.constant, [("other", 0.0)]);

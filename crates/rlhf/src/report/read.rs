@@ -327,6 +327,18 @@ pub(super) struct Setting {
 }
 
 #[cfg(test)]
+impl Run {
+    /// A run with these metrics, of updates from 1.
+    pub(super) fn of(metrics: &[(&str, &[f64])]) -> Self {
+        let series = |&(name, values): &(&str, &[f64])| Series {
+            name: name.into(),
+            points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
+        };
+        Self { metrics: metrics.iter().map(series).collect(), ..Self::default() }
+    }
+}
+
+#[cfg(test)]
 impl Setting {
     /// A setting without secrets.
     pub(super) fn of(name: &str, value: &str) -> Self {

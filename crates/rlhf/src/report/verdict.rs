@@ -392,22 +392,17 @@ fn some(texts: impl ExactSizeIterator<Item = String>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::read::{Series, Setting};
+    use crate::report::read::Setting;
     use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
     use rand_distr::{Distribution, StandardNormal};
 
     fn run(metrics: &[(&str, &[f64])]) -> Run {
-        let series = |&(name, values): &(&str, &[f64])| Series {
-            name: name.into(),
-            points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
-        };
         Run {
             label: "run".into(),
-            metrics: metrics.iter().map(series).collect(),
             updates: metrics[0].1.len() as f64,
             outcome: Outcome::Finished,
             settings: vec![Setting::of("response_length", "20")],
-            ..Run::default()
+            ..Run::of(metrics)
         }
     }
 

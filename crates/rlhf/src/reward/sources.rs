@@ -173,7 +173,7 @@ fn package_root(path: &Path) -> PathBuf {
 /// Returns the modules that a text of Python imports, with those that a name imported from a module may be.
 fn imported(text: &str) -> Vec<String> {
     let mut found = Vec::new();
-    // A statement goes on over lines within parentheses and after a backslash.
+    // A statement continues on the next line inside parentheses and after a backslash.
     let whole = text.replace("\\\n", " ");
     let mut lines = whole.lines();
     while let Some(line) = lines.next() {

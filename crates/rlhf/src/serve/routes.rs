@@ -86,7 +86,7 @@ impl Service {
     async fn respond(&self, endpoint: Endpoint, request: extract::Request) -> Result<Response, ApiError> {
         let mut room = Room::of(&self.room);
         let body = read_body(request, BODY_LIMIT, |bytes| room.take(bytes)).await.map_err(|error| match error {
-            BodyError::NoRoom => {
+            BodyError::OverBudget => {
                 ApiError::unavailable("the requests that wait have too many bytes together: try again later")
             }
             BodyError::TooLarge => {
