@@ -13,6 +13,7 @@ mod deepspeed_chat;
 pub(crate) mod doctor;
 mod errors;
 pub(crate) mod evaluate;
+mod flags;
 mod foreign;
 pub(crate) mod generate;
 pub(crate) mod groups;
@@ -42,9 +43,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, FromArgMatches};
+use clap::{ArgMatches, Command};
 use rlhf::Result;
-use rlhf::flag::Refusals;
+use rlhf::schema::{Refusals, Setting as _};
 use rlhf::settings::{
     ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig,
     PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
@@ -195,7 +196,7 @@ fn needs_no_output_dir(flags: &ArgMatches, settings: &[Setting]) -> bool {
     let of_file = |key: &str| settings.iter().find(|setting| setting.key == key);
     let has_dir = flags.contains_id("output_dir") || of_file("output_dir").is_some();
     let of_flag = match flags.value_source("eval_only") {
-        Some(ValueSource::CommandLine) => flags.get_one::<bool>("eval_only").copied(),
+        Some(ValueSource::CommandLine) => flags::text(flags, "eval_only").and_then(bool::read),
         _ => None,
     };
     let yes =
@@ -204,24 +205,24 @@ fn needs_no_output_dir(flags: &ArgMatches, settings: &[Setting]) -> bool {
 }
 
 impl Task {
-    fn new(name: &str, flags: &ArgMatches) -> Result<Self, clap::Error> {
+    fn new(name: &str, matches: &ArgMatches) -> Result<Self> {
         Ok(match name {
-            "sft" => Task::Sft(SftConfig::from_arg_matches(flags)?),
-            "reward" => Task::Reward(RewardConfig::from_arg_matches(flags)?),
-            "ppo" => Task::Ppo(PpoConfig::from_arg_matches(flags)?),
-            name if groups::has(name) => Task::Ppo(groups::config(PpoConfig::from_arg_matches(flags)?)),
-            "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
-            "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
-            "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
-            "eval" => Task::Eval(EvaluateConfig::from_arg_matches(flags)?),
-            "convert" => Task::Convert(ConvertConfig::from_arg_matches(flags)?),
-            "push" => Task::Push(PushConfig::from_arg_matches(flags)?),
-            "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
-            "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
-            "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
-            "watch" => Task::Watch(WatchConfig::from_arg_matches(flags)?),
-            "doctor" => Task::Doctor(DoctorConfig::from_arg_matches(flags)?),
-            "merge" => Task::Merge(MergeConfig::from_arg_matches(flags)?),
+            "sft" => Task::Sft(flags::read::<SftConfig>(matches)?),
+            "reward" => Task::Reward(flags::read::<RewardConfig>(matches)?),
+            "ppo" => Task::Ppo(flags::read::<PpoConfig>(matches)?),
+            name if groups::has(name) => Task::Ppo(groups::config(flags::read::<PpoConfig>(matches)?)),
+            "generate" => Task::Generate(flags::read::<GenerateConfig>(matches)?),
+            "logprobs" => Task::Logprobs(flags::read::<LogprobsConfig>(matches)?),
+            "score" => Task::Score(flags::read::<ScoreConfig>(matches)?),
+            "eval" => Task::Eval(flags::read::<EvaluateConfig>(matches)?),
+            "convert" => Task::Convert(flags::read::<ConvertConfig>(matches)?),
+            "push" => Task::Push(flags::read::<PushConfig>(matches)?),
+            "report" => Task::Report(flags::read::<ReportConfig>(matches)?),
+            "chat" => Task::Chat(flags::read::<ChatConfig>(matches)?),
+            "serve" => Task::Serve(flags::read::<ServeConfig>(matches)?),
+            "watch" => Task::Watch(flags::read::<WatchConfig>(matches)?),
+            "doctor" => Task::Doctor(flags::read::<DoctorConfig>(matches)?),
+            "merge" => Task::Merge(flags::read::<MergeConfig>(matches)?),
             _ => unreachable!("{name} is parsed elsewhere"),
         })
     }

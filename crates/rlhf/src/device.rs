@@ -1,8 +1,8 @@
 //! Devices: the CPU, or a GPU, whose libraries are loaded only if it is requested.
 
 use crate::dist::launch::Launch;
-use crate::flag::{Setting, expect};
 use crate::process::output;
+use crate::schema::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;

@@ -5,9 +5,9 @@ pub(crate) mod settings;
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
-use crate::flag::expect;
 use crate::model::{CausalLm, KvCache, StopCheck, TokenSet, TopLogprobs, uses_kernels};
 use crate::rng::{Purpose, Stream};
+use crate::schema::expect;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use std::ops::{ControlFlow, Range};

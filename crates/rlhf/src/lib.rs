@@ -39,6 +39,9 @@
 //! has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
 #![forbid(unsafe_code)]
 
+// The derive macros write `rlhf::schema`.
+extern crate self as rlhf;
+
 pub mod compat;
 pub mod convert;
 pub mod data;
@@ -48,7 +51,7 @@ pub mod doctor;
 mod error;
 pub mod eval;
 pub mod files;
-pub mod flag;
+
 pub mod generate;
 mod gguf;
 mod http_server;
@@ -67,6 +70,7 @@ pub mod rl;
 pub mod rng;
 pub mod run;
 pub mod safe_text;
+pub mod schema;
 pub mod serve;
 pub mod settings;
 pub mod signals;

@@ -62,6 +62,7 @@ pub use shard::Shards;
 pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};
 
+use crate::schema::Choices;
 use params::Source;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -112,9 +113,9 @@ impl Precision {
 }
 
 /// The dtype in which a model's weights are read and held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, Choices)]
 #[serde(rename_all = "lowercase")]
-#[value(rename_all = "lowercase")]
+#[choice(rename_all = "lowercase")]
 pub enum Dtype {
     /// Each tensor as its file has it.
     Auto,
@@ -122,10 +123,10 @@ pub enum Dtype {
     #[default]
     Float32,
     /// bf16.
-    #[value(alias = "bf16")]
+    #[choice(alias = "bf16")]
     BFloat16,
     /// f16.
-    #[value(alias = "fp16")]
+    #[choice(alias = "fp16")]
     Float16,
 }
 
@@ -141,12 +142,7 @@ impl Dtype {
 
     /// Its name as a setting.
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            Dtype::Auto => "auto",
-            Dtype::Float32 => "float32",
-            Dtype::BFloat16 => "bfloat16",
-            Dtype::Float16 => "float16",
-        }
+        Choices::name(self)
     }
 
     /// The dtype of all tensors; `None`: each tensor has its own.

@@ -513,7 +513,7 @@ mod tests {
     use super::*;
 
     fn config() -> OptimizerConfig {
-        crate::flag::defaults()
+        crate::schema::defaults()
     }
 
     fn param(values: &[f32], decay: bool) -> Param {

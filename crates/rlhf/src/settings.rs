@@ -67,7 +67,6 @@ pub use crate::data::settings::{
     ChatTemplateConfig, DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage,
 };
 pub use crate::dist::{DistConfig, PpoDistConfig, ZeroStage};
-pub use crate::flag::ByteSize;
 pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use crate::model::PeftConfig;
 pub use crate::offload::settings::{OffloadConfig, OffloadPart};
@@ -88,6 +87,7 @@ pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
 pub use crate::run::settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
+pub use crate::schema::ByteSize;
 
 #[cfg(test)]
 mod tests {

@@ -6,7 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
 use rlhf::Result;
-use rlhf::flag::{Refusals, is_bool};
+use rlhf::schema::{Refusals, is_bool};
 
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;

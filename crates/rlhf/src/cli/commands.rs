@@ -2,7 +2,6 @@
 
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
-use rlhf::flag;
 use rlhf::settings::{
     ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
     PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig,
@@ -12,7 +11,7 @@ use rlhf::settings::{
 use super::launch::LAUNCH;
 use super::plan::PLAN;
 use super::replay::{self, REPLAY};
-use super::{deepspeed_chat, groups, help, trl};
+use super::{deepspeed_chat, flags, groups, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
@@ -217,13 +216,13 @@ Examples:
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
-        deepspeed_chat::with_flags(trl::with_flags(flag::command::<SftConfig>("sft")))
+        deepspeed_chat::with_flags(trl::with_flags(flags::command::<SftConfig>("sft")))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(SFT_HELP),
-        deepspeed_chat::with_flags(trl::with_flags(flag::command::<RewardConfig>("reward")))
+        deepspeed_chat::with_flags(trl::with_flags(flags::command::<RewardConfig>("reward")))
             .about("Train a reward model on preference pairs")
             .after_help(REWARD_HELP),
-        deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
+        deepspeed_chat::with_flags(trl::with_flags(flags::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(PPO_HELP),
         trl::with_flags(groups::command(Preset::Grpo))
@@ -232,43 +231,43 @@ pub(super) fn rlhf_command() -> Command {
         trl::with_flags(groups::command(Preset::Rloo))
             .about("Train a language model with RLOO, on groups of responses")
             .after_help(RLOO_HELP),
-        flag::command::<PipelineFlags>(PIPELINE)
+        flags::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(PIPELINE_HELP),
-        trl::with_flags(flag::command::<GenerateConfig>("generate"))
+        trl::with_flags(flags::command::<GenerateConfig>("generate"))
             .about("Generate responses with a language model")
             .after_help(GENERATE_HELP),
-        trl::with_flags(flag::command::<LogprobsConfig>("logprobs"))
+        trl::with_flags(flags::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given responses, row by row")
             .after_help(LOGPROBS_HELP),
-        trl::with_flags(flag::command::<ScoreConfig>("score"))
+        trl::with_flags(flags::command::<ScoreConfig>("score"))
             // Its name in the commands whose rewards `score` tries.
             .mut_arg("model_name_or_path", |model| model.alias("reward_model_path"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
-        trl::with_flags(flag::command::<EvaluateConfig>("eval"))
+        trl::with_flags(flags::command::<EvaluateConfig>("eval"))
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
-        flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
-        flag::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
-        flag::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
-        flag::command::<ReportConfig>("report")
+        flags::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flags::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
+        flags::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
+        flags::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
             .after_help(REPORT_HELP),
-        flag::command::<WatchConfig>("watch")
+        flags::command::<WatchConfig>("watch")
             .about("Show a run live, as a page or in the terminal")
             .after_help(WATCH_HELP),
         replay::command().about("Compute an update of a run again").after_help(REPLAY_HELP),
-        flag::command::<ChatConfig>("chat").about("Talk to a language model").after_help(CHAT_HELP),
-        flag::command::<ServeConfig>("serve")
+        flags::command::<ChatConfig>("chat").about("Talk to a language model").after_help(CHAT_HELP),
+        flags::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
-        flag::command::<PlanFlags>(PLAN)
+        flags::command::<PlanFlags>(PLAN)
             .about("Plan memory and time of a run")
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(PLAN_HELP),
-        flag::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
-        flag::command::<LaunchFlags>(LAUNCH)
+        flags::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
+        flags::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(LAUNCH_HELP),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use rlhf::Result;
-use rlhf::flag::Refusals;
+use rlhf::schema::Refusals;
 
 use super::keys::Keys;
 use super::setting::Setting;

@@ -10,9 +10,11 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
+use rlhf::schema::{Choices as _, Setting as _};
+
 use super::errors::Messages;
 use super::setting::Setting;
-use super::{openrlhf, trl};
+use super::{flags, openrlhf, trl};
 
 /// Treatment of a flag.
 enum To {
@@ -259,8 +261,8 @@ fn last<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
 /// Returns the `dtype` of the models.
 fn dtype(flags: &ArgMatches, settings: &[Setting]) -> Option<Dtype> {
     match (on_line(flags, "dtype"), last(settings, "dtype")) {
-        (false, Some(name)) => clap::ValueEnum::from_str(name, true).ok(),
-        _ => flags.get_one::<Dtype>("dtype").copied(),
+        (false, Some(name)) => Dtype::named(name),
+        _ => flags::text(flags, "dtype").and_then(Dtype::named),
     }
 }
 
@@ -268,7 +270,7 @@ fn dtype(flags: &ArgMatches, settings: &[Setting]) -> Option<Dtype> {
 fn is_fp16(flags: &ArgMatches, settings: &[Setting]) -> bool {
     match (on_line(flags, "fp16"), last(settings, "fp16")) {
         (false, Some(value)) => value.eq_ignore_ascii_case("true"),
-        _ => flags.try_get_one::<bool>("fp16").is_ok_and(|on| on == Some(&true)),
+        _ => flags::text(flags, "fp16").and_then(bool::read) == Some(true),
     }
 }
 

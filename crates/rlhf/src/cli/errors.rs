@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
 use rlhf::Error;
-use rlhf::flag::Refusals;
+use rlhf::schema::Refusals;
 
 /// Reasons for which parsing returns no task.
 #[derive(Debug)]

@@ -7,10 +7,11 @@ use std::ffi::OsString;
 
 use clap::builder::{OsStr, Resettable};
 use clap::{ArgMatches, Command};
+use rlhf::Error;
 use rlhf::settings::{PpoConfig, Preset};
-use rlhf::{Error, flag};
 
 use super::args::on_line;
+use super::flags;
 use super::launch::{COMMANDS, LAUNCH};
 use super::plan::PLAN;
 use super::setting::Setting;
@@ -35,8 +36,9 @@ const POLICY: &str = "sft_model_path";
 /// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults.
 pub(super) fn command(preset: Preset) -> Command {
     let (name, own) = (preset.command(), preset.settings());
-    let only = move |text: &str| if text == name { Ok(preset) } else { Err(format!("expected {name}")) };
-    flag::command::<PpoConfig>(name).mut_args(|arg| {
+    let only =
+        move |text: &str| if text == name { Ok(flags::Word(text.into())) } else { Err(format!("expected {name}")) };
+    flags::command::<PpoConfig>(name).mut_args(|arg| {
         let id = arg.get_id().as_str().to_string();
         let of_preset = own.iter().find(|(key, _)| *key == id);
         let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
-use rlhf::flag::HEADINGS;
+use rlhf::schema::HEADINGS;
 
 /// Heading of the most used flags.
 const COMMON_HEADING: &str = "Common options";

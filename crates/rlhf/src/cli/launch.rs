@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use clap::{Command, FromArgMatches};
+use clap::Command;
 use rlhf::device::{Device, count_gpus};
 use rlhf::dist::as_ranks;
 use rlhf::run::{CONFIG, has_checkpoint};
@@ -23,7 +23,7 @@ use self::ranks::{End, Ranks, Start, events};
 use super::args::{normalize, on_line, parse_flags, split_at_command};
 use super::errors::Messages;
 use super::foreign::{self, LaunchFile};
-use super::{Parsed, Stop, Task};
+use super::{Parsed, Stop, Task, flags};
 
 /// The name of the command.
 pub(super) const LAUNCH: &str = "launch";
@@ -58,7 +58,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
     let (_, matches) = matches.subcommand().expect("it is launch");
-    let mut flags = LaunchFlags::from_arg_matches(matches)?;
+    let mut flags = flags::read::<LaunchFlags>(matches)?;
     if let Some(path) = flags.config_file.clone() {
         fill(&mut flags, foreign::launch(&path)?, |name| on_line(matches, name));
         if command.first().is_some_and(|name| TRAINING.iter().any(|training| name == training)) {

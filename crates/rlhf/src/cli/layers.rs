@@ -3,14 +3,14 @@
 use std::path::Path;
 
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, ValueEnum};
-use rlhf::flag::{self, NONE, Refusals};
+use clap::{ArgMatches, Command};
+use rlhf::schema::{self, Choices as _, NONE, Refusals};
 use rlhf::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
 use rlhf::{Error, Result};
 
 use super::errors::{Messages, Stop};
 use super::setting::Setting;
-use super::{deepspeed_chat, groups, trl};
+use super::{deepspeed_chat, flags, groups, trl};
 
 /// The settings of another system, beside those of the file.
 pub(super) struct Translated {
@@ -70,7 +70,7 @@ pub(super) fn resolve<C>(
     loop {
         let checked = check(&config);
         let of_preset = |line: &str| {
-            let mut keys = flag::subjects(line).filter(|key| !is_own(key));
+            let mut keys = schema::subjects(line).filter(|key| !is_own(key));
             keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
         };
         let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
@@ -86,11 +86,11 @@ pub(super) fn resolve<C>(
 
 /// Returns the preset that the flags name, or else the file's `settings`.
 pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
-    let of_flag = || flags.get_one::<Preset>("preset").copied();
+    let of_flag = || flags::text(flags, "preset").and_then(Preset::named);
     let of_file = || settings.iter().rev().find(|setting| setting.key == "preset")?.values.first();
     match flags.value_source("preset") {
         Some(ValueSource::CommandLine) => of_flag(),
-        _ => of_file().and_then(|name| Preset::from_str(name, false).ok()).or_else(of_flag),
+        _ => of_file().and_then(|name| Preset::named(name)).or_else(of_flag),
     }
 }
 
@@ -100,9 +100,9 @@ pub(super) fn of_preset(command: &str, preset: Option<Preset>, settings: &[Setti
     let Some(preset) = preset else { return Vec::new() };
     type Plain = fn() -> Command;
     let (own, plain): (_, Plain) = match command {
-        "sft" => (preset.sft_settings(), || flag::command::<SftConfig>("sft")),
-        "reward" => (preset.reward_settings(), || flag::command::<RewardConfig>("reward")),
-        _ => (preset.settings(), || flag::command::<PpoConfig>("ppo")),
+        "sft" => (preset.sft_settings(), || flags::command::<SftConfig>("sft")),
+        "reward" => (preset.reward_settings(), || flags::command::<RewardConfig>("reward")),
+        _ => (preset.settings(), || flags::command::<PpoConfig>("ppo")),
     };
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
     // The flags are made for a null alone: there are hundreds.

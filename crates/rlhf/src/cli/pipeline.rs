@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Command, FromArgMatches, ValueEnum};
+use clap::Command;
 use rlhf::Error;
-use rlhf::flag::Refusals;
+use rlhf::schema::{Choices as _, Refusals, Settings};
 use rlhf::settings::{PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
@@ -16,7 +16,7 @@ use super::errors::{Messages, Stop};
 use super::keys::{Keys, NOT_SETTINGS};
 use super::layers::{Translated, name_nulls, resolve, translated};
 use super::setting::{Setting, set_default, with_defaults};
-use super::{deepspeed_chat, trl};
+use super::{deepspeed_chat, flags, trl};
 
 /// Settings of the whole pipeline, which a section must not have.
 const OF_THE_PIPELINE: [&str; 4] =
@@ -72,7 +72,7 @@ pub(super) fn parse(
     let mut matches = matches_of(&strict, args, &mut messages.refusals, |rlhf| {
         rlhf.mut_subcommand(PIPELINE, |command| command.mut_args(not_required))
     })?;
-    let flags = PipelineFlags::from_arg_matches(&matches.remove_subcommand().expect("it is a command").1)?;
+    let flags = flags::read::<PipelineFlags>(&matches.remove_subcommand().expect("it is a command").1)?;
     if let Some(Resume::From(dir)) = &flags.resume_from_checkpoint {
         let line = format!(
             "resume_from_checkpoint = {}: expected true: each stage resumes from its own newest checkpoint",
@@ -110,7 +110,7 @@ struct Parts<C> {
 
 /// Returns the preset that the setting `preset` names.
 fn named_preset(preset: &Setting) -> Option<Preset> {
-    preset.values.first().and_then(|name| Preset::from_str(name, false).ok())
+    preset.values.first().and_then(|name| Preset::named(name))
 }
 
 /// Returns whether the setting `preset` names one that SFT and reward training have too.
@@ -197,7 +197,7 @@ impl File<'_> {
     }
 
     /// Returns the checked configuration of `stage`. Refusals name their place in the file; then there is no configuration.
-    fn config<C: FromArgMatches>(
+    fn config<C: Settings>(
         &self,
         flags: &PipelineFlags,
         stage: Stage,
@@ -213,7 +213,7 @@ impl File<'_> {
             let command = with_defaults(command.clone(), layers);
             let relaxed = |command: Command| command.mut_args(not_required);
             let matches = matches_of(&command, &[stage.name().into()], refusals, relaxed)?;
-            let mut config = C::from_arg_matches(&matches)?;
+            let mut config = flags::read::<C>(&matches)?;
             let own = run(&mut config);
             own.output_dir = PipelineConfig::dir(&flags.output_dir, stage);
             if own.tracking.has_programs() && own.tracking.run_name.is_none() {

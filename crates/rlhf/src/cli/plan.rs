@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-use clap::{Command, FromArgMatches};
+use clap::Command;
 use rlhf::dist::as_ranks;
 use rlhf::dist::launch::Launch;
 use rlhf::plan::{PlanOptions, PlannedRun};
@@ -14,7 +14,7 @@ use rlhf::{Error, Result};
 
 use super::args::{normalize, parse_flags, split_at_command};
 use super::errors::Messages;
-use super::{Parsed, Stop, Task};
+use super::{Parsed, Stop, Task, flags};
 
 /// The name of the command.
 pub(super) const PLAN: &str = "plan";
@@ -43,7 +43,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
     let (_, matches) = matches.subcommand().expect("it is plan");
-    let flags = PlanFlags::from_arg_matches(matches)?;
+    let flags = flags::read::<PlanFlags>(matches)?;
     messages.refusals.add(flags.check())?;
     messages.refusals.end()?;
     check_command(command.first())?;

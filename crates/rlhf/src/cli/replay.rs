@@ -4,10 +4,9 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::Path;
 
-use clap::{Arg, ArgMatches, Command, FromArgMatches};
+use clap::{Arg, ArgMatches, Command};
 use comfy_table::{Table, presets};
 use rlhf::dist::{World, as_ranks, num_ranks};
-use rlhf::flag;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, ReplayConfig};
 use rlhf::terminal::seven_digits;
@@ -19,7 +18,7 @@ use super::args::{normalize, on_line, parse_flags};
 use super::errors::{Messages, with_refusals};
 use super::keys::Keys;
 use super::setting::Setting;
-use super::{Parsed, Stop, Task, with_settings};
+use super::{Parsed, Stop, Task, flags, with_settings};
 
 /// The name of the command.
 pub(super) const REPLAY: &str = "replay";
@@ -40,9 +39,9 @@ pub(crate) struct ReplayTask {
 
 /// Returns the command: its own flags, and those of `rlhf ppo`, hidden.
 pub(super) fn command() -> Command {
-    let own = flag::command::<ReplayConfig>(REPLAY);
+    let own = flags::command::<ReplayConfig>(REPLAY);
     let is_own = |arg: &Arg| own.get_arguments().any(|own| own.get_id() == arg.get_id());
-    let ppo = flag::command::<PpoConfig>(PPO);
+    let ppo = flags::command::<PpoConfig>(PPO);
     let is_of_runs = |arg: &Arg| OF_RUNS.contains(&arg.get_id().as_str());
     let settings = ppo.get_arguments().filter(|arg| !is_own(arg) && !is_of_runs(arg)).cloned();
     let settings: Vec<Arg> = settings.map(|arg| arg.required(false).hide(true)).collect();
@@ -60,7 +59,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let matches = rlhf.clone().try_get_matches_from(&args);
     let matches = matches.map_err(|error| with_refusals(std::mem::take(&mut messages.refusals), error))?;
     let (_, flags) = matches.subcommand().expect("it is replay");
-    let replay = ReplayConfig::from_arg_matches(flags)?;
+    let replay = flags::read::<ReplayConfig>(flags)?;
     messages.refusals.add(replay.check())?;
     messages.refusals.end()?;
     let recorded = RecordedUpdate::open(&replay.run, replay.update)?;

@@ -7,11 +7,12 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use rlhf::flag::Refusals;
 use rlhf::reward::{check_written, is_function_path};
+use rlhf::schema::Refusals;
 use serde_json::{Map, Value};
 
 use super::errors::{Messages, refusal};
+use super::flags;
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
 
@@ -646,10 +647,7 @@ impl Flags<'_> {
         let logging_steps = match (noted, self.on_line("logging_steps"), in_file(settings, "logging_steps")) {
             (Some(steps), ..) => steps,
             (None, false, Some(steps)) => steps.clone(),
-            _ => {
-                let flag = self.flags.try_get_one::<usize>("logging_steps").ok().flatten();
-                flag.map_or_else(|| LOGGING_STEPS.to_string(), usize::to_string)
-            }
+            _ => flags::text(self.flags, "logging_steps").map_or_else(|| LOGGING_STEPS.to_string(), String::from),
         };
         for (strategy, steps, usual) in
             [("eval_strategy", "eval_steps", logging_steps.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use clap::{Arg, ArgAction};
 use rlhf::Result;
-use rlhf::flag::takes_json;
+use rlhf::schema::{JsonObject, Setting as _};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
@@ -72,6 +72,11 @@ const NO_MAP: &str = "expected settings of the form `key: value` below it";
 const NO_VALUE: &str = "expected one value, found a list or a map";
 
 const NO_LIST: &str = "expected a text or a list of texts, found something else";
+
+/// Returns whether the values of a flag are JSON objects, which a file may have as maps.
+fn takes_json(arg: &Arg) -> bool {
+    arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == JsonObject::NAME))
+}
 
 /// Returns whether a flag takes several values.
 fn is_list(arg: &Arg) -> bool {

@@ -3,13 +3,14 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{Columns, Files};
 use crate::Result;
-use crate::flag::{DATA, JsonObject, NONE, Setting, above_zero, all, at_least_one, expect, no_effect, optional, usage};
+use crate::schema::{
+    Choices, DATA, JsonObject, Setting, Settings, above_zero, all, at_least_one, expect, no_effect, usage,
+};
 
 /// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
 /// their seeds are.
@@ -19,15 +20,12 @@ const SPLIT_SEED: u64 = 42;
 pub(crate) const TEST: &str = "test";
 
 /// Variables of chat templates.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ChatTemplateConfig {
     /// Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows have
     /// `chat_template_kwargs`, these take precedence by name.
-    #[arg(
-        long, help_heading = DATA, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
-    )]
-    pub chat_template_kwargs: std::option::Option<JsonObject>,
+    #[setting(heading = DATA)]
+    pub chat_template_kwargs: Option<JsonObject>,
 }
 
 impl ChatTemplateConfig {
@@ -52,20 +50,19 @@ impl ChatTemplateConfig {
 }
 
 /// The part of a dataset that a command without training reads.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SplitConfig {
     /// Configuration (folder) of the dataset to use, if several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub dataset_config: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub dataset_config: Option<String>,
     /// Split of a dataset that is a folder or on the hub.
-    #[arg(long, help_heading = DATA, default_value = TEST)]
+    #[setting(heading = DATA, default = TEST)]
     pub dataset_split: String,
     /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
-    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    #[setting(heading = DATA, delimiter = ',')]
     pub dataset_columns: Vec<String>,
     /// Variables of chat templates.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub chat_template: ChatTemplateConfig,
 }
@@ -94,39 +91,38 @@ impl SplitConfig {
 }
 
 /// A training run's datasets, and the rows held out for evaluation.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DataConfig {
     /// Dataset: a JSONL, JSON, CSV or Parquet file, a folder with files per split, or a hub name; or several of them.
-    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1..)]
+    #[setting(alias = "query_dataset", heading = DATA, required, several)]
     #[serde(serialize_with = "one_or_list")]
     pub dataset_name: Vec<PathBuf>,
     /// Sampling weights of several datasets, a number for each [default: every row is equally likely].
-    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',')]
+    #[setting(heading = DATA, several, delimiter = ',')]
     pub dataset_weights: Vec<f64>,
     /// Configuration (folder) of the dataset to use, if several have the split; of the evaluation dataset too, if it has it.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub dataset_config: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub dataset_config: Option<String>,
     /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
-    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    #[setting(heading = DATA, delimiter = ',')]
     pub dataset_columns: Vec<String>,
     /// Split of the dataset to train on.
-    #[arg(long, help_heading = DATA, default_value = "train")]
+    #[setting(heading = DATA, default = "train")]
     pub dataset_train_split: String,
     /// Split of the dataset to evaluate on; in PPO the sample tables show responses to its prompts.
-    #[arg(long, help_heading = DATA, default_value = TEST)]
+    #[setting(heading = DATA, default = TEST)]
     pub dataset_test_split: String,
     /// Number of rows to hold out for evaluation, or their share if below 1. Refused if the dataset has the split to evaluate on.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
-    pub eval_split_size: std::option::Option<f64>,
+    #[setting(heading = DATA)]
+    pub eval_split_size: Option<f64>,
     /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares are disjoint.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_name = DataSplit::NAME, value_parser = optional::<DataSplit>)]
-    pub data_split: std::option::Option<DataSplit>,
+    #[setting(heading = DATA)]
+    pub data_split: Option<DataSplit>,
     /// Seed of `data_split`; must be the same for sft, reward and ppo.
-    #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
+    #[setting(heading = DATA, default = SPLIT_SEED)]
     pub data_split_seed: u64,
     /// Variables of chat templates.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub chat_template: ChatTemplateConfig,
 }
@@ -221,7 +217,7 @@ impl Setting for DataSplit {
 }
 
 /// A stage of RLHF, in their order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
     /// Supervised fine-tuning.
@@ -238,11 +234,7 @@ impl Stage {
 
     /// Returns the name of its command.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Sft => "sft",
-            Self::Reward => "reward",
-            Self::Ppo => "ppo",
-        }
+        Choices::name(self)
     }
 }
 
@@ -253,14 +245,13 @@ impl Display for Stage {
 }
 
 /// Maximum length of a prompt, and the treatment of longer ones.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PromptLengthConfig {
     /// Maximum tokens of a prompt [default: the models' context minus `response_length`].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
-    pub max_prompt_length: std::option::Option<usize>,
+    #[setting(heading = DATA)]
+    pub max_prompt_length: Option<usize>,
     /// Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side.
-    #[arg(long, help_heading = DATA, value_enum, default_value = "error")]
+    #[setting(heading = DATA, default = "error")]
     pub long_prompts: LongPrompts,
 }
 
@@ -271,9 +262,9 @@ impl PromptLengthConfig {
 }
 
 /// Treatment of prompts that are too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum LongPrompts {
     /// An error before training starts.
     Error,
@@ -296,7 +287,7 @@ fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn the_shares_of_a_split_are_consecutive_and_cover_every_row() {

@@ -136,7 +136,7 @@ mod tests {
 
     /// Data settings for these files.
     fn config(names: &[&Path]) -> DataConfig {
-        let mut data: DataConfig = crate::flag::defaults();
+        let mut data: DataConfig = crate::schema::defaults();
         data.dataset_name = names.iter().map(|name| name.to_path_buf()).collect();
         data
     }

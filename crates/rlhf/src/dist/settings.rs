@@ -1,10 +1,9 @@
 //! Settings of runs with several ranks: sharding, and the time limit of collectives.
 
-use clap::Args;
 use serde::{Serialize, Serializer};
 
 use crate::Result;
-use crate::flag::{DIST, NONE, Setting, expect, optional, required};
+use crate::schema::{DIST, Setting, Settings, expect};
 
 /// A stage of ZeRO: the parts of training that are sharded over the ranks, each stage with those of the one before
 /// (Rajbhandari et al. 2020).
@@ -69,14 +68,13 @@ impl Setting for ZeroStage {
 }
 
 /// Settings of a training run with several ranks. They change memory and speed only.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Settings)]
 pub struct DistConfig {
     /// Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0 nothing.
-    #[arg(long, help_heading = DIST, default_value_t = ZeroStage::Stage0, value_name = ZeroStage::NAME, value_parser = required::<ZeroStage>)]
+    #[setting(heading = DIST, default = ZeroStage::Stage0)]
     pub zero_stage: ZeroStage,
     /// Maximum seconds that a rank waits for the others.
-    #[arg(long, alias = "ddp_timeout", help_heading = DIST, default_value_t = 1800)]
+    #[setting(alias = "ddp_timeout", heading = DIST, default = 1800)]
     pub dist_timeout: u64,
 }
 
@@ -88,25 +86,24 @@ impl DistConfig {
 }
 
 /// Settings of a PPO run with several ranks.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Settings)]
 pub struct PpoDistConfig {
     /// `zero_stage` of the policy and of the reference model [default: `zero_stage`].
-    #[arg(long, help_heading = DIST, default_value = NONE, value_name = ZeroStage::NAME, value_parser = optional::<ZeroStage>)]
-    pub actor_zero_stage: std::option::Option<ZeroStage>,
+    #[setting(heading = DIST)]
+    pub actor_zero_stage: Option<ZeroStage>,
     /// `zero_stage` of the value model [default: `zero_stage`].
-    #[arg(long, help_heading = DIST, default_value = NONE, value_name = ZeroStage::NAME, value_parser = optional::<ZeroStage>)]
-    pub critic_zero_stage: std::option::Option<ZeroStage>,
+    #[setting(heading = DIST)]
+    pub critic_zero_stage: Option<ZeroStage>,
     /// Gather the policy's whole parameters once for the generation of an update where they are sharded; `false` gathers them
     /// layer by layer for each token, with less memory and more time.
-    #[arg(long, help_heading = DIST, default_value_t = true)]
+    #[setting(heading = DIST, default = true)]
     pub ds3_gather_for_generation: bool,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn each_stage_shards_what_the_one_before_shards_and_one_thing_more() {

@@ -404,7 +404,7 @@ fn read_reply(reply: &str) -> Option<Preference> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn a_reply_is_a_word_or_ends_with_a_mark() {

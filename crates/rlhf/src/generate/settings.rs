@@ -1,37 +1,37 @@
 //! Settings of sampling in PPO.
 
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{SAMPLING, Setting, above_zero, all, expect, no_effect, top_k_or_minus_one, usage, zero_to_one};
+use crate::schema::{
+    Choices, SAMPLING, Settings, above_zero, all, expect, no_effect, top_k_or_minus_one, usage, zero_to_one,
+};
 
 /// Sampling of PPO's responses beside their temperature: in training, in evaluations and, except for the filters, in the sample
 /// tables, which are greedy.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SamplingConfig {
     /// Sample from this many most likely tokens only; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0, value_name = usize::NAME, value_parser = top_k_or_minus_one)]
+    #[setting(heading = SAMPLING, default = 0, parse = top_k_or_minus_one)]
     pub top_k: usize,
     /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    #[setting(heading = SAMPLING, default = 1.0)]
     pub top_p: f64,
     /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
+    #[setting(heading = SAMPLING, default = 0.0)]
     pub min_p: f64,
     /// Penalty on tokens that are in the prompt or the response already; 1 for none.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    #[setting(heading = SAMPLING, default = 1.0)]
     pub repetition_penalty: f64,
     /// Minimum tokens of a response: nothing ends it before.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    #[setting(heading = SAMPLING, default = 0)]
     pub min_new_tokens: usize,
     /// End a response with the token that completes this text; repeat the flag for several texts.
-    #[arg(long, help_heading = SAMPLING)]
+    #[setting(heading = SAMPLING)]
     pub stop_strings: Vec<String>,
     /// Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the tokens that
     /// `top_k`, `top_p` and `min_p` left when a response was sampled.
-    #[arg(long, help_heading = SAMPLING, value_enum, default_value = "policy")]
+    #[setting(heading = SAMPLING, default = "policy")]
     pub logprobs_of: LogprobsOf,
 }
 
@@ -68,9 +68,9 @@ impl SamplingConfig {
 }
 
 /// The distribution that log-probabilities are taken of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum LogprobsOf {
     /// Over the whole vocabulary, whatever filters the sampling had.
     Policy,
@@ -80,18 +80,10 @@ pub enum LogprobsOf {
 }
 
 /// A stop token with a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
+#[choice(value_name = "TOKEN", expected = "eos or none; an id goes to stop_token_id")]
 pub enum StopToken {
     /// The tokenizer's end-of-sequence token.
     Eos,
-}
-
-impl Setting for StopToken {
-    const NAME: &'static str = "TOKEN";
-    const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
 }

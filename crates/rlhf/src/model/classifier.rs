@@ -13,7 +13,7 @@ use super::params::{Builder, DEEPSPEED_CHAT, Init, Source};
 use super::pretrained::sealed::Sealed;
 use super::pretrained::{ModelHead, PretrainedModel};
 use super::shape::{Family, HeadActivation, HeadNames, Pooling};
-use crate::flag::Setting;
+use crate::schema::Choices;
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -40,24 +40,15 @@ const MASKED_LM_HEADS: [&str; 10] = [
 ];
 
 /// Tensor names of a decoder with a score head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Choices)]
 #[serde(rename_all = "kebab-case")]
-#[value(rename_all = "kebab-case")]
+#[choice(rename_all = "kebab-case")]
 pub enum ClassifierFormat {
     /// Names of transformers' `...ForSequenceClassification`: `score.weight`.
     #[default]
     Transformers,
     /// DeepSpeed-Chat's names: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
     DeepspeedChat,
-}
-
-impl Setting for ClassifierFormat {
-    const NAME: &'static str = "NAME";
-    const EXPECTED: &'static str = "transformers or deepspeed-chat";
-
-    fn read(text: &str) -> Option<Self> {
-        clap::ValueEnum::from_str(text, true).ok()
-    }
 }
 
 /// A sequence classifier: a reward model or a value model. A decoder has a score per position, an encoder scores per sequence. An

@@ -816,7 +816,7 @@ mod tests {
                 trained.set_trainable(true);
                 assert_eq!(held(Holding::Trained(0), None), real(trained.params()), "{name}");
                 let states = |model: &CausalLm, optim, holding| {
-                    let config = OptimizerConfig { optim, ..crate::flag::defaults() };
+                    let config = OptimizerConfig { optim, ..crate::schema::defaults() };
                     let real = Optimizer::new(model.trainable_params(), &config).state_bytes();
                     let planned: usize =
                         sizes.trained(holding).unwrap().iter().map(|tensor| state_bytes(optim, tensor)).sum();

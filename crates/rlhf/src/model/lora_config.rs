@@ -3,10 +3,9 @@
 use super::families::FAMILIES;
 use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_in_saved_module};
 use super::shape::Family;
-use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
+use crate::schema::{LORA, Settings, all, at_least_one, defaults, expect, usage};
 use crate::weights::brief;
 use crate::{Error, Result};
-use clap::Args;
 use regex::Regex;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -285,32 +284,31 @@ impl<T: Copy> Patterns<T> {
 pub(crate) const MOST_RANK: usize = 1 << 16;
 
 /// Settings of low-rank adapters (LoRA) that are trained in place of all weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PeftConfig {
     /// Train LoRA adapters; the model's own weights are frozen and stay in the checkpoint's dtype.
-    #[arg(long, help_heading = LORA)]
+    #[setting(heading = LORA)]
     pub use_peft: bool,
     /// Rank of the LoRA adapters.
-    #[arg(long, help_heading = LORA, default_value_t = 16)]
+    #[setting(heading = LORA, default = 16)]
     pub lora_r: usize,
     /// LoRA alpha: an adapter's product is scaled by `lora_alpha / lora_r`.
-    #[arg(long, help_heading = LORA, default_value_t = 32)]
+    #[setting(heading = LORA, default = 32)]
     pub lora_alpha: usize,
     /// Dropout of the adapters' inputs in SFT and reward training. PPO applies none: its first probability ratios must be 1.
-    #[arg(long, help_heading = LORA, default_value_t = 0.05)]
+    #[setting(heading = LORA, default = 0.05)]
     pub lora_dropout: f64,
     /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: those usual for the model family].
-    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    #[setting(heading = LORA, delimiter = ',', several)]
     pub lora_target_modules: Vec<String>,
     /// Modules that are trained in full and saved with the adapter, by the ends of their names, such as `embed_tokens` or `lm_head`.
-    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    #[setting(heading = LORA, delimiter = ',', several)]
     pub lora_modules_to_save: Vec<String>,
     /// Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.
-    #[arg(long, help_heading = LORA)]
+    #[setting(heading = LORA)]
     pub use_rslora: bool,
     /// DoRA: train the norm of each row of an adapted weight apart from its direction.
-    #[arg(long, help_heading = LORA)]
+    #[setting(heading = LORA)]
     pub use_dora: bool,
 }
 

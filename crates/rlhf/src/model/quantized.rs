@@ -1,9 +1,9 @@
 //! Quantized weights of linear layers, in the formats of bitsandbytes: NF4 and FP4 (Dettmers et al. 2023), and LLM.int8's rows of eight
 //! bits (Dettmers et al. 2022), computed with as weights only.
 
+use crate::schema::{Choices, MODELS, Settings};
 use crate::weights::brief;
 use crate::{Error, Result};
-use clap::Args;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -58,9 +58,9 @@ const SCB: &str = "SCB";
 const WEIGHT_FORMAT: &str = "weight_format";
 
 /// A data type of four bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Choices)]
 #[serde(rename_all = "lowercase")]
-#[value(rename_all = "lowercase")]
+#[choice(rename_all = "lowercase")]
 pub enum QuantType {
     /// NF4: quantiles of a normal distribution.
     #[default]
@@ -70,13 +70,6 @@ pub enum QuantType {
 }
 
 impl QuantType {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Nf4 => "nf4",
-            Self::Fp4 => "fp4",
-        }
-    }
-
     /// The values of the codes.
     fn map(self) -> [f32; 16] {
         match self {
@@ -184,21 +177,20 @@ pub(super) fn is_skipped(described: &Value, layer: &str) -> bool {
 }
 
 /// Settings of the quantization of frozen weights, with TRL's names.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Settings)]
 pub struct QuantizationConfig {
     /// Hold the frozen weights of linear layers in 4 bits, as bitsandbytes does: the base of an adapter, the reference model and reward
     /// models. Embeddings, norms and heads stay as they are, and so does a model that is quantized already.
-    #[arg(long, help_heading = crate::flag::MODELS)]
+    #[setting(heading = MODELS)]
     pub load_in_4bit: bool,
     /// As load_in_4bit, in 8 bits: rows of LLM.int8's format, computed with as weights only.
-    #[arg(long, help_heading = crate::flag::MODELS)]
+    #[setting(heading = MODELS)]
     pub load_in_8bit: bool,
     /// Data type of 4 bits.
-    #[arg(long, help_heading = crate::flag::MODELS, value_enum, default_value = "nf4")]
+    #[setting(heading = MODELS, default = "nf4")]
     pub bnb_4bit_quant_type: QuantType,
     /// Quantize the scales of 4-bit weights too (double quantization).
-    #[arg(long, help_heading = crate::flag::MODELS)]
+    #[setting(heading = MODELS)]
     pub use_bnb_nested_quant: bool,
 }
 
@@ -226,22 +218,22 @@ impl QuantizationConfig {
     /// Checks that a model whose weights are all trained is not quantized.
     pub(crate) fn check_trained(&self, use_peft: bool) -> Result<()> {
         let Some(named) = self.named().filter(|_| !use_peft) else { return Ok(()) };
-        crate::flag::usage(format!(
+        crate::schema::usage(format!(
             "{named} needs use_peft: quantized weights are frozen, and adapters beside them are trained"
         ))
     }
 
     pub(crate) fn check(&self) -> Result<()> {
         if self.load_in_4bit && self.load_in_8bit {
-            return crate::flag::usage(
+            return crate::schema::usage(
                 "load_in_4bit = true and load_in_8bit = true exclude each other: set one of them",
             );
         }
         if !self.load_in_4bit && self.use_bnb_nested_quant {
-            return crate::flag::no_effect("use_bnb_nested_quant", true, "without load_in_4bit");
+            return crate::schema::no_effect("use_bnb_nested_quant", true, "without load_in_4bit");
         }
         if !self.load_in_4bit && self.bnb_4bit_quant_type != QuantType::default() {
-            return crate::flag::no_effect(
+            return crate::schema::no_effect(
                 "bnb_4bit_quant_type",
                 self.bnb_4bit_quant_type.name(),
                 "without load_in_4bit",
@@ -805,7 +797,7 @@ mod tests {
             same(head, &model.logits(&rows).unwrap(), &before);
             model.set_trainable(true);
             model.scores_backward(&rows, None, |scores| scores.sum(Kind::Float)).unwrap();
-            let mut optimizer = Optimizer::new(model.trainable_params(), &crate::flag::defaults());
+            let mut optimizer = Optimizer::new(model.trainable_params(), &crate::schema::defaults());
             optimizer.step(1e-2).unwrap();
             assert!(!weight(&model).equal(&codes.values(Kind::Float)), "{head} is trained");
             model.merge_adapter();

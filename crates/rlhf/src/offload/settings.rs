@@ -3,36 +3,31 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use serde::{Serialize, Serializer};
 
 use super::Offload;
 use crate::Result;
-use crate::flag::{NONE, RUN, Setting, all, no_effect, optional, required, usage};
+use crate::schema::{NONE, RUN, Setting, Settings, all, no_effect, usage};
 
 /// Parts of a run that are offloaded between the phases that use them.
-#[derive(Debug, Clone, PartialEq, Eq, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq, Settings)]
 pub struct OffloadConfig {
     /// Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
     /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more
     /// time. Without a value: optimizer [default: none].
-    #[arg(
-        long, help_heading = RUN, value_name = OffloadPart::NAME, value_parser = required::<OffloadPart>,
-        num_args = 0.., default_missing_value = "optimizer"
-    )]
+    #[setting(heading = RUN, several, alone = "optimizer")]
     pub offload: Vec<OffloadPart>,
     /// Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default: `output_dir`].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub offload_dir: std::option::Option<PathBuf>,
+    #[setting(heading = RUN)]
+    pub offload_dir: Option<PathBuf>,
     /// `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two.
-    #[arg(long, hide = true, help_heading = RUN)]
+    #[setting(hide, heading = RUN)]
     pub offload_optimizer: bool,
     /// `offload = models` by DeepSpeed-Chat's name.
-    #[arg(long, hide = true, help_heading = RUN)]
+    #[setting(hide, heading = RUN)]
     pub offload_reference_model: bool,
     /// `offload = models` by DeepSpeed-Chat's name.
-    #[arg(long, hide = true, help_heading = RUN)]
+    #[setting(hide, heading = RUN)]
     pub offload_reward_model: bool,
 }
 
@@ -165,7 +160,7 @@ impl OffloadConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn parts_are_named_alone_or_together_and_none_is_alone() {

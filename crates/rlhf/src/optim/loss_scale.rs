@@ -1,8 +1,7 @@
 //! Dynamic loss scaling: a factor, adapted during training, keeps small gradients of f16 from rounding to 0.
 
-use crate::flag::{RUN, above_zero, all, at_least_one, defaults, expect, no_effect};
+use crate::schema::{RUN, Settings, above_zero, all, at_least_one, defaults, expect, no_effect};
 use crate::{Error, Result};
-use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt::Display;
@@ -11,21 +10,20 @@ use std::fmt::Display;
 const MOST_SCALE_POWER: usize = 100;
 
 /// The loss scale of a run that computes in float16, by the names of DeepSpeed's `fp16` settings.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct LossScaleConfig {
     /// Initial loss scale with `fp16`, as a power of 2.
-    #[arg(long, help_heading = RUN, default_value_t = 16)]
+    #[setting(heading = RUN, default = 16)]
     pub initial_scale_power: usize,
     /// Consecutive optimizer steps without an overflow after which the loss scale is doubled.
-    #[arg(long, help_heading = RUN, default_value_t = 1000)]
+    #[setting(heading = RUN, default = 1000)]
     pub loss_scale_window: usize,
     /// Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips its optimizer
     /// step.
-    #[arg(long, help_heading = RUN, default_value_t = 2)]
+    #[setting(heading = RUN, default = 2)]
     pub hysteresis: usize,
     /// Smallest loss scale.
-    #[arg(long, help_heading = RUN, default_value_t = 1.0)]
+    #[setting(heading = RUN, default = 1.0)]
     pub min_loss_scale: f64,
 }
 
@@ -62,14 +60,13 @@ impl LossScaleConfig {
 }
 
 /// float16 settings of PPO, which trains two models.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct Fp16Config {
     /// With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub align_overflow: bool,
     /// Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
-    #[arg(long, help_heading = RUN, default_value_t = true)]
+    #[setting(heading = RUN, default = true)]
     pub compute_fp32_loss: bool,
 }
 

@@ -1,8 +1,8 @@
 //! Micro-batches: how many tokens go through a model at once.
 
 use crate::device::memory;
-use crate::flag::{ByteSize, Setting};
 use crate::model::Param;
+use crate::schema::{ByteSize, Setting};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::{Display, Formatter};

@@ -1,14 +1,13 @@
 //! Settings of the optimizer and of the learning-rate schedule.
 
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
 use crate::dist::ZeroStage;
-use crate::flag::{
-    NONE, OPTIMIZER, Setting, above_zero, all, expect, no_effect, optional, usage, zero_or_more, zero_to_one,
-};
 use crate::model::Trains;
+use crate::schema::{
+    Choices, OPTIMIZER, Settings, above_zero, all, expect, no_effect, optional, usage, zero_or_more, zero_to_one,
+};
 
 /// Names of the settings of the learning rate's schedule.
 pub(crate) const SCHEDULE: [&str; 9] = [
@@ -24,56 +23,55 @@ pub(crate) const SCHEDULE: [&str; 9] = [
 ];
 
 /// The optimizer and the learning-rate schedule. The peak learning rate is a field of each command, as its default differs.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct OptimizerConfig {
     /// Optimizer; all but `adamw_torch` hold smaller states.
-    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "adamw_torch")]
+    #[setting(heading = OPTIMIZER, default = "adamw_torch")]
     pub optim: Optim,
     /// Learning-rate schedule after the warm-up.
-    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
+    #[setting(heading = OPTIMIZER, default = "linear")]
     pub lr_scheduler_type: LrSchedulerType,
     /// Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and with `grpo` and
     /// `rloo`.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
+    #[setting(heading = OPTIMIZER, default = 0)]
     pub warmup_steps: usize,
     /// Warm-up as a share of all updates, rounded up.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    #[setting(heading = OPTIMIZER, default = 0.0)]
     pub warmup_ratio: f64,
     /// Final learning rate [default: 0, and 1e-7 with `polynomial`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
-    pub lr_end: std::option::Option<f64>,
+    #[setting(heading = OPTIMIZER)]
+    pub lr_end: Option<f64>,
     /// Final learning rate as a share of the peak, in place of `lr_end`.
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
-    pub min_lr_rate: std::option::Option<f64>,
+    #[setting(heading = OPTIMIZER)]
+    pub min_lr_rate: Option<f64>,
     /// Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts` 1, its decays].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
-    pub num_cycles: std::option::Option<f64>,
+    #[setting(heading = OPTIMIZER)]
+    pub num_cycles: Option<f64>,
     /// Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps with `rlhf grpo`
     /// and `rlhf rloo`.
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_decay_steps: std::option::Option<usize>,
+    #[setting(heading = OPTIMIZER)]
+    pub num_decay_steps: Option<usize>,
     /// Form of the decay of `warmup_stable_decay`.
-    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "cosine")]
+    #[setting(heading = OPTIMIZER, default = "cosine")]
     pub decay_type: DecayType,
     /// Power of the `polynomial` schedule.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
+    #[setting(heading = OPTIMIZER, default = 1.0)]
     pub power: f64,
     /// Decoupled weight decay.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    #[setting(heading = OPTIMIZER, default = 0.0)]
     pub weight_decay: f64,
     /// AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
+    #[setting(heading = OPTIMIZER, default = 0.9)]
     pub adam_beta1: f64,
     /// AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
+    #[setting(heading = OPTIMIZER, default = 0.999)]
     pub adam_beta2: f64,
     /// AdamW's epsilon; Adafactor's is of its own.
-    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
+    #[setting(heading = OPTIMIZER, default = "1e-8")]
     pub adam_epsilon: f64,
     /// Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = norm_or_zero)]
-    pub max_grad_norm: std::option::Option<f64>,
+    #[setting(heading = OPTIMIZER, parse = norm_or_zero)]
+    pub max_grad_norm: Option<f64>,
 }
 
 impl OptimizerConfig {
@@ -124,30 +122,35 @@ impl OptimizerConfig {
 }
 
 /// Name of an optimizer, as in transformers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 pub enum Optim {
     /// AdamW with both moments in f32.
     #[serde(rename = "adamw_torch")]
-    #[value(name = "adamw_torch", aliases = ["adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw", "paged_adamw_32bit"])]
+    #[choice(name = "adamw_torch", aliases = ["adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw", "paged_adamw_32bit"])]
     AdamwTorch,
     /// AdamW with both moments in 8 bits, in blocks of 256, as bitsandbytes has them; in f32 for embeddings and for tensors of fewer
     /// than 4096 elements.
     #[serde(rename = "adamw_8bit")]
-    #[value(name = "adamw_8bit", aliases = ["adamw_bnb_8bit", "paged_adamw_8bit"])]
+    #[choice(name = "adamw_8bit", aliases = ["adamw_bnb_8bit", "paged_adamw_8bit"])]
     Adamw8bit,
     /// Adafactor without a first moment: one second moment for each row and column of a matrix. Its updates are clipped to a root mean
     /// square of 1.
     #[serde(rename = "adafactor")]
-    #[value(name = "adafactor")]
+    #[choice(name = "adafactor")]
     Adafactor,
     /// AdamW on weights that are held in bf16, without a copy in f32, with both moments in bf16: a step is computed in f32, and its results
     /// are rounded stochastically. Vectors, heads and matrices of fewer than 4096 elements stay in f32. Needs `bf16`.
     #[serde(rename = "adamw_bf16")]
-    #[value(name = "adamw_bf16")]
+    #[choice(name = "adamw_bf16")]
     AdamwBf16,
 }
 
 impl Optim {
+    /// The name of the setting's value.
+    pub(crate) fn name(self) -> &'static str {
+        Choices::name(self)
+    }
+
     /// The part of a model that is trained with this optimizer, and how it is held.
     pub(crate) fn trains(self, gets_adapter: bool) -> Trains {
         match (gets_adapter, self) {
@@ -156,16 +159,12 @@ impl Optim {
             (false, _) => Trains::All,
         }
     }
-
-    pub(crate) fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
-    }
 }
 
 /// Schedule of the learning rate after the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum LrSchedulerType {
     /// Linear decay to 0.
     Linear,
@@ -188,6 +187,11 @@ pub enum LrSchedulerType {
 }
 
 impl LrSchedulerType {
+    /// The name of the setting's value.
+    pub(crate) fn name(self) -> &'static str {
+        Choices::name(self)
+    }
+
     /// Returns whether the rate falls to a final value over the updates of the run.
     pub(crate) fn falls(self) -> bool {
         !matches!(self, Self::InverseSqrt | Self::Constant | Self::ConstantWithWarmup)
@@ -201,36 +205,22 @@ impl LrSchedulerType {
             _ => false,
         }
     }
-
-    pub(crate) fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
-    }
-}
-
-impl Setting for LrSchedulerType {
-    const NAME: &'static str = "NAME";
-    const EXPECTED: &'static str = "linear, cosine, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, \
-                                    warmup_stable_decay, constant or constant_with_warmup";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
 }
 
 /// Form of the decay of [`LrSchedulerType::WarmupStableDecay`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 pub enum DecayType {
     /// Half a cosine.
     #[serde(rename = "cosine")]
-    #[value(name = "cosine")]
+    #[choice(name = "cosine")]
     Cosine,
     /// A line.
     #[serde(rename = "linear")]
-    #[value(name = "linear")]
+    #[choice(name = "linear")]
     Linear,
     /// 1 minus the square root of the share that is over.
     #[serde(rename = "1-sqrt")]
-    #[value(name = "1-sqrt")]
+    #[choice(name = "1-sqrt")]
     OneMinusSqrt,
 }
 
@@ -318,8 +308,7 @@ fn check_schedule(optimizer: &OptimizerConfig, value_schedule: Option<LrSchedule
             None => Ok(()),
         },
         if decay != DecayType::Cosine && !decays {
-            let name = decay.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
-            no_effect("decay_type", name, &with_schedule("; warmup_stable_decay has it"))
+            no_effect("decay_type", decay.name(), &with_schedule("; warmup_stable_decay has it"))
         } else {
             Ok(())
         },

@@ -11,9 +11,9 @@ use super::verdict::{Mark, verdict};
 use crate::Result;
 use crate::run::ends::{MOST_VALUES, words};
 use crate::safe_text::one_line;
+use crate::schema::Choices;
 use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
 use crate::terminal::{about, date};
-use clap::ValueEnum;
 use std::time::Duration;
 
 const STYLE: &str = include_str!("page.css");
@@ -584,7 +584,7 @@ impl Kind {
 
 /// Returns the kind of a run, if its settings tell.
 fn kind(run: &Run) -> Option<Kind> {
-    let preset = run.setting("preset").and_then(|name| Preset::from_str(name, true).ok()).unwrap_or(Preset::Trl);
+    let preset = run.setting("preset").and_then(Preset::named).unwrap_or(Preset::Trl);
     let has = |name| run.setting(name).is_some();
     match () {
         () if has("num_ppo_epochs") => Some(Kind::Ppo(preset)),

@@ -1,11 +1,10 @@
 //! Settings of rewards: where scores come from, and how they are scaled.
 
-use clap::Args;
 use serde::Serialize;
 
 use super::address::without_query;
 use crate::Result;
-use crate::flag::{NONE, REWARDS, above_zero, all, at_least_one, expect, no_effect, optional};
+use crate::schema::{REWARDS, Settings, above_zero, all, at_least_one, expect, no_effect};
 
 /// Maximum number of concurrent requests to a reward service; each has a thread.
 const MOST_REQUESTS: usize = 1024;
@@ -14,56 +13,55 @@ const MOST_REQUESTS: usize = 1024;
 pub(crate) const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
 
 /// Rewards beside, or in place of, the reward model; the score is their weighted sum.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RewardSourcesConfig {
     /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; repeat the flag for several. Kinds: length:target=40, regex:EXPRESSION,
     /// words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3, model:FOLDER, command:LINE,
     /// url:ADDRESS, python:MODULE.FUNCTION; and TRL's accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment,
     /// get_repetition_penalty_reward, get_cosine_scaled_reward, with their arguments as KEY=VALUE. Those that read a
     /// column take optional=true: rows without it get no score.
-    #[arg(long, help_heading = REWARDS)]
+    #[setting(heading = REWARDS)]
     #[serde(serialize_with = "rewards_without_queries")]
     pub reward: Vec<String>,
     /// Command line of a program that scores responses: JSON lines in, JSON lines out.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
-    pub reward_command: std::option::Option<String>,
+    #[setting(heading = REWARDS)]
+    pub reward_command: Option<String>,
     /// Address of an HTTP service that scores responses; its token is the environment variable RLHF_REWARD_TOKEN.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
+    #[setting(heading = REWARDS)]
     #[serde(serialize_with = "address_without_query")]
-    pub reward_url: std::option::Option<String>,
+    pub reward_url: Option<String>,
     /// Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model,
     /// command, url, `reward` [default: 1].
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',', num_args = 1..)]
+    #[setting(heading = REWARDS, delimiter = ',', several)]
     pub reward_weights: Vec<String>,
     /// Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts their running
     /// mean first.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    #[setting(heading = REWARDS, delimiter = ',')]
     pub reward_normalize: Vec<String>,
     /// Factor of a reward's scores, as NAME=X; applied after `reward_normalize`.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    #[setting(heading = REWARDS, delimiter = ',')]
     pub reward_scale: Vec<String>,
     /// Clip a reward's scores to [-X, X], as NAME=X; applied after `reward_scale` and before `reward_weights`.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    #[setting(heading = REWARDS, delimiter = ',')]
     pub reward_clip: Vec<String>,
     /// Give prompt and response to reward models that are encoders as two segments, `[CLS] prompt [SEP] response [SEP]`, as OpenAssistant's
     /// DeBERTa reads them; without it as one text.
-    #[arg(long, help_heading = REWARDS)]
+    #[setting(heading = REWARDS)]
     pub reward_pair: bool,
     /// Column of the dataset to send to a reward service as `labels`.
-    #[arg(long, help_heading = REWARDS, default_value = "label")]
+    #[setting(heading = REWARDS, default = "label")]
     pub reward_label_column: String,
     /// Responses per request to a reward service.
-    #[arg(long, help_heading = REWARDS, default_value_t = 32)]
+    #[setting(heading = REWARDS, default = 32)]
     pub reward_batch_size: usize,
     /// Concurrent requests to a reward service.
-    #[arg(long, help_heading = REWARDS, default_value_t = 4)]
+    #[setting(heading = REWARDS, default = 4)]
     pub reward_concurrency: usize,
     /// Timeout in seconds for the next score of a reward program, or for a request to a service.
-    #[arg(long, help_heading = REWARDS, default_value_t = 120.0)]
+    #[setting(heading = REWARDS, default = 120.0)]
     pub reward_timeout: f64,
     /// Retries after a reward program or service fails, before the run ends with an error.
-    #[arg(long, help_heading = REWARDS, default_value_t = 3)]
+    #[setting(heading = REWARDS, default = 3)]
     pub reward_retries: usize,
 }
 
@@ -82,18 +80,17 @@ impl RewardSourcesConfig {
 }
 
 /// Scaling of the whole scores that are trained on, whatever rewards they are the sum of; TRL's trainer with `step()` has it.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ScoreScalingConfig {
     /// Divide scores by the running standard deviation of all scores of the run.
-    #[arg(long, help_heading = REWARDS)]
+    #[setting(heading = REWARDS)]
     pub use_score_scaling: bool,
     /// With `use_score_scaling`, subtract the running mean of all scores of the run first.
-    #[arg(long, help_heading = REWARDS)]
+    #[setting(heading = REWARDS)]
     pub use_score_norm: bool,
     /// Clip scores to plus or minus this value, after `use_score_scaling`.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<f64>)]
-    pub score_clip: std::option::Option<f64>,
+    #[setting(heading = REWARDS)]
+    pub score_clip: Option<f64>,
 }
 
 impl ScoreScalingConfig {

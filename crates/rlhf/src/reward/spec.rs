@@ -10,9 +10,9 @@ use super::{
     CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
     ScoreTransform,
 };
-use crate::flag::{all, defaults, no_effect};
 use crate::model::ModelOptions;
 use crate::safe_text::beginning;
+use crate::schema::{all, defaults, no_effect};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;
@@ -507,7 +507,7 @@ mod tests {
     use super::*;
 
     fn config(change: impl FnOnce(&mut RewardSourcesConfig)) -> RewardSourcesConfig {
-        let mut config = crate::flag::defaults();
+        let mut config = crate::schema::defaults();
         change(&mut config);
         config
     }

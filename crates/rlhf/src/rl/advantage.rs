@@ -2,11 +2,9 @@
 
 use super::settings::WhitenAdvantages;
 use crate::Result;
-use crate::flag::{NONE, PPO, Refusals, above_zero, no_effect, optional, usage, zero_to_one};
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
-use clap::builder::PossibleValue;
-use clap::{Args, ValueEnum};
+use crate::schema::{Choices, PPO, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
 use serde::Serialize;
 use tch::Tensor;
 use tch_ext::{on_device, to_host};
@@ -15,39 +13,38 @@ use tch_ext::{on_device, to_host};
 const STD_EPSILON: f64 = 1e-4;
 
 /// The estimator of the advantages, and groups of responses to one prompt.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct AdvantageConfig {
     /// Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is
     /// loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares
     /// with a greedy response, `reinforce` is REINFORCE++.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "gae")]
+    #[setting(heading = PPO, default = "gae")]
     pub advantage_estimator: AdvantageEstimator,
     /// Responses to each prompt, which make a group. Batch sizes count responses.
-    #[arg(long, alias = "n_samples_per_prompt", help_heading = PPO, default_value_t = 1)]
+    #[setting(alias = "n_samples_per_prompt", heading = PPO, default = 1)]
     pub num_generations: usize,
     /// Standard deviation by which the advantages of `grpo` are divided: that of each group, that of the whole update, or none.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "group")]
+    #[setting(heading = PPO, default = "group")]
     pub scale_rewards: ScaleRewards,
     /// Normalize the advantages of `rloo` to mean 0 and standard deviation 1 over the responses of an update.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub normalize_advantages: bool,
     /// Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by
     /// itself within its group first, and normalizes the weighted sums over the update (GDPO).
-    #[arg(long, help_heading = PPO, value_enum, default_value = "sum_then_normalize")]
+    #[setting(heading = PPO, default = "sum_then_normalize")]
     pub multi_objective_aggregation: Aggregation,
     /// Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`].
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub lam_policy: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub lam_policy: Option<f64>,
     /// Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05).
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub lam_policy_alpha: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub lam_policy_alpha: Option<f64>,
 }
 
 /// An advantage estimator, by its name as a setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum AdvantageEstimator {
     /// Generalized advantage estimation, with a value model.
     Gae,
@@ -55,7 +52,7 @@ pub enum AdvantageEstimator {
     Rloo,
     /// The reward less the mean of its group, divided by a standard deviation.
     // OpenRLHF's name.
-    #[value(alias = "group_norm")]
+    #[choice(alias = "group_norm")]
     Grpo,
     /// The reward less the mean of its group.
     DrGrpo,
@@ -79,42 +76,30 @@ impl AdvantageEstimator {
     }
 
     /// The name of the setting's value.
-    pub fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
+    pub fn name(self) -> &'static str {
+        Choices::name(self)
     }
 }
 
 /// The standard deviation that divides the advantages of GRPO.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum ScaleRewards {
     /// The deviation of the rewards of each group.
+    #[choice(aliases = ["true", "True"])] // As TRL takes it.
     Group,
     /// The deviation of all rewards of the update.
     Batch,
     /// None.
+    #[choice(aliases = ["false", "False"])]
     None,
 }
 
-// Not derived: TRL takes booleans too.
-impl ValueEnum for ScaleRewards {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Group, Self::Batch, Self::None]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(match self {
-            Self::Group => PossibleValue::new("group").aliases(["true", "True"]),
-            Self::Batch => PossibleValue::new("batch"),
-            Self::None => PossibleValue::new("none").aliases(["false", "False"]),
-        })
-    }
-}
-
 /// The combination of several rewards into one advantage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum Aggregation {
     /// The weighted sum of the rewards is compared.
     SumThenNormalize,
@@ -142,10 +127,10 @@ impl AdvantageConfig {
             }
         };
         let (of_gae, of_grpo) = (estimator == AdvantageEstimator::Gae, estimator == AdvantageEstimator::Grpo);
-        let scale = self.scale_rewards.to_possible_value().map_or_else(String::new, |scale| scale.get_name().into());
+        let scale = self.scale_rewards.name();
         let implied = estimator == AdvantageEstimator::DrGrpo && self.scale_rewards == ScaleRewards::None;
         if self.scale_rewards != ScaleRewards::Group && !implied {
-            refusals.add(only(of_grpo, "scale_rewards", scale.clone(), "grpo"))?;
+            refusals.add(only(of_grpo, "scale_rewards", scale.into(), "grpo"))?;
         }
         if self.normalize_advantages {
             let of_rloo = estimator == AdvantageEstimator::Rloo;

@@ -1,9 +1,8 @@
 //! An exponential moving average of the policy's weights: less noisy than the policy, and often what is deployed.
 
-use crate::flag::{OPTIMIZER, defaults, expect, no_effect};
 use crate::model::CausalLm;
+use crate::schema::{OPTIMIZER, Settings, defaults, expect, no_effect};
 use crate::{Error, Result};
-use clap::Args;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -11,14 +10,13 @@ use tch::{Kind, Tensor};
 pub(crate) const EMA: &str = "ema";
 
 /// Settings of the moving average of the policy's weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct EmaConfig {
     /// Maintain a moving average of the policy's weights, and save it in the folder `ema`.
-    #[arg(long, help_heading = OPTIMIZER)]
+    #[setting(heading = OPTIMIZER)]
     pub enable_ema: bool,
     /// Decay of the moving average per optimizer step.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.992)]
+    #[setting(heading = OPTIMIZER, default = 0.992)]
     pub ema_beta: f64,
 }
 

@@ -1,35 +1,31 @@
 //! Groups of responses to one prompt: which of them teach something, and the penalty for long responses.
 
-use crate::flag::{NONE, PPO, Refusals, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more};
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::rl::math;
+use crate::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more};
 use crate::{Error, Result};
-use clap::Args;
 use serde::{Deserialize, Serialize};
 
 /// Groups that are sampled anew, and the penalty for long responses.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct GroupFilterConfig {
     /// Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO).
-    #[arg(long, alias = "filter_groups", help_heading = PPO)]
+    #[setting(alias = "filter_groups", heading = PPO)]
     pub dynamic_sampling: bool,
     /// Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering).
-    #[arg(
-        long, help_heading = PPO, value_delimiter = ',', num_args = 1.., allow_negative_numbers = true
-    )]
+    #[setting(heading = PPO, delimiter = ',', several)]
     pub dynamic_filtering_reward_range: Vec<f64>,
     /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still
     /// missing then are taken from those that were replaced.
-    #[arg(long, help_heading = PPO, default_value_t = 10)]
+    #[setting(heading = PPO, default = 10)]
     pub max_num_gen_batches: usize,
     /// Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong
     /// penalty, DAPO).
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<usize>)]
-    pub overlong_buffer_len: std::option::Option<usize>,
+    #[setting(heading = PPO)]
+    pub overlong_buffer_len: Option<usize>,
     /// Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
-    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    #[setting(heading = PPO, default = 1.0)]
     pub overlong_penalty_factor: f64,
 }
 

@@ -1,10 +1,8 @@
 //! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
-use crate::flag::{NONE, PPO, above_zero, all, defaults, no_effect, optional, usage, zero_or_more};
+use crate::schema::{Choice, PPO, Settings, above_zero, all, defaults, named, no_effect, usage, zero_or_more};
 use crate::{Error, Result};
-use clap::builder::PossibleValue;
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -12,33 +10,32 @@ use serde_json::{Value, json};
 const MOST_ERROR: f64 = 0.2;
 
 /// The KL to the reference model: its weight, its estimator, and where it is applied.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct KlConfig {
     /// Coefficient of the KL penalty per token.
-    #[arg(long, aliases = ["init_kl_coef", "beta"], help_heading = PPO, default_value_t = 0.05)]
+    #[setting(aliases = ["init_kl_coef", "beta"], heading = PPO, default = 0.05)]
     pub kl_coef: f64,
     /// Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary.
-    #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
+    #[setting(alias = "kl_penalty", heading = PPO, default = "k1")]
     pub kl_estimator: KlEstimator,
     /// Add the KL penalty to the policy's loss instead of the rewards.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub kl_in_loss: bool,
     /// Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub use_bias_correction_kl: bool,
     /// Adapt the KL coefficient after each update, so that the KL per response approaches `target`.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub adap_kl_ctrl: bool,
     /// Target KL per response of `adap_kl_ctrl`, in nats.
-    #[arg(long, help_heading = PPO, default_value_t = 6.0)]
+    #[setting(heading = PPO, default = 6.0)]
     pub target: f64,
     /// Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
-    #[arg(long, help_heading = PPO, default_value_t = 10000.0)]
+    #[setting(heading = PPO, default = 10000.0)]
     pub horizon: f64,
     /// KL coefficient of the last update; it changes linearly from `kl_coef`.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub kl_coef_end: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub kl_coef_end: Option<f64>,
 }
 
 impl KlConfig {
@@ -97,22 +94,13 @@ impl KlConfig {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-impl ValueEnum for KlEstimator {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::K1, Self::K3, Self::Abs, Self::Mse, Self::Full]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(match self {
-            // TRL 0.11's name.
-            Self::K1 => PossibleValue::new("k1").alias("kl"),
-            Self::K3 => PossibleValue::new("k3"),
-            Self::Abs => PossibleValue::new("abs"),
-            Self::Mse => PossibleValue::new("mse"),
-            Self::Full => PossibleValue::new("full"),
-        })
-    }
-}
+named!(KlEstimator {
+    K1 => Choice::new("k1").aliases(&["kl"]),
+    K3 => Choice::new("k3"),
+    Abs => Choice::new("abs"),
+    Mse => Choice::new("mse"),
+    Full => Choice::new("full"),
+});
 
 /// The coefficient of the KL, which may change after each update.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,24 +1,22 @@
 //! Updates of the reference model towards the policy, as in TR-DPO.
 
-use crate::flag::{PPO, Refusals, at_least_one, defaults, expect, no_effect, usage};
 use crate::model::CausalLm;
+use crate::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
 use crate::{Error, Result};
-use clap::Args;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
 /// Updates of the reference model.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SyncConfig {
     /// Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub sync_ref_model: bool,
     /// Share of the policy in the updated reference model; 1 replaces it by the policy.
-    #[arg(long, help_heading = PPO, default_value_t = 0.6)]
+    #[setting(heading = PPO, default = 0.6)]
     pub ref_model_mixup_alpha: f64,
     /// Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one.
-    #[arg(long, help_heading = PPO, default_value_t = 512)]
+    #[setting(heading = PPO, default = 512)]
     pub ref_model_sync_steps: usize,
 }
 

@@ -1,90 +1,89 @@
 //! Settings of PPO's losses, advantages and masks.
 
-use clap::builder::PossibleValue;
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use crate::Result;
-use crate::flag::{NONE, PPO, above_zero, all, defaults, expect, no_effect, optional, usage, zero_or_more};
+use crate::schema::{
+    Choice, Choices, PPO, Settings, above_zero, all, defaults, expect, named, no_effect, usage, zero_or_more,
+};
 
 /// Further terms and limits of the policy's loss.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct LossConfig {
     /// The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo`
     /// the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the
     /// responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of
     /// their own.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "bnpo")]
+    #[setting(heading = PPO, default = "bnpo")]
     pub loss_type: LossType,
     /// Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product,
     /// the ratio of the whole response.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "token")]
+    #[setting(heading = PPO, default = "token")]
     pub importance_sampling_level: ImportanceLevel,
     /// Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`].
-    #[arg(long, alias = "epsilon_high", help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub cliprange_high: std::option::Option<f64>,
+    #[setting(alias = "epsilon_high", heading = PPO)]
+    pub cliprange_high: Option<f64>,
     /// Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
-    #[arg(long, alias = "delta", help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub dual_clip: std::option::Option<f64>,
+    #[setting(alias = "delta", heading = PPO)]
+    pub dual_clip: Option<f64>,
     /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
-    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
+    #[setting(heading = PPO, default = 0.0)]
     pub entropy_coef: f64,
     /// Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most
     /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub use_adaptive_entropy: bool,
     /// Minimum coefficient of `use_adaptive_entropy`.
-    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
+    #[setting(heading = PPO, default = 0.0)]
     pub entropy_coef_min: f64,
     /// Maximum coefficient of `use_adaptive_entropy`.
-    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    #[setting(heading = PPO, default = 1.0)]
     pub entropy_coef_max: f64,
     /// Change of the coefficient of `use_adaptive_entropy` in an optimizer step.
-    #[arg(long, help_heading = PPO, default_value_t = 0.005)]
+    #[setting(heading = PPO, default = 0.005)]
     pub entropy_coef_delta: f64,
     /// Target of `use_adaptive_entropy`: mean entropy per token, in nats; near that of the first updates.
-    #[arg(long, help_heading = PPO, default_value_t = 0.2)]
+    #[setting(heading = PPO, default = 0.2)]
     pub entropy_target: f64,
     /// Stop an update's epochs after one whose last mini-batch has a KL per token to the sampling policy above 1.5 times this.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub target_kl: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub target_kl: Option<f64>,
     /// Skip the optimizer step of a mini-batch whose mean probability ratio is above this.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub ratio_threshold: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub ratio_threshold: Option<f64>,
     /// Share of the tokens, those of the highest entropy, that the policy's objective trains; takes one further forward pass if below 1.
-    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    #[setting(heading = PPO, default = 1.0)]
     pub top_entropy_quantile: f64,
     /// Leave out responses with a negative advantage whose mean KL per token from the sampling policy is above this; takes one further
     /// forward pass.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub off_policy_mask_threshold: std::option::Option<f64>,
+    #[setting(heading = PPO)]
+    pub off_policy_mask_threshold: Option<f64>,
     /// Temperature of the loss `sapo` where the advantage is positive.
-    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    #[setting(heading = PPO, default = 1.0)]
     pub sapo_temperature_pos: f64,
     /// Temperature of the loss `sapo` where the advantage is negative.
-    #[arg(long, help_heading = PPO, default_value_t = 1.05)]
+    #[setting(heading = PPO, default = 1.05)]
     pub sapo_temperature_neg: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is positive.
-    #[arg(long, help_heading = PPO, default_value_t = 2.0)]
+    #[setting(heading = PPO, default = 2.0)]
     pub vespo_k_pos: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is positive.
-    #[arg(long, help_heading = PPO, default_value_t = 3.0)]
+    #[setting(heading = PPO, default = 3.0)]
     pub vespo_lambda_pos: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is negative.
-    #[arg(long, help_heading = PPO, default_value_t = 3.0)]
+    #[setting(heading = PPO, default = 3.0)]
     pub vespo_k_neg: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is negative.
-    #[arg(long, help_heading = PPO, default_value_t = 2.0)]
+    #[setting(heading = PPO, default = 2.0)]
     pub vespo_lambda_neg: f64,
 }
 
 /// A loss of the policy, by its name in TRL's `GRPOConfig`; see [`LossConfig::loss_type`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum LossType {
     /// Mean over the tokens of a mini-batch.
     Bnpo,
@@ -105,19 +104,11 @@ pub enum LossType {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-impl ValueEnum for ImportanceLevel {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Token, Self::Sequence, Self::SequenceProduct]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(match self {
-            Self::Token => "token",
-            Self::Sequence => "sequence",
-            Self::SequenceProduct => "sequence_product",
-        }))
-    }
-}
+named!(ImportanceLevel {
+    Token => Choice::new("token"),
+    Sequence => Choice::new("sequence"),
+    SequenceProduct => Choice::new("sequence_product"),
+});
 
 impl LossConfig {
     /// Checks this group of settings alone.
@@ -245,22 +236,21 @@ impl LossConfig {
 }
 
 /// The responses, and their tokens, that are trained on.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct MaskConfig {
     /// Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used
     /// again.
-    #[arg(long, help_heading = PPO, default_value_t = 0)]
+    #[setting(heading = PPO, default = 0)]
     pub min_response_length: usize,
     /// Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups.
-    #[arg(long, help_heading = PPO)]
+    #[setting(heading = PPO)]
     pub mask_truncated_completions: bool,
     /// Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it
     /// where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
+    #[setting(heading = PPO, default = "always")]
     pub eos_in_loss: EosInLoss,
     /// Train the value after a response's last token too. Only with a `score_position` after that token.
-    #[arg(long, help_heading = PPO, default_value_t = true)]
+    #[setting(heading = PPO, default = true)]
     pub last_value_in_loss: bool,
 }
 
@@ -269,7 +259,7 @@ impl MaskConfig {
         let most = format!("at most response_length = {response_length}");
         let least = self.min_response_length;
         let ends = score_position == ScorePosition::LastToken;
-        let eos = self.eos_in_loss.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+        let eos = self.eos_in_loss.name();
         all([
             expect(least <= response_length, "min_response_length", least, &most),
             if !self.last_value_in_loss && ends {
@@ -291,9 +281,9 @@ impl MaskConfig {
 }
 
 /// Whether the losses include the end-of-sequence token of a response.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum EosInLoss {
     /// It is included, as every token is.
     Always,
@@ -305,9 +295,9 @@ pub enum EosInLoss {
 }
 
 /// The tokens over which advantages are whitened to mean 0 and variance 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum WhitenAdvantages {
     /// All tokens of an update.
     Batch,
@@ -317,15 +307,7 @@ pub enum WhitenAdvantages {
     None,
 }
 
-impl ValueEnum for ScorePosition {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::AfterStop, Self::LastToken]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(match self {
-            Self::AfterStop => "after_stop",
-            Self::LastToken => "last_token",
-        }))
-    }
-}
+named!(ScorePosition {
+    AfterStop => Choice::new("after_stop"),
+    LastToken => Choice::new("last_token"),
+});

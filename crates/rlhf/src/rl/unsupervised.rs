@@ -3,12 +3,11 @@
 
 use crate::data::{Cursor, Dataset, Files};
 use crate::dist::World;
-use crate::flag::{DATA, NONE, PPO, above_zero, all, defaults, no_effect, optional};
 use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
+use crate::schema::{DATA, PPO, Settings, above_zero, all, defaults, no_effect};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 use std::ops::Range;
@@ -20,17 +19,16 @@ use tch_ext::to_host;
 const SEED: u64 = 1 << 32;
 
 /// The language-modelling loss on texts that is added to the policy's (PPO-ptx).
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct UnsupervisedConfig {
     /// Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub unsupervised_dataset_name: std::option::Option<PathBuf>,
+    #[setting(heading = DATA)]
+    pub unsupervised_dataset_name: Option<PathBuf>,
     /// Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub unsupervised_dataset_config_name: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub unsupervised_dataset_config_name: Option<String>,
     /// Coefficient of the language-modelling loss.
-    #[arg(long, help_heading = PPO, default_value_t = 27.8)]
+    #[setting(heading = PPO, default = 27.8)]
     pub unsup_coef: f64,
 }
 

@@ -162,7 +162,7 @@ impl Best {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn the_best_is_by_its_metric_and_survives_a_checkpoint_unless_the_metric_changes() {

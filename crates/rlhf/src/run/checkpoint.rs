@@ -229,9 +229,9 @@ pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
 pub(super) mod tests {
     use super::folders::names;
     use super::*;
-    use crate::flag::defaults;
     use crate::run::settings::Resume;
     use crate::run::start::Start;
+    use crate::schema::defaults;
 
     pub(in crate::run) fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };

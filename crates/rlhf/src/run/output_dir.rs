@@ -473,8 +473,8 @@ fn update_number(digits: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
     use crate::run::settings::CheckpointConfig;
+    use crate::schema::defaults;
 
     fn run(dir: &Path, overwrite: bool) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };

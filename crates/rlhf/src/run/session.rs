@@ -998,9 +998,9 @@ mod tests {
             "; the same command with --resume_from_checkpoint true begins again"
         );
     }
-    use crate::flag::defaults;
     use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
+    use crate::schema::defaults;
     use serde_json::json;
 
     /// A trainee whose weights are the sum of the numbers of its updates.

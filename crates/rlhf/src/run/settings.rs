@@ -3,16 +3,11 @@
 use std::fmt::{self, Display};
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
 use crate::device::{Device, check_threads};
 use crate::dist::{DistConfig, ZeroStage};
-use crate::flag::{
-    ByteSize, CHECKPOINTS, EVALUATION, NONE, RUN, Setting, all, at_least_one, expect, no_effect, optional, required,
-    usage,
-};
 use crate::model::{Dtype, Precision, QuantizationConfig};
 use crate::offload::Offload;
 use crate::offload::settings::OffloadConfig;
@@ -20,82 +15,84 @@ use crate::optim::loss_scale::LossScaleConfig;
 use crate::optim::micro_batch::MicroBatchLimit;
 use crate::run::push::settings::HubConfig;
 use crate::run::tracking::TrackingConfig;
+use crate::schema::{
+    ByteSize, CHECKPOINTS, EVALUATION, RUN, Setting, Settings, all, at_least_one, expect, no_effect, optional, usage,
+};
 
 /// A training run's output folder, seed, precision and reports.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RunConfig {
     /// Folder for the model, the metrics and the resolved configuration.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub output_dir: PathBuf,
     /// Replace the run in `output_dir`.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
     pub overwrite_output_dir: bool,
     /// Seed of everything random.
-    #[arg(long, help_heading = RUN, default_value_t = 42)]
+    #[setting(heading = RUN, default = 42)]
     pub seed: u64,
     /// Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub bf16: bool,
     /// Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub fp16: bool,
     /// The loss scale of `fp16`.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
     /// Dtype to load models in; `auto` is that of their files. Trained weights are converted to float32.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    #[setting(heading = RUN, default = "auto")]
     pub dtype: Dtype,
     /// Quantization of frozen weights.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
+    #[setting(heading = RUN, default = Device::Auto)]
     pub device: Device,
     /// Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints and adapters do not
     /// depend on it.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    #[setting(heading = RUN, default = "auto")]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
+    #[setting(heading = RUN, default = "50GB")]
     pub max_shard_size: ByteSize,
     /// Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub gradient_checkpointing: bool,
     /// Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change the result
     /// [default: by the available memory].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_name = MicroBatchLimit::NAME, value_parser = optional::<MicroBatchLimit>)]
-    pub max_tokens_per_micro_batch: std::option::Option<MicroBatchLimit>,
+    #[setting(heading = RUN)]
+    pub max_tokens_per_micro_batch: Option<MicroBatchLimit>,
     /// Offloaded parts.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub offload: OffloadConfig,
     /// Trackers, besides the files of `output_dir`.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub tracking: TrackingConfig,
     /// Number of threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_threads: std::option::Option<usize>,
+    #[setting(heading = RUN)]
+    pub num_threads: Option<usize>,
     /// Hide the progress bar.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub disable_tqdm: bool,
     /// Do not write `report.html`, a page that shows the run, at its end.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub no_report: bool,
     /// Checkpoints and resuming.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub checkpoints: CheckpointConfig,
     /// Uploads to the hub.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub hub: HubConfig,
     /// Sharding over several ranks.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub dist: DistConfig,
 }
@@ -137,7 +134,7 @@ impl RunConfig {
 
     /// Leaves all parts in memory.
     pub(crate) fn keep_in_memory(&mut self) {
-        self.offload = crate::flag::defaults();
+        self.offload = crate::schema::defaults();
     }
 
     /// Refuses frozen models that are offloaded in a run that shards them.
@@ -178,25 +175,21 @@ impl RunConfig {
 }
 
 /// Checkpoints, and resuming from one.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct CheckpointConfig {
     /// Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and after the last. If
     /// unset, only a run that stops early saves one.
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_name = Interval::NAME, value_parser = optional::<Interval>)]
-    pub save_steps: std::option::Option<Interval>,
+    #[setting(heading = CHECKPOINTS)]
+    pub save_steps: Option<Interval>,
     /// Number of newest checkpoints to keep [default: all].
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
-    pub save_total_limit: std::option::Option<usize>,
+    #[setting(heading = CHECKPOINTS)]
+    pub save_total_limit: Option<usize>,
     /// Resume from this checkpoint. `true` is the newest complete one in `output_dir`; without one the run starts anew.
-    #[arg(
-        long, help_heading = CHECKPOINTS, default_value = NONE, value_name = Resume::NAME, value_parser = resume_or_false,
-        num_args = 0..=1, default_missing_value = "true"
-    )]
+    #[setting(heading = CHECKPOINTS, parse = resume_or_false, alone = "true")]
     #[serde(skip)] // A run is resumed on request, not because its settings are used again.
-    pub resume_from_checkpoint: std::option::Option<Resume>,
+    pub resume_from_checkpoint: Option<Resume>,
     /// Resume even if data or models have changed since the run started.
-    #[arg(long, help_heading = CHECKPOINTS)]
+    #[setting(heading = CHECKPOINTS)]
     #[serde(skip)]
     pub resume_with_changed_inputs: bool,
 }
@@ -293,23 +286,19 @@ pub(crate) fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
 }
 
 /// Evaluations during training, and the choice of the best model.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct EvalConfig {
     /// Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each `epoch`, before the
     /// first, and after the last.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_name = Interval::NAME, value_parser = optional::<Interval>)]
-    pub eval_steps: std::option::Option<Interval>,
+    #[setting(heading = EVALUATION)]
+    pub eval_steps: Option<Interval>,
     /// Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation; without evaluations,
     /// every `save_steps`.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
-    pub metric_for_best_model: std::option::Option<String>,
+    #[setting(heading = EVALUATION)]
+    pub metric_for_best_model: Option<String>,
     /// Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
-    #[arg(
-        long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<bool>,
-        num_args = 0..=1, default_missing_value = "true"
-    )]
-    pub greater_is_better: std::option::Option<bool>,
+    #[setting(heading = EVALUATION, alone = "true")]
+    pub greater_is_better: Option<bool>,
 }
 
 /// Returns whether a metric of this name is computed by an evaluation.

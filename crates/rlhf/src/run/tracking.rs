@@ -2,45 +2,36 @@
 
 use std::fmt::Display;
 
-use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use crate::Result;
-use crate::flag::{JsonObject, NONE, RUN, Setting, no_effect, optional, required, usage};
+use crate::schema::{Choices, JsonObject, NONE, RUN, Setting, Settings, no_effect, usage};
 
 /// Reports of a run beside the files of its output folder.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct TrackingConfig {
     /// Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program
     /// that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed
     /// [default: none].
-    #[arg(
-        long, alias = "log_with", help_heading = RUN, value_name = ReportTo::NAME, value_parser = required::<ReportTo>,
-        num_args = 1..
-    )]
+    #[setting(alias = "log_with", heading = RUN, several)]
     pub report_to: Vec<ReportTo>,
     /// Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as
     /// `train/objective/kl` and `eval/loss`.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
+    #[setting(heading = RUN, default = "plain")]
     pub tensorboard_tags: TensorboardTags,
     /// Name of the run in trackers [default: the name of `output_dir`].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<String>)]
-    pub run_name: std::option::Option<String>,
+    #[setting(heading = RUN)]
+    pub run_name: Option<String>,
     /// Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, else
     /// rlhf].
-    #[arg(
-        long, alias = "tracker_project_name", help_heading = RUN, default_value = NONE, value_parser = optional::<String>
-    )]
-    pub project: std::option::Option<String>,
+    #[setting(alias = "tracker_project_name", heading = RUN)]
+    pub project: Option<String>,
     /// Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity": "team"}}'.
-    #[arg(
-        long, help_heading = RUN, default_value = NONE, value_name = JsonObject::NAME, value_parser = optional::<JsonObject>
-    )]
-    pub tracker_kwargs: std::option::Option<JsonObject>,
+    #[setting(heading = RUN)]
+    pub tracker_kwargs: Option<JsonObject>,
     /// Upload the model in `output_dir` to the trackers at the end of the run.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub log_model: bool,
 }
 
@@ -117,7 +108,7 @@ impl Setting for ReportTo {
 }
 
 /// Names of metrics in TensorBoard and in trackers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorboardTags {
     /// As in `metrics.jsonl`.
@@ -173,7 +164,7 @@ impl TrackingConfig {
 
     /// Checks every setting.
     pub(crate) fn check(&self) -> Result<()> {
-        crate::flag::all([
+        crate::schema::all([
             if self.report_to.contains(&ReportTo::None) && self.report_to.iter().any(|to| *to != ReportTo::None) {
                 let others = self.report_to.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
                 usage(format!("report_to = {others}: expected none alone, or destinations without it"))
@@ -254,7 +245,7 @@ mod tests {
         TrackingConfig {
             report_to: report_to.iter().map(|text| ReportTo::read(text).unwrap()).collect(),
             tracker_kwargs: kwargs.map(|text| JsonObject::read(text).unwrap()),
-            ..crate::flag::defaults()
+            ..crate::schema::defaults()
         }
     }
 

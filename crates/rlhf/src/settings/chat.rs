@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
@@ -11,40 +10,39 @@ use super::generate::GenerateConfig;
 use super::responses::SamplerConfig;
 use crate::Result;
 use crate::data::ChatTemplateConfig;
-use crate::flag::{DATA, MODELS, NONE, SAMPLING, all, defaults, optional};
+use crate::schema::{DATA, MODELS, SAMPLING, Settings, all, defaults};
 
 /// Settings of `rlhf chat`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ChatConfig {
     /// Causal language model: a folder or a hub name.
-    #[arg(value_name = "MODEL")]
+    #[setting(positional, value_name = "MODEL")]
     pub model: PathBuf,
     /// Branch, tag or commit of `model` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Second model, which responds to the same messages after the first: a folder or a hub name.
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub compare: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub compare: Option<PathBuf>,
     /// System message of the conversation.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub system: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub system: Option<String>,
     /// Variables of the chat template.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub chat_template: ChatTemplateConfig,
     /// Maximum tokens of a response.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 512)]
+    #[setting(heading = SAMPLING, default = 512)]
     pub max_new_tokens: usize,
     /// Sampling of each token.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub sampler: SamplerConfig,
     /// Seed of the sampling.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    #[setting(heading = SAMPLING, default = 42)]
     pub seed: u64,
     /// Computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub compute: ComputeConfig,
 }

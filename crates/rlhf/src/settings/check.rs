@@ -2,7 +2,6 @@
 
 use std::fmt::Display;
 
-use clap::ValueEnum;
 use serde::Serialize;
 
 use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
@@ -10,10 +9,6 @@ use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, Valu
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
 use crate::Result;
-use crate::flag::{
-    Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
-    zero_to_one,
-};
 use crate::generate::settings::{LogprobsOf, StopToken};
 use crate::model::{MOST_RANK, PeftConfig, Shape};
 use crate::optim::settings::{LrSchedulerType, check_learning};
@@ -21,6 +16,10 @@ use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::{LossType, WhitenAdvantages};
 use crate::run::settings::EVAL_SCORES;
+use crate::schema::{
+    Choices, Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
+    zero_to_one,
+};
 
 /// Maximum number of tokens of a response or a prompt: above any model's context.
 const MOST_TOKENS: u64 = 1 << 20;
@@ -372,8 +371,7 @@ impl PpoConfig {
         }
         let usual: Self = defaults_with(&self.preset.settings());
         let why = "with kl_coef = 0: there is no reference model";
-        let estimator = self.kl.kl_estimator.to_possible_value();
-        let estimator = estimator.map_or_else(String::new, |value| value.get_name().to_string());
+        let estimator = self.kl.kl_estimator.name();
         all([
             if self.kl.kl_estimator == usual.kl.kl_estimator {
                 Ok(())

@@ -1,30 +1,28 @@
 //! Settings of the computation of commands that use models without training.
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
 use crate::device::{Device, check_threads, use_threads};
-use crate::flag::{NONE, RUN, Setting, optional, required};
 use crate::model::{Dtype, ModelOptions, QuantizationConfig};
+use crate::schema::{RUN, Settings};
 
 /// Device and precision of commands that use models without training.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ComputeConfig {
     /// Dtype of the model's weights and computation; `auto` is that of its files.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    #[setting(heading = RUN, default = "auto")]
     pub dtype: Dtype,
     /// Quantization of the weights.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
+    #[setting(heading = RUN, default = Device::Auto)]
     pub device: Device,
     /// Number of threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_threads: std::option::Option<usize>,
+    #[setting(heading = RUN)]
+    pub num_threads: Option<usize>,
 }
 
 impl ComputeConfig {

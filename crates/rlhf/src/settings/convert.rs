@@ -2,38 +2,34 @@
 
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{ByteSize, RUN, Setting, defaults, expect, required};
 use crate::model::Dtype;
+use crate::schema::{ByteSize, Choice, Choices, RUN, Settings, defaults, expect};
 
 /// Settings of `rlhf convert`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ConvertConfig {
     /// GGUF file of a Llama, Qwen2, Qwen3, SmolLM3 or OLMo 2 model, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K,
     /// IQ4_NL or IQ4_XS.
-    #[arg(value_name = "FILE")]
+    #[setting(positional, value_name = "FILE")]
     pub file: PathBuf,
     /// Folder for the model, new or empty.
-    #[arg(value_name = "OUTPUT")]
+    #[setting(positional, value_name = "OUTPUT")]
     pub output_dir: PathBuf,
     /// Dtype of the weights: float32 loses nothing.
-    #[arg(long, help_heading = RUN, value_parser = stated(), default_value = "float32")]
+    #[setting(heading = RUN, choices = stated(), default = "float32")]
     pub dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
+    #[setting(heading = RUN, default = "50GB")]
     pub max_shard_size: ByteSize,
 }
 
-/// Reads a dtype by its name: not `auto`, as a quantized file has none to keep.
-fn stated() -> impl TypedValueParser<Value = Dtype> {
-    let all = Dtype::value_variants().iter().filter(|dtype| **dtype != Dtype::Auto);
-    let names = PossibleValuesParser::new(all.filter_map(ValueEnum::to_possible_value));
-    names.map(|name| Dtype::from_str(&name, false).expect("one of the names"))
+/// Returns the dtypes but `auto`: a quantized file has none to keep.
+fn stated() -> Vec<Choice> {
+    let stated = Dtype::ALL.iter().filter(|(dtype, _)| *dtype != Dtype::Auto);
+    stated.map(|(_, choice)| *choice).collect()
 }
 
 impl ConvertConfig {

@@ -1,22 +1,20 @@
 //! Settings of `rlhf doctor`.
 
-use clap::Args;
 use serde::Serialize;
 
-use crate::flag::{RUN, defaults};
+use crate::schema::{RUN, Settings, defaults};
 
 /// Settings of `rlhf doctor`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DoctorConfig {
     /// Print one JSON object instead of lines: every check with its status, its text, a hint, and what it measured.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub json: bool,
     /// Send no request to the hub.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub offline: bool,
     /// Leave out the self-test, which trains a tiny model for a few seconds.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub no_self_test: bool,
 }
 

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
@@ -11,129 +10,127 @@ use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
 use crate::Result;
 use crate::data::SplitConfig;
-use crate::flag::{
-    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, all, at_least_one, defaults, expect, no_effect, optional,
+use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
+use crate::schema::{
+    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect, no_effect,
     usage,
 };
-use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
 
 /// Maximum number of concurrent requests to a judge; each has a thread.
 const MOST_REQUESTS: usize = 1024;
 
 /// Settings of `rlhf eval`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct EvaluateConfig {
     /// Language model to evaluate: a folder or a hub name.
-    #[arg(long, alias = "model", help_heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Language model to compare it with: a folder or a hub name.
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub compare: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub compare: Option<PathBuf>,
     /// Branch, tag or commit of `compare` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub compare_revision: String,
     /// Column of the dataset with responses to compare with, in place of a second model.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub compare_column: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub compare_column: Option<String>,
 
     /// Dataset with the prompts: a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA)]
+    #[setting(heading = DATA)]
     pub dataset_name: PathBuf,
     /// Its split and its columns.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub split: SplitConfig,
     /// Number of prompts, from the start of the dataset [default: all].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_prompts: std::option::Option<usize>,
+    #[setting(heading = DATA)]
+    pub num_prompts: Option<usize>,
     /// Put a prompt that is a string into the chat template, as a user message.
-    #[arg(long, help_heading = DATA)]
+    #[setting(heading = DATA)]
     pub apply_chat_template: bool,
 
     /// Reward model that scores the responses, a sequence classifier: a folder or a hub name.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub reward_model_path: std::option::Option<PathBuf>,
+    #[setting(heading = REWARDS)]
+    pub reward_model_path: Option<PathBuf>,
     /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
-    pub reward_label: std::option::Option<String>,
+    #[setting(heading = REWARDS)]
+    pub reward_label: Option<String>,
     /// Rewards besides, or instead of, the reward model.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
     /// Judges that compare two responses.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub judge: JudgeConfig,
     /// A response is right if its score is at least this; gives the share of right responses and pass@k [default: 1, if all scores
     /// are 0 or 1].
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<f64>)]
-    pub pass_score: std::option::Option<f64>,
+    #[setting(heading = EVALUATION)]
+    pub pass_score: Option<f64>,
     /// Maximum calls of the judge, retries aside: one for each score, or two for each pair. Fewer prompts are evaluated if it does
     /// not suffice.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
-    pub max_judgements: std::option::Option<usize>,
+    #[setting(heading = EVALUATION)]
+    pub max_judgements: Option<usize>,
 
     /// Sampling of the responses.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub sampling: ResponsesConfig,
     /// Seed of the sampling and of the intervals.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    #[setting(heading = SAMPLING, default = 42)]
     pub seed: u64,
 
     /// Folder for the responses, the results and their summary. An evaluation that was cut continues there.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub output_dir: PathBuf,
     /// Replace the evaluation in `output_dir`.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     #[serde(skip)] // Consent to lose results is given for one evaluation.
     pub overwrite_output_dir: bool,
     /// Sequences per forward pass; affects memory and speed only.
-    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    #[setting(heading = RUN, default = 32)]
     pub batch_size: usize,
     /// Computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub compute: ComputeConfig,
 }
 
 /// Judges that compare two responses: a program, or a model behind an HTTP endpoint.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct JudgeConfig {
     /// Command line of a program that compares two responses: a JSON line in, a JSON line out.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
-    pub judge_command: std::option::Option<String>,
+    #[setting(heading = EVALUATION)]
+    pub judge_command: Option<String>,
     /// Address of an OpenAI-compatible API whose model compares two responses, such as `https://api.openai.com/v1`; its key is the
     /// environment variable RLHF_JUDGE_API_KEY, or OPENAI_API_KEY for api.openai.com.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    #[setting(heading = EVALUATION)]
     #[serde(serialize_with = "address")]
-    pub judge_url: std::option::Option<String>,
+    pub judge_url: Option<String>,
     /// Name of the model at `judge_url`.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
-    pub judge_model: std::option::Option<String>,
+    #[setting(heading = EVALUATION)]
+    pub judge_model: Option<String>,
     /// File with the message to the model at `judge_url`, in which {prompt}, {response_a} and {response_b} are replaced [default: a
     /// template that asks for A, B or tie].
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub judge_template: std::option::Option<PathBuf>,
+    #[setting(heading = EVALUATION)]
+    pub judge_template: Option<PathBuf>,
     /// Sampling temperature of the model at `judge_url`; `none` sends none.
-    #[arg(long, help_heading = EVALUATION, default_value = "0", value_parser = optional::<f64>)]
-    pub judge_temperature: std::option::Option<f64>,
+    #[setting(heading = EVALUATION, default = "0")]
+    pub judge_temperature: Option<f64>,
     /// Maximum tokens of a verdict of the model at `judge_url`; `none` sends none.
-    #[arg(long, help_heading = EVALUATION, default_value = "16", value_parser = optional::<usize>)]
-    pub judge_max_tokens: std::option::Option<usize>,
+    #[setting(heading = EVALUATION, default = "16")]
+    pub judge_max_tokens: Option<usize>,
     /// Concurrent requests to `judge_url`.
-    #[arg(long, help_heading = EVALUATION, default_value_t = 4)]
+    #[setting(heading = EVALUATION, default = 4)]
     pub judge_concurrency: usize,
     /// Timeout in seconds for a verdict.
-    #[arg(long, help_heading = EVALUATION, default_value_t = 120.0)]
+    #[setting(heading = EVALUATION, default = 120.0)]
     pub judge_timeout: f64,
     /// Retries after a judge fails, before the pair has no verdict.
-    #[arg(long, help_heading = EVALUATION, default_value_t = 3)]
+    #[setting(heading = EVALUATION, default = 3)]
     pub judge_retries: usize,
 }
 

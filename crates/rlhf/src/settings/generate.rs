@@ -2,19 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::Value;
 
 use super::check::{check_sizes, max_prompt_len};
 use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
-use crate::flag::{
-    DATA, MODELS, NONE, SAMPLING, Setting, above_zero, all, at_least_one, defaults, expect, optional, required, usage,
-    zero_or_more, zero_to_one,
-};
 use crate::generate::{GenerationConfig, Sampling, StopStrings};
 use crate::model::{CausalLm, ModelConfig};
+use crate::schema::{
+    Choices, DATA, MODELS, SAMPLING, Setting, Settings, above_zero, all, any_text, at_least_one, defaults, expect,
+    usage, zero_or_more, zero_to_one,
+};
 use crate::tokenizer::Tokenizer;
 use crate::weights::brief;
 use crate::{Error, Result};
@@ -61,48 +60,47 @@ const WITHOUT_EFFECT: [(&str, Option<f64>); 27] = [
 const OF_DRAWS: [&str; 4] = ["top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"];
 
 /// Settings of `rlhf generate`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct GenerateConfig {
     /// Causal language model: a folder or a hub name.
-    #[arg(long, alias = "model", help_heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
 
     /// Prompts [default: those of the dataset, else of standard input].
-    #[arg(value_name = "PROMPT")]
+    #[setting(positional, value_name = "PROMPT", parse = any_text)]
     pub prompts: Vec<String>,
     /// Format of standard input: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
-    #[arg(long, help_heading = DATA, default_value = "text", value_name = Format::NAME, value_parser = required::<Format>)]
+    #[setting(heading = DATA, default = "text", choices = Vec::new())]
     pub input_format: Format,
     /// Format of the output: `text` for reading, `jsonl` for programs [default: text on a terminal, else jsonl].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_name = Format::NAME, value_parser = optional::<Format>)]
-    pub output_format: std::option::Option<Format>,
+    #[setting(heading = DATA)]
+    pub output_format: Option<Format>,
     /// Put a prompt that is a string into the chat template, as a user message.
-    #[arg(long, help_heading = DATA)]
+    #[setting(heading = DATA)]
     pub apply_chat_template: bool,
     /// System message of every conversation that has none.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
-    pub system_prompt: std::option::Option<String>,
+    #[setting(heading = DATA)]
+    pub system_prompt: Option<String>,
 
     /// Responses to each prompt.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub responses: ResponsesConfig,
     /// Minimum tokens of a response [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub min_new_tokens: std::option::Option<usize>,
+    #[setting(heading = SAMPLING)]
+    pub min_new_tokens: Option<usize>,
     /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
-    #[arg(long, help_heading = SAMPLING)]
+    #[setting(heading = SAMPLING)]
     pub ignore_eos: bool,
     /// Seed of the sampling.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    #[setting(heading = SAMPLING, default = 42)]
     pub seed: u64,
 
     /// Input and output of rows, and computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,
 }
@@ -369,22 +367,14 @@ impl ModelDefaults<'_> {
 }
 
 /// Format of standard input and of output of `rlhf generate`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
+#[choice(value_name = "FORMAT")]
 pub enum Format {
     /// Plain text, for people.
     Text,
     /// A JSON object per line.
     Jsonl,
-}
-
-impl Setting for Format {
-    const NAME: &'static str = "FORMAT";
-    const EXPECTED: &'static str = "text or jsonl";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
 }
 
 #[cfg(test)]

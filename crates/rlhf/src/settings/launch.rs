@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
-
 use crate::Result;
-use crate::flag::{NONE, RUN, Setting, all, at_least_one, expect, optional};
+use crate::schema::{RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks, machines or restarts: above any cluster, and far below an overflow.
 const MOST: usize = 100_000;
@@ -13,34 +11,33 @@ const MOST: usize = 100_000;
 const PORT: u16 = 29500;
 
 /// Flags of `rlhf launch`, before the command that it starts.
-#[derive(Debug, Clone, PartialEq, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Settings)]
 pub struct LaunchFlags {
     /// Number of ranks on this machine [default: one per GPU; 1 without a GPU or with --device cpu].
-    #[arg(long, alias = "num_gpus", help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub nproc_per_node: std::option::Option<usize>,
+    #[setting(alias = "num_gpus", heading = RUN)]
+    pub nproc_per_node: Option<usize>,
     /// Number of times that all ranks are started again after one of them failed. Training resumes from its newest checkpoint.
-    #[arg(long, help_heading = RUN, default_value_t = 0)]
+    #[setting(heading = RUN, default = 0)]
     pub max_restarts: usize,
     /// Number of machines; each runs the same line with its own node_rank.
-    #[arg(long, aliases = ["num_nodes", "num_machines"], help_heading = RUN, default_value_t = 1)]
+    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1)]
     pub nnodes: usize,
     /// Number of this machine, from 0.
-    #[arg(long, alias = "machine_rank", help_heading = RUN, default_value_t = 0)]
+    #[setting(alias = "machine_rank", heading = RUN, default = 0)]
     pub node_rank: usize,
     /// Address of machine 0, where the ranks meet. Needed with several machines.
-    #[arg(long, alias = "main_process_ip", help_heading = RUN, default_value = "127.0.0.1", value_name = "HOST")]
+    #[setting(alias = "main_process_ip", heading = RUN, default = "127.0.0.1", value_name = "HOST")]
     pub master_addr: String,
     /// TCP port on machine 0 [default: a free one; 29500 with several machines].
-    #[arg(long, alias = "main_process_port", help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub master_port: std::option::Option<usize>,
+    #[setting(alias = "main_process_port", heading = RUN)]
+    pub master_port: Option<usize>,
     /// Configuration of `accelerate launch`: a YAML file with the ranks, and settings of sharding and precision for a training command.
     /// A flag wins over the file's ranks.
-    #[arg(long, help_heading = RUN, default_value = NONE, value_name = "FILE", value_parser = optional::<PathBuf>)]
-    pub config_file: std::option::Option<PathBuf>,
+    #[setting(heading = RUN, value_name = "FILE")]
+    pub config_file: Option<PathBuf>,
     /// Number of ranks on all machines, as `accelerate launch` counts them.
-    #[arg(long, hide = true, help_heading = RUN, default_value = NONE, value_name = usize::NAME, value_parser = optional::<usize>)]
-    pub num_processes: std::option::Option<usize>,
+    #[setting(hide, heading = RUN)]
+    pub num_processes: Option<usize>,
 }
 
 impl LaunchFlags {

@@ -2,29 +2,27 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
 use crate::Result;
-use crate::flag::{MODELS, above_zero, all, defaults};
+use crate::schema::{MODELS, Settings, above_zero, all, defaults};
 
 /// Settings of `rlhf logprobs`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct LogprobsConfig {
     /// Causal language model: a folder or a hub name.
-    #[arg(long, alias = "model", help_heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Temperature: divides the logits; 1 is the model's own distribution.
-    #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
+    #[setting(heading = MODELS, default = 1.0)]
     pub temperature: f64,
     /// Input and output of rows, and computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,
 }

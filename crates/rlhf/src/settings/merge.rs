@@ -2,35 +2,33 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
-use crate::flag::{ByteSize, MODELS, RUN, Setting, defaults, required};
 use crate::model::Dtype;
+use crate::schema::{ByteSize, MODELS, RUN, Settings, defaults};
 
 /// Settings of `rlhf merge`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct MergeConfig {
     /// LoRA adapter, which names its base model: a folder or a hub name.
-    #[arg(long, alias = "model", help_heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Folder for the merged model.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub output_dir: PathBuf,
     /// Replace the run or the merged model in `output_dir`.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
     /// Dtype of the weights; `auto` is that of the base. From a base in fewer bits, `float32` keeps the sum whole: rounded to bfloat16
     /// it may differ by half a unit in a logit.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    #[setting(heading = RUN, default = "auto")]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
+    #[setting(heading = RUN, default = "50GB")]
     pub max_shard_size: ByteSize,
 }
 

@@ -4,10 +4,10 @@ use super::ppo::{GenerationBatchesConfig, PpoConfig};
 use super::presets::Preset;
 use crate::Result;
 use crate::dist::num_ranks;
-use crate::flag::{above_zero, at_least_one, expect, no_effect, usage};
 use crate::rl::groups::check_whole;
 use crate::rl::learner::EpochPlan;
 use crate::run::sizes::rows_of_all_ranks;
+use crate::schema::{above_zero, at_least_one, expect, no_effect, usage};
 
 /// Maximum number of responses, rows or updates of a run.
 pub(super) const MOST_EPISODES: usize = 1 << 40;
@@ -434,8 +434,8 @@ pub(super) fn train_plan(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
     use crate::run::sizes::GlobalSizes;
+    use crate::schema::defaults;
     use crate::settings::RewardConfig;
     use crate::settings::tests::{ppo, usage_of};
 

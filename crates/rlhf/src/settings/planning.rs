@@ -1,9 +1,7 @@
 //! Flags of `rlhf plan`, before the command that it plans.
 
-use clap::Args;
-
 use crate::Result;
-use crate::flag::{ByteSize, NONE, RUN, Setting, all, at_least_one, expect, optional};
+use crate::schema::{ByteSize, RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks or machines: above any cluster, and far below an overflow.
 const MOST: usize = 100_000;
@@ -11,23 +9,22 @@ const MOST: usize = 100_000;
 const LEAST_MEMORY: usize = 1_000_000;
 
 /// Flags of `rlhf plan`, before the command that it plans.
-#[derive(Debug, Clone, PartialEq, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Settings)]
 pub struct PlanFlags {
     /// Print the plan as one JSON object, sizes in bytes.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub json: bool,
     /// Memory of the machine, which its ranks share, or of each GPU, such as 24GB or 80GiB [default: what is available now].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_name = ByteSize::NAME, value_parser = optional::<ByteSize>)]
-    pub memory: std::option::Option<ByteSize>,
+    #[setting(heading = RUN)]
+    pub memory: Option<ByteSize>,
     /// Number of ranks on each machine.
-    #[arg(long, aliases = ["nproc", "num_gpus"], help_heading = RUN, default_value_t = 1)]
+    #[setting(aliases = ["nproc", "num_gpus"], heading = RUN, default = 1)]
     pub nproc_per_node: usize,
     /// Number of machines.
-    #[arg(long, aliases = ["num_nodes", "num_machines"], help_heading = RUN, default_value_t = 1)]
+    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1)]
     pub nnodes: usize,
     /// Measure this machine for about two seconds, so that the plan has times; `false` leaves them out.
-    #[arg(long, help_heading = RUN, default_value_t = true)]
+    #[setting(heading = RUN, default = true)]
     pub calibrate: bool,
 }
 

@@ -1,13 +1,12 @@
 //! Presets: the defaults, and the batch sizes, of the systems that rlhf replaces.
 
-use clap::ValueEnum;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use crate::schema::{Choice, Choices};
 use serde::Serialize;
 
 /// The system whose defaults and batch sizes the settings have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "kebab-case")]
-#[value(rename_all = "kebab-case")]
+#[choice(rename_all = "kebab-case")]
 pub enum Preset {
     /// TRL 1: an update generates responses to `per_device_train_batch_size * gradient_accumulation_steps` prompts.
     Trl,
@@ -149,10 +148,10 @@ impl Preset {
         }
     }
 
-    /// Parses the name of a preset of all steps.
-    pub(super) fn of_all_steps() -> impl TypedValueParser<Value = Self> {
-        let values = Self::OF_ALL_STEPS.iter().filter_map(Self::to_possible_value);
-        PossibleValuesParser::new(values).map(|name| Self::from_str(&name, false).expect("it is a possible value"))
+    /// Returns the names of the presets of all steps.
+    pub(super) fn of_all_steps() -> Vec<Choice> {
+        let shared = Self::ALL.iter().filter(|(preset, _)| Self::OF_ALL_STEPS.contains(preset));
+        shared.map(|(_, choice)| *choice).collect()
     }
 
     /// Returns true for the trainers of TRL that compare the responses of a group.

@@ -2,50 +2,45 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{HUB, NONE, Setting, all, defaults, expect, optional};
 use crate::hub::is_hub_name;
 use crate::run::push::settings::{HubToken, check_branch};
+use crate::schema::{HUB, Settings, all, defaults, expect};
 
 /// Title of the commit.
 const COMMIT_MESSAGE: &str = "Upload model by rlhf";
 
 /// Settings of `rlhf push`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PushConfig {
     /// Folder of the model: a run's output folder, its `best`, a checkpoint, or any folder in Hugging Face format.
-    #[arg(value_name = "FOLDER")]
+    #[setting(positional, value_name = "FOLDER")]
     pub folder: PathBuf,
     /// Repository to push to, such as me/my-model; created if it does not exist.
-    #[arg(value_name = "NAME")]
+    #[setting(positional, value_name = "NAME")]
     pub name: String,
     /// Make the repository private if it is new; a public one is then refused.
-    #[arg(long, help_heading = HUB)]
+    #[setting(heading = HUB)]
     pub private: bool,
     /// Push these files too, beside those of the model: patterns of paths in FOLDER, such as "*.txt" or "onnx/*"; hidden files are never
     /// pushed.
-    #[arg(long, help_heading = HUB, value_name = "GLOB", num_args = 1..)]
+    #[setting(heading = HUB, value_name = "GLOB", several)]
     pub include: Vec<String>,
     /// Leave these files out: patterns as in `--include`.
-    #[arg(long, help_heading = HUB, value_name = "GLOB", num_args = 1..)]
+    #[setting(heading = HUB, value_name = "GLOB", several)]
     pub exclude: Vec<String>,
     /// Branch to push to, created if it does not exist [default: main].
-    #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
-    pub revision: std::option::Option<String>,
+    #[setting(heading = HUB)]
+    pub revision: Option<String>,
     /// Title of the commit.
-    #[arg(long, help_heading = HUB, default_value = COMMIT_MESSAGE)]
+    #[setting(heading = HUB, default = COMMIT_MESSAGE)]
     pub commit_message: String,
     /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
-    #[arg(
-        long, alias = "token", help_heading = HUB, default_value = NONE, value_name = HubToken::NAME,
-        value_parser = optional::<HubToken>
-    )]
+    #[setting(alias = "token", heading = HUB)]
     #[serde(skip)]
-    pub hub_token: std::option::Option<HubToken>,
+    pub hub_token: Option<HubToken>,
 }
 
 impl PushConfig {

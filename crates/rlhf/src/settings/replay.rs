@@ -2,25 +2,23 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{NONE, RUN, at_least_one, optional};
+use crate::schema::{RUN, Settings, at_least_one};
 
 /// Settings of `rlhf replay`, beside those of `rlhf ppo` that it changes.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ReplayConfig {
     /// Folder of a run of ppo, grpo or rloo with `log_rollouts`.
-    #[arg(value_name = "RUN")]
+    #[setting(positional, value_name = "RUN")]
     pub run: PathBuf,
     /// Update to compute again, counted from 1: its rollout and the checkpoint before it are needed.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub update: usize,
     /// New folder for the numbers of the update [default: `RUN-replay-UPDATE`, beside the run].
-    #[arg(long, alias = "output", help_heading = RUN, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub output_dir: std::option::Option<PathBuf>,
+    #[setting(alias = "output", heading = RUN)]
+    pub output_dir: Option<PathBuf>,
 }
 
 impl ReplayConfig {

@@ -2,24 +2,22 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{NONE, RUN, defaults, optional, usage};
+use crate::schema::{RUN, Settings, defaults, usage};
 
 /// Settings of `rlhf report`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ReportConfig {
     /// Folders of the runs, finished or not; several are drawn over one another.
-    #[arg(value_name = "RUN", required = true)]
+    #[setting(positional, value_name = "RUN", required)]
     pub runs: Vec<PathBuf>,
     /// File to write [default: report.html, in the folder of the run if there is one].
-    #[arg(long, alias = "output_file", help_heading = RUN, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub output: std::option::Option<PathBuf>,
+    #[setting(alias = "output_file", heading = RUN)]
+    pub output: Option<PathBuf>,
     /// Replace `output` if it exists and is no report.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     #[serde(skip)] // Consent to lose a file is given for one report.
     pub overwrite_output_file: bool,
 }

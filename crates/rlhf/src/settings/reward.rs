@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::Preset;
@@ -11,108 +10,107 @@ use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
-use crate::flag::{
-    BATCHES, DATA, EVALUATION, LOSS, MODELS, NONE, OPTIMIZER, Setting, all, at_least_one, defaults_with, expect,
-    optional, steps_or_minus_one, zero_or_more,
-};
 use crate::model::{ClassifierFormat, PeftConfig};
 use crate::optim::settings::{OptimizerConfig, check_learning};
 use crate::run::settings::{EvalConfig, RunConfig};
+use crate::schema::{
+    BATCHES, Choices, DATA, EVALUATION, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults_with, expect,
+    steps_or_minus_one, zero_or_more,
+};
 
 /// Settings of `rlhf reward`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RewardConfig {
     /// Model to start from: a sequence classifier with one label, or a language model that gets a score head; a folder or a hub
     /// name.
-    #[arg(long, help_heading = MODELS)]
+    #[setting(heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Add a randomly initialized score head to a model that has none.
-    #[arg(long, help_heading = MODELS)]
+    #[setting(heading = MODELS)]
     pub new_reward_head: bool,
     /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of the
     /// model's folder].
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
-    pub reward_format: std::option::Option<ClassifierFormat>,
+    #[setting(heading = MODELS)]
+    pub reward_format: Option<ClassifierFormat>,
     /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
-    #[arg(long, hide = true, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
+    #[setting(hide, heading = MODELS)]
     #[serde(skip)]
-    pub eos_token: std::option::Option<String>,
+    pub eos_token: Option<String>,
 
     /// Datasets of rows.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
     /// Separate dataset for evaluation: a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub eval_dataset_name: std::option::Option<PathBuf>,
+    #[setting(heading = DATA)]
+    pub eval_dataset_name: Option<PathBuf>,
     /// With `pair_loss = tokens`, number of padding tokens in a text before the one that ends it [default: those at its start].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_padding_at_beginning: std::option::Option<usize>,
+    #[setting(heading = DATA)]
+    pub num_padding_at_beginning: Option<usize>,
     /// Maximum tokens of a row; none: those of the model. Pairs with a longer side are dropped, with a warning of their number.
-    #[arg(long, help_heading = DATA, default_value = "1024", value_parser = optional::<usize>)]
-    pub max_length: std::option::Option<usize>,
+    #[setting(heading = DATA, default = "1024")]
+    pub max_length: Option<usize>,
 
     /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's second
     /// step, whose flags are accepted too.
-    #[arg(long, help_heading = BATCHES, value_parser = Preset::of_all_steps(), default_value = "trl")]
+    #[setting(heading = BATCHES, choices = Preset::of_all_steps(), default = "trl")]
     pub preset: Preset,
     /// Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
-    pub train_batch_size: std::option::Option<usize>,
+    #[setting(heading = BATCHES)]
+    pub train_batch_size: Option<usize>,
     /// Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
-    pub per_device_train_batch_size: std::option::Option<usize>,
+    #[setting(heading = BATCHES)]
+    pub per_device_train_batch_size: Option<usize>,
     /// Pairs per forward pass in an evaluation.
-    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    #[setting(heading = BATCHES, default = 8)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    #[setting(heading = BATCHES, default = 1)]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0)]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
-    pub max_steps: std::option::Option<usize>,
+    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
-    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    #[setting(heading = BATCHES, default = 10)]
     pub logging_steps: usize,
 
     /// Scores of a pair to compare: those of the two texts, or, as in DeepSpeed-Chat, those at every token from the first
     /// difference on, with or without padding.
-    #[arg(long, help_heading = LOSS, value_enum, default_value = "sequence")]
+    #[setting(heading = LOSS, default = "sequence")]
     pub pair_loss: PairLoss,
     /// Coefficient of an auxiliary loss that centers the scores of each pair on 0.
-    #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
-    pub center_rewards_coefficient: std::option::Option<f64>,
+    #[setting(heading = LOSS)]
+    pub center_rewards_coefficient: Option<f64>,
 
     /// Low-rank adapters (LoRA).
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-4")]
+    #[setting(heading = OPTIMIZER, default = "1e-4")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
     /// Only evaluate: print loss, accuracy and margin on the held-out rows, or else on all rows, as JSON to standard output. Needs
     /// no `output_dir` and writes no file.
-    #[arg(long, help_heading = EVALUATION)]
+    #[setting(heading = EVALUATION)]
     pub eval_only: bool,
     /// Evaluation during training, and the best model.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,
     /// Output folder, seed, precision, reports.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
 }
@@ -199,9 +197,9 @@ impl RewardConfig {
 }
 
 /// Loss of a pair of texts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Choices)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
+#[choice(rename_all = "snake_case")]
 pub enum PairLoss {
     /// Compares the score at the end of the chosen text with that at the end of the rejected one.
     Sequence,

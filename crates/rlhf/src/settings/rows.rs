@@ -2,38 +2,36 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::compute::ComputeConfig;
 use crate::Result;
 use crate::data::SplitConfig;
-use crate::flag::{DATA, NONE, RUN, all, at_least_one, optional};
+use crate::schema::{DATA, RUN, Settings, all, at_least_one};
 
 /// Input, output and computation of `generate`, `logprobs` and `score`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RowsConfig {
     /// Dataset to read rows from: a file, a folder or a hub name [default: standard input].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub dataset_name: std::option::Option<PathBuf>,
+    #[setting(heading = DATA)]
+    pub dataset_name: Option<PathBuf>,
     /// Its split and its columns.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub split: SplitConfig,
     /// File to write to [default: standard output].
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub output_file: std::option::Option<PathBuf>,
+    #[setting(heading = DATA)]
+    pub output_file: Option<PathBuf>,
     /// Replace `output_file` if it exists.
-    #[arg(long, help_heading = DATA)]
+    #[setting(heading = DATA)]
     #[serde(skip)] // Consent to lose a file is given for one run, never by a file that the run left behind.
     pub overwrite_output_file: bool,
 
     /// Sequences per forward pass; affects memory and speed only.
-    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    #[setting(heading = RUN, default = 32)]
     pub batch_size: usize,
     /// Computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub compute: ComputeConfig,
 }

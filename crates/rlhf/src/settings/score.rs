@@ -2,40 +2,38 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
-use crate::flag::{MODELS, NONE, all, defaults, optional, usage};
 use crate::model::ModelOptions;
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, resolve, specs};
+use crate::schema::{MODELS, Settings, all, defaults, usage};
 use crate::tokenizer::Tokenizer;
 use crate::{Result, hub};
 
 /// Settings of `rlhf score`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ScoreConfig {
     /// Reward model, a sequence classifier: a folder or a hub name.
-    #[arg(long, alias = "model", help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub model_name_or_path: std::option::Option<PathBuf>,
+    #[setting(alias = "model", heading = MODELS)]
+    pub model_name_or_path: Option<PathBuf>,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
-    pub reward_label: std::option::Option<String>,
+    #[setting(heading = MODELS)]
+    pub reward_label: Option<String>,
     /// Tokenizer of the policy, for the prompts and responses that rewards get: a folder or a hub name [default: the reward
     /// model's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub tokenizer_name: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub tokenizer_name: Option<PathBuf>,
     /// Rewards besides, or instead of, the reward model.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
     /// Input and output of rows, and computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,
 }

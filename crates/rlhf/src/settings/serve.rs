@@ -2,39 +2,37 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use crate::Result;
-use crate::flag::{MODELS, RUN, SAMPLING, all, at_least_one, defaults, expect};
+use crate::schema::{MODELS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect};
 
 /// Settings of `rlhf serve`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ServeConfig {
     /// Causal language model: a folder or a hub name.
-    #[arg(value_name = "MODEL")]
+    #[setting(positional, value_name = "MODEL")]
     pub model: PathBuf,
     /// Branch, tag or commit of `model` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Address to listen on. Only programs on this machine reach 127.0.0.1; any other address lets others use the model, without a
     /// password.
-    #[arg(long, help_heading = RUN, default_value = "127.0.0.1", value_name = "HOST")]
+    #[setting(heading = RUN, default = "127.0.0.1", value_name = "HOST")]
     pub host: String,
     /// TCP port to listen on; 0 is any free one.
-    #[arg(long, help_heading = RUN, default_value_t = 8000)]
+    #[setting(heading = RUN, default = 8000)]
     pub port: usize,
     /// Maximum tokens of a chat response whose request does not set it.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1024)]
+    #[setting(heading = SAMPLING, default = 1024)]
     pub max_new_tokens: usize,
     /// Responses decoded together; affects memory and speed only.
-    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    #[setting(heading = RUN, default = 32)]
     pub batch_size: usize,
     /// Computation.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub compute: ComputeConfig,
 }

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use super::Preset;
@@ -11,107 +10,106 @@ use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
-use crate::flag::{
-    BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, defaults_with, optional,
-    steps_or_minus_one, usage,
-};
 use crate::model::PeftConfig;
 use crate::optim::settings::{OptimizerConfig, check_learning};
 use crate::run::settings::{EvalConfig, RunConfig};
+use crate::schema::{
+    BATCHES, DATA, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults, defaults_with, steps_or_minus_one,
+    usage,
+};
 
 /// Settings of `rlhf sft`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SftConfig {
     /// Causal language model to start from: a folder or a hub name.
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub model_name_or_path: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub model_name_or_path: Option<PathBuf>,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
-    #[arg(long, help_heading = MODELS, default_value = "main")]
+    #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Start from random weights instead, of the shape in this `config.json`: a file, or the hub name of a model.
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub config_name: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub config_name: Option<PathBuf>,
     /// Tokenizer: a folder or a hub name [default: the model's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub tokenizer_name: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub tokenizer_name: Option<PathBuf>,
     /// File of a chat template to use and to save [default: the tokenizer's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub chat_template_path: std::option::Option<PathBuf>,
+    #[setting(heading = MODELS)]
+    pub chat_template_path: Option<PathBuf>,
     /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
-    #[arg(long, hide = true, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
+    #[setting(hide, heading = MODELS)]
     #[serde(skip)]
-    pub eos_token: std::option::Option<String>,
+    pub eos_token: Option<String>,
 
     /// Datasets of rows.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
     /// Separate dataset for evaluation: a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
-    pub eval_dataset_name: std::option::Option<PathBuf>,
+    #[setting(heading = DATA)]
+    pub eval_dataset_name: Option<PathBuf>,
     /// Column with a text to train on as a whole.
-    #[arg(long, help_heading = DATA, default_value = "text")]
+    #[setting(heading = DATA, default = "text")]
     pub dataset_text_field: String,
     /// Maximum tokens of a row, which is truncated at its end; none: those of the model.
-    #[arg(long, help_heading = DATA, default_value = "1024", value_parser = optional::<usize>)]
-    pub max_length: std::option::Option<usize>,
+    #[setting(heading = DATA, default = "1024")]
+    pub max_length: Option<usize>,
     /// Pack whole rows into blocks of `max_length` tokens; batch sizes count blocks.
-    #[arg(long, help_heading = DATA, default_value_t = false)]
+    #[setting(heading = DATA, default = false)]
     pub packing: bool,
 
     /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's first
     /// step, whose flags are accepted too.
-    #[arg(long, help_heading = BATCHES, value_parser = Preset::of_all_steps(), default_value = "trl")]
+    #[setting(heading = BATCHES, choices = Preset::of_all_steps(), default = "trl")]
     pub preset: Preset,
     /// Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
-    pub train_batch_size: std::option::Option<usize>,
+    #[setting(heading = BATCHES)]
+    pub train_batch_size: Option<usize>,
     /// Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
-    pub per_device_train_batch_size: std::option::Option<usize>,
+    #[setting(heading = BATCHES)]
+    pub per_device_train_batch_size: Option<usize>,
     /// Rows per forward pass in an evaluation.
-    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    #[setting(heading = BATCHES, default = 8)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    #[setting(heading = BATCHES, default = 1)]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0)]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
-    pub max_steps: std::option::Option<usize>,
+    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
-    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    #[setting(heading = BATCHES, default = 10)]
     pub logging_steps: usize,
 
     /// In rows with a prompt and a completion, train on the completion only.
-    #[arg(long, help_heading = LOSS, default_value_t = true)]
+    #[setting(heading = LOSS, default = true)]
     pub completion_only_loss: bool,
     /// In conversations, train on the assistant's messages only.
-    #[arg(long, help_heading = LOSS, default_value_t = false)]
+    #[setting(heading = LOSS, default = false)]
     pub assistant_only_loss: bool,
 
     /// Low-rank adapters (LoRA).
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[arg(long, help_heading = OPTIMIZER, default_value = "2e-5")]
+    #[setting(heading = OPTIMIZER, default = "2e-5")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
     /// Evaluation during training, and the best model.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,
     /// Output folder, seed, precision, reports.
-    #[command(flatten)]
+    #[setting(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
 }

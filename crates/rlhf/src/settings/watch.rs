@@ -2,30 +2,28 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{RUN, all, defaults, expect, no_effect};
+use crate::schema::{RUN, Settings, all, defaults, expect, no_effect};
 
 /// The address of this machine that no other machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
 
 /// Settings of `rlhf watch`.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct WatchConfig {
     /// Folder of the run, in progress or ended.
-    #[arg(value_name = "RUN")]
+    #[setting(positional, value_name = "RUN")]
     pub run: PathBuf,
     /// Show the run in the terminal instead of a page.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub terminal: bool,
     /// TCP port of the page; 0 is a free one.
-    #[arg(long, help_heading = RUN, default_value_t = 0)]
+    #[setting(heading = RUN, default = 0)]
     pub port: usize,
     /// Address of this machine to serve the page on. Any but 127.0.0.1 may let other machines read the run.
-    #[arg(long, help_heading = RUN, default_value = LOOPBACK, value_name = "HOST")]
+    #[setting(heading = RUN, default = LOOPBACK, value_name = "HOST")]
     pub host: String,
 }
 

@@ -6,9 +6,9 @@ use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{ImportanceLevel, KlEstimator};
 use crate::rl::settings::LossType;
+use crate::schema::Choices;
 use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
 use crate::{Error, Result, files};
-use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -177,11 +177,10 @@ impl Default for StepConfig {
 }
 
 /// Deserializes a setting with a fixed set of names, with the parser of its flag.
-fn choice<'de, D: Deserializer<'de>, T: ValueEnum>(deserializer: D) -> Result<T, D::Error> {
+fn choice<'de, D: Deserializer<'de>, T: Choices>(deserializer: D) -> Result<T, D::Error> {
     let name = String::deserialize(deserializer)?;
-    T::from_str(&name, false).map_err(|_| {
-        let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
-        let known: Vec<String> = known.map(|value| value.get_name().to_string()).collect();
+    T::named(&name).ok_or_else(|| {
+        let known: Vec<&str> = T::ALL.iter().map(|(_, choice)| choice.name).collect();
         serde::de::Error::custom(format!("expected one of {}, found `{name}`", known.join(", ")))
     })
 }

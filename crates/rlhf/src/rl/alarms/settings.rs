@@ -1,30 +1,28 @@
 //! Settings of alarms and of the checks at the start of a PPO run.
 
-use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
-use crate::flag::{OPTIMIZER, RUN, at_least_one, no_effect, usage};
 use crate::metrics::WarningKind;
+use crate::schema::{OPTIMIZER, RUN, Settings, at_least_one, no_effect, usage};
 
 /// Checks of a PPO run: those at its start, steps that are skipped, and alarms.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct AlarmConfig {
     /// Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not
     /// finite.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
+    #[setting(heading = OPTIMIZER, default = 3)]
     pub max_skipped_updates: usize,
     /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
-    #[arg(long, help_heading = RUN)]
+    #[setting(heading = RUN)]
     pub no_checks: bool,
     /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
     /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
     /// checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn].
-    #[arg(long, help_heading = RUN, value_delimiter = ',')]
+    #[setting(heading = RUN, delimiter = ',')]
     pub on_alarm: Vec<String>,
     /// Rollbacks of a run, at most; the next alarm with that action stops it.
-    #[arg(long, help_heading = RUN, default_value_t = MAX_ROLLBACKS)]
+    #[setting(heading = RUN, default = MAX_ROLLBACKS)]
     pub max_rollbacks: usize,
 }
 
@@ -98,7 +96,7 @@ mod tests {
     fn an_alarm_has_its_own_action_or_that_of_all() {
         let alarms = |written: &[&str]| AlarmConfig {
             on_alarm: written.iter().map(ToString::to_string).collect(),
-            ..crate::flag::defaults()
+            ..crate::schema::defaults()
         };
         let actions = |written: &[&str]| {
             let alarms = alarms(written);

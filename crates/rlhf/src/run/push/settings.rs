@@ -1,48 +1,37 @@
 //! Settings of a run's pushes to the hub.
 
 use crate::Result;
-use crate::flag::{HUB, NONE, Setting, all, expect, optional, required, usage};
 use crate::hub::push::{Destination, Repository};
 use crate::hub::{Hub, is_branch, is_hub_name};
-use clap::Args;
+use crate::schema::{HUB, Setting, Settings, all, expect, usage};
 use serde::Serialize;
 use std::fmt;
 
 /// Uploads to the Hugging Face hub.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct HubConfig {
     /// Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
-    #[arg(long, help_heading = HUB)]
+    #[setting(heading = HUB)]
     pub push_to_hub: bool,
     /// Repository to push to, such as me/my-model; created if it does not exist.
-    #[arg(long, alias = "push_to_hub_model_id", help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
-    pub hub_model_id: std::option::Option<String>,
+    #[setting(alias = "push_to_hub_model_id", heading = HUB)]
+    pub hub_model_id: Option<String>,
     /// Branch to push to, created if it does not exist [default: main].
-    #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
-    pub hub_revision: std::option::Option<String>,
+    #[setting(heading = HUB)]
+    pub hub_revision: Option<String>,
     /// Whether a new repository is private [default: as its owner has set, usually public].
-    #[arg(
-        long, help_heading = HUB, default_value = NONE, value_parser = optional::<bool>,
-        num_args = 0..=1, default_missing_value = "true"
-    )]
-    pub hub_private_repo: std::option::Option<bool>,
+    #[setting(heading = HUB, alone = "true")]
+    pub hub_private_repo: Option<bool>,
     /// When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best model.
-    #[arg(
-        long, help_heading = HUB, default_value = "every_save", value_name = HubStrategy::NAME,
-        value_parser = required::<HubStrategy>
-    )]
+    #[setting(heading = HUB, default = "every_save")]
     pub hub_strategy: HubStrategy,
     /// Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
-    #[arg(long, help_heading = HUB)]
+    #[setting(heading = HUB)]
     pub hub_always_push: bool,
     /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
-    #[arg(
-        long, alias = "push_to_hub_token", help_heading = HUB, default_value = NONE, value_name = HubToken::NAME,
-        value_parser = optional::<HubToken>
-    )]
+    #[setting(alias = "push_to_hub_token", heading = HUB)]
     #[serde(skip)] // A secret is not written to config.yaml.
-    pub hub_token: std::option::Option<HubToken>,
+    pub hub_token: Option<HubToken>,
 }
 
 /// When a run pushes its model.
@@ -144,7 +133,7 @@ pub(crate) fn hub_with(token: Option<&HubToken>) -> Hub {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flag::defaults;
+    use crate::schema::defaults;
 
     #[test]
     fn a_push_needs_a_name_and_the_best_model_a_metric() {
