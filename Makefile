@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint deny package install crate
+.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint docs deny package install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,11 @@ lint: setup ## formatting, clippy, docs
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+
+docs: ## the documentation as a site, in target/docs (needs mdbook: cargo install mdbook --locked)
+	@python3 scripts/check_docs.py
+	@command -v mdbook >/dev/null || { echo "error: no mdbook on PATH: cargo install mdbook --locked" >&2; exit 1; }
+	mdbook build docs
 
 CHECKS ?= bans licenses sources
 deny: ## dependencies: licences, sources, unused ones (deny.toml); CHECKS=advisories asks RustSec, on github.com

@@ -3,7 +3,7 @@
     python benchmarks/addends.py --model SmolLM2-135M-Instruct               # half an hour on two cores, 2.5 GB of memory
     python benchmarks/addends.py --model SmolLM2-135M-Instruct adapters      # a part of it
 
-The run of docs/guide.md's table for 7B, at a size that runs anywhere. Each row changes one flag and compares two differences: that of the peaks of two
+The run of docs/guides/plan.md's table for 7B, at a size that runs anywhere. Each row changes one flag and compares two differences: that of the peaks of two
 real runs (the largest resident memory, Linux's VmHWM), and that of their plans. What both runs have, libtorch above all, cancels out. Fails if a
 difference is off by more than --bound of the larger plan. Beside other work a peak can be a tenth higher.
 """

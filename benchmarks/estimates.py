@@ -1,7 +1,7 @@
 """Plans of PPO and GRPO for models of 1, 7 and 13 billion parameters on GPUs of 24, 80 and 141 GB, by mode.
 
     python benchmarks/estimates.py            # prints the table; half a minute, nothing is downloaded
-    python benchmarks/estimates.py --write    # and puts it into docs/guide.md
+    python benchmarks/estimates.py --write    # and puts it into docs/guides/plan.md
 
 The models are configurations alone, of Llama-3.2-1B and of Llama-2's 7B and 13B. Each number is `rlhf plan`'s for one GPU of that size: arithmetic.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plan import ROOT, planned
 
-PAGE = ROOT / "docs/guide.md"
+PAGE = ROOT / "docs/guides/plan.md"
 MARKS = ("<!-- estimates -->\n", "<!-- end of estimates -->\n")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +80,7 @@ def table(rlhf, folder):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rlhf", default=str(ROOT / "target/release/rlhf"))
-    parser.add_argument("--write", action="store_true", help="put the table into docs/guide.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/guides/plan.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         for name, config in MODELS.items():

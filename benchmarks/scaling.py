@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py
 
-Prints the table of docs/distributed.md. Nothing here is measured on a GPU: the share of the peak rates that is reached is an
-assumption, and the number of bytes is that of the collectives in docs/distributed.md.
+Prints the table of docs/internals/ranks.md. Nothing here is measured on a GPU: the share of the peak rates that is reached is an
+assumption, and the number of bytes is that of the collectives in docs/internals/ranks.md.
 """
 
 from dataclasses import dataclass

@@ -284,6 +284,7 @@ ALWAYS = (
     ("libtorch", "scripts/setup.sh"),
     ("formatting", "cargo fmt --all --check"),
     ("parts", "python3 scripts/test_check.py"),
+    ("documents", "python3 scripts/check_docs.py"),
     ("licences, unused dependencies", "make --no-print-directory deny"),
     ("packages", "make --no-print-directory package PACKAGE_FLAGS=--no-verify"),
     ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),

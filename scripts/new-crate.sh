@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # new-crate.sh FOLDER: makes a crate that uses this checkout's `rlhf` and libtorch, ready for `cargo run`.
 #
-# docs/library.md ("In a crate of your own") explains the files, for adding rlhf to an existing crate.
+# docs/library/rust.md ("In a crate of your own") explains the files, for adding rlhf to an existing crate.
 set -euo pipefail
 checkout=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 

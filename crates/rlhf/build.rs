@@ -4,7 +4,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     // The doctests of README.md and docs/: a package from crates.io does not contain these pages.
     println!("cargo:rustc-check-cfg=cfg(repository)");
-    if std::path::Path::new("../../docs/library.md").exists() {
+    if std::path::Path::new("../../docs/library/rust.md").exists() {
         println!("cargo:rustc-cfg=repository");
     }
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 const TORCH_VERSION: &str = "2.11.0";
 
-/// Number of times that a thread of libgomp polls a barrier before it sleeps. `docs/design.md` has the measurements.
+/// Number of times that a thread of libgomp polls a barrier before it sleeps. `docs/internals/performance.md` has the measurements.
 const SPIN_COUNT: &str = "10000";
 
 fn main() {

@@ -35,8 +35,8 @@
 //! | the state of the machine and of this build | [`doctor::examine`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
-//! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
-//! has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
+//! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library/rust.md` of the
+//! repository has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
 #![forbid(unsafe_code)]
 
 // The derive macros write `rlhf::schema`.
@@ -88,7 +88,11 @@ pub use tch;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// So must that of the page about the library.
+/// So must that of the pages about the library.
 #[cfg(all(doctest, repository))]
-#[doc = include_str!("../../../docs/library.md")]
+#[doc = include_str!("../../../docs/library/rust.md")]
 struct LibraryPage;
+
+#[cfg(all(doctest, repository))]
+#[doc = include_str!("../../../docs/library/parts.md")]
+struct LibraryPartsPage;

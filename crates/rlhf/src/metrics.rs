@@ -132,7 +132,7 @@ const COUNTS: [&str; 9] = [
     "val/reused_responses",
 ];
 
-/// Kinds of [`Warning`], the alarms of a run; `docs/guide.md` lists when each is raised.
+/// Kinds of [`Warning`], the alarms of a run; `docs/guides/alarms.md` lists when each is raised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

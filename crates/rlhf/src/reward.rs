@@ -757,7 +757,7 @@ impl Scored {
         }
     }
 
-    /// Adds mean, standard deviation and time of each reward to the metrics. `docs/algorithm.md` defines them.
+    /// Adds mean, standard deviation and time of each reward to the metrics. `docs/reference/metrics.md` defines them.
     pub fn push_metrics(&self, m: &mut Metrics) {
         for component in &self.components {
             let ComponentScores { name, seconds, extra, .. } = component;

@@ -1,4 +1,4 @@
-//! `rlhf eval`: responses, judges, both orders, what a cut leaves, what is refused; and the recipe of docs/tldr.md at toy size.
+//! `rlhf eval`: responses, judges, both orders, what a cut leaves, what is refused; and the recipe of docs/guides/tldr.md at toy size.
 
 use crate::checkpoint::copy_dir;
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines};
@@ -733,7 +733,7 @@ fn the_tldr_recipe_runs_from_sft_to_the_win_rate_at_toy_size() {
         };
         scratch.write(&format!("{name}/{split}.jsonl"), &text);
     }
-    let page = include_str!("../../../docs/tldr.md");
+    let page = include_str!("../../../docs/guides/tldr.md");
     let mut file = page.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap().to_string();
     let mut evals: Vec<String> = commands(page).into_iter().filter(|line| line.starts_with("eval ")).collect();
     // Models, data and sizes are the test's, all else is the page's.

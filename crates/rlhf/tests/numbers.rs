@@ -426,10 +426,11 @@ impl Documented {
     }
 }
 
-/// The rows of the table below the heading `heading` of docs/algorithm.md.
+/// The rows of the tables below the heading `heading` of the pages about metrics, in docs/reference.
 fn documented(heading: &str) -> Vec<Documented> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/algorithm.md");
-    let text = std::fs::read_to_string(path).unwrap();
+    let pages = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference");
+    let read = |name: &str| std::fs::read_to_string(pages.join(name)).unwrap();
+    let text = format!("{}\n{}", read("metrics.md"), read("metrics-of-sft-reward-step.md"));
     let section = text.split_once(heading).unwrap().1;
     let section = section.split("\n#").next().unwrap();
     let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
@@ -467,29 +468,26 @@ fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
     let groups = format!("{groups} --reward length:target=3 --stop_token none");
     let reward = SFT.replace("sft ", "reward ").replace("policy", "reward").replace("demos.jsonl", "pairs");
     for (heading, line) in [
-        ("### `rlhf ppo`", format!("{} --eval_steps 1", PPO.replace("prompts.jsonl", "prompts"))),
-        ("### `rlhf sft`", SFT.replace("demos.jsonl", "demos")),
-        ("### `rlhf reward`", reward),
-        ("### `rlhf grpo`, `rlhf rloo`", format!("{groups} --beta 0.1")),
+        ("## `rlhf ppo`", format!("{} --eval_steps 1", PPO.replace("prompts.jsonl", "prompts"))),
+        ("## `rlhf sft`", SFT.replace("demos.jsonl", "demos")),
+        ("## `rlhf reward`", reward),
+        ("## `rlhf grpo`, `rlhf rloo`", format!("{groups} --beta 0.1")),
     ] {
         let run = &format!("run-of-{}", heading.replace(|c: char| !c.is_ascii_alphanumeric(), "-"));
         scratch.succeeds(&format!("{line} --output_dir {run}"));
         let metrics = scratch.metrics(run);
         let found: BTreeSet<&str> = metrics.iter().flat_map(|line| line.keys().map(String::as_str)).collect();
         let rows = documented(heading);
-        let shared = if heading.contains("grpo") { documented("### `rlhf ppo`") } else { Vec::new() };
+        let shared = if heading.contains("grpo") { documented("## `rlhf ppo`") } else { Vec::new() };
         assert!(rows.len() > 5, "{heading}: {} rows", rows.len());
         for name in &found {
-            assert!(rows.iter().chain(&shared).any(|row| row.has(name)), "{heading} of docs/algorithm.md lacks {name}");
+            assert!(rows.iter().chain(&shared).any(|row| row.has(name)), "{heading} of docs/reference lacks {name}");
         }
         // What other programs than this one name is in no run of its own accord.
         let expected = rows.iter().filter(|row| !row.conditional && !row.names[0].ends_with("/KEY"));
         for name in expected.flat_map(|row| &row.names) {
             let row = Documented { names: vec![name.clone()], conditional: false };
-            assert!(
-                found.iter().any(|found| row.has(found)),
-                "{heading} of docs/algorithm.md has {name}, and no run has"
-            );
+            assert!(found.iter().any(|found| row.has(found)), "{heading} of docs/reference has {name}, and no run has");
         }
     }
 }

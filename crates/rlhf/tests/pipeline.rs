@@ -245,7 +245,7 @@ fn a_stage_that_was_killed_before_it_was_recorded_as_finished_restarts_with_the_
 #[test]
 fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
     let scratch = scratch();
-    let page = include_str!("../../../docs/migration.md");
+    let page = include_str!("../../../docs/migrate/deepspeed-chat.md");
     let mut text = page.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap().to_string();
     // The models and the sizes are the test's, all else is the page's.
     for (theirs, ours) in [

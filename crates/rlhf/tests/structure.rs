@@ -135,8 +135,9 @@ fn first(module: &str) -> &str {
 
 /// The rows of the table between `<!-- arrows -->` and `<!-- /arrows -->`: each module with what it may import.
 fn documented_arrows(page: &str) -> BTreeMap<String, BTreeSet<String>> {
-    let (_, table) = page.split_once("<!-- arrows -->").expect("docs/design.md: expected `<!-- arrows -->`");
-    let (table, _) = table.split_once("<!-- /arrows -->").expect("docs/design.md: expected `<!-- /arrows -->`");
+    let (_, table) = page.split_once("<!-- arrows -->").expect("docs/internals/design.md: expected `<!-- arrows -->`");
+    let (table, _) =
+        table.split_once("<!-- /arrows -->").expect("docs/internals/design.md: expected `<!-- /arrows -->`");
     let names = |cell: &str| -> BTreeSet<String> {
         let names = cell.split(',').map(|name| name.trim().trim_matches('`').to_string());
         names.filter(|name| !["", "-", "nothing"].contains(&name.as_str())).collect()
@@ -260,7 +261,7 @@ fn assert_none(problems: &[String]) {
 #[test]
 #[expect(clippy::print_stdout, reason = "the table that the code has, for `--nocapture`")]
 fn imports_point_down_as_on_the_design_page() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/design.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/internals/design.md");
     let program = Program::of_this_crate();
     println!("{}", table(&program));
     assert_none(&differences(&program, &std::fs::read_to_string(page).unwrap()));

@@ -189,7 +189,7 @@ Example:
 const LAUNCH_HELP: &str = "\
 The flags of launch come before the command, one that trains or reads rows. Rank 0 has the
 terminal; lines of the other ranks start with their number. A rank that fails ends the
-others, and is named. torchrun --no-python and srun start ranks too: docs/distributed.md.
+others, and is named. torchrun --no-python and srun start ranks too: docs/guides/ranks.md.
 
 Examples:
   rlhf launch --nproc_per_node 4 --max_restarts 2 ppo --config ppo.yaml
@@ -530,7 +530,18 @@ mod tests {
 
     #[test]
     fn every_flag_that_the_migration_page_names_is_there() {
-        let page = include_str!("../../../../docs/migration.md");
+        let page = [
+            include_str!("../../../../docs/migrate/index.md"),
+            include_str!("../../../../docs/migrate/trl-ppo.md"),
+            include_str!("../../../../docs/migrate/trl-arguments.md"),
+            include_str!("../../../../docs/migrate/trl-sft-and-reward.md"),
+            include_str!("../../../../docs/migrate/trl-grpo.md"),
+            include_str!("../../../../docs/migrate/trl-step.md"),
+            include_str!("../../../../docs/migrate/deepspeed-chat.md"),
+            include_str!("../../../../docs/migrate/deepspeed-chat-settings.md"),
+            include_str!("../../../../docs/migrate/openrlhf.md"),
+        ]
+        .join("\n");
         let rlhf = rlhf_command();
         let knows = |command: &str, flag: &str| {
             let command = rlhf.find_subcommand(command).unwrap_or_else(|| panic!("no command {command}"));

@@ -2,7 +2,7 @@
 //!
 //! This module converts DeepSpeed-Chat's padded tensors and calls [`crate::rl`]. B rows, prompts of P tokens padded on the left,
 //! responses of at most A tokens, L = P + A. Column t of `[B, L - 1]` belongs to token t + 1, so a response starts in column P - 1.
-//! `docs/algorithm.md` lists the differences from DeepSpeed-Chat.
+//! `docs/migrate/deepspeed-chat-settings.md` lists the differences from DeepSpeed-Chat.
 
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, generate_on};

@@ -1,7 +1,7 @@
 //! TRL's `PPOTrainer` until 0.11: the caller's loop calls `generate`, computes any scores, and calls `step`.
 //!
 //! One policy with a value head on it, one optimizer. Rollout, targets and losses are those of [`crate::rl`], as
-//! [`crate::train::ppo`] uses them with the preset `trl-legacy`; `docs/algorithm.md` lists where TRL's own trainer differs.
+//! [`crate::train::ppo`] uses them with the preset `trl-legacy`; `docs/migrate/trl-step.md` lists where TRL's own trainer differs.
 
 mod settings;
 mod stats;

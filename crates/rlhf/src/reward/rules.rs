@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::path::Path;
 
-/// A rule that scores a response. `docs/guide.md` has a table of the rules and their flags.
+/// A rule that scores a response. `docs/guides/rewards.md` has a table of the rules and their flags.
 #[derive(Debug, Clone)]
 pub enum Rule {
     /// `-|length - target| / target`: 0 at the target, -1 at length 0 and at twice the target.

@@ -169,7 +169,8 @@ impl AdvantageConfig {
 /// An advantage estimator with its settings.
 ///
 /// Generalized advantage estimation needs a critic. The others have none: they compare the total rewards of a group
-/// ([`Experience::groups`]), or use returns. `docs/algorithm.md` has each equation with its source.
+/// ([`Experience::groups`]), or use returns. `docs/concepts/scores-and-advantages.md` has each
+/// equation with its source.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Advantage {
     /// Generalized advantage estimation. Source: Schulman et al. 2016, eq. 16.
@@ -367,7 +368,8 @@ mod tests {
     /// A whole group, one with an unscored row and equal scores, and one with a single scored row.
     const SCORES: [f64; 9] = [1.0, 2.0, 4.0, 3.0, 3.0, NONE, 5.0, NONE, NONE];
 
-    // The expected numbers of these tests are from the formulas of docs/algorithm.md in numpy, with nanmean and nanstd(ddof=1).
+    // The expected numbers of these tests are from the formulas of docs/concepts/scores-and-advantages.md in numpy, with nanmean and
+    // nanstd(ddof=1).
 
     #[test]
     fn rloo_compares_each_response_with_the_mean_of_the_others() {

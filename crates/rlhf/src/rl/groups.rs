@@ -140,7 +140,7 @@ pub fn truncated(responses: &[Response]) -> Vec<usize> {
 }
 
 /// Adds the lengths of responses and the share of them that did not stop, as TRL's GRPOTrainer and RLOOTrainer log them.
-/// `docs/algorithm.md` defines each.
+/// `docs/reference/metrics.md` defines each.
 pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
     for (kind, only_stopped) in [("", false), ("terminated_", true)] {
         let counted = responses.iter().filter(|response| !only_stopped || response.finish == FinishReason::Stop);

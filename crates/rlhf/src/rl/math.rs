@@ -1,8 +1,8 @@
 //! The equations of PPO on tensors: masks, rewards, advantages, losses. No models, no files, no imports from this crate.
 //!
 //! B rows, R response slots. Masks are bool `[B, R]`, true = counts. Every result is exactly 0 outside its mask, by
-//! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. `docs/algorithm.md` derives each
-//! equation and lists where the systems that this crate replaces differ.
+//! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. The pages of `docs/concepts` derive each
+//! equation and list where the systems that this crate replaces differ.
 
 use tch::{Device, Kind, Tensor};
 use tch_ext::on_device;

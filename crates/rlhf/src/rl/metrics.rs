@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 impl Learner {
     /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the
-    /// other averages are over tokens, of all mini-batches together. `docs/algorithm.md` defines each.
+    /// other averages are over tokens, of all mini-batches together. `docs/reference/metrics.md` defines each.
     ///
     /// Metrics of a setting that is off by default appear only where it is on. While the policy is frozen there are none of
     /// its loss.
@@ -48,7 +48,7 @@ impl Learner {
         }
     }
 
-    /// Adds the metrics of a run without a critic, under the names of TRL's GRPOTrainer and RLOOTrainer. `docs/algorithm.md` defines each.
+    /// Adds the metrics of a run without a critic, under the names of TRL's GRPOTrainer and RLOOTrainer. `docs/reference/metrics.md` defines each.
     pub fn group_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats]) {
         let totals = e.scored_totals();
         let std = math::std(&totals);

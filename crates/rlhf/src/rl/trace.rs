@@ -133,7 +133,8 @@ const SUMS: [&str; 10] = [
     "value_clipped",
 ];
 
-/// Returns all numbers of an observed update by name, on the CPU; none without a batch. `docs/guide.md` has names and shapes.
+/// Returns all numbers of an observed update by name, on the CPU; none without a batch. `docs/guides/replay.md` has names and
+/// shapes.
 pub(crate) fn tensors_of(events: impl IntoIterator<Item = Learned>) -> NamedTensors {
     let (mut batch, mut steps) = (None, Vec::new());
     let (mut micro, mut before, mut gradients) = (Vec::new(), [0.0; SUMS.len()], Gradients::default());

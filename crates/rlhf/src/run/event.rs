@@ -197,7 +197,8 @@ impl Conversation {
 /// Result of evaluating the policy on the held-out prompts.
 #[derive(Debug, Clone)]
 pub struct Evaluation {
-    /// `eval/score`, `eval/score_stderr`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/algorithm.md` defines them.
+    /// `eval/score`, `eval/score_stderr`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/reference/metrics.md` defines
+    /// them.
     pub metrics: Metrics,
     /// The responses, in the order of the prompts.
     pub samples: Vec<Sample>,

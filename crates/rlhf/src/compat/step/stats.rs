@@ -21,7 +21,7 @@ pub enum Stat {
     Rows(Vec<Vec<f32>>),
 }
 
-/// Statistics of one call of [`StepTrainer::step`], by TRL's names; `docs/algorithm.md` defines them.
+/// Statistics of one call of [`StepTrainer::step`], by TRL's names; `docs/reference/metrics-of-sft-reward-step.md` defines them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stats(Vec<(Cow<'static, str>, Stat)>);
 

@@ -1,8 +1,8 @@
 //! The sink of trackers: wandb, MLflow, trackio, and programs of the user.
 //!
 //! Each tracker is a process that reads the events as JSON lines from its standard input. For wandb, MLflow and trackio it is
-//! `tracker.py`, which is part of this program and runs in the user's Python, as the trackers' clients do. `docs/guide.md`
-//! documents the lines.
+//! `tracker.py`, which is part of this program and runs in the user's Python, as the trackers' clients do.
+//! `docs/guides/trackers.md` documents the lines.
 //!
 //! No tracker ends a run or delays its updates: a line is appended to a queue of bounded size, threads write the queue and read the
 //! replies, and the end of the run waits for a limited time.

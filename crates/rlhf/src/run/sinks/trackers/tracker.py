@@ -1,7 +1,7 @@
 """Passes the events of a run of rlhf to wandb, MLflow or trackio, through the tracker's own client.
 
 rlhf starts this program once per tracker, with the Python of the user, and writes one JSON object per line to its standard input.
-docs/guide.md describes the lines. A tracker that fails must not disturb the run: nothing of this program reaches the terminal, and it
+docs/guides/trackers.md describes the lines. A tracker that fails must not disturb the run: nothing of this program reaches the terminal, and it
 reports to rlhf, as JSON lines on its standard output.
 """
 
