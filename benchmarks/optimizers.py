@@ -17,7 +17,7 @@ from pathlib import Path
 
 from plan import ROOT, in_mib, peak_and_plan, processor
 
-TOKENIZER = ROOT / "crates/rlhf/tests/golden/models/llama_tied"
+TOKENIZER = ROOT / "tests/golden/models/llama_tied"
 LAYERS = (8, 16)
 # Name, flags.
 MODES = [

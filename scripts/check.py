@@ -67,7 +67,10 @@ class Part:
 
 
 SRC = "crates/rlhf/src/"
-TESTS = "crates/rlhf/tests/"
+CLI = "crates/rlhf-cli/src/"
+BASE = "crates/base/src/"
+LM = "crates/lm/src/"
+TESTS = "crates/rlhf-cli/tests/"
 
 # Tests that stay among those of every change, though a part has the others of their kind.
 KEPT = (
@@ -93,7 +96,7 @@ PARTS = (
     Part(
         "ranks",
         "training and resuming on 2 and 4 ranks, at every stage of sharding, and their golden runs",
-        paths=(f"{SRC}dist*", f"{SRC}model/shard*", f"{SRC}model/body.rs", f"{SRC}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
+        paths=(f"{BASE}dist*", f"{LM}model/shard*", f"{LM}model/body.rs", f"{LM}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
                f"{TESTS}distributed*", f"{TESTS}sharding.rs", f"{TESTS}rank_rows.rs", "crates/tch-ext/"),
         turn=2,
         tests=("distributed::", "sharding::", "rank_rows::", "by_2_ranks", "by_2_and_4_ranks",
@@ -102,14 +105,14 @@ PARTS = (
     Part(
         "launch",
         "`rlhf launch`: restarts, signals, ranks that fail or hang",
-        paths=(f"{SRC}cli/launch*", f"{SRC}dist*", f"{SRC}signals*", f"{SRC}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
+        paths=(f"{CLI}cli/launch*", f"{BASE}dist*", f"{BASE}signals*", f"{BASE}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
         turn=1,
         tests=("launch::",),
     ),
     Part(
         "resume",
         "runs of every kind, stopped after each update or offloaded, end in the same bits",
-        paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{SRC}offload*", f"{SRC}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
+        paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{BASE}offload*", f"{LM}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
                f"{TESTS}offload.rs"),
         turn=1,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
@@ -119,7 +122,7 @@ PARTS = (
     Part(
         "kills",
         "a run or a rank killed at random moments, ten and fifty times; failures of disks at every call; strangers at the port of the ranks",
-        paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{SRC}files*", f"{SRC}weights*", f"{SRC}dist/*", f"{TESTS}attack/faults*",
+        paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{BASE}files*", f"{BASE}weights*", f"{BASE}dist/*", f"{TESTS}attack/faults*",
                f"{TESTS}attack/ranks*"),
         turn=2,
         tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::", "attack::ranks::"),
@@ -128,8 +131,8 @@ PARTS = (
     Part(
         "attacks",
         "damaged files, folders, templates, rewards, checkpoints and hubs, from fixed seeds",
-        paths=(f"{SRC}model/config*", f"{SRC}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{SRC}weights*", f"{SRC}gguf*", f"{SRC}safe_text*",
-               f"{SRC}run/checkpoint*", f"{SRC}serve*", f"{SRC}hub*", f"{TESTS}attack*", "crates/rlhf/src/cli/yaml.rs"),
+        paths=(f"{LM}model/config*", f"{LM}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{BASE}weights*", f"{LM}gguf*", f"{BASE}safe_text*",
+               f"{SRC}run/checkpoint*", f"{CLI}serve*", "crates/hub/", f"{TESTS}attack*", f"{CLI}cli/yaml.rs"),
         turn=2,
         tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --bin rlhf -- attack::",),
@@ -137,7 +140,7 @@ PARTS = (
     Part(
         "families",
         "whole courses of other families than GPT-NeoX, encoder-decoders, quantized bases, f16",
-        paths=(f"{SRC}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
+        paths=(f"{LM}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
         turn=1,
         tests=("cli::gpt2_goes", "cli::llama_goes", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
@@ -145,35 +148,35 @@ PARTS = (
     Part(
         "pipeline",
         "`rlhf pipeline`, `rlhf doctor`, `rlhf watch`",
-        paths=(f"{SRC}train/pipeline.rs", f"{SRC}cli/pipeline*", f"{SRC}settings/pipeline*", f"{SRC}doctor*", f"{SRC}report*", f"{TESTS}pipeline.rs"),
+        paths=(f"{SRC}train/pipeline.rs", f"{CLI}cli/pipeline*", f"{SRC}settings/pipeline*", f"{CLI}doctor*", f"{CLI}watch*", f"{SRC}report*", f"{TESTS}pipeline.rs"),
         turn=2,
         tests=("pipeline::", "doctor::", "watch::"),
     ),
     Part(
         "programs",
         "reward programs and functions of Python that fail in every way",
-        paths=(f"{SRC}reward/*", f"{SRC}process*", f"{TESTS}rewards.rs", "examples/rewards/"),
+        paths=(f"{SRC}reward/*", f"{BASE}process*", f"{TESTS}rewards.rs", "examples/rewards/"),
         turn=1,
         tests=("rewards::a_function_of_python_that_", "rewards::no_pipe_that_is_full", "rewards::a_program_that_"),
     ),
     Part(
         "plan",
         "plans against the measured peaks of runs",
-        paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{SRC}model/described.rs", f"{SRC}optim*", f"{TESTS}plan.rs"),
+        paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{LM}model/described.rs", f"{LM}optim*", f"{TESTS}plan.rs"),
         turn=0,
         tests=("plan::",),
     ),
     Part(
         "eval",
         "`rlhf eval` and its judges",
-        paths=(f"{SRC}eval*", f"{SRC}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
+        paths=(f"{SRC}eval*", f"{CLI}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
         turn=0,
         tests=("eval::",),
     ),
     Part(
         "hub",
         "uploads to a hub, whole, cut and refused",
-        paths=(f"{SRC}hub*", f"{SRC}push*", f"{SRC}run/push*", f"{TESTS}push.rs", "tests/hub/"),
+        paths=("crates/hub/", f"{SRC}push*", f"{SRC}run/push*", f"{TESTS}push.rs", "tests/hub/"),
         turn=2,
         tests=("push::",),
     ),
@@ -187,14 +190,14 @@ PARTS = (
     Part(
         "large",
         "a model file of 1 GiB is loaded within its size in memory",
-        paths=(f"{SRC}weights*", f"{SRC}model/body.rs", f"{SRC}model/pretrained.rs"),
+        paths=(f"{BASE}weights*", f"{LM}model/body.rs", f"{LM}model/pretrained.rs"),
         turn=2,
         ignored=("a_model_of_one_gib",),
     ),
     Part(
         "kernels",
         "models, adapters and PPO again with libtorch's operators in place of the kernels",
-        paths=("crates/tch-ext/", f"{SRC}model/layout.rs", f"{SRC}model/logprobs.rs", f"{SRC}model/mlp.rs", f"{SRC}model/decoder.rs"),
+        paths=("crates/tch-ext/", f"{LM}model/layout.rs", f"{LM}model/logprobs.rs", f"{LM}model/mlp.rs", f"{LM}model/decoder.rs"),
         turn=1,
         commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks",),
     ),
@@ -224,21 +227,21 @@ PARTS = (
         "crate",
         "a crate outside the checkout builds, starts and trains",
         paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
-               "crates/tch-ext/Cargo.toml"),
+               "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "Cargo.toml"),
         turn=0,
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
     Part(
         "rustdoc",
         "documentation of the crates, without warnings",
-        paths=(f"{SRC}lib.rs", "crates/tch-ext/src/lib.rs"),
+        paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
         turn=1,
         commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
     ),
     Part(
         "transformers",
         "what rlhf writes, read with transformers, PEFT and TensorBoard",
-        paths=(f"{SRC}model/save*", f"{SRC}model/families.rs", f"{SRC}model/config*", f"{SRC}model/adapter_folder.rs", f"{SRC}run/tensorboard.rs",
+        paths=(f"{LM}model/save*", f"{LM}model/families.rs", f"{LM}model/config*", f"{LM}model/adapter_folder.rs", f"{SRC}run/tensorboard.rs",
                "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=0,
         commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
@@ -247,7 +250,7 @@ PARTS = (
     Part(
         "readings",
         "generated templates, rows and folders, read as by transformers and trl",
-        paths=(f"{SRC}tokenizer*", f"{SRC}data/*", f"{SRC}model/config*", f"{SRC}model/rope.rs", f"{SRC}model/families.rs", f"{SRC}settings/generate.rs",
+        paths=(f"{LM}tokenizer*", f"{SRC}data/*", f"{LM}model/config*", f"{LM}model/rope.rs", f"{LM}model/families.rs", f"{SRC}settings/generate.rs",
                "tests/interop/templates.py", "tests/interop/formats.py", "tests/interop/folders.py", "tests/interop/runner.py",
                "scripts/interop-requirements.txt"),
         turn=2,
@@ -257,7 +260,7 @@ PARTS = (
     Part(
         "clients",
         "torchrun, OpenAI's client, huggingface_hub and a browser",
-        paths=(f"{SRC}serve*", f"{SRC}http_server*", f"{SRC}report*", f"{SRC}push*", f"{SRC}dist/launch*", "tests/interop/", "tests/hub/",
+        paths=(f"{CLI}serve*", f"{CLI}http_server*", f"{CLI}watch*", f"{SRC}report*", f"{SRC}push*", f"{BASE}dist/launch*", "tests/interop/", "tests/hub/",
                "scripts/interop-requirements.txt"),
         turn=1,
         commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
@@ -459,7 +462,7 @@ def table():
     """The rows of CONTRIBUTING.md."""
     rows = ["| part | checks | runs on its own where these change | turn |", "|---|---|---|---|"]
     for part in PARTS:
-        paths = ", ".join(f"`{path.replace(SRC, 'src/').replace(TESTS, 'crates/rlhf/tests/')}`" for path in part.paths)
+        paths = ", ".join(f"`{path.removeprefix('crates/')}`" for path in part.paths)
         rows.append(f"| `{part.name}` | {part.about} | {paths} | {part.turn} |")
     return "\n".join(rows)
 

@@ -1,4 +1,4 @@
-//! Run paths: the libraries that `make install` puts beside the binary, else the libtorch that it was built with.
+//! Run path of the tests and examples: the libtorch that they were built with, which dependent crates learn as well.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -10,15 +10,5 @@ fn main() {
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
     // For the build scripts of crates that depend on this one: DEP_RLHF_LIBTORCH_LIB.
     println!("cargo:libtorch_lib={lib}");
-    println!("cargo:rustc-env=RLHF_LIBTORCH_VERSION={}", version_of(&lib));
-    println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../lib/rlhf/torch/lib");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
-}
-
-/// Returns the version of the libtorch with this folder of libraries, for `rlhf doctor`. tch-ext has checked it.
-fn version_of(lib: &str) -> String {
-    let header = std::path::Path::new(lib).with_file_name("include").join("torch/headeronly/version.h");
-    let text = std::fs::read_to_string(&header).unwrap_or_else(|e| panic!("{}: cannot read: {e}", header.display()));
-    let rest = text.split_once("#define TORCH_VERSION ").map(|(_, rest)| rest).unwrap_or_default();
-    rest.split('"').nth(1).expect("version.h has the version").to_string()
 }

@@ -24,7 +24,7 @@ sys.dont_write_bytecode = True
 import chromium  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "crates/rlhf/tests/golden/models"
+GOLDEN = ROOT / "tests/golden/models"
 HOSTILE = [
     "<script>document.title = 'owned'</script>",
     '</pre></article><img src=x onerror="document.title=1">',

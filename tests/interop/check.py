@@ -59,7 +59,7 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = Path(os.environ.get("RLHF_GOLDEN", ROOT / "crates/rlhf/tests/golden"))
+GOLDEN = Path(os.environ.get("RLHF_GOLDEN", ROOT / "tests/golden"))
 
 # Both sides compute in f32 and differ in the order of their sums.
 TOLERANCE = 2e-5

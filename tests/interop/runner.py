@@ -34,7 +34,7 @@ def copy_model(folder, golden="gpt_neox"):
     """Copies a tiny model of the tests, with its tokenizer, into a new folder."""
     folder.mkdir()
     for name in MODEL_FILES:
-        shutil.copy(ROOT / "crates/rlhf/tests/golden/models" / golden / name, folder / name)
+        shutil.copy(ROOT / "tests/golden/models" / golden / name, folder / name)
 
 
 def run_checks(checks):

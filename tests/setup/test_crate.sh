@@ -30,10 +30,10 @@ run() {
 run
 check "it starts without a path to libtorch, and an error from main is one line" \
     [ "$rc:$out" = "1:Error: expected SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER" ]
-models=$checkout/crates/rlhf/tests/golden/trl_new/init/llama_policy
+models=$checkout/tests/golden/trl_new/init/llama_policy
 mkdir "$work/sft"
 cp "$models"/* "$work/sft"
-cp "$checkout"/crates/rlhf/tests/golden/models/gpt_neox/tokenizer*.json "$work/sft"
+cp "$checkout"/tests/golden/models/gpt_neox/tokenizer*.json "$work/sft"
 printf '{"prompt": "one two three"}\n{"prompt": "four five"}\n' >"$work/prompts.jsonl"
 run "$work/sft" "$work/prompts.jsonl" "$work/out"
 check "it trains" [ "$rc" = 0 -a -f "$work/out/model.safetensors" -a -f "$work/out/metrics.jsonl" ]

@@ -37,27 +37,27 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
         let name = name.unwrap_or_else(|| case.of(&ident.to_string()));
         let help = doc(&variant.attrs);
         rows.push(quote! {
-            (Self::#ident, ::rlhf::schema::Choice { name: #name, aliases: &[#(#aliases),*], help: #help })
+            (Self::#ident, ::rlhf_base::schema::Choice { name: #name, aliases: &[#(#aliases),*], help: #help })
         });
         names.push(name);
     }
     let ident = &input.ident;
     let expected = expected.unwrap_or_else(|| or(&names));
     Ok(quote! {
-        impl ::rlhf::schema::Choices for #ident {
-            const ALL: &'static [(Self, ::rlhf::schema::Choice)] = &[#(#rows),*];
+        impl ::rlhf_base::schema::Choices for #ident {
+            const ALL: &'static [(Self, ::rlhf_base::schema::Choice)] = &[#(#rows),*];
         }
 
-        impl ::rlhf::schema::Setting for #ident {
+        impl ::rlhf_base::schema::Setting for #ident {
             const NAME: &'static str = #value_name;
             const EXPECTED: &'static str = #expected;
 
             fn read(text: &str) -> ::std::option::Option<Self> {
-                <Self as ::rlhf::schema::Choices>::named(text)
+                <Self as ::rlhf_base::schema::Choices>::named(text)
             }
 
-            fn choices() -> ::std::vec::Vec<::rlhf::schema::Choice> {
-                <Self as ::rlhf::schema::Choices>::ALL.iter().map(|(_, choice)| *choice).collect()
+            fn choices() -> ::std::vec::Vec<::rlhf_base::schema::Choice> {
+                <Self as ::rlhf_base::schema::Choices>::ALL.iter().map(|(_, choice)| *choice).collect()
             }
         }
     })

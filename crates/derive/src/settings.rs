@@ -128,8 +128,8 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
         let ident = field.ident.as_ref().ok_or_else(|| Error::new(field.span(), "expected a name"))?;
         if attributes.flatten {
             let of = &field.ty;
-            describes.push(quote! { <#of as ::rlhf::schema::Settings>::describe(fields); });
-            reads.push(quote! { #ident: ::rlhf::schema::Settings::read(values)? });
+            describes.push(quote! { <#of as ::rlhf_base::schema::Settings>::describe(fields); });
+            reads.push(quote! { #ident: ::rlhf_base::schema::Settings::read(values)? });
         } else {
             let (describe, read) = setting(field, ident, &attributes)?;
             describes.push(describe);
@@ -138,12 +138,12 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
     }
     let ident = &input.ident;
     Ok(quote! {
-        impl ::rlhf::schema::Settings for #ident {
-            fn describe(fields: &mut ::std::vec::Vec<::rlhf::schema::Field>) {
+        impl ::rlhf_base::schema::Settings for #ident {
+            fn describe(fields: &mut ::std::vec::Vec<::rlhf_base::schema::Field>) {
                 #(#describes)*
             }
 
-            fn read(values: &::rlhf::schema::Values<'_>) -> ::rlhf::Result<Self> {
+            fn read(values: &::rlhf_base::schema::Values<'_>) -> ::rlhf_base::Result<Self> {
                 Ok(Self { #(#reads),* })
             }
         }
@@ -165,8 +165,8 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
     let default = default_of(&form, attributes);
     let parser = match (&attributes.parse, &form) {
         (Some(parser), _) => quote! { #parser },
-        (None, Form::Optional(value)) => quote! { ::rlhf::schema::optional::<#value> },
-        (None, _) => quote! { ::rlhf::schema::required::<#value> },
+        (None, Form::Optional(value)) => quote! { ::rlhf_base::schema::optional::<#value> },
+        (None, _) => quote! { ::rlhf_base::schema::required::<#value> },
     };
     let (shape, read) = match form {
         Form::One(_) => (quote! { One }, quote! { one }),
@@ -182,24 +182,25 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
         (Some(choices), _) => quote! { #choices },
         // The names of an optional value are in its help.
         (None, Form::Optional(_)) => quote! { ::std::vec::Vec::new() },
-        (None, _) => quote! { <#value as ::rlhf::schema::Setting>::choices() },
+        (None, _) => quote! { <#value as ::rlhf_base::schema::Setting>::choices() },
     };
     let value_name = match &attributes.value_name {
         Some(value_name) => value_name.to_token_stream(),
-        None => quote! { <#value as ::rlhf::schema::Setting>::NAME },
+        None => quote! { <#value as ::rlhf_base::schema::Setting>::NAME },
     };
     let heading = attributes.heading.as_ref().map_or(quote! { "" }, ToTokens::to_token_stream);
     let alone = attributes.alone.as_ref().map_or(quote! { None }, |alone| quote! { Some(#alone) });
     let delimiter = attributes.delimiter.as_ref().map_or(quote! { None }, |letter| quote! { Some(#letter) });
     let Attributes { aliases, positional, hide, several, equals, .. } = attributes;
     let describe = quote! {
-        fields.push(::rlhf::schema::Field {
+        fields.push(::rlhf_base::schema::Field {
             name: #name,
             aliases: &[#(#aliases),*],
             help: #help,
             heading: #heading,
             value_name: #value_name,
-            shape: ::rlhf::schema::Shape::#shape,
+            kind: <#value as ::rlhf_base::schema::Setting>::KIND,
+            shape: ::rlhf_base::schema::Shape::#shape,
             default: #default,
             required: #required,
             positional: #positional,
@@ -212,7 +213,7 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
             check: |text| #parser(text).map(drop),
         });
     };
-    let read = quote! { #ident: ::rlhf::schema::#read(values, #name, #default, #parser)? };
+    let read = quote! { #ident: ::rlhf_base::schema::#read(values, #name, #default, #parser)? };
     Ok((describe, read))
 }
 
@@ -220,7 +221,7 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
 fn default_of(form: &Form<'_>, attributes: &Attributes) -> TokenStream {
     match (&attributes.default, form) {
         (Some(default), _) => quote! { Some((#default).to_string()) },
-        (None, Form::Optional(_)) => quote! { Some(::rlhf::schema::NONE.to_string()) },
+        (None, Form::Optional(_)) => quote! { Some(::rlhf_base::schema::NONE.to_string()) },
         (None, Form::Switch) => quote! { Some("false".to_string()) },
         (None, Form::One(_) | Form::List(_)) => quote! { None },
     }

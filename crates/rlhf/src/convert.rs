@@ -3,14 +3,14 @@
 mod description;
 mod vocabulary;
 
-use crate::gguf::Gguf;
-use crate::model::{ModelConfig, ModelSizes};
 use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file, resolved_settings};
-use crate::safe_text::beginning;
 use crate::settings::ConvertConfig;
-use crate::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
-use crate::{Error, Result};
 use description::{Description, describe};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
+use rlhf_base::{Error, Result};
+use rlhf_lm::gguf::Gguf;
+use rlhf_lm::model::{ModelConfig, ModelSizes};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;

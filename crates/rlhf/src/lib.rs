@@ -28,58 +28,35 @@
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the memory and time of a run before it starts | [`plan::plan`] |
-//! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
-//! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
+//! | the report of a run, a page of HTML | [`report::report`] |
 //! | a model folder from a GGUF file | [`convert::convert`] |
 //! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
-//! | the state of the machine and of this build | [`doctor::examine`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library/rust.md` of the
 //! repository has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
 #![forbid(unsafe_code)]
 
-// The derive macros write `rlhf::schema`.
-extern crate self as rlhf;
-
 pub mod compat;
 pub mod convert;
 pub mod data;
-pub mod device;
-pub mod dist;
-pub mod doctor;
-mod error;
 pub mod eval;
-pub mod files;
-
-pub mod generate;
-mod gguf;
-mod http_server;
-pub mod hub;
 pub mod merge;
-pub mod metrics;
-pub mod model;
-pub mod offload;
-pub mod optim;
 pub mod plan;
-mod process;
 pub mod push;
 pub mod report;
 pub mod reward;
 pub mod rl;
-pub mod rng;
 pub mod run;
-pub mod safe_text;
-pub mod schema;
-pub mod serve;
 pub mod settings;
-pub mod signals;
 pub mod terminal;
-pub mod tokenizer;
 pub mod train;
-pub mod weights;
 
-pub use error::{Error, Result};
+pub use rlhf_base::{
+    Error, Result, device, dist, files, metrics, offload, process, rng, safe_text, schema, signals, weights,
+};
+pub use rlhf_hub as hub;
+pub use rlhf_lm::{generate, model, optim, tokenizer};
 pub use run::tensorboard::TensorBoard;
 pub use tch;
 

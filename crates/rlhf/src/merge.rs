@@ -1,13 +1,13 @@
 //! `rlhf merge`: merges an adapter into its base and saves a full model.
 
-use crate::hub;
-use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
 use crate::run::announce;
 use crate::run::output_dir::{check_folder, claim_folder};
 use crate::settings::MergeConfig;
-use crate::tokenizer::Tokenizer;
-use crate::weights::{adapters_below, replace_files};
-use crate::{Error, Result};
+use rlhf_base::weights::{adapters_below, replace_files};
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_lm::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
+use rlhf_lm::tokenizer::Tokenizer;
 use std::path::Path;
 use tch::Kind;
 

@@ -14,17 +14,17 @@ mod stages;
 mod table;
 mod work;
 
-use crate::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
-use crate::dist::as_ranks;
-use crate::optim::OptimizerConfig;
 use crate::reward::{Spec, specs};
 use crate::settings::{GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
 use crate::train::ppo;
-use crate::{Error, Result};
 use members::Models;
 use memory::Job;
 use rates::{Passes, Rates};
+use rlhf_base::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
+use rlhf_base::dist::as_ranks;
+use rlhf_base::{Error, Result};
+use rlhf_lm::optim::OptimizerConfig;
 use rows::{MANY_PROMPTS, Rows};
 use serde::{Serialize, Serializer};
 use stages::Made;
@@ -366,8 +366,8 @@ impl PlannedRun {
 }
 
 /// The device that a run is planned for; a GPU that is not here counts as one.
-fn device_of(setting: crate::device::Device) -> Result<Device> {
-    use crate::device::Device as Setting;
+fn device_of(setting: rlhf_base::device::Device) -> Result<Device> {
+    use rlhf_base::device::Device as Setting;
     match setting {
         Setting::Cuda(number) => Ok(Device::Cuda(number.unwrap_or(0))),
         other => other.resolve(),

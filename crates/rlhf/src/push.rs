@@ -1,10 +1,10 @@
 //! `rlhf push`: uploads the model in a folder to the hub.
 
-use crate::hub::push::{Destination, Pushed, find_folder};
 use crate::run::push::settings::hub_with;
 use crate::run::push::{check_secrets, is_of_model, is_weights, local_base_warning, without_programs};
 use crate::settings::PushConfig;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_hub::push::{Destination, Pushed, find_folder};
 use std::path::Path;
 
 /// Outcome of `rlhf push`.

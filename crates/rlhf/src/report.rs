@@ -12,26 +12,27 @@
 //! | escaping: all text of a run goes through it | `html` |
 
 mod charts;
-mod html;
-mod live;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod html;
 mod marks;
-mod page;
-mod progress;
-mod read;
-mod samples;
-mod server;
-mod svg;
-mod terminal;
-mod verdict;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod page;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod progress;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod read;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod samples;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod svg;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod verdict;
 
-pub use server::watch;
-pub use terminal::watch_in_terminal;
-
-use crate::files;
 use crate::run::output_dir::REPORT;
 use crate::settings::ReportConfig;
-use crate::weights::write_text;
-use crate::{Error, Result};
+use rlhf_base::files;
+use rlhf_base::weights::write_text;
+use rlhf_base::{Error, Result};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 

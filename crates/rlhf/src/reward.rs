@@ -5,7 +5,6 @@ mod client;
 mod command;
 mod http;
 mod lines;
-mod math;
 mod model;
 mod optional;
 mod printed;
@@ -23,7 +22,7 @@ pub(crate) use client::Client;
 pub use command::CommandReward;
 pub(crate) use command::RestartedProgram;
 pub use http::{HttpReward, HttpSettings};
-pub use math::{Solution, Verdict};
+pub use math_verify::{Solution, Verdict};
 pub use model::RewardModel;
 pub(crate) use optional::check_columns;
 pub use retry::RetryPolicy;
@@ -39,14 +38,14 @@ pub use state::TrainerState;
 pub use trl::{TrlFunction, TrlReward};
 
 use crate::data::Prompt;
-use crate::dist::{World, ZeroStage};
-use crate::generate::{FinishReason, Response};
-use crate::metrics::Metrics;
-use crate::offload::Offload;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
 use printed::joined_columns;
 use retry::{RETRIES, check};
+use rlhf_base::dist::{World, ZeroStage};
+use rlhf_base::metrics::Metrics;
+use rlhf_base::offload::Offload;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{FinishReason, Response};
+use rlhf_lm::tokenizer::Tokenizer;
 use scaling::Moments;
 use serde_json::{Map, Value};
 use std::fmt::{self, Write};
@@ -509,12 +508,12 @@ impl Rewards {
         self.components.iter().filter_map(|component| component.reward.model())
     }
 
-    /// Divides the reward models over the ranks of `world`; see [`SequenceClassifier::shard`](crate::model::SequenceClassifier::shard).
+    /// Divides the reward models over the ranks of `world`; see [`SequenceClassifier::shard`](rlhf_lm::model::SequenceClassifier::shard).
     pub fn shard(&self, world: &World, stage: ZeroStage) {
         self.models().for_each(|model| model.classifier().shard(world, stage));
     }
 
-    /// Offloads the reward models between the scorings; see [`SequenceClassifier::offload`](crate::model::SequenceClassifier::offload).
+    /// Offloads the reward models between the scorings; see [`SequenceClassifier::offload`](rlhf_lm::model::SequenceClassifier::offload).
     ///
     /// # Errors
     /// If there is no room for one.

@@ -18,7 +18,8 @@
 pub(crate) mod best;
 pub(crate) mod card;
 pub(crate) mod checkpoint;
-pub(crate) mod ends;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod ends;
 mod environment;
 pub(crate) mod event;
 pub(crate) mod inputs;
@@ -35,15 +36,17 @@ pub(crate) mod start;
 pub(crate) mod tensorboard;
 pub(crate) mod tracking;
 
-use crate::optim::micro_batch::MicroBatchSettings;
+use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 
-pub use crate::metrics::{Warning, WarningKind};
-pub use crate::optim::micro_batch::MicroBatchLimit;
-pub use crate::signals::{clear_stop, request_stop, stop_on_signals, stop_requested};
 pub use checkpoint::has_checkpoint;
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use output_dir::CONFIG;
+#[doc(hidden)] // For `rlhf watch`.
+pub use output_dir::{FolderLock, SAMPLES, is_at_work};
 pub use push::settings::{HubConfig, HubStrategy, HubToken};
+pub use rlhf_base::metrics::{Warning, WarningKind};
+pub use rlhf_base::signals::{clear_stop, request_stop, stop_on_signals, stop_requested};
+pub use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 pub use settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use sinks::console::{Console, announce, clear_bar};
 pub use tracking::{ReportTo, TensorboardTags, TrackingConfig};

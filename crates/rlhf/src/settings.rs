@@ -26,6 +26,7 @@ mod resolve;
 mod responses;
 mod reward;
 mod rows;
+mod schema;
 mod score;
 mod serve;
 mod sft;
@@ -53,6 +54,7 @@ pub use report::ReportConfig;
 pub use responses::{ResponsesConfig, SamplerConfig};
 pub use reward::{PairLoss, RewardConfig};
 pub use rows::RowsConfig;
+pub use schema::SchemaConfig;
 pub use score::ScoreConfig;
 pub use serve::ServeConfig;
 pub use sft::SftConfig;
@@ -66,12 +68,6 @@ pub(crate) use resolve::TARGET_KL;
 pub use crate::data::settings::{
     ChatTemplateConfig, DataConfig, DataSplit, LongPrompts, PromptLengthConfig, SplitConfig, Stage,
 };
-pub use crate::dist::{DistConfig, PpoDistConfig, ZeroStage};
-pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
-pub use crate::model::PeftConfig;
-pub use crate::offload::settings::{OffloadConfig, OffloadPart};
-pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
-pub use crate::optim::settings::{DecayType, LrSchedulerType, Optim, OptimizerConfig};
 pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
 pub use crate::rl::advantage::{AdvantageConfig, AdvantageEstimator, Aggregation, ScaleRewards};
 pub use crate::rl::alarms::settings::AlarmConfig;
@@ -87,7 +83,13 @@ pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
 pub use crate::run::settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
-pub use crate::schema::ByteSize;
+pub use rlhf_base::dist::{DistConfig, PpoDistConfig, ZeroStage};
+pub use rlhf_base::offload::settings::{OffloadConfig, OffloadPart};
+pub use rlhf_base::schema::ByteSize;
+pub use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
+pub use rlhf_lm::model::PeftConfig;
+pub use rlhf_lm::optim::loss_scale::{Fp16Config, LossScaleConfig};
+pub use rlhf_lm::optim::settings::{DecayType, LrSchedulerType, Optim, OptimizerConfig};
 
 #[cfg(test)]
 mod tests {
@@ -95,8 +97,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::Result;
-    use crate::model::Dtype;
+    use rlhf_base::Result;
+    use rlhf_lm::model::Dtype;
 
     /// A configuration of PPO with every default.
     pub(super) fn ppo() -> PpoConfig {

@@ -8,18 +8,18 @@ pub mod reward_model;
 pub mod sft;
 mod supervised;
 
-use crate::Result;
 use crate::data::{Cursor, Dataset, Sources};
-use crate::device::use_threads;
-use crate::dist::World;
-use crate::hub::Commits;
-use crate::model::{BASE_MODEL, Dtype, ModelHead, ModelOptions, Param, PretrainedModel};
-use crate::optim::Optim;
-use crate::optim::micro_batch::MicroBatchSettings;
 use crate::report;
 use crate::run::inputs::Inputs;
 use crate::run::sinks::console::ConsoleOutput;
 use crate::settings::{DataConfig, EvalConfig, RunConfig};
+use rlhf_base::Result;
+use rlhf_base::device::use_threads;
+use rlhf_base::dist::World;
+use rlhf_hub::Commits;
+use rlhf_lm::model::{BASE_MODEL, Dtype, ModelHead, ModelOptions, Param, PretrainedModel};
+use rlhf_lm::optim::Optim;
+use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -181,7 +181,7 @@ pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &Da
     let given = format!("eval_steps = {every} (also set by eval_strategy): expected rows that are held out, and");
     let keep = "eval_split_size keeps some of the training rows for it";
     if data.dataset_train_split == data.dataset_test_split {
-        return Err(crate::Error::Usage(format!(
+        return Err(rlhf_base::Error::Usage(format!(
             "{given} dataset_train_split = dataset_test_split = {}; {keep}",
             data.dataset_test_split
         )));
@@ -191,7 +191,7 @@ pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &Da
         None => keep.into(),
     };
     let (names, split) = (data.describe(), &data.dataset_test_split);
-    Err(crate::Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
+    Err(rlhf_base::Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
 }
 
 /// Rows of several datasets, one after another.

@@ -5,9 +5,6 @@
 //! `docs/migrate/deepspeed-chat-settings.md` lists the differences from DeepSpeed-Chat.
 
 use crate::data::{Cursor, Prompt};
-use crate::generate::{GenerationConfig, Response, generate_on};
-use crate::model::{CausalLm, SequenceClassifier};
-use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreUse};
 use crate::rl::ema::EMA;
 use crate::rl::experience::{Experience, Masks};
@@ -20,10 +17,13 @@ use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
 use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig};
-use crate::tokenizer::Tokenizer;
 use crate::train::ppo::{Loaded, PpoParts, VALUE_MODEL};
-use crate::weights::replace_files;
-use crate::{Error, Result};
+use rlhf_base::weights::replace_files;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{GenerationConfig, Response, generate_on};
+use rlhf_lm::model::{CausalLm, SequenceClassifier};
+use rlhf_lm::optim::LearningRates;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::json;
 use std::ops::Range;
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! The metadata of a GGUF file as a `config.json`.
 
-use crate::Result;
-use crate::gguf::{Gguf, Value as Meta};
-use crate::safe_text::beginning;
+use rlhf_base::Result;
+use rlhf_base::safe_text::beginning;
+use rlhf_lm::gguf::{Gguf, Value as Meta};
 use serde_json::{Map, Value, json};
 use tch::Kind;
 

@@ -1,7 +1,7 @@
 //! The vocabulary of a GGUF file as a `tokenizer.json`.
 
-use crate::Result;
-use crate::gguf::{Gguf, Value as Meta};
+use rlhf_base::Result;
+use rlhf_lm::gguf::{Gguf, Value as Meta};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 

@@ -1,8 +1,8 @@
 //! Conversations in the fields of a row.
 
 use super::row::{expected, field};
-use crate::tokenizer::{Tokenizer, shared_prefix, without_nulls};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::{Tokenizer, shared_prefix, without_nulls};
 use serde_json::{Map, Value};
 
 /// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids. With

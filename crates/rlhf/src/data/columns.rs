@@ -2,7 +2,7 @@
 
 use super::formats::{cell, format};
 use super::row::{FIELDS, Row, as_field, expected};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use serde_json::Value;
 
 /// Column name that removes the field.

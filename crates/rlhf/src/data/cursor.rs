@@ -1,7 +1,7 @@
 //! The order of rows in training.
 
-use crate::rng::{Purpose, Stream};
-use crate::{Error, Result};
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::{Error, Result};
 use serde_json::{Value, json};
 
 /// Samples row indices in shuffled passes: each row once per pass, in an order that depends only on the seed and the pass.

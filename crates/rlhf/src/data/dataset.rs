@@ -5,8 +5,8 @@ use super::dialects::before_question;
 use super::files::Files;
 use super::formats::read_rows;
 use super::row::{Row, messages_field, prompt_field};
-use crate::tokenizer::user_message;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::user_message;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

@@ -4,8 +4,8 @@ use super::chat::{conversation, encode_chat, render_prompt_and_response};
 use super::dataset::Dataset;
 use super::left_out::LeftOut;
 use super::row::{check_whole, expected, field, messages_field, text_field, token_ids};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::ops::Range;
 

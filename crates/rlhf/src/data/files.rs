@@ -1,7 +1,7 @@
 //! Finds the files of a dataset: a file, a folder with files per split, or a name on the hub.
 
-use crate::hub::{Hub, files_below, is_hub_name};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_hub::{Hub, files_below, is_hub_name};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -2,11 +2,11 @@
 //! object.
 
 use super::row::{ARRAY, Place, Row, object_over_lines};
-use crate::files;
-use crate::safe_text::beginning;
-use crate::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
 use parquet::record::Field;
+use rlhf_base::files;
+use rlhf_base::safe_text::beginning;
+use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Parts of messages that a chat template leaves out.
 
-use crate::safe_text::beginning;
-use crate::tokenizer::{REASONING, message_text};
+use rlhf_base::safe_text::beginning;
+use rlhf_lm::tokenizer::{REASONING, message_text};
 use serde_json::Value;
 
 /// Parts of the messages that are to be learned, and how many of them a rendered text lacks.

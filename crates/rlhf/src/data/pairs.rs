@@ -3,8 +3,8 @@
 use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
 use super::row::{check_whole, expected, field, messages_field, text_field};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 
 /// A preference pair: two texts, one of them preferred.

@@ -5,8 +5,8 @@ use super::dataset::Dataset;
 use super::dialects::before_question;
 use super::row::{expected, field, prompt_field, token_ids};
 use super::settings::{LongPrompts, PromptLengthConfig};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 
 /// A prompt to generate responses to.
@@ -238,7 +238,7 @@ mod tests {
         let rows = dataset("rows.jsonl", &[row("ab", "c d"), row(&text, "c d"), row("ab", &text)]);
         let pair = serde_json::json!({"prompt": "ab", "chosen": text, "rejected": "c"});
         let pairs = dataset("pairs.jsonl", &[pair]);
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers/t5");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/tokenizers/t5");
         let mut tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
         for apart in [false, true] {
             tokenizer.set_encoder_decoder(apart);
@@ -272,7 +272,7 @@ mod tests {
         std::fs::write(&path, rows).unwrap();
         let dataset = Dataset::read(&path, "train").unwrap();
         for name in ["split", "t5"] {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name);
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/tokenizers").join(name);
             let tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
             let whole = tokenizer.encode_prompt(text).unwrap();
             let (prefix, _) = tokenizer.around_prompts().unwrap();
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_prompt_that_is_a_text_beside_a_system_text_is_read_with_a_word() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers/split");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/tokenizers/split");
         let tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
         let note = |rows: &str| {
             let path = dir.path().join("rows.jsonl");

@@ -5,7 +5,7 @@ use super::dataset::Dataset;
 use super::files::Files;
 use super::formats::{format, next_line, open_text};
 use super::row::{Place, Row};
-use crate::Result;
+use rlhf_base::Result;
 use serde_json::json;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};

@@ -5,10 +5,10 @@ use super::dataset::Dataset;
 use super::pairs::is_pair;
 use super::prompts::{Prompt, prompt_of};
 use super::row::{check_length, check_lengths, expected, field, messages_field, text_field, token_ids};
-use crate::generate::FinishReason;
-use crate::safe_text::beginning;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::FinishReason;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::borrow::Cow;
 

@@ -1,9 +1,9 @@
 //! One row of a dataset: a JSON object, its file and its line, and access to its fields.
 
 use super::dialects::{self, MESSAGES, to_roles};
-use crate::tokenizer::PART_SLACK;
-use crate::weights::brief;
-use crate::{Error, Result};
+use rlhf_base::weights::brief;
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::PART_SLACK;
 use serde_json::Value;
 use std::fmt;
 use std::path::Path;

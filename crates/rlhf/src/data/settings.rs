@@ -7,8 +7,8 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{Columns, Files};
-use crate::Result;
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::schema::{
     Choices, DATA, JsonObject, Setting, Settings, above_zero, all, at_least_one, expect, no_effect, usage,
 };
 
@@ -287,7 +287,7 @@ fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     #[test]
     fn the_shares_of_a_split_are_consecutive_and_cover_every_row() {

@@ -5,8 +5,8 @@ use super::dataset::Dataset;
 use super::files::Files;
 use super::row::Row;
 use super::settings::{DataConfig, DataSplit, Stage, TEST};
-use crate::rng::{Purpose, Stream};
-use crate::{Error, Result};
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// The files of a training run's datasets, located before anything slow starts.
@@ -136,7 +136,7 @@ mod tests {
 
     /// Data settings for these files.
     fn config(names: &[&Path]) -> DataConfig {
-        let mut data: DataConfig = crate::schema::defaults();
+        let mut data: DataConfig = rlhf_base::schema::defaults();
         data.dataset_name = names.iter().map(|name| name.to_path_buf()).collect();
         data
     }

@@ -5,8 +5,8 @@ use super::dataset::Dataset;
 use super::pairs::{Pair, is_pair, pair_of};
 use super::responses::{append_eos, is_sample_without_eos, prompt_and_completion, response_field};
 use super::row::{check_length, expected, field, messages_field, token_ids};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 
 impl Dataset {

@@ -2,7 +2,7 @@
 
 use crate::reward::{Client, Failure, RestartedProgram, Retries, RetryPolicy, Warn, excerpt, program_files};
 use crate::settings::JudgeConfig;
-use crate::{Error, Result, files};
+use rlhf_base::{Error, Result, files};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -404,7 +404,7 @@ fn read_reply(reply: &str) -> Option<Preference> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     #[test]
     fn a_reply_is_a_word_or_ends_with_a_mark() {

@@ -3,12 +3,12 @@
 use super::results::{Given, Store};
 use super::{Models, Progress, Side, Task};
 use crate::data::{Dataset, Prompt, RowReader, prompt_field};
-use crate::generate::{self, FinishReason, GenerationConfig, Sampling};
-use crate::model::{AdapterFolder, CausalLm, ModelConfig, ModelOptions};
-use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, GenerateConfig};
-use crate::tokenizer::{Tokenizer, message_text};
-use crate::{Error, Result};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{self, FinishReason, GenerationConfig, Sampling};
+use rlhf_lm::model::{AdapterFolder, CausalLm, ModelConfig, ModelOptions};
+use rlhf_lm::tokenizer::{Tokenizer, message_text};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
@@ -175,7 +175,7 @@ pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<Cow<'a, str>
     };
     value.as_str().map(Cow::Borrowed).or_else(message).ok_or_else(|| {
         let found =
-            if value.is_null() { "none".into() } else { crate::weights::brief(&value.to_string()).into_owned() };
+            if value.is_null() { "none".into() } else { rlhf_base::weights::brief(&value.to_string()).into_owned() };
         Error::Run(format!(
             "compare_column = {column}: expected a string in this column, or a list of one message, found {found}"
         ))

@@ -2,14 +2,14 @@
 //! continues from the lines that are complete.
 
 use super::Side;
-use crate::generate::FinishReason;
 use crate::run::checkpoint::is_compared_by_content;
 use crate::run::inputs::{Inputs, date_in};
 use crate::run::output_dir::FolderLock;
 use crate::settings::{EvaluateConfig, write_resolved};
-use crate::tokenizer::date_now;
-use crate::weights::{brief, pretty, write_text};
-use crate::{Error, Result, files};
+use rlhf_base::weights::{brief, pretty, write_text};
+use rlhf_base::{Error, Result, files};
+use rlhf_lm::generate::FinishReason;
+use rlhf_lm::tokenizer::date_now;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};

@@ -5,9 +5,9 @@ use super::responses::encode;
 use super::results::{Given, ResultRow, Store, Verdict};
 use super::{MOST_FAILURES, Side, Task};
 use crate::data::Prompt;
-use crate::generate::FinishReason;
 use crate::reward::{RewardInput, Rewards, ScoreUse};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::FinishReason;
 use serde_json::Value;
 use std::cmp::Ordering;
 

@@ -1,6 +1,6 @@
 //! Statistics of an evaluation: bootstrap intervals, the length-controlled win rate, pass@k.
 
-use crate::rng::{Purpose, Stream};
+use rlhf_base::rng::{Purpose, Stream};
 
 /// Number of resamples of a bootstrap interval.
 const RESAMPLES: u64 = 2000;
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn length_controlled_win_rates_are_those_of_statsmodels() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/length_controlled.json");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/length_controlled.json");
         let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
         assert!(cases.len() >= 3);

@@ -9,11 +9,12 @@ use super::{
     Remedy, Role,
 };
 use crate::data::{Dataset, RowReader};
-use crate::generate::{GenerationConfig, Sampling};
-use crate::model::{Dtype, Held, Holding, ModelSizes, QuantType, Quantization, uses_kernels};
 use crate::settings::GenerateConfig;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result, hub};
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_lm::generate::{GenerationConfig, Sampling};
+use rlhf_lm::model::{Dtype, Held, Holding, ModelSizes, QuantType, Quantization, uses_kernels};
+use rlhf_lm::tokenizer::Tokenizer;
 use std::path::Path;
 use tch::{Device, Kind};
 
@@ -57,7 +58,7 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
     let compute = run.compute(own);
     let time = match options.calibrate && device == Device::Cpu {
         true => {
-            crate::device::use_threads(config.rows.compute.num_threads);
+            rlhf_base::device::use_threads(config.rows.compute.num_threads);
             Some(run.time(own, &work, decoded)?)
         }
         false => None,

@@ -2,15 +2,16 @@
 
 use super::stages::Made;
 use super::{PlannedRun, Role};
-use crate::Result;
-use crate::dist::ZeroStage;
-use crate::hub;
-use crate::model::{AdapterFolder, Held, Holding, LoraConfig, ModelConfig, ModelSizes};
-use crate::optim::{Optim, OptimizerConfig, state_bytes};
 use crate::reward::specs;
 use crate::settings::{PpoConfig, RunConfig};
-use crate::weights::Checkpoint;
-use crate::{Error, tokenizer::Tokenizer};
+use rlhf_base::Error;
+use rlhf_base::Result;
+use rlhf_base::dist::ZeroStage;
+use rlhf_base::weights::Checkpoint;
+use rlhf_hub as hub;
+use rlhf_lm::model::{AdapterFolder, Held, Holding, LoraConfig, ModelConfig, ModelSizes};
+use rlhf_lm::optim::{Optim, OptimizerConfig, state_bytes};
+use rlhf_lm::tokenizer::Tokenizer;
 use std::path::{Path, PathBuf};
 use tch::Kind;
 

@@ -4,12 +4,12 @@ use super::members::{Member, Models, compute};
 use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
 use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
-use crate::Result;
-use crate::dist::ZeroStage;
-use crate::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels};
-use crate::optim::micro_batch::default_tokens;
 use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
+use rlhf_base::Result;
+use rlhf_base::dist::ZeroStage;
+use rlhf_lm::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels};
+use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 

@@ -3,7 +3,7 @@
 use super::members::Member;
 use super::memory::Job;
 use super::rows::{Row, reads, tokens_of};
-use crate::model::ModelSizes;
+use rlhf_lm::model::ModelSizes;
 
 /// Operations of a pass.
 #[derive(Debug, Clone, Copy, Default)]

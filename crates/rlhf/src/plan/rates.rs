@@ -6,12 +6,12 @@
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use super::rows::Row;
-use crate::model::{
+use crate::settings::PpoConfig;
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{
     Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
     Precision, StopCheck, Trains,
 };
-use crate::settings::PpoConfig;
-use crate::{Error, Result};
 use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -333,7 +333,7 @@ mod tests {
 
     #[test]
     fn a_layer_of_every_family_is_measured_also_where_it_is_narrowed() {
-        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models");
         for name in ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3", "t5", "t5_v11"]
         {
             let config = ModelConfig::from_dir(&models.join(name)).unwrap();

@@ -4,10 +4,10 @@ use super::members::Models;
 use super::memory::Job;
 use super::rows::Rows;
 use super::{Machine, PlannedMemory, PlannedRun, Remedy};
-use crate::dist::{ZeroStage, as_ranks};
-use crate::optim::Optim;
-use crate::optim::micro_batch::MicroBatchLimit;
 use crate::settings::{OffloadPart, PpoConfig};
+use rlhf_base::dist::{ZeroStage, as_ranks};
+use rlhf_lm::optim::Optim;
+use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 use tch::Device;
 
 /// Smallest micro-batch that is proposed, in tokens.

@@ -2,17 +2,17 @@
 
 use super::PlannedRun;
 use super::members::Models;
-use crate::Result;
 use crate::data;
 use crate::data::{Cursor, Dataset, PromptLimit, Sources};
-use crate::model::{PassTokens, SourceTokens, shared_lens};
-use crate::optim::micro_batch::micro_batches;
 use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
-use crate::tokenizer::Tokenizer;
 use crate::train::check_held_out;
 use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::{self, leave_out_long};
 use crate::train::sft::{self, into_blocks, learned, max_row_length, shorten};
+use rlhf_base::Result;
+use rlhf_lm::model::{PassTokens, SourceTokens, shared_lens};
+use rlhf_lm::optim::micro_batch::micro_batches;
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;

@@ -3,7 +3,7 @@
 use super::{PipelinePlan, PlanOptions, PlannedRun};
 use crate::settings::Stage;
 use crate::train::pipeline::PipelineConfig;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// The model that an earlier stage will write.

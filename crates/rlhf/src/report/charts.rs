@@ -3,7 +3,7 @@
 use super::marks::marks;
 use super::read::Run;
 use super::svg::{Chart, Curve, Point};
-use crate::metrics::name_of_ppo;
+use rlhf_base::metrics::name_of_ppo;
 use std::borrow::Cow;
 use std::collections::HashSet;
 
@@ -117,26 +117,26 @@ const PLACES: [&str; 3] = ["step", "episode", "epoch"];
 
 /// Charts under a heading.
 #[derive(Debug)]
-pub(super) struct Section<'a> {
-    pub(super) title: &'static str,
-    pub(super) charts: Vec<Chart<'a>>,
+pub(crate) struct Section<'a> {
+    pub title: &'static str,
+    pub charts: Vec<Chart<'a>>,
 }
 
 /// The metrics of some runs, in charts.
 #[derive(Debug)]
-pub(super) struct Charts<'a> {
-    pub(super) sections: Vec<Section<'a>>,
+pub(crate) struct Charts<'a> {
+    pub sections: Vec<Section<'a>>,
     /// Charts of all other metrics.
-    pub(super) others: Vec<Chart<'a>>,
+    pub others: Vec<Chart<'a>>,
     /// Metrics that are the same number in all updates of all runs.
-    pub(super) constant: Vec<(&'a str, f64)>,
+    pub constant: Vec<(&'a str, f64)>,
     /// Metrics whose numbers are those of another one, which is drawn, in all updates of all runs.
-    pub(super) equal: Vec<(&'a str, &'a str)>,
+    pub equal: Vec<(&'a str, &'a str)>,
 }
 
 impl<'a> Charts<'a> {
     /// Arranges the metrics of these runs.
-    pub(super) fn of(runs: &'a [Run]) -> Self {
+    pub(crate) fn of(runs: &'a [Run]) -> Self {
         let mut left = Left::new(runs);
         let mut sections = Vec::new();
         for (title, panels) in SECTIONS {
@@ -172,13 +172,13 @@ impl<'a> Charts<'a> {
     }
 
     /// Returns whether a curve has a moving mean.
-    pub(super) fn is_smoothed(&self) -> bool {
+    pub(crate) fn is_smoothed(&self) -> bool {
         let sections = self.sections.iter().flat_map(|section| &section.charts);
         sections.chain(&self.others).flat_map(|chart| &chart.curves).any(Curve::is_smoothed)
     }
 
     /// Returns the number of all curves.
-    pub(super) fn curves(&self) -> usize {
+    pub(crate) fn curves(&self) -> usize {
         let sections = self.sections.iter().flat_map(|section| &section.charts);
         sections.chain(&self.others).map(|chart| chart.curves.len()).sum()
     }

@@ -1,18 +1,18 @@
 //! Text to HTML: markup is part of the program, all other text is escaped.
 
-pub(super) use crate::run::ends::number;
-use crate::safe_text::lines;
+pub use crate::run::ends::number;
+use rlhf_base::safe_text::lines;
 use std::fmt::{self, Display, Write};
 
 /// A page in the making.
 ///
 /// Markup is a `&'static str`, so that no text of a run can be taken for it; [`Html::text`] escapes everything else.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Html(String);
+pub struct Html(String);
 
 impl Html {
     /// Appends markup.
-    pub(super) fn raw(&mut self, markup: &'static str) -> &mut Self {
+    pub fn raw(&mut self, markup: &'static str) -> &mut Self {
         self.0.push_str(markup);
         self
     }
@@ -20,29 +20,29 @@ impl Html {
     /// Appends text, between tags or in a quoted attribute.
     ///
     /// Control characters and those that change the direction of other text are shown by their codes.
-    pub(super) fn text(&mut self, text: impl Display) -> &mut Self {
+    pub fn text(&mut self, text: impl Display) -> &mut Self {
         write!(Escaped(&mut self.0), "{text}").expect("a string takes all text");
         self
     }
 
     /// Returns the number of bytes so far.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
     /// Appends another part of the page.
-    pub(super) fn append(&mut self, part: &Html) -> &mut Self {
+    pub fn append(&mut self, part: &Html) -> &mut Self {
         self.0.push_str(&part.0);
         self
     }
 
     /// Returns the text so far.
-    pub(super) fn as_str(&self) -> &str {
+    pub fn as_str(&self) -> &str {
         &self.0
     }
 
     /// Returns the whole page.
-    pub(super) fn finish(self) -> String {
+    pub fn finish(self) -> String {
         self.0
     }
 }

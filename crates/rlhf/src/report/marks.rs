@@ -29,17 +29,17 @@ const METRICS: [(&str, &[&str]); 14] = [
 
 /// The mark of an alarm or a rollback on a chart.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct AlarmMark {
-    pub(super) update: f64,
+pub struct AlarmMark {
+    pub update: f64,
     /// Name of the alarm; of several runs also the run's.
-    pub(super) label: String,
+    pub label: String,
     /// Number of the run's colour, of several runs.
-    pub(super) colour: Option<usize>,
-    pub(super) is_rollback: bool,
+    pub colour: Option<usize>,
+    pub is_rollback: bool,
 }
 
 /// Returns the marks on a chart of these metrics: of the alarms that are about one of them, and of all rollbacks.
-pub(super) fn marks(runs: &[Run], metrics: &[&str]) -> Vec<AlarmMark> {
+pub(crate) fn marks(runs: &[Run], metrics: &[&str]) -> Vec<AlarmMark> {
     let mut marks = Vec::new();
     for (at, run) in runs.iter().enumerate() {
         let own: Vec<&Alarm> = run.alarms.iter().filter(|alarm| is_about(alarm, metrics)).collect();
@@ -63,7 +63,7 @@ fn is_about(alarm: &Alarm, metrics: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::WarningKind;
+    use rlhf_base::metrics::WarningKind;
 
     #[test]
     fn every_alarm_has_the_metrics_that_it_is_about() {

@@ -8,12 +8,12 @@ use super::read::{Run, Setting, settings_of};
 use super::samples::{Cut, Frame, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{Mark, verdict};
-use crate::Result;
 use crate::run::ends::{MOST_VALUES, words};
-use crate::safe_text::one_line;
-use crate::schema::Choices;
 use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
 use crate::terminal::{about, date};
+use rlhf_base::Result;
+use rlhf_base::safe_text::one_line;
+use rlhf_base::schema::Choices;
 use std::time::Duration;
 
 const STYLE: &str = include_str!("page.css");
@@ -41,7 +41,7 @@ const HIGHLIGHTS: usize = 8;
 const MOST_PAGE: usize = 1_900_000;
 
 /// Returns the page of these runs, at least one.
-pub(super) fn page(runs: &[Run]) -> String {
+pub fn page(runs: &[Run]) -> String {
     let mut page = Html::default();
     // The page needs no network, and with this a browser refuses any.
     head(
@@ -57,13 +57,13 @@ pub(super) fn page(runs: &[Run]) -> String {
 }
 
 /// A part of a page: the id of its element, and the element. It can be replaced by itself.
-pub(super) type Part = (&'static str, Html);
+pub type Part = (&'static str, Html);
 
 /// Writes a section about these runs.
 type WriteSection = fn(&mut Html, &[Run]);
 
 /// Returns the parts of the page of these runs, in their order.
-pub(super) fn parts(runs: &[Run]) -> Vec<Part> {
+pub fn parts(runs: &[Run]) -> Vec<Part> {
     let sections: [(&str, WriteSection); 6] = [
         ("verdict", verdicts),
         ("differences", differences),
@@ -98,7 +98,7 @@ fn leave_out(parts: &mut [Part], most: usize) {
 }
 
 /// Returns the page of a run whose script asks the server for parts that changed after `revision`.
-pub(super) fn live_page<'a>(title: &str, revision: &str, parts: impl Iterator<Item = &'a Html>) -> String {
+pub fn live_page<'a>(title: &str, revision: &str, parts: impl Iterator<Item = &'a Html>) -> String {
     let mut page = Html::default();
     head(
         &mut page,
@@ -115,7 +115,7 @@ pub(super) fn live_page<'a>(title: &str, revision: &str, parts: impl Iterator<It
 }
 
 /// Returns the line with the progress of a run, a part of the live page, or with the error of reading it.
-pub(super) fn progress_line(progress: &Result<Progress>) -> Part {
+pub fn progress_line(progress: &Result<Progress>) -> Part {
     let mut part = Html::default();
     part.raw("<p class=\"note\" id=\"progress\" data-short=\"");
     part.text(progress.as_ref().ok().and_then(Progress::short).unwrap_or_default()).raw("\">");
@@ -171,7 +171,7 @@ const SUMMARY: [(&str, &[&str]); 4] = [
 ];
 
 /// Returns the title of the page of these runs: their labels and, of a single run, its command.
-pub(super) fn title_of(runs: &[Run]) -> String {
+pub fn title_of(runs: &[Run]) -> String {
     let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
     let command = runs.first().filter(|_| runs.len() == 1).and_then(command_of);
     command.map_or(labels.join(", "), |command| format!("{}: {command}", labels.join(", ")))

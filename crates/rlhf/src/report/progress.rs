@@ -13,7 +13,7 @@ const MOST_SECONDS: f64 = 3.2e9;
 
 /// Progress of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Progress {
+pub struct Progress {
     /// Updates done.
     done: f64,
     /// Updates of the whole run, where the settings tell.
@@ -24,7 +24,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn of(run: &Run) -> Self {
+    pub fn of(run: &Run) -> Self {
         let done = run.updates;
         let total = match run.outcome {
             Outcome::Finished => Some(done),
@@ -45,7 +45,7 @@ impl Progress {
     }
 
     /// Returns the progress for the title of a page, `15/32`, while the run may continue.
-    pub(super) fn short(&self) -> Option<String> {
+    pub fn short(&self) -> Option<String> {
         let may_continue = matches!(self.outcome, Outcome::Running | Outcome::Open);
         self.total.filter(|_| may_continue).map(|total| format!("{}/{total}", self.done))
     }

@@ -3,15 +3,15 @@
 //! A run may be in progress, interrupted or damaged: what cannot be read is noted, and the rest is shown.
 
 use super::samples::{self, Frame, Prompt};
-use crate::files;
-use crate::metrics::{name_of_groups, name_of_ppo};
-use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
 use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length, read_start};
-use crate::safe_text::beginning;
 use crate::terminal::without_programs;
-use crate::weights::read_json;
-use crate::{Error, Result};
+use rlhf_base::files;
+use rlhf_base::metrics::{name_of_groups, name_of_ppo};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::weights::read_json;
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::is_model;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -36,45 +36,45 @@ const ROLLBACK: &str = "rollback";
 
 /// A run, as its folder shows it.
 #[derive(Debug, Default)]
-pub(super) struct Run {
+pub struct Run {
     /// Name of the folder, made unique among the runs of a report.
-    pub(super) label: String,
+    pub label: String,
     /// Its metrics, in the order of the first line that has each.
-    pub(super) metrics: Vec<Series>,
+    pub metrics: Vec<Series>,
     /// Updates at its last line of metrics.
-    pub(super) updates: f64,
-    pub(super) outcome: Outcome,
+    pub updates: f64,
+    pub outcome: Outcome,
     /// Updates of the whole run, if it has written their number.
-    pub(super) length: Option<u64>,
+    pub length: Option<u64>,
     /// Seconds from 1970 in UTC to its start, if it has written them.
-    pub(super) began: Option<u64>,
+    pub began: Option<u64>,
     /// Settings in the order of `config.yaml`.
-    pub(super) settings: Vec<Setting>,
+    pub settings: Vec<Setting>,
     /// Facts of the model card by name: base model, rewards, checks at the start.
-    pub(super) facts: Vec<(String, String)>,
+    pub facts: Vec<(String, String)>,
     /// Command line that trained the model.
-    pub(super) command_line: Option<String>,
-    pub(super) alarms: Vec<Alarm>,
+    pub command_line: Option<String>,
+    pub alarms: Vec<Alarm>,
     /// Prompts with their responses.
-    pub(super) prompts: Vec<Prompt>,
+    pub prompts: Vec<Prompt>,
     /// Text around each of them, such as that of the chat template.
-    pub(super) frame: Frame,
+    pub frame: Frame,
     /// Metrics that could not be read.
-    pub(super) damage: Vec<String>,
+    pub damage: Vec<String>,
     /// Other parts of the folder that could not be read, or were left out.
-    pub(super) notes: Vec<String>,
+    pub notes: Vec<String>,
 }
 
 /// A metric over a run: updates and values, NaN where the value is not finite.
 #[derive(Debug, PartialEq)]
-pub(super) struct Series {
-    pub(super) name: String,
-    pub(super) points: Vec<(f64, f64)>,
+pub struct Series {
+    pub name: String,
+    pub points: Vec<(f64, f64)>,
 }
 
 /// End of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub enum Outcome {
     Finished,
     /// It ended early: by a signal, by an error, or because its caller ended it.
     Stopped {
@@ -94,20 +94,20 @@ pub(super) enum Outcome {
 
 /// An alarm of a run, or the rollback that one caused.
 #[derive(Debug, PartialEq)]
-pub(super) struct Alarm {
+pub struct Alarm {
     /// Updates done when it was raised.
-    pub(super) step: f64,
-    pub(super) name: String,
-    pub(super) message: String,
+    pub step: f64,
+    pub name: String,
+    pub message: String,
 }
 
 impl Alarm {
-    pub(super) fn is_rollback(&self) -> bool {
+    pub fn is_rollback(&self) -> bool {
         self.name == ROLLBACK
     }
 
     /// Returns the cause, and what to try, if the message has both. The update, with which messages start, is left out.
-    pub(super) fn cause_and_advice(&self) -> (&str, Option<&str>) {
+    pub fn cause_and_advice(&self) -> (&str, Option<&str>) {
         let message = self.message.strip_prefix(&format!("update {}: ", self.step)).unwrap_or(&self.message);
         message.split_once("; ").map_or((message, None), |(cause, advice)| (cause, Some(advice)))
     }
@@ -118,7 +118,7 @@ impl Run {
     ///
     /// # Errors
     /// If there is no run in it, or `metrics.jsonl` cannot be read.
-    pub(super) fn read(dir: &Path) -> Result<Self> {
+    pub fn read(dir: &Path) -> Result<Self> {
         Self::read_as(dir, is_at_work(dir))
     }
 
@@ -126,7 +126,7 @@ impl Run {
     ///
     /// # Errors
     /// As [`Run::read`].
-    pub(super) fn read_as(dir: &Path, is_at_work: Option<bool>) -> Result<Self> {
+    pub fn read_as(dir: &Path, is_at_work: Option<bool>) -> Result<Self> {
         // A run writes its settings first.
         if !dir.join(METRICS).is_file() && !holds_run(dir) {
             return Err(Error::invalid(dir, format!("expected the folder of a run, {}", describe(dir))));
@@ -158,7 +158,7 @@ impl Run {
     ///
     /// # Errors
     /// As [`Run::read`]; if a run has no updates.
-    pub(super) fn read_all(dirs: &[PathBuf]) -> Result<Vec<Self>> {
+    pub fn read_all(dirs: &[PathBuf]) -> Result<Vec<Self>> {
         let mut runs = dirs.iter().map(|dir| Self::read(dir)).collect::<Result<Vec<_>>>()?;
         if let Some(at) = runs.iter().position(|run| run.metrics.is_empty()) {
             let found = match runs[at].damage.first() {
@@ -177,18 +177,18 @@ impl Run {
     }
 
     /// Returns the points of a metric; PPO's names are those of all runs with rewards.
-    pub(super) fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
+    pub fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
         self.series(name).map(|series| series.points.as_slice())
     }
 
     /// Returns a metric by its own name or, in a run of groups, by PPO's.
-    pub(super) fn series(&self, name: &str) -> Option<&Series> {
+    pub fn series(&self, name: &str) -> Option<&Series> {
         let of = |name: &str| self.metrics.iter().find(|series| series.name == name);
         of(name).or_else(|| of(&name_of_groups(name).filter(|_| self.is_of_groups())?))
     }
 
     /// Returns the names of the metrics, those of groups by PPO's names of the same numbers, so that the runs of a page have one name for each.
-    pub(super) fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
+    pub fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
         let is_of_groups = self.is_of_groups();
         self.metrics.iter().map(move |series| {
             let of_ppo = name_of_ppo(&series.name).filter(|_| is_of_groups);
@@ -202,12 +202,12 @@ impl Run {
     }
 
     /// Returns the value of a setting.
-    pub(super) fn setting(&self, name: &str) -> Option<&str> {
+    pub fn setting(&self, name: &str) -> Option<&str> {
         self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.value.as_str())
     }
 
     /// Returns the value of a setting for others: without the arguments of programs, and the passwords and queries of addresses.
-    pub(super) fn public_setting(&self, name: &str) -> Option<&str> {
+    pub fn public_setting(&self, name: &str) -> Option<&str> {
         self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.public.as_str())
     }
 }
@@ -319,9 +319,9 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
 
 /// A setting of a run.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Setting {
-    pub(super) name: String,
-    pub(super) value: String,
+pub struct Setting {
+    pub name: String,
+    pub value: String,
     /// The value without secrets.
     public: String,
 }
@@ -329,7 +329,7 @@ pub(super) struct Setting {
 #[cfg(test)]
 impl Run {
     /// A run with these metrics, of updates from 1.
-    pub(super) fn of(metrics: &[(&str, &[f64])]) -> Self {
+    pub fn of(metrics: &[(&str, &[f64])]) -> Self {
         let series = |&(name, values): &(&str, &[f64])| Series {
             name: name.into(),
             points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
@@ -341,13 +341,13 @@ impl Run {
 #[cfg(test)]
 impl Setting {
     /// A setting without secrets.
-    pub(super) fn of(name: &str, value: &str) -> Self {
+    pub fn of(name: &str, value: &str) -> Self {
         Self { name: name.into(), value: value.into(), public: value.into() }
     }
 }
 
 /// Returns settings as texts, each of them cut, and so many of them at most.
-pub(super) fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
+pub fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
     let text_of = |value: &Value| match value {
         Value::Null => "none".into(),
         Value::String(text) => text.clone(),

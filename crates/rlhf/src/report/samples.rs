@@ -1,7 +1,7 @@
 //! The responses of a run: read from `samples/`, gathered by prompt, and chosen for the page.
 
 use crate::run::output_dir::{SAMPLES, samples_update};
-use crate::{Result, files};
+use rlhf_base::{Result, files};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ const MOST_CHARS: usize = 1200;
 
 /// Source of the responses of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) enum Source {
+pub enum Source {
     /// Greedy responses to the sample prompts.
     Samples,
     /// Responses to held-out prompts, sampled as in training.
@@ -34,7 +34,7 @@ impl Source {
         [(Self::Samples, "update-"), (Self::HeldOut, "eval-"), (Self::Rollout, "answers-")];
 
     /// Returns its label.
-    pub(super) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Samples => "sample prompt, greedy",
             Self::HeldOut => "held-out prompt",
@@ -45,13 +45,13 @@ impl Source {
 
 /// The beginning of a text, and the number of characters after it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Cut {
-    pub(super) text: String,
-    pub(super) left_out: usize,
+pub struct Cut {
+    pub text: String,
+    pub left_out: usize,
 }
 
 impl Cut {
-    pub(super) fn new(text: &str) -> Self {
+    pub fn new(text: &str) -> Self {
         let text = text.replace("\r\n", "\n");
         match text.char_indices().nth(MOST_CHARS) {
             None => Self { text, left_out: 0 },
@@ -62,38 +62,38 @@ impl Cut {
 
 /// A prompt with the responses to it over the run.
 #[derive(Debug, PartialEq)]
-pub(super) struct Prompt {
-    pub(super) source: Source,
-    pub(super) text: Cut,
+pub struct Prompt {
+    pub source: Source,
+    pub text: Cut,
     /// In the order of their updates, at least one.
-    pub(super) responses: Vec<Response>,
+    pub responses: Vec<Response>,
 }
 
 /// A response with its scores.
 #[derive(Debug, PartialEq)]
-pub(super) struct Response {
+pub struct Response {
     /// Updates done when it was sampled.
-    pub(super) step: u64,
-    pub(super) text: Cut,
+    pub step: u64,
+    pub text: Cut,
     /// Whole score, NaN where there is none.
-    pub(super) score: f64,
+    pub score: f64,
     /// Score of each reward by its name.
-    pub(super) rewards: Vec<(String, f64)>,
+    pub rewards: Vec<(String, f64)>,
     /// Reason that it ended.
-    pub(super) finish: Option<String>,
-    pub(super) num_tokens: Option<u64>,
+    pub finish: Option<String>,
+    pub num_tokens: Option<u64>,
     /// Texts of its tokens with their probabilities, where the file has both.
-    pub(super) tokens: Vec<(String, f64)>,
+    pub tokens: Vec<(String, f64)>,
 }
 
 impl Prompt {
     /// Returns the score of the last response.
-    pub(super) fn last(&self) -> f64 {
+    pub fn last(&self) -> f64 {
         self.responses.last().map_or(f64::NAN, |response| response.score)
     }
 
     /// Returns the change of the score from the first response to the last, where there are two.
-    pub(super) fn change(&self) -> Option<f64> {
+    pub fn change(&self) -> Option<f64> {
         let (first, last) = (self.responses.first()?.score, self.last());
         (self.responses.len() > 1 && (last - first).is_finite()).then_some(last - first)
     }
@@ -102,9 +102,9 @@ impl Prompt {
 /// Text that all prompts of a run have before and after their own: that of the chat template, with the system prompt, or an instruction. It
 /// is shown once.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Frame {
-    pub(super) before: String,
-    pub(super) after: String,
+pub struct Frame {
+    pub before: String,
+    pub after: String,
 }
 
 /// Characters of a frame from which on it is worth its own place.
@@ -142,7 +142,7 @@ impl Frame {
         inner.unwrap_or(prompt)
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.before.is_empty() && self.after.is_empty()
     }
 }
@@ -180,7 +180,7 @@ fn start_of_turn(text: &str) -> usize {
 }
 
 /// Reads the samples of the run in `dir` with the frame of their prompts, and notes what is left out.
-pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> (Vec<Prompt>, Frame) {
+pub fn read(dir: &Path, notes: &mut Vec<String>) -> (Vec<Prompt>, Frame) {
     let sources = Source::ALL.map(|(source, start)| {
         let files = files_of(&dir.join(SAMPLES), start);
         let read = spread(files.len(), MOST_FILES);
@@ -242,7 +242,7 @@ fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
 }
 
 /// Returns at most `most` of the places `0..len`, evenly spread, with the first and the last.
-pub(super) fn spread(len: usize, most: usize) -> Vec<usize> {
+pub fn spread(len: usize, most: usize) -> Vec<usize> {
     match (len, most) {
         (len, most) if len <= most => (0..len).collect(),
         (len, 0 | 1) => (len - 1..len).collect(),
@@ -322,16 +322,16 @@ fn response(line: &[u8], frame: &Frame) -> Option<(Cut, Response)> {
 
 /// Lists of prompts to look at first, by their places.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Highlights {
-    pub(super) worst: Vec<usize>,
-    pub(super) best: Vec<usize>,
+pub struct Highlights {
+    pub worst: Vec<usize>,
+    pub best: Vec<usize>,
     /// By the size of the change of the score, up or down.
-    pub(super) changed: Vec<usize>,
+    pub changed: Vec<usize>,
 }
 
 impl Highlights {
     /// Returns the first `most` of each list.
-    pub(super) fn of(prompts: &[Prompt], most: usize) -> Self {
+    pub fn of(prompts: &[Prompt], most: usize) -> Self {
         let ranked = |key: &dyn Fn(&Prompt) -> Option<f64>| -> Vec<usize> {
             let mut ranked: Vec<(f64, usize)> =
                 prompts.iter().enumerate().filter_map(|(at, prompt)| Some((key(prompt)?, at))).collect();
@@ -347,7 +347,7 @@ impl Highlights {
     }
 
     /// Returns the places of all `len` prompts, the listed ones first: those that come first in their lists lead.
-    pub(super) fn first(&self, len: usize) -> Vec<usize> {
+    pub fn first(&self, len: usize) -> Vec<usize> {
         let lists = [&self.changed, &self.worst, &self.best];
         let longest = lists.iter().map(|list| list.len()).max().unwrap_or(0);
         let listed = (0..longest).flat_map(|at| lists.into_iter().filter_map(move |list| list.get(at).copied()));

@@ -15,7 +15,7 @@ const TOP: f64 = 8.0;
 const BOTTOM: f64 = 158.0;
 
 /// Colours of curves: the style sheet has as many.
-pub(super) const COLOURS: usize = 7;
+pub const COLOURS: usize = 7;
 
 /// Marks that a description names, at most.
 const MOST_DESCRIBED: usize = 5;
@@ -24,35 +24,35 @@ const MOST_DESCRIBED: usize = 5;
 const LARGEST: f64 = 1e300;
 
 /// A point: update and value, NaN where the value is not finite.
-pub(super) type Point = (f64, f64);
+pub type Point = (f64, f64);
 
 /// One line of a chart.
 #[derive(Debug, Clone)]
-pub(super) struct Curve<'a> {
-    pub(super) label: String,
+pub struct Curve<'a> {
+    pub label: String,
     /// The metric that it shows.
-    pub(super) metric: &'a str,
+    pub metric: &'a str,
     /// Number of its colour.
-    pub(super) colour: usize,
-    pub(super) points: &'a [Point],
+    pub colour: usize,
+    pub points: &'a [Point],
     /// Standard error of the last value, where the run has that.
-    pub(super) error: Option<f64>,
+    pub error: Option<f64>,
 }
 
 /// A chart of one or several curves over the updates of a run.
 #[derive(Debug, Clone)]
-pub(super) struct Chart<'a> {
-    pub(super) title: String,
-    pub(super) unit: &'static str,
+pub struct Chart<'a> {
+    pub title: String,
+    pub unit: &'static str,
     /// At least one.
-    pub(super) curves: Vec<Curve<'a>>,
+    pub curves: Vec<Curve<'a>>,
     /// In the order of their updates.
-    pub(super) marks: Vec<AlarmMark>,
+    pub marks: Vec<AlarmMark>,
 }
 
 impl Chart<'_> {
     /// Draws the chart as a figure, with curves thinned to `columns` columns.
-    pub(super) fn draw(&self, page: &mut Html, columns: usize) {
+    pub fn draw(&self, page: &mut Html, columns: usize) {
         self.caption(page);
         let points = || self.curves.iter().flat_map(|curve| curve.points);
         let x = Axis::x(points().map(|point| point.0));
@@ -163,7 +163,7 @@ impl Curve<'_> {
     }
 
     /// Returns whether there is a moving mean of the values.
-    pub(super) fn is_smoothed(&self) -> bool {
+    pub fn is_smoothed(&self) -> bool {
         window(self.metric, self.points.iter().filter(|point| point.1.is_finite()).count()) > 1
     }
 
@@ -202,9 +202,9 @@ impl Curve<'_> {
 }
 
 /// A linear axis.
-pub(super) struct Axis {
+pub struct Axis {
     /// Least and greatest value.
-    pub(super) domain: [f64; 2],
+    pub domain: [f64; 2],
     /// Their coordinates.
     range: [f64; 2],
     step: f64,
@@ -227,13 +227,13 @@ impl Axis {
     }
 
     /// Returns the axis of updates.
-    pub(super) fn x(points: impl Iterator<Item = f64>) -> Self {
+    pub fn x(points: impl Iterator<Item = f64>) -> Self {
         let axis = Self::new(points, [LEFT, RIGHT], 5);
         Self { step: axis.step.max(1.0), ..axis }
     }
 
     /// Returns the axis of values, with round numbers at its ends.
-    pub(super) fn y(points: impl Iterator<Item = f64>) -> Self {
+    pub fn y(points: impl Iterator<Item = f64>) -> Self {
         let axis = Self::new(points, [BOTTOM, TOP], 4);
         let [least, greatest] = axis.domain.map(|value| value / axis.step);
         // Values just beyond a tick, as a KL of -1e-9, do not touch the frame.
@@ -286,7 +286,7 @@ fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Poin
 }
 
 /// Returns the number at the end of a metric, or NaN where its last value is not finite: the mean of older values would hide that.
-pub(super) fn last(metric: &str, points: &[Point]) -> f64 {
+pub fn last(metric: &str, points: &[Point]) -> f64 {
     let is_finite = points.last().is_some_and(|point| point.1.is_finite());
     let ends = Ends::of(metric, points.iter().map(|point| point.1)).filter(|_| is_finite);
     ends.map_or(f64::NAN, |ends| ends.last)
@@ -294,7 +294,7 @@ pub(super) fn last(metric: &str, points: &[Point]) -> f64 {
 
 /// Returns the moving mean of the finite values of a metric, over as many as are in the numbers at the ends of a run, if these are
 /// several: its first and its last value are these numbers. Elsewhere each point is in the middle of its values.
-pub(super) fn smoothed(metric: &str, points: &[Point]) -> Option<Vec<Point>> {
+pub fn smoothed(metric: &str, points: &[Point]) -> Option<Vec<Point>> {
     let mut sums = vec![0.0];
     for value in points.iter().map(|point| point.1).filter(|value| value.is_finite()) {
         sums.push(sums[sums.len() - 1] + value);

@@ -28,14 +28,14 @@ const MOST_NAMED: usize = 5;
 
 /// A sentence of the verdict.
 #[derive(Debug, PartialEq)]
-pub(super) struct Finding {
-    pub(super) mark: Mark,
-    pub(super) text: String,
+pub struct Finding {
+    pub mark: Mark,
+    pub text: String,
 }
 
 /// Kind of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mark {
+pub enum Mark {
     Good,
     Neutral,
     Bad,
@@ -151,7 +151,7 @@ fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
 }
 
 /// Returns the verdict on a run, the most important first.
-pub(super) fn verdict(run: &Run) -> Vec<Finding> {
+pub fn verdict(run: &Run) -> Vec<Finding> {
     let mut findings = vec![course(run)];
     if run.points("objective/scores").is_some() {
         findings.extend([score(run), held_out_score(run), kl(run), entropy(run), length(run)].into_iter().flatten());

@@ -1,6 +1,6 @@
 //! Addresses of reward services, as messages and files have them: without the parts that may be secret.
 
-use crate::hub::origin;
+use rlhf_hub::origin;
 
 /// Replaces the query of a service's URL in files, as it may contain secrets.
 pub(super) const LEFT_OUT: &str = "?...";

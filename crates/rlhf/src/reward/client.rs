@@ -2,9 +2,9 @@
 
 use super::address::{LEFT_OUT, address};
 use super::retry::Failure;
-use crate::hub::{certificates, origin};
-use crate::safe_text::{beginning, one_line};
-use crate::{Error, Result};
+use rlhf_base::safe_text::{beginning, one_line};
+use rlhf_base::{Error, Result};
+use rlhf_hub::{certificates, origin};
 use serde_json::Value;
 use std::fmt;
 use std::path::Path;

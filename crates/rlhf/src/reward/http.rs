@@ -3,7 +3,7 @@
 use super::client::Client;
 use super::retry::{Failure, Retries, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score, Warn};
-use crate::Result;
+use rlhf_base::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;

@@ -2,10 +2,10 @@
 
 use super::{Reward, RewardInput, Score};
 use crate::data::{cut_after_eos, encode_chat, prompt_field};
-use crate::generate::FinishReason;
-use crate::model::{ModelOptions, SequenceClassifier, in_batches};
-use crate::tokenizer::{Tokenizer, message_text};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::FinishReason;
+use rlhf_lm::model::{ModelOptions, SequenceClassifier, in_batches};
+use rlhf_lm::tokenizer::{Tokenizer, message_text};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 
 use super::rules::{has, wrong};
 use super::{Reward, RewardInput, Score};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use serde_json::Value;
 
 /// Names of the rules and functions in flags that read a column.
@@ -94,7 +94,7 @@ pub(crate) fn check_columns<'r>(columns: &[(String, String)], mut rows: impl Ite
 mod tests {
     use super::super::rules::Rule;
     use super::*;
-    use crate::generate::FinishReason;
+    use rlhf_lm::generate::FinishReason;
     use serde_json::json;
 
     #[test]

@@ -1,8 +1,8 @@
 //! Failures of rewards outside this program, and how often they are retried.
 
 use super::{RewardInput, Score, Warn};
-use crate::Error;
-use crate::signals::{pause, stopped};
+use rlhf_base::Error;
+use rlhf_base::signals::{pause, stopped};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Rewards that are rules: they count something in a response, or compare it with a column of its row.
 
 use super::{Reward, RewardInput, Score};
-use crate::{Error, Result, files};
 use regex::Regex;
+use rlhf_base::{Error, Result, files};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
@@ -386,7 +386,7 @@ fn rouge_l(candidate: &str, reference: &str) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::FinishReason;
+    use rlhf_lm::generate::FinishReason;
     use serde_json::json;
 
     /// Scores a response by the rule `written`; its words have the token ids 1, 2, ...
@@ -525,7 +525,7 @@ mod tests {
 
     #[test]
     fn rouge_l_equals_the_package_rouge_score_with_words_of_any_script_and_for_ascii_with_its_own() {
-        let golden = include_str!("../../tests/golden/rouge_l.json");
+        let golden = include_str!("../../../../tests/golden/rouge_l.json");
         let pairs: Vec<Value> = serde_json::from_str(golden).unwrap();
         let mut with_own_words = 0;
         for pair in &pairs {

@@ -2,7 +2,7 @@
 
 use super::Scored;
 use super::settings::ScoreScalingConfig;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use serde_json::{Value, json};
 
 /// The transformation of one reward's scores before they are summed: normalized, scaled, clipped and weighted, in this order.

@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::address::without_query;
-use crate::Result;
-use crate::schema::{REWARDS, Settings, above_zero, all, at_least_one, expect, no_effect};
+use rlhf_base::Result;
+use rlhf_base::schema::{REWARDS, Settings, above_zero, all, at_least_one, expect, no_effect};
 
 /// Maximum number of concurrent requests to a reward service; each has a thread.
 const MOST_REQUESTS: usize = 1024;

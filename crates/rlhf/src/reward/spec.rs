@@ -10,11 +10,12 @@ use super::{
     CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
     ScoreTransform,
 };
-use crate::model::ModelOptions;
-use crate::safe_text::beginning;
-use crate::schema::{all, defaults, no_effect};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result, hub};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::schema::{all, defaults, no_effect};
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_lm::model::ModelOptions;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -507,7 +508,7 @@ mod tests {
     use super::*;
 
     fn config(change: impl FnOnce(&mut RewardSourcesConfig)) -> RewardSourcesConfig {
-        let mut config = crate::schema::defaults();
+        let mut config = rlhf_base::schema::defaults();
         change(&mut config);
         config
     }

@@ -2,10 +2,10 @@
 //!
 //! Source: [TRL v1.11.0, trl/rewards](https://github.com/huggingface/trl/tree/v1.11.0/trl/rewards).
 
-use super::math::{Solution, Verdict};
 use super::rules::{options, references, wrong};
 use super::{Reward, RewardInput, Score};
-use crate::{Error, Result};
+use math_verify::{Solution, Verdict};
+use rlhf_base::{Error, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 use std::f64::consts::PI;
@@ -328,7 +328,7 @@ impl Reward for TrlReward {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::FinishReason;
+    use rlhf_lm::generate::FinishReason;
     use serde_json::json;
 
     /// Scores a response of these token ids to a prompt of the row.

@@ -1,10 +1,10 @@
 //! Advantage estimators and whitening.
 
 use super::settings::WhitenAdvantages;
-use crate::Result;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
-use crate::schema::{Choices, PPO, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
+use rlhf_base::Result;
+use rlhf_base::schema::{Choices, PPO, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
 use serde::Serialize;
 use tch::Tensor;
 use tch_ext::{on_device, to_host};

@@ -4,10 +4,10 @@
 mod likeness;
 pub(crate) mod settings;
 
-use crate::generate::{FinishReason, Response};
-use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::rl::groups::EqualGroups;
 use likeness::Likeness;
+use rlhf_base::metrics::{Metrics, Warning, WarningKind};
+use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

@@ -1,7 +1,5 @@
 //! Sanity checks of a PPO run: before it trains, that its passes agree; while it trains, that its numbers are finite.
 
-use crate::generate::Response;
-use crate::model::CausalLm;
 use crate::rl::experience::to_slots;
 use crate::rl::learner::{Learner, UpdateSettings};
 use crate::rl::loss::LossSettings;
@@ -9,7 +7,9 @@ use crate::rl::math;
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, targets};
 use crate::rl::stats::{StepStats, optimizer_steps};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::Response;
+use rlhf_lm::model::CausalLm;
 use serde_json::Value;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};

@@ -1,8 +1,8 @@
 //! An exponential moving average of the policy's weights: less noisy than the policy, and often what is deployed.
 
-use crate::model::CausalLm;
-use crate::schema::{OPTIMIZER, Settings, defaults, expect, no_effect};
-use crate::{Error, Result};
+use rlhf_base::schema::{OPTIMIZER, Settings, defaults, expect, no_effect};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::CausalLm;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 

@@ -1,6 +1,6 @@
 //! The coefficient of the entropy bonus where it follows a target.
 
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use serde_json::{Value, json};
 
 /// A rule for the coefficient of the entropy bonus: it rises while the entropy is at most the target, and falls above it.

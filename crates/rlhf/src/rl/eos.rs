@@ -1,8 +1,8 @@
 //! Which end tokens are in the losses.
 
 use super::settings::EosInLoss;
-use crate::model::ModelConfig;
-use crate::tokenizer::Tokenizer;
+use rlhf_lm::model::ModelConfig;
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// The end tokens of responses of `model` that are in no loss.
 pub(crate) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, model: &ModelConfig) -> Vec<i64> {

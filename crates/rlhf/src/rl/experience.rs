@@ -1,8 +1,8 @@
 //! The data of one PPO update: responses and everything that the models computed for them.
 
-use crate::model::{Batch, Distributions, JointBatch, Sampled, TokenSet, shared_lens};
 use crate::rl::math;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{Batch, Distributions, JointBatch, Sampled, TokenSet, shared_lens};
 use std::ops::Range;
 use tch::{Kind, Tensor};
 use tch_ext::{on_device, to_host};
@@ -379,7 +379,7 @@ pub(crate) fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
 pub(crate) mod tests {
     use super::*;
     use crate::rl::math::ScorePosition;
-    use crate::rng::{Purpose, Stream};
+    use rlhf_base::rng::{Purpose, Stream};
     use tch::Device;
 
     /// An experience of responses of these lengths, in groups of `size` rows, with these scores, of which NaN is none; log-probabilities

@@ -1,10 +1,10 @@
 //! Groups of responses to one prompt: which of them teach something, and the penalty for long responses.
 
-use crate::generate::{FinishReason, Response};
-use crate::metrics::Metrics;
 use crate::rl::math;
-use crate::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more};
-use crate::{Error, Result};
+use rlhf_base::metrics::Metrics;
+use rlhf_base::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 
 /// Groups that are sampled anew, and the penalty for long responses.

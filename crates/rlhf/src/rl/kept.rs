@@ -1,8 +1,8 @@
 //! Responses that are long enough to train on.
 
-use crate::generate::{FinishReason, Response};
 use crate::rl::rollout::counted_tokens;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{FinishReason, Response};
 use serde_json::{Value, json};
 
 /// Selects the responses that are long enough to train on; where none is, the last ones that were are trained on again.

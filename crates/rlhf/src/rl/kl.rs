@@ -1,8 +1,8 @@
 //! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
-use crate::schema::{Choice, PPO, Settings, above_zero, all, defaults, named, no_effect, usage, zero_or_more};
-use crate::{Error, Result};
+use rlhf_base::schema::{Choice, PPO, Settings, above_zero, all, defaults, named, no_effect, usage, zero_or_more};
+use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
 

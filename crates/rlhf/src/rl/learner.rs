@@ -1,14 +1,5 @@
 //! The update: epochs of mini-batches, their gradients, and optimizer steps.
 
-use crate::dist::{World, ZeroStage};
-use crate::model::{
-    CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, ModelHead, PretrainedModel,
-    SequenceClassifier, Shards, TokenLogprobs, ValueModel,
-};
-use crate::offload::Offload;
-use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
-use crate::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
-use crate::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::entropy::{EntropyControl, EntropyController};
@@ -20,8 +11,17 @@ use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rl::trace::{Gradients, Learned, Observed};
 use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
-use crate::rng::{Purpose, Stream};
-use crate::{Error, Result};
+use rlhf_base::dist::{World, ZeroStage};
+use rlhf_base::offload::Offload;
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{
+    CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, ModelHead, PretrainedModel,
+    SequenceClassifier, Shards, TokenLogprobs, ValueModel,
+};
+use rlhf_lm::optim::loss_scale::{LossScaleConfig, LossScaler};
+use rlhf_lm::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
+use rlhf_lm::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;

@@ -1,10 +1,10 @@
 //! The losses of one micro-batch: the policy's objective with KL and entropy terms, the clipped value loss.
 
-use crate::model::{Sampled, TokenLogprobs};
 use crate::rl::experience::{Experience, RaggedRows};
 use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
+use rlhf_lm::model::{Sampled, TokenLogprobs};
 use std::ops::{Deref, Range};
 use tch::{Kind, Tensor};
 use tch_ext::to_host;
@@ -800,7 +800,7 @@ mod tests {
             let mut stats = StepStats::default();
             sums.read_into(&mut stats);
             let of_this_rank = stats.low_clipped_min;
-            stats.sum_over(&crate::dist::World::single()).unwrap();
+            stats.sum_over(&rlhf_base::dist::World::single()).unwrap();
             [of_this_rank, stats.low_clipped_min]
         };
         assert_eq!(least(&[(&[true, false], &[true, false]), (&[true, true], &[true, true])]), [1.0, 1.0]);

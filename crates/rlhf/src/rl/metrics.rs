@@ -1,12 +1,12 @@
 //! The metrics of an update.
 
-use crate::metrics::Metrics;
-use crate::model::ValueModel;
 use crate::rl::experience::Experience;
 use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::math::{self, ImportanceLevel, Objective, PolicyClip};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::{StepStats, optimizer_steps};
+use rlhf_base::metrics::Metrics;
+use rlhf_lm::model::ValueModel;
 use tch::{Kind, Tensor};
 
 impl Learner {

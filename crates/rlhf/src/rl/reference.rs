@@ -1,8 +1,8 @@
 //! Updates of the reference model towards the policy, as in TR-DPO.
 
-use crate::model::CausalLm;
-use crate::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
-use crate::{Error, Result};
+use rlhf_base::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::CausalLm;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 

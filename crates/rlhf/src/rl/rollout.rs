@@ -1,14 +1,14 @@
 //! The half of a PPO update without gradients: the models evaluate the sampled responses.
 
-use crate::dist::World;
-use crate::generate::Response;
-use crate::model::{
-    self, CausalLm, Distributions, SequenceClassifier, TokenSet, ValueModel, batches, in_batches, joined,
-};
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, RaggedRows, to_slots};
 use crate::rl::math::{self, ScorePosition};
-use crate::{Error, Result};
+use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::Response;
+use rlhf_lm::model::{
+    self, CausalLm, Distributions, SequenceClassifier, TokenSet, ValueModel, batches, in_batches, joined,
+};
 use std::cell::RefCell;
 use std::ops::Range;
 use tch::{Device, Tensor};

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
-use crate::Result;
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::schema::{
     Choice, Choices, PPO, Settings, above_zero, all, defaults, expect, named, no_effect, usage, zero_or_more,
 };
 

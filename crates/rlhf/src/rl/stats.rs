@@ -1,7 +1,7 @@
 //! Sums of an optimizer step.
 
-use crate::Result;
-use crate::dist::World;
+use rlhf_base::Result;
+use rlhf_base::dist::World;
 
 /// Sums of one optimizer step over the tokens (or value slots) of its mini-batch, of all ranks together.
 #[derive(Debug, Clone, Default, PartialEq)]

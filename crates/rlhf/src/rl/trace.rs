@@ -1,11 +1,11 @@
 //! Every number of an update, by name: the events of an observed [`Learner`](super::learner::Learner), and the tensors that they make.
 
-use crate::model::TokenLogprobs;
-use crate::optim::LearningRates;
 use crate::rl::experience::{Experience, row_index, to_slots};
 use crate::rl::math;
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
+use rlhf_lm::model::TokenLogprobs;
+use rlhf_lm::optim::LearningRates;
 use tch::{Device, Kind, Tensor};
 
 /// Tensors by name.

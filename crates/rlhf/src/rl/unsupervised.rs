@@ -2,12 +2,12 @@
 //! length, taken in shuffled passes.
 
 use crate::data::{Cursor, Dataset, Files};
-use crate::dist::World;
-use crate::model::{Batch, CausalLm};
-use crate::optim::micro_batch::micro_batches;
-use crate::schema::{DATA, PPO, Settings, above_zero, all, defaults, no_effect};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::dist::World;
+use rlhf_base::schema::{DATA, PPO, Settings, above_zero, all, defaults, no_effect};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{Batch, CausalLm};
+use rlhf_lm::optim::micro_batch::micro_batches;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde::Serialize;
 use serde_json::Value;
 use std::ops::Range;

@@ -1,10 +1,10 @@
 //! The best model of a run, by one of its metrics.
 
-use crate::metrics::Metrics;
 use crate::run::checkpoint::{BEST, BEST_FILE, commit};
 use crate::run::settings::{EvalConfig, is_eval_metric};
-use crate::weights::{pretty, read_json, write_text};
-use crate::{Error, Result};
+use rlhf_base::metrics::Metrics;
+use rlhf_base::weights::{pretty, read_json, write_text};
+use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -162,7 +162,7 @@ impl Best {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     #[test]
     fn the_best_is_by_its_metric_and_survives_a_checkpoint_unless_the_metric_changes() {

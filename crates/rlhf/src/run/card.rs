@@ -1,10 +1,10 @@
 //! The model card, and the command that tries a model.
 
-use crate::Result;
 use crate::data::{messages_field, prompt_field};
-use crate::hub::is_hub_name;
 use crate::terminal;
-use crate::weights::write_text;
+use rlhf_base::Result;
+use rlhf_base::weights::write_text;
+use rlhf_hub::is_hub_name;
 use serde_json::Value;
 use std::fmt::Write;
 use std::path::Path;

@@ -27,9 +27,9 @@ pub(crate) use saved::{FinishedRun, Saved, UpdateRecord};
 pub(crate) use state::{PartStates, State};
 
 use crate::run::settings::{Interval, RunConfig};
-use crate::weights::{pretty, write_text};
-use crate::{Error, Result};
 use folders::{remove, sizes};
+use rlhf_base::weights::{pretty, write_text};
+use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -231,7 +231,7 @@ pub(super) mod tests {
     use super::*;
     use crate::run::settings::Resume;
     use crate::run::start::Start;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     pub(in crate::run) fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };

@@ -1,24 +1,24 @@
 //! The numbers at the start and at the end of a run. The console, `rlhf pipeline`, `rlhf report` and `rlhf watch` all show these.
 
-use crate::metrics::name_of_groups;
 use crate::run::settings::is_eval_metric;
+use rlhf_base::metrics::name_of_groups;
 use serde_json::{Map, Value};
 
 /// Values of a metric in a mean at the start or at the end of a run, at most.
-pub(crate) const MOST_VALUES: usize = 50;
+pub const MOST_VALUES: usize = 50;
 
 /// A metric at the start and at the end of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Ends {
+pub struct Ends {
     /// Mean of the first [`window`] values.
-    pub(crate) first: f64,
+    pub first: f64,
     /// Mean of as many last values.
-    pub(crate) last: f64,
+    pub last: f64,
 }
 
 impl Ends {
     /// Returns the means of the first and of the last values of the metric `name` that are finite, if there is one.
-    pub(crate) fn of(name: &str, values: impl IntoIterator<Item = f64>) -> Option<Self> {
+    pub fn of(name: &str, values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         let window = window(name, values.len());
         let mean = |values: &[f64]| values.iter().sum::<f64>() / window as f64;
@@ -28,12 +28,12 @@ impl Ends {
 
 /// Returns the number of values in a mean at an end, of `len` values of the metric `name`: a tenth, and one of an evaluation, whose
 /// value is a mean over all held-out rows.
-pub(crate) fn window(name: &str, len: usize) -> usize {
+pub fn window(name: &str, len: usize) -> usize {
     if is_eval_metric(name) { len.min(1) } else { len.div_ceil(10).min(MOST_VALUES) }
 }
 
 /// Returns in words what the numbers are, of a run with `len` updates that have metrics.
-pub(crate) fn words(len: usize) -> String {
+pub fn words(len: usize) -> String {
     match window("", len) {
         0 | 1 => "start and end are the first and the last update, those of held-out rows single evaluations".into(),
         window => format!(
@@ -43,12 +43,12 @@ pub(crate) fn words(len: usize) -> String {
 }
 
 /// Returns a number of the start or the end of a run as it is shown.
-pub(crate) fn short(value: f64) -> String {
+pub fn short(value: f64) -> String {
     number(value, 3)
 }
 
 /// Returns a number with its standard error, if that is known: `0.101 ± 0.05`.
-pub(crate) fn with_error(value: f64, error: Option<f64>) -> String {
+pub fn with_error(value: f64, error: Option<f64>) -> String {
     match error.filter(|error| error.is_finite()) {
         Some(error) => format!("{} \u{b1} {}", short(value), number(error, 2)),
         None => short(value),
@@ -56,14 +56,14 @@ pub(crate) fn with_error(value: f64, error: Option<f64>) -> String {
 }
 
 /// Returns the value of a metric in a line of metrics; one of a run of groups by PPO's name too.
-pub(crate) fn metric_of(line: &Map<String, Value>, name: &str) -> Option<f64> {
+pub fn metric_of(line: &Map<String, Value>, name: &str) -> Option<f64> {
     let of_groups = || line.get(name_of_groups(name)?.as_ref());
     line.get(name).or_else(of_groups)?.as_f64()
 }
 
 /// Returns the numbers of a metric at the start and at the end of a run by its `lines` of metrics, as texts; those of held-out prompts
 /// with their standard errors. The first is empty where there is one value.
-pub(crate) fn ends_of(lines: &[Map<String, Value>], name: &str) -> Option<[String; 2]> {
+pub fn ends_of(lines: &[Map<String, Value>], name: &str) -> Option<[String; 2]> {
     let values = |name: &str| lines.iter().filter_map(|line| metric_of(line, name)).collect::<Vec<_>>();
     let (all, errors) = (values(name), values(&format!("{name}_stderr")));
     let ends = Ends::of(name, all.iter().copied())?;
@@ -74,7 +74,7 @@ pub(crate) fn ends_of(lines: &[Map<String, Value>], name: &str) -> Option<[Strin
 }
 
 /// Returns a number with at most `digits` significant digits, in the shortest form.
-pub(crate) fn number(value: f64, digits: usize) -> String {
+pub fn number(value: f64, digits: usize) -> String {
     if !value.is_finite() {
         return "not finite".into();
     }

@@ -1,8 +1,8 @@
 //! Events of a run: what a training loop hands to the sinks.
 
 use crate::data::prompt_field;
-use crate::generate::FinishReason;
-use crate::metrics::{Metrics, Warning};
+use rlhf_base::metrics::{Metrics, Warning};
+use rlhf_lm::generate::FinishReason;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -6,11 +6,11 @@
 //! the size, the header, and the first, middle and last bytes of every tensor, so that large weights are not read twice.
 
 use crate::data::Dataset;
-use crate::model::AdapterFolder;
-use crate::tokenizer::{FURTHER_TEMPLATES as TEMPLATES, fixed_date};
-use crate::weights::{INDEX, is_weights, read_header};
-use crate::{Error, Result};
 use ring::digest::{Context, SHA256};
+use rlhf_base::weights::{INDEX, is_weights, read_header};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::AdapterFolder;
+use rlhf_lm::tokenizer::{FURTHER_TEMPLATES as TEMPLATES, fixed_date};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::fs::File;
@@ -218,11 +218,11 @@ fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result
     }
     names.sort_unstable();
     let known = ["config.json", "generation_config.json", "adapter_config.json", INDEX];
-    let is_read = |name: &str| known.contains(&name) || crate::tokenizer::FILES.contains(&name) || is_weights(name);
+    let is_read = |name: &str| known.contains(&name) || rlhf_lm::tokenizer::FILES.contains(&name) || is_weights(name);
     for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
         found.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
     }
-    for path in crate::tokenizer::further_templates(dir) {
+    for path in rlhf_lm::tokenizer::further_templates(dir) {
         found.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
     }
     Ok(())
@@ -313,7 +313,7 @@ mod tests {
         if let Some(at) = at {
             let _ = b.get(if at < 0 { rows + at } else { at }).fill_(1.0);
         }
-        crate::weights::save(dir, &[("a".into(), a), ("b".into(), b)], usize::MAX).unwrap();
+        rlhf_base::weights::save(dir, &[("a".into(), a), ("b".into(), b)], usize::MAX).unwrap();
     }
 
     #[test]

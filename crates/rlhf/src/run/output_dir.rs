@@ -1,7 +1,5 @@
 //! The output folder of a run: its lock, what is in it, what a run may overwrite.
 
-use crate::files;
-use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint;
 pub use crate::run::resolved::CONFIG;
 pub(crate) use crate::run::resolved::{METRICS, resolved_settings};
@@ -9,9 +7,11 @@ use crate::run::resolved::{RESOLVED, is_of_run, resolved_without_programs, write
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
-use crate::tokenizer::{FURTHER_TEMPLATES, further_templates};
-use crate::weights::{BESIDE, read_json, write_text};
-use crate::{Error, Result};
+use rlhf_base::files;
+use rlhf_base::weights::{BESIDE, read_json, write_text};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{AdapterFolder, BASE_MODEL};
+use rlhf_lm::tokenizer::{FURTHER_TEMPLATES, further_templates};
 use serde::Serialize;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ pub(crate) const RUN_LENGTH: &str = "run.json";
 pub(crate) const ALARMS: &str = "alarms.jsonl";
 
 /// The folder of a run's responses, with a file for each evaluation and each table of samples.
-pub(crate) const SAMPLES: &str = "samples";
+pub const SAMPLES: &str = "samples";
 
 /// The file with the ids of a run in trackers.
 pub(crate) const TRACKERS: &str = "trackers.json";
@@ -113,7 +113,7 @@ pub(crate) fn is_run_file(name: &str) -> bool {
     shard
         || RUN_FILES.contains(&name)
         || checkpoint::FILES.contains(&name)
-        || crate::tokenizer::FILES.contains(&name)
+        || rlhf_lm::tokenizer::FILES.contains(&name)
         || name.starts_with(tensorboard::PREFIX)
 }
 
@@ -243,14 +243,14 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 ///
 /// It is acquired before the contents of the folder are read, so that no other run changes them afterwards.
 #[derive(Debug)]
-pub(crate) struct FolderLock {
+pub struct FolderLock {
     /// The locked folder; none if there was no folder yet.
     folder: Option<File>,
 }
 
 /// Returns whether a process of this machine is at work in the folder `dir`, by its [`FolderLock`]; `None` if there is no such folder,
 /// or its file system has no locks.
-pub(crate) fn is_at_work(dir: &Path) -> Option<bool> {
+pub fn is_at_work(dir: &Path) -> Option<bool> {
     let folder = File::open(dir).ok()?;
     // Shared, so that others can look at the same time, and released at once; [`FolderLock::acquire`] waits for it.
     match folder.try_lock_shared() {
@@ -265,7 +265,7 @@ impl FolderLock {
     ///
     /// # Errors
     /// If another run has the lock, or the folder cannot be opened.
-    pub(crate) fn acquire(dir: &Path) -> Result<Self> {
+    pub fn acquire(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
             return Ok(Self { folder: None });
         }
@@ -474,7 +474,7 @@ fn update_number(digits: &str) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::run::settings::CheckpointConfig;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     fn run(dir: &Path, overwrite: bool) -> RunConfig {
         let mut run = RunConfig { output_dir: dir.into(), ..defaults() };

@@ -5,15 +5,17 @@
 
 pub(crate) mod settings;
 
-use crate::hub::is_hub_name;
-use crate::hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
-use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint::{BEST, STATE, UNFINISHED};
 use crate::run::output_dir::{CONFIG, METRICS, resolved_settings};
 use crate::run::push::settings::{HubConfig, HubStrategy};
 use crate::run::resolved::{is_of_run, resolved_without_programs};
-use crate::weights::read_json;
-use crate::{Error, Result, terminal, tokenizer};
+use crate::terminal;
+use rlhf_base::weights::read_json;
+use rlhf_base::{Error, Result};
+use rlhf_hub::is_hub_name;
+use rlhf_hub::push::{Destination, LocalFile, Pushed, Repository, find_folder, open_folder};
+use rlhf_lm::model::{AdapterFolder, BASE_MODEL};
+use rlhf_lm::tokenizer;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};

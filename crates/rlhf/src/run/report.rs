@@ -1,6 +1,5 @@
 //! Reporting: passes the events of a run to its sinks.
 
-use crate::Result;
 use crate::run::event::Event;
 use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
@@ -11,8 +10,9 @@ use crate::run::sinks::rollouts::RolloutFiles;
 use crate::run::sinks::samples::SampleFiles;
 use crate::run::sinks::tensorboard::TensorBoardSink;
 use crate::run::sinks::trackers::{Outcome, Trackers};
-use crate::signals::stop_requested;
 use crate::terminal::without_programs;
+use rlhf_base::Result;
+use rlhf_base::signals::stop_requested;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -121,7 +121,7 @@ impl<'w> Reporter<'w> {
     }
 
     /// Adds a sink of the caller's. A break ends this run after its current update, as
-    /// [`request_stop`](crate::signals::request_stop) ends all runs of the process.
+    /// [`request_stop`](rlhf_base::signals::request_stop) ends all runs of the process.
     pub(crate) fn watch(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()> + 'w) {
         self.watcher = Some(Box::new(watcher));
     }

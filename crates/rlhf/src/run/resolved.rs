@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::terminal::without_programs;
-use crate::{Error, Result, files};
+use rlhf_base::{Error, Result, files};
 
 /// The resolved configuration of a run; a folder that has one holds a run.
 pub const CONFIG: &str = "config.yaml";
@@ -25,7 +25,7 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
     let settings = serde_saphyr::to_string(config)
         .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
     let text = format!("{RESOLVED}{}; null: none, or left to the run.\n{settings}", env!("CARGO_PKG_VERSION"));
-    crate::weights::write_text(path, &text)
+    rlhf_base::weights::write_text(path, &text)
 }
 
 /// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.

@@ -1,12 +1,12 @@
 //! An update as the run has recorded it: the file of its rollout, and its line of metrics.
 
-use crate::files;
-use crate::generate::FinishReason;
 use crate::run::event::{Rollout, RolloutRow};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, rollout_update};
-use crate::{Error, Result};
 use parquet::record::Field;
 use ring::digest::{Context, SHA256};
+use rlhf_base::files;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::FinishReason;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fs::File;

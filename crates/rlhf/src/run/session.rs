@@ -24,12 +24,6 @@
 //! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
 //! taken since ([`Trainee::steps`]).
 
-use crate::device::slow_bf16;
-use crate::dist::World;
-use crate::dist::launch::LAUNCHED_BY;
-use crate::hub::push::Repository;
-use crate::metrics::{Metrics, is_clock};
-use crate::model::Dtype;
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
 use crate::run::event::Event;
@@ -44,9 +38,15 @@ use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::{Found, Start};
-use crate::signals::{exit_code, request_stop, set_complete, stop_requested};
 use crate::terminal::{self, without_programs};
-use crate::{Error, Result};
+use rlhf_base::device::slow_bf16;
+use rlhf_base::dist::World;
+use rlhf_base::dist::launch::LAUNCHED_BY;
+use rlhf_base::metrics::{Metrics, is_clock};
+use rlhf_base::signals::{exit_code, request_stop, set_complete, stop_requested};
+use rlhf_base::{Error, Result};
+use rlhf_hub::push::Repository;
+use rlhf_lm::model::Dtype;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
@@ -926,7 +926,7 @@ fn lacks_secrets(dir: &Path) -> bool {
 /// model could be saved in `dir`, if there is one to save; the message says how the run is resumed: `by` what.
 ///
 /// # Errors
-/// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
+/// If the run was stopped by [`rlhf_base::signals::request_stop`] or by an error, or the model is not saved: the next command should
 /// not use it as if it were complete. A watcher that stops the run knows that it did.
 fn conclude(
     done: Result<usize>,
@@ -1000,7 +1000,7 @@ mod tests {
     }
     use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
     use serde_json::json;
 
     /// A trainee whose weights are the sum of the numbers of its updates.
@@ -1095,11 +1095,11 @@ mod tests {
         }
 
         fn write_models(&self, dir: &Path, _: Dtype) -> Result<()> {
-            crate::weights::write_text(&dir.join("weights"), &self.weights.to_string())
+            rlhf_base::weights::write_text(&dir.join("weights"), &self.weights.to_string())
         }
 
         fn write_optimizers(&self, dir: &Path) -> Result<()> {
-            crate::weights::write_text(&dir.join("steps"), &self.steps.to_string())
+            rlhf_base::weights::write_text(&dir.join("steps"), &self.steps.to_string())
         }
 
         fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])> {
@@ -1107,7 +1107,7 @@ mod tests {
         }
 
         fn write_bases(&mut self) -> Result<()> {
-            crate::weights::write_text(&self.dir.join("base"), "base")
+            rlhf_base::weights::write_text(&self.dir.join("base"), "base")
         }
 
         fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {

@@ -5,19 +5,19 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::device::{Device, check_threads};
-use crate::dist::{DistConfig, ZeroStage};
-use crate::model::{Dtype, Precision, QuantizationConfig};
-use crate::offload::Offload;
-use crate::offload::settings::OffloadConfig;
-use crate::optim::loss_scale::LossScaleConfig;
-use crate::optim::micro_batch::MicroBatchLimit;
 use crate::run::push::settings::HubConfig;
 use crate::run::tracking::TrackingConfig;
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::device::{Device, check_threads};
+use rlhf_base::dist::{DistConfig, ZeroStage};
+use rlhf_base::offload::Offload;
+use rlhf_base::offload::settings::OffloadConfig;
+use rlhf_base::schema::{
     ByteSize, CHECKPOINTS, EVALUATION, RUN, Setting, Settings, all, at_least_one, expect, no_effect, optional, usage,
 };
+use rlhf_lm::model::{Dtype, Precision, QuantizationConfig};
+use rlhf_lm::optim::loss_scale::LossScaleConfig;
+use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 
 /// A training run's output folder, seed, precision and reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -134,7 +134,7 @@ impl RunConfig {
 
     /// Leaves all parts in memory.
     pub(crate) fn keep_in_memory(&mut self) {
-        self.offload = crate::schema::defaults();
+        self.offload = rlhf_base::schema::defaults();
     }
 
     /// Refuses frozen models that are offloaded in a run that shards them.

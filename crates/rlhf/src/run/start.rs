@@ -1,8 +1,5 @@
 //! The start of a run: new, resumed from a checkpoint, or started again.
 
-use crate::dist::World;
-use crate::hub::Commits;
-use crate::model::is_model;
 use crate::run::checkpoint::{
     EarlierSettings, LENGTH, Length, PartStates, Saved, State, UNFINISHED, name_of, numbered, settings,
 };
@@ -10,8 +7,11 @@ use crate::run::inputs::date_in;
 use crate::run::resolved::{has_updates, resolved_settings};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::sizes::SIZES;
-use crate::tokenizer::{FixedDate, date_now};
-use crate::{Error, Result};
+use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
+use rlhf_hub::Commits;
+use rlhf_lm::model::is_model;
+use rlhf_lm::tokenizer::{FixedDate, date_now};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs;

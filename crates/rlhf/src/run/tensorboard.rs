@@ -6,8 +6,8 @@
 //! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers); for texts and
 //! hyperparameters `torch/utils/tensorboard/summary.py` and `tensorboard/plugins/hparams/{plugin_data,api}.proto`.
 
-use crate::{Error, Result, files};
 use crc::{CRC_32_ISCSI, Crc, Table};
+use rlhf_base::{Error, Result, files};
 use serde_json::{Map, Value};
 use std::fs::File;
 use std::io::Write;

@@ -5,8 +5,8 @@ use std::fmt::Display;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
-use crate::Result;
-use crate::schema::{Choices, JsonObject, NONE, RUN, Setting, Settings, no_effect, usage};
+use rlhf_base::Result;
+use rlhf_base::schema::{Choices, JsonObject, NONE, RUN, Setting, Settings, no_effect, usage};
 
 /// Reports of a run beside the files of its output folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -164,7 +164,7 @@ impl TrackingConfig {
 
     /// Checks every setting.
     pub(crate) fn check(&self) -> Result<()> {
-        crate::schema::all([
+        rlhf_base::schema::all([
             if self.report_to.contains(&ReportTo::None) && self.report_to.iter().any(|to| *to != ReportTo::None) {
                 let others = self.report_to.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
                 usage(format!("report_to = {others}: expected none alone, or destinations without it"))
@@ -222,7 +222,7 @@ fn check_kwargs(kwargs: &JsonObject) -> Result<()> {
 fn secret_in(value: &Value) -> Option<String> {
     const NAMES: [&str; 9] =
         ["key", "token", "password", "passwd", "secret", "credentials", "webhook_url", "authorization", "cookie"];
-    let is_secret = |text: &str| text.contains("://") && crate::safe_text::one_line(text) != text;
+    let is_secret = |text: &str| text.contains("://") && rlhf_base::safe_text::one_line(text) != text;
     match value {
         Value::Object(entries) => entries.iter().find_map(|(name, value)| {
             let ends = |secret: &&str| name.to_ascii_lowercase().ends_with(*secret);
@@ -245,7 +245,7 @@ mod tests {
         TrackingConfig {
             report_to: report_to.iter().map(|text| ReportTo::read(text).unwrap()).collect(),
             tracker_kwargs: kwargs.map(|text| JsonObject::read(text).unwrap()),
-            ..crate::schema::defaults()
+            ..rlhf_base::schema::defaults()
         }
     }
 

@@ -8,9 +8,9 @@ use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::SamplerConfig;
-use crate::Result;
 use crate::data::ChatTemplateConfig;
-use crate::schema::{DATA, MODELS, SAMPLING, Settings, all, defaults};
+use rlhf_base::Result;
+use rlhf_base::schema::{DATA, MODELS, SAMPLING, Settings, all, defaults};
 
 /// Settings of `rlhf chat`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -68,7 +68,7 @@ impl ChatConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([self.generate().check(), self.compute.check(), self.chat_template.check()])

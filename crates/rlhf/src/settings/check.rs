@@ -8,18 +8,18 @@ use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
 use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
-use crate::Result;
-use crate::generate::settings::{LogprobsOf, StopToken};
-use crate::model::{MOST_RANK, PeftConfig, Shape};
-use crate::optim::settings::{LrSchedulerType, check_learning};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::{LossType, WhitenAdvantages};
 use crate::run::settings::EVAL_SCORES;
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::schema::{
     Choices, Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
     zero_to_one,
 };
+use rlhf_lm::generate::settings::{LogprobsOf, StopToken};
+use rlhf_lm::model::{MOST_RANK, PeftConfig, Shape};
+use rlhf_lm::optim::settings::{LrSchedulerType, check_learning};
 
 /// Maximum number of tokens of a response or a prompt: above any model's context.
 const MOST_TOKENS: u64 = 1 << 20;
@@ -94,7 +94,7 @@ fn most_of(name: &str) -> u64 {
 impl PpoConfig {
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         // The checks below multiply some of them.
         check_sizes(self)?;
@@ -638,11 +638,11 @@ fn check_token_id(id: Option<i64>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::ZeroStage;
-    use crate::model::LoraConfig;
     use crate::rl::math::ScorePosition;
     use crate::settings::tests::{ppo, usage_of};
     use crate::settings::{EosInLoss, Optim, ReportTo, SftConfig, TensorboardTags};
+    use rlhf_base::dist::ZeroStage;
+    use rlhf_lm::model::LoraConfig;
 
     #[test]
     fn tags_of_trl_need_tensorboard_or_a_tracker() {

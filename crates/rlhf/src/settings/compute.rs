@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::device::{Device, check_threads, use_threads};
-use crate::model::{Dtype, ModelOptions, QuantizationConfig};
-use crate::schema::{RUN, Settings};
+use rlhf_base::Result;
+use rlhf_base::device::{Device, check_threads, use_threads};
+use rlhf_base::schema::{RUN, Settings};
+use rlhf_lm::model::{Dtype, ModelOptions, QuantizationConfig};
 
 /// Device and precision of commands that use models without training.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::model::Dtype;
-use crate::schema::{ByteSize, Choice, Choices, RUN, Settings, defaults, expect};
+use rlhf_base::Result;
+use rlhf_base::schema::{ByteSize, Choice, Choices, RUN, Settings, defaults, expect};
+use rlhf_lm::model::Dtype;
 
 /// Settings of `rlhf convert`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -40,7 +40,7 @@ impl ConvertConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         expect(self.dtype != Dtype::Auto, "dtype", self.dtype.name(), "float32, bfloat16 or float16")
     }

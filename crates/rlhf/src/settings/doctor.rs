@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::schema::{RUN, Settings, defaults};
+use rlhf_base::schema::{RUN, Settings, defaults};
 
 /// Settings of `rlhf doctor`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]

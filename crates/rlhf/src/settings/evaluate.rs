@@ -8,10 +8,10 @@ use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
-use crate::Result;
 use crate::data::SplitConfig;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::schema::{
     DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect, no_effect,
     usage,
 };
@@ -183,7 +183,7 @@ impl EvaluateConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let sides = match (&self.compare, &self.compare_column) {

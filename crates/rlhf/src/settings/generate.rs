@@ -8,15 +8,15 @@ use serde_json::Value;
 use super::check::{check_sizes, max_prompt_len};
 use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
-use crate::generate::{GenerationConfig, Sampling, StopStrings};
-use crate::model::{CausalLm, ModelConfig};
-use crate::schema::{
+use rlhf_base::schema::{
     Choices, DATA, MODELS, SAMPLING, Setting, Settings, above_zero, all, any_text, at_least_one, defaults, expect,
     usage, zero_or_more, zero_to_one,
 };
-use crate::tokenizer::Tokenizer;
-use crate::weights::brief;
-use crate::{Error, Result};
+use rlhf_base::weights::brief;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{GenerationConfig, Sampling, StopStrings};
+use rlhf_lm::model::{CausalLm, ModelConfig};
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// Default maximum number of generated tokens.
 const NEW_TOKENS: usize = 53;
@@ -278,7 +278,7 @@ impl GenerateConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let sources = match (&self.rows.dataset_name, &self.prompts[..]) {

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use crate::Result;
-use crate::schema::{RUN, Settings, all, at_least_one, expect};
+use rlhf_base::Result;
+use rlhf_base::schema::{RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks, machines or restarts: above any cluster, and far below an overflow.
 const MOST: usize = 100_000;

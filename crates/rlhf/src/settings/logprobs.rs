@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
-use crate::Result;
-use crate::schema::{MODELS, Settings, above_zero, all, defaults};
+use rlhf_base::Result;
+use rlhf_base::schema::{MODELS, Settings, above_zero, all, defaults};
 
 /// Settings of `rlhf logprobs`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -37,7 +37,7 @@ impl LogprobsConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([above_zero("temperature", self.temperature), self.rows.check()])

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::model::Dtype;
-use crate::schema::{ByteSize, MODELS, RUN, Settings, defaults};
+use rlhf_base::schema::{ByteSize, MODELS, RUN, Settings, defaults};
+use rlhf_lm::model::Dtype;
 
 /// Settings of `rlhf merge`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::data::settings::Stage;
 use crate::run::settings::{Resume, resume_or_false};
-use crate::schema::{CHECKPOINTS, RUN, Settings};
+use rlhf_base::schema::{CHECKPOINTS, RUN, Settings};
 
 /// Flags of `rlhf pipeline`, beside the settings of each stage.
 #[derive(Debug, Clone, PartialEq, Settings)]

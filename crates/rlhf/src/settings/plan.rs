@@ -2,12 +2,12 @@
 
 use super::ppo::{GenerationBatchesConfig, PpoConfig};
 use super::presets::Preset;
-use crate::Result;
-use crate::dist::num_ranks;
 use crate::rl::groups::check_whole;
 use crate::rl::learner::EpochPlan;
 use crate::run::sizes::rows_of_all_ranks;
-use crate::schema::{above_zero, at_least_one, expect, no_effect, usage};
+use rlhf_base::Result;
+use rlhf_base::dist::num_ranks;
+use rlhf_base::schema::{above_zero, at_least_one, expect, no_effect, usage};
 
 /// Maximum number of responses, rows or updates of a run.
 pub(super) const MOST_EPISODES: usize = 1 << 40;
@@ -128,7 +128,7 @@ impl Sizes {
 impl PpoConfig {
     /// Checks the settings and returns the sizes of the run over `num_prompts` prompts.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the values that do not go together and the nearest that do.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the values that do not go together and the nearest that do.
     pub fn plan(&self, num_prompts: usize) -> Result<PpoPlan> {
         self.check()?;
         self.plan_for(num_prompts)
@@ -183,7 +183,7 @@ impl PpoConfig {
     /// Returns the batch sizes.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage), naming the values that do not go together and the nearest that do.
+    /// [`Error::Usage`](rlhf_base::Error::Usage), naming the values that do not go together and the nearest that do.
     pub(super) fn sizes(&self) -> Result<Sizes> {
         self.sizes_of(num_ranks())
     }
@@ -435,9 +435,9 @@ pub(super) fn train_plan(
 mod tests {
     use super::*;
     use crate::run::sizes::GlobalSizes;
-    use crate::schema::defaults;
     use crate::settings::RewardConfig;
     use crate::settings::tests::{ppo, usage_of};
+    use rlhf_base::schema::defaults;
 
     #[test]
     fn a_ppo_plan_rounds_up_to_whole_updates() {

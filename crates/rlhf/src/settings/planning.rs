@@ -1,7 +1,7 @@
 //! Flags of `rlhf plan`, before the command that it plans.
 
-use crate::Result;
-use crate::schema::{ByteSize, RUN, Settings, all, at_least_one, expect};
+use rlhf_base::Result;
+use rlhf_base::schema::{ByteSize, RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks or machines: above any cluster, and far below an overflow.
 const MOST: usize = 100_000;

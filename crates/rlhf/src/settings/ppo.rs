@@ -5,13 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::presets::Preset;
-use crate::Result;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
-use crate::dist::PpoDistConfig;
-use crate::generate::settings::{SamplingConfig, StopToken};
-use crate::model::{ModelOptions, PeftConfig};
-use crate::optim::loss_scale::Fp16Config;
-use crate::optim::settings::{LrSchedulerType, OptimizerConfig};
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, ScoreScalingConfig, Spec};
 use crate::rl::advantage::AdvantageConfig;
 use crate::rl::alarms::settings::AlarmConfig;
@@ -23,11 +17,17 @@ use crate::rl::reference::SyncConfig;
 use crate::rl::settings::{LossConfig, MaskConfig, WhitenAdvantages};
 use crate::rl::unsupervised::UnsupervisedConfig;
 use crate::run::settings::{EvalConfig, RunConfig};
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::dist::PpoDistConfig;
+use rlhf_base::schema::{
     BATCHES, DATA, EVALUATION, LORA, MODELS, OPTIMIZER, PPO, RUN, SAMPLING, Settings, defaults, defaults_with,
     steps_or_minus_one,
 };
-use crate::tokenizer::Tokenizer;
+use rlhf_lm::generate::settings::{SamplingConfig, StopToken};
+use rlhf_lm::model::{ModelOptions, PeftConfig};
+use rlhf_lm::optim::loss_scale::Fp16Config;
+use rlhf_lm::optim::settings::{LrSchedulerType, OptimizerConfig};
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// Default number of prompts of an evaluation.
 pub(crate) const NUM_EVAL_PROMPTS: usize = 128;

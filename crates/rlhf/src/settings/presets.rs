@@ -1,6 +1,6 @@
 //! Presets: the defaults, and the batch sizes, of the systems that rlhf replaces.
 
-use crate::schema::{Choice, Choices};
+use rlhf_base::schema::{Choice, Choices};
 use serde::Serialize;
 
 /// The system whose defaults and batch sizes the settings have.

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::hub::is_hub_name;
 use crate::run::push::settings::{HubToken, check_branch};
-use crate::schema::{HUB, Settings, all, defaults, expect};
+use rlhf_base::Result;
+use rlhf_base::schema::{HUB, Settings, all, defaults, expect};
+use rlhf_hub::is_hub_name;
 
 /// Title of the commit.
 const COMMIT_MESSAGE: &str = "Upload model by rlhf";
@@ -51,7 +51,7 @@ impl PushConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         let title = self.commit_message.trim();
         all([

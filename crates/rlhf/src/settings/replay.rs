@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::schema::{RUN, Settings, at_least_one};
+use rlhf_base::Result;
+use rlhf_base::schema::{RUN, Settings, at_least_one};
 
 /// Settings of `rlhf replay`, beside those of `rlhf ppo` that it changes.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -29,7 +29,7 @@ impl ReplayConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         at_least_one("update", self.update)
     }

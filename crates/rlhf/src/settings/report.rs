@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::schema::{RUN, Settings, defaults, usage};
+use rlhf_base::Result;
+use rlhf_base::schema::{RUN, Settings, defaults, usage};
 
 /// Settings of `rlhf report`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -30,7 +30,7 @@ impl ReportConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         if self.runs.is_empty() {
             return usage("runs: expected the folder of at least one run, found none");

@@ -3,12 +3,6 @@
 use super::plan::PpoPlan;
 use super::ppo::PpoConfig;
 use super::presets::Preset;
-use crate::Result;
-use crate::dist::ZeroStage;
-use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
-use crate::generate::{GenerationConfig, Sampling, StopStrings};
-use crate::model::{CausalLm, LoraConfig, is_lm_head};
-use crate::optim::{LearningRates, OptimizerConfig, learning_rate};
 use crate::rl::advantage::{
     Advantage, AdvantageEstimator, Aggregation, Baseline, PolicyLambda, ScaleRewards, ScoreBaseline,
 };
@@ -20,8 +14,14 @@ use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::rl::rollout::RolloutSettings;
 use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
-use crate::rng::Purpose;
-use crate::tokenizer::Tokenizer;
+use rlhf_base::Result;
+use rlhf_base::dist::ZeroStage;
+use rlhf_base::rng::Purpose;
+use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
+use rlhf_lm::generate::{GenerationConfig, Sampling, StopStrings};
+use rlhf_lm::model::{CausalLm, LoraConfig, is_lm_head};
+use rlhf_lm::optim::{LearningRates, OptimizerConfig, learning_rate};
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// Default `target_kl` of `early_stopping`.
 pub(crate) const TARGET_KL: f64 = 1.0;

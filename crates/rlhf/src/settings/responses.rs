@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::schema::{SAMPLING, Settings, optional_top_k};
+use rlhf_base::schema::{SAMPLING, Settings, optional_top_k};
 
 /// Responses of a model to each prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]

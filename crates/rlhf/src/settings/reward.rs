@@ -7,16 +7,16 @@ use serde::Serialize;
 use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
-use crate::Result;
 use crate::data::settings::DataConfig;
-use crate::dist::num_ranks;
-use crate::model::{ClassifierFormat, PeftConfig};
-use crate::optim::settings::{OptimizerConfig, check_learning};
 use crate::run::settings::{EvalConfig, RunConfig};
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::dist::num_ranks;
+use rlhf_base::schema::{
     BATCHES, Choices, DATA, EVALUATION, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults_with, expect,
     steps_or_minus_one, zero_or_more,
 };
+use rlhf_lm::model::{ClassifierFormat, PeftConfig};
+use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 
 /// Settings of `rlhf reward`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -142,7 +142,7 @@ impl RewardConfig {
 
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([
@@ -174,7 +174,7 @@ impl RewardConfig {
 
     /// Checks the settings and returns the sizes of the run over `num_pairs` pairs.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn plan(&self, num_pairs: usize) -> Result<TrainPlan> {
         self.check()?;
         self.plan_for(num_pairs)

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::compute::ComputeConfig;
-use crate::Result;
 use crate::data::SplitConfig;
-use crate::schema::{DATA, RUN, Settings, all, at_least_one};
+use rlhf_base::Result;
+use rlhf_base::schema::{DATA, RUN, Settings, all, at_least_one};
 
 /// Input, output and computation of `generate`, `logprobs` and `score`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]

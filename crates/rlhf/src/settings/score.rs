@@ -6,11 +6,12 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
-use crate::model::ModelOptions;
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, resolve, specs};
-use crate::schema::{MODELS, Settings, all, defaults, usage};
-use crate::tokenizer::Tokenizer;
-use crate::{Result, hub};
+use rlhf_base::Result;
+use rlhf_base::schema::{MODELS, Settings, all, defaults, usage};
+use rlhf_hub as hub;
+use rlhf_lm::model::ModelOptions;
+use rlhf_lm::tokenizer::Tokenizer;
 
 /// Settings of `rlhf score`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -53,7 +54,7 @@ impl ScoreConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let rewards = specs(self).and_then(|rewards| match rewards[..] {

@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
-use crate::Result;
-use crate::schema::{MODELS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect};
+use rlhf_base::Result;
+use rlhf_base::schema::{MODELS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect};
 
 /// Settings of `rlhf serve`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -46,13 +46,13 @@ impl ServeConfig {
     }
 
     /// The port, which [`ServeConfig::check`] has found to be one.
-    pub(crate) fn port(&self) -> u16 {
+    pub fn port(&self) -> u16 {
         u16::try_from(self.port).unwrap_or_default()
     }
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([

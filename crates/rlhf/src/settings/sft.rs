@@ -7,16 +7,16 @@ use serde::Serialize;
 use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
-use crate::Result;
 use crate::data::settings::DataConfig;
-use crate::dist::num_ranks;
-use crate::model::PeftConfig;
-use crate::optim::settings::{OptimizerConfig, check_learning};
 use crate::run::settings::{EvalConfig, RunConfig};
-use crate::schema::{
+use rlhf_base::Result;
+use rlhf_base::dist::num_ranks;
+use rlhf_base::schema::{
     BATCHES, DATA, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults, defaults_with, steps_or_minus_one,
     usage,
 };
+use rlhf_lm::model::PeftConfig;
+use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 
 /// Settings of `rlhf sft`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -157,7 +157,7 @@ impl SftConfig {
 
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let start = match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
@@ -193,7 +193,7 @@ impl SftConfig {
 
     /// Checks the settings and returns the sizes of the run over `num_rows` rows.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn plan(&self, num_rows: usize) -> Result<TrainPlan> {
         self.check()?;
         self.plan_for(num_rows)

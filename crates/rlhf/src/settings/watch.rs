@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::schema::{RUN, Settings, all, defaults, expect, no_effect};
+use rlhf_base::Result;
+use rlhf_base::schema::{RUN, Settings, all, defaults, expect, no_effect};
 
 /// The address of this machine that no other machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
@@ -35,7 +35,7 @@ impl WatchConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         let of_page = |name: &str, found: &dyn std::fmt::Display, is_default: bool| {
             if is_default || !self.terminal { Ok(()) } else { no_effect(name, found, "with terminal") }

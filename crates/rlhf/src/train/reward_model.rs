@@ -3,18 +3,19 @@
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
-use crate::dist::World;
-use crate::hub::{self, AskedHub};
-use crate::metrics::Metrics;
-use crate::model::{Batch, ClassifierHead, DropoutRows, ModelConfig, ModelOptions, SequenceClassifier, Trains};
-use crate::optim::micro_batch::micro_batches;
 use crate::run::checkpoint::Epochs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
 use crate::settings::{PairLoss, RewardConfig, Stage};
 use crate::terminal;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_hub::AskedHub;
+use rlhf_lm::model::{Batch, ClassifierHead, DropoutRows, ModelConfig, ModelOptions, SequenceClassifier, Trains};
+use rlhf_lm::optim::micro_batch::micro_batches;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -754,7 +755,7 @@ mod tests {
     #[test]
     fn a_loss_of_tokens_has_the_values_and_gradients_of_torch() {
         tch::set_num_threads(1);
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
         let (models, heads) = (golden.join("models"), golden.join("value_heads"));
         for name in ["opt_dschat", "opt_proj_postln_dschat", "gpt2_dschat", "llama_untied_dschat"] {
             let golden = tensors(&heads.join(name).join("pairs.safetensors"));
@@ -853,7 +854,7 @@ mod tests {
             .collect();
         let head = tensors(&head.join("v_head.safetensors")).into_values().next().unwrap();
         all.push(("v_head.weight".into(), head.view([1, -1])));
-        crate::weights::save(to, &all, usize::MAX).unwrap();
+        rlhf_base::weights::save(to, &all, usize::MAX).unwrap();
     }
 
     #[test]

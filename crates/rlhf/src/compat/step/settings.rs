@@ -1,14 +1,14 @@
 //! Settings of TRL's `step()`.
 
-use crate::hub::push::Destination;
-use crate::optim::settings::SCHEDULE;
 use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{ImportanceLevel, KlEstimator};
 use crate::rl::settings::LossType;
-use crate::schema::Choices;
 use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
-use crate::{Error, Result, files};
+use rlhf_base::schema::Choices;
+use rlhf_base::{Error, Result, files};
+use rlhf_hub::push::Destination;
+use rlhf_lm::optim::settings::SCHEDULE;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};

@@ -1,12 +1,12 @@
 //! Statistics of TRL's `step()`.
 
 use super::StepTrainer;
-use crate::metrics::Metrics;
 use crate::rl::experience::Experience;
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{self, PolicyClip};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::{StepStats, optimizer_steps};
+use rlhf_base::metrics::Metrics;
 use std::borrow::Cow;
 use tch::{Kind, Tensor};
 

@@ -1,6 +1,6 @@
 //! Likeness of responses to different prompts: equal responses, and distinct pairs of tokens.
 
-use crate::generate::Response;
+use rlhf_lm::generate::Response;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Tokens of a response, at least: labels and numbers may be the same for many prompts.
@@ -55,7 +55,7 @@ impl Likeness {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::FinishReason;
+    use rlhf_lm::generate::FinishReason;
 
     fn likeness(rows: &[(i64, &[i64])]) -> Option<Likeness> {
         let prompts: Vec<[i64; 1]> = rows.iter().map(|(prompt, _)| [*prompt]).collect();

@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use crate::Result;
-use crate::metrics::WarningKind;
-use crate::schema::{OPTIMIZER, RUN, Settings, at_least_one, no_effect, usage};
+use rlhf_base::Result;
+use rlhf_base::metrics::WarningKind;
+use rlhf_base::schema::{OPTIMIZER, RUN, Settings, at_least_one, no_effect, usage};
 
 /// Checks of a PPO run: those at its start, steps that are skipped, and alarms.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -96,7 +96,7 @@ mod tests {
     fn an_alarm_has_its_own_action_or_that_of_all() {
         let alarms = |written: &[&str]| AlarmConfig {
             on_alarm: written.iter().map(ToString::to_string).collect(),
-            ..crate::schema::defaults()
+            ..rlhf_base::schema::defaults()
         };
         let actions = |written: &[&str]| {
             let alarms = alarms(written);

@@ -1,9 +1,9 @@
 //! Settings that a later run may change: of a run that resumes from it, starts again in its place, or replays one of its updates.
 
-use crate::dist::num_ranks;
 use crate::run::inputs::reward_input;
 use crate::run::sizes::{GlobalSizes, SIZES, ranks_of};
-use crate::{Error, Result};
+use rlhf_base::dist::num_ranks;
+use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fs;

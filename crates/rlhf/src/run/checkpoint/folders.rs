@@ -1,8 +1,8 @@
 //! The folders of checkpoints and of the best model in `output_dir`: their names, and folders that appear and go by one rename.
 
 use super::{BEST, BEST_FILE};
-use crate::weights::sync;
-use crate::{Error, Result};
+use rlhf_base::weights::sync;
+use rlhf_base::{Error, Result};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -7,8 +7,8 @@ use super::{BEST, STATE, UNFINISHED};
 use crate::run::environment::Environment;
 use crate::run::inputs::Inputs;
 use crate::run::settings::CheckpointConfig;
-use crate::weights::{pretty, write_text};
-use crate::{Error, Result};
+use rlhf_base::weights::{pretty, write_text};
+use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -240,7 +240,7 @@ mod tests {
     use crate::run::checkpoint::Checkpoints;
     use crate::run::checkpoint::tests::{run, save};
     use crate::run::start::Start;
-    use crate::weights::read_json;
+    use rlhf_base::weights::read_json;
     use serde_json::Map;
 
     #[test]

@@ -2,10 +2,10 @@
 
 use super::STATE;
 use super::changes::{EarlierSettings, settings};
-use crate::dist::num_ranks;
 use crate::run::environment::Environment;
-use crate::weights::read_json;
-use crate::{Error, Result};
+use rlhf_base::dist::num_ranks;
+use rlhf_base::weights::read_json;
+use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;

@@ -1,9 +1,9 @@
 //! Settings of a run's pushes to the hub.
 
-use crate::Result;
-use crate::hub::push::{Destination, Repository};
-use crate::hub::{Hub, is_branch, is_hub_name};
-use crate::schema::{HUB, Setting, Settings, all, expect, usage};
+use rlhf_base::Result;
+use rlhf_base::schema::{HUB, Setting, Settings, all, expect, usage};
+use rlhf_hub::push::{Destination, Repository};
+use rlhf_hub::{Hub, is_branch, is_hub_name};
 use serde::Serialize;
 use std::fmt;
 
@@ -133,7 +133,7 @@ pub(crate) fn hub_with(token: Option<&HubToken>) -> Hub {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schema::defaults;
+    use rlhf_base::schema::defaults;
 
     #[test]
     fn a_push_needs_a_name_and_the_best_model_a_metric() {

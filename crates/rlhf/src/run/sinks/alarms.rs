@@ -4,7 +4,7 @@ use crate::run::event::Event;
 use crate::run::output_dir::ALARMS;
 use crate::run::sinks::Reached;
 use crate::run::sinks::jsonl::keep_lines;
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -67,7 +67,7 @@ impl AlarmFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::{Warning, WarningKind};
+    use rlhf_base::metrics::{Warning, WarningKind};
 
     #[test]
     fn alarms_are_appended_as_lines_and_those_after_a_checkpoint_are_removed() {

@@ -1,14 +1,14 @@
 //! The sink of the console: a progress bar, warnings and notes on standard error, tables on standard output.
 
-use crate::generate::FinishReason;
 use crate::run::ends::{ends_of, metric_of, words};
 use crate::run::event::{Conversation, Event, Sample};
 use crate::run::output_dir::METRICS;
 use crate::run::settings::is_eval_metric;
-use crate::safe_text::{self, beginning, one_line};
 use crate::terminal::{self, Colour, Stream};
 use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle, WeakProgressBar};
+use rlhf_base::safe_text::{self, beginning, one_line};
+use rlhf_lm::generate::FinishReason;
 use serde_json::{Map, Value};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};

@@ -3,8 +3,8 @@
 use crate::run::event::Event;
 use crate::run::output_dir::METRICS;
 use crate::run::sinks::Reached;
-use crate::weights::write_text;
-use crate::{Error, Result};
+use rlhf_base::weights::write_text;
+use rlhf_base::{Error, Result};
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
@@ -87,7 +87,7 @@ pub(super) fn keep_lines(path: &Path, kept: impl Fn(&Value) -> bool) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::Metrics;
+    use rlhf_base::metrics::Metrics;
 
     #[test]
     fn a_line_that_cannot_be_written_is_tried_again_before_a_checkpoint() {

@@ -1,11 +1,8 @@
 //! The sink of `rollouts/`: all responses of an update as a Parquet file.
 
-use crate::generate::FinishReason;
 use crate::run::event::{Event, Rollout};
 use crate::run::output_dir::{ROLLOUTS, remove_files, rollout_update};
 use crate::run::rollout_file::{RECORD, digest_entry, file_name};
-use crate::weights::write_bytes;
-use crate::{Error, Result};
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, FloatType, Int64Type};
 use parquet::errors::ParquetError;
@@ -13,6 +10,9 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::types::Type;
+use rlhf_base::weights::write_bytes;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::FinishReason;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

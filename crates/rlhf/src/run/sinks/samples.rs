@@ -2,8 +2,8 @@
 
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::output_dir::{SAMPLES, remove_files, samples_update};
-use crate::weights::write_text;
-use crate::{Error, Result};
+use rlhf_base::weights::write_text;
+use rlhf_base::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Writes the responses of samples and evaluations to files in `samples/`, one file per event.

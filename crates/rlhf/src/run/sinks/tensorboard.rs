@@ -1,11 +1,11 @@
 //! The sink of TensorBoard's event files.
 
-use crate::Result;
-use crate::generate::FinishReason;
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::sinks::Reached;
 use crate::run::tensorboard::TensorBoard;
 use crate::run::tracking::TensorboardTags;
+use rlhf_base::Result;
+use rlhf_lm::generate::FinishReason;
 use serde_json::{Map, Value};
 use std::path::Path;
 

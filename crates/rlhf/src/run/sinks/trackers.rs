@@ -10,16 +10,16 @@
 mod ids;
 mod process;
 
-use crate::metrics::Metrics;
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::output_dir::model_files;
 use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
 use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
-use crate::safe_text::one_line;
 use ids::Ids;
 use process::{Process, Shared, Until};
+use rlhf_base::metrics::Metrics;
+use rlhf_base::safe_text::one_line;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -2,16 +2,16 @@
 
 use super::{Batch, PpoTrainer, SAMPLE_ROWS};
 use crate::data::Prompt;
-use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
-use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, ScoreUse, Scored, Scores, TrainerState};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
-use crate::rng::Purpose;
 use crate::run::event::{Conversation, Evaluation, Sample};
 use crate::settings::EVAL_SCORES;
-use crate::{Error, Result};
+use rlhf_base::metrics::Metrics;
+use rlhf_base::rng::Purpose;
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use serde_json::Value;
 use std::time::Instant;
 use tch::{Kind, Tensor};

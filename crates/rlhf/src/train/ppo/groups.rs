@@ -3,17 +3,17 @@
 use super::super::model_options;
 use super::load::load_synced_reference;
 use super::{Batch, PpoTrainer};
-use crate::Result;
-use crate::generate::{Response, Sampling};
-use crate::metrics::{Metrics, Warning};
 use crate::reward::{ScoreUse, Scored};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::experience::Experience;
 use crate::rl::groups::{push_completion_metrics, truncated};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
-use crate::rng::Purpose;
 use crate::run::output_dir::REFERENCE;
+use rlhf_base::Result;
+use rlhf_base::metrics::{Metrics, Warning};
+use rlhf_base::rng::Purpose;
+use rlhf_lm::generate::{Response, Sampling};
 use std::path::Path;
 use tch::Tensor;
 

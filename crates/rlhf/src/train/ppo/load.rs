@@ -3,15 +3,6 @@
 use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
-use crate::dist::World;
-use crate::generate::StopStrings;
-use crate::hub::{self, AskedHub, Commits};
-use crate::metrics::Metrics;
-use crate::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions,
-    SequenceClassifier, Trains, ValueModel,
-};
-use crate::optim::{LearningRates, Optim};
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
@@ -24,8 +15,18 @@ use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::run::start::{Found, Start};
 use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_hub::{AskedHub, Commits};
+use rlhf_lm::generate::StopStrings;
+use rlhf_lm::model::{
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions,
+    SequenceClassifier, Trains, ValueModel,
+};
+use rlhf_lm::optim::{LearningRates, Optim};
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -785,7 +786,7 @@ mod tests {
 
     #[test]
     fn a_reference_that_shares_layers_is_offloaded_in_the_dtype_of_its_products_and_stays_out() {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/gpt_neox");
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/gpt_neox");
         let dir = tempfile::tempdir().unwrap();
         let prompts = dir.path().join("prompts.jsonl");
         std::fs::write(&prompts, "{\"prompt\": \"The movie\"}\n").unwrap();

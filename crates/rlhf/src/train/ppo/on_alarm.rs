@@ -1,12 +1,12 @@
 //! Actions on alarms: a run that is stopped, or continues from an earlier checkpoint.
 
 use super::PpoTrainer;
-use crate::error::STOPPED_BY_ALARM;
-use crate::metrics::{Warning, WarningKind};
 use crate::rl::alarms::settings::AlarmAction;
 use crate::run::event::Event;
 use crate::run::session::{Due, Session};
-use crate::{Error, Result};
+use rlhf_base::STOPPED_BY_ALARM;
+use rlhf_base::metrics::{Warning, WarningKind};
+use rlhf_base::{Error, Result};
 
 impl PpoTrainer {
     /// Takes the strongest action that `on_alarm` sets for the alarms of the last update, and writes what is `due` after an update that

@@ -3,13 +3,13 @@
 use super::super::fixed_state;
 use super::evaluate::ReportedScores;
 use super::{Batch, COMMAND, PpoTrainer};
-use crate::Result;
-use crate::model::{TokenSet, ValueModel};
 use crate::reward::Scored;
 use crate::rl::experience::Experience;
 use crate::rl::shaping::Targets;
 use crate::run::checkpoint::State;
 use crate::run::event::{Rollout, RolloutRow};
+use rlhf_base::Result;
+use rlhf_lm::model::{TokenSet, ValueModel};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tch_ext::to_host;

@@ -3,10 +3,6 @@
 use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
 use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
-use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::model::{BASE_MODEL, Dtype};
-use crate::optim::Optimizer;
-use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
 use crate::run::card::command_to_try;
@@ -15,7 +11,11 @@ use crate::run::event::{Evaluation, Event, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Progress, RunSpec, Session, Trainee, take_snapshot};
 use crate::run::sinks::console::ConsoleOutput;
-use crate::{Error, Result};
+use rlhf_base::metrics::{Metrics, Warning, WarningKind};
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{BASE_MODEL, Dtype};
+use rlhf_lm::optim::Optimizer;
+use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If `output_dir` holds something, the checkpoint is not of a run like this one, a number stops being finite, or a file
-    /// cannot be written; [`Error::Stopped`] after [`crate::signals::request_stop`]. What can be saved is saved all the same.
+    /// cannot be written; [`Error::Stopped`] after [`rlhf_base::signals::request_stop`]. What can be saved is saved all the same.
     /// [`Error::NotPushed`] if all is done and saved, but the model could not be pushed to the hub.
     pub fn train(&mut self) -> Result<usize> {
         self.train_with(|_| ControlFlow::Continue(()))

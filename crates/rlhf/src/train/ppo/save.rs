@@ -2,11 +2,11 @@
 
 use super::super::trained_share;
 use super::{CARD_METRICS, PpoTrainer, VALUE_MODEL};
-use crate::Result;
-use crate::model::Dtype;
 use crate::rl::ema::EMA;
 use crate::run::card::Card;
-use crate::weights::replace_files;
+use rlhf_base::Result;
+use rlhf_base::weights::replace_files;
+use rlhf_lm::model::Dtype;
 use std::path::Path;
 
 impl PpoTrainer {

@@ -1,7 +1,7 @@
 //! The ids of the trackers' runs.
 
 use crate::run::output_dir::TRACKERS;
-use crate::weights::{pretty, read_json, write_text};
+use rlhf_base::weights::{pretty, read_json, write_text};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};

@@ -1,13 +1,13 @@
 //! The process of a tracker: its start, its queue of lines, its replies, its end.
 
 use super::ids::Ids;
-use crate::dist::launch::VARIABLES;
-use crate::process::{loaded, loader, python, python_hint};
 use crate::run::output_dir::METRICS;
 use crate::run::sinks::console::Console;
 use crate::run::tracking::ReportTo;
-use crate::safe_text::{beginning, one_line};
-use crate::signals::stop_requested;
+use rlhf_base::dist::launch::VARIABLES;
+use rlhf_base::process::{loaded, loader, python, python_hint};
+use rlhf_base::safe_text::{beginning, one_line};
+use rlhf_base::signals::stop_requested;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,8 +1,8 @@
 //! Settings that a replay may change, and why it may not change the others.
 
-use crate::optim::settings::SCHEDULE;
 use crate::run::checkpoint::{Change, FREE, LENGTH, OF_BEST};
-use crate::{Error, Result};
+use rlhf_base::{Error, Result};
+use rlhf_lm::optim::settings::SCHEDULE;
 
 /// Settings that act after responses are sampled and scored, beside those of the schedule. A replay may change them.
 const ALLOWED: &[&str] = &[

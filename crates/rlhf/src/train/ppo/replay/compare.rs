@@ -4,11 +4,11 @@
 //! and the moments of the optimizers as whole tensors, may differ by a share of their size. Moments are sums of gradients. Weights are only
 //! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
-use crate::metrics::{Metrics, is_clock};
-use crate::optim::norm;
 use crate::run::checkpoint::Saved;
-use crate::weights::Checkpoint;
-use crate::{Error, Result};
+use rlhf_base::metrics::{Metrics, is_clock};
+use rlhf_base::weights::Checkpoint;
+use rlhf_base::{Error, Result};
+use rlhf_lm::optim::norm;
 use serde_json::{Map, Value, json};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;

@@ -1,0 +1,221 @@
+//! The description of settings: names, defaults, help, values.
+//!
+//! Each group of settings is a struct with `#[derive(Settings)]` in the module that it sets. A field is the one description of its
+//! setting: its name is the flag's, the configuration file's key and, where TRL has the setting, TRL's name; its doc comment is the help
+//! text; its `setting` attribute has the rest:
+//!
+//! | attribute | meaning |
+//! |---|---|
+//! | `heading = RUN` | heading of the help |
+//! | `default = 1.0` | default; without it an `Option` is none, a `Vec` is empty, a `bool` is false, and any other value is required |
+//! | `alias = "n"`, `aliases = ["n", "m"]` | further names |
+//! | `parse = f` | parser in place of [`required`] or [`optional`]: `fn(&str) -> Result<T, String>` |
+//! | `choices = f()` | the values to choose from, in place of all of the type |
+//! | `value_name = "HOST"` | placeholder of the value in the help |
+//! | `delimiter = ','` | separates the values of a list |
+//! | `several` | a flag is followed by all values of a list: `--names a b` |
+//! | `alone = "true"` | value of a flag that stands alone |
+//! | `equals` | a flag's value follows `=` only |
+//! | `positional`, `required`, `hide` | a word without a flag; a list that must not be empty; left out of the help |
+//! | `flatten` | the field is a group of settings |
+//!
+//! The program makes flags and help of it, and reads them and files through [`Settings::read`].
+
+mod refusals;
+mod values;
+
+/// Names the values of an enum of another module, as `#[derive(Choices)]` does where the enum is.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __named {
+    ($type:ident { $($value:ident => $choice:expr),+ $(,)? }) => {
+        impl $crate::schema::Choices for $type {
+            const ALL: &'static [(Self, $crate::schema::Choice)] = &[$((Self::$value, $choice)),+];
+        }
+
+        impl $crate::schema::Setting for $type {
+            const NAME: &'static str = "NAME";
+            const EXPECTED: &'static str = "one of the names in --help";
+
+            fn read(text: &str) -> Option<Self> {
+                $crate::schema::Choices::named(text)
+            }
+
+            fn choices() -> Vec<$crate::schema::Choice> {
+                <Self as $crate::schema::Choices>::ALL.iter().map(|(_, choice)| *choice).collect()
+            }
+        }
+    };
+}
+pub use __named as named;
+
+pub use refusals::{
+    Refusals, above_zero, all, at_least_one, expect, no_effect, subjects, usage, zero_or_more, zero_to_one,
+};
+pub use rlhf_derive::{Choices, Settings};
+pub use values::{
+    ByteSize, Choice, Choices, JsonObject, Kind, Setting, any_text, is_bool, optional, optional_top_k, required,
+    steps_or_minus_one, top_k_or_minus_one,
+};
+
+use crate::Result;
+
+// Headings of `--help`.
+/// Models and their tokenizers.
+pub const MODELS: &str = "Models";
+/// Rewards other than a reward model.
+pub const REWARDS: &str = "Rewards";
+/// Datasets.
+pub const DATA: &str = "Data";
+/// Batch sizes, and the length of the run.
+pub const BATCHES: &str = "Batch sizes and length of the run";
+/// The algorithm.
+pub const PPO: &str = "PPO";
+/// The loss of supervised training.
+pub const LOSS: &str = "Loss";
+/// Sampling, and the end of a response.
+pub const SAMPLING: &str = "Sampling";
+/// Low-rank adapters.
+pub const LORA: &str = "LoRA";
+/// Optimizer and learning rate.
+pub const OPTIMIZER: &str = "Optimizer";
+/// Checkpoints, and resuming.
+pub const CHECKPOINTS: &str = "Checkpoints";
+/// Evaluation during a run.
+pub const EVALUATION: &str = "Evaluation";
+/// Several ranks.
+pub const DIST: &str = "Several ranks";
+/// Uploads to the hub.
+pub const HUB: &str = "Hugging Face hub";
+/// Output, precision, device, reports.
+pub const RUN: &str = "Run";
+
+/// All headings, in the order of `--help`.
+pub const HEADINGS: [&str; 14] =
+    [MODELS, DATA, REWARDS, BATCHES, SAMPLING, PPO, LOSS, OPTIMIZER, LORA, EVALUATION, CHECKPOINTS, HUB, DIST, RUN];
+
+/// Default value of an optional flag that is unset.
+pub const NONE: &str = "none";
+
+/// A group of settings.
+pub trait Settings: Sized {
+    /// Appends the descriptions of the settings to `fields`, in the order of the struct.
+    fn describe(fields: &mut Vec<Field>);
+
+    /// Reads the settings from `values`; those that have no value get their default.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) for a value that is not one of its setting, and for a required setting without a value.
+    fn read(values: &Values<'_>) -> Result<Self>;
+
+    /// Returns the descriptions of the settings.
+    fn fields() -> Vec<Field> {
+        let mut fields = Vec::new();
+        Self::describe(&mut fields);
+        fields
+    }
+}
+
+/// The values of a setting by its name, as text; none if it is not set.
+pub type Values<'v> = dyn Fn(&str) -> Option<Vec<String>> + 'v;
+
+/// How many values a setting has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// One.
+    One,
+    /// One, `true` or `false`: a flag that may stand alone.
+    Switch,
+    /// One, or [`NONE`].
+    Optional,
+    /// Any number.
+    List,
+}
+
+/// The description of a setting. The module's table says where each part is from.
+#[derive(Debug, Clone)]
+pub struct Field {
+    /// Name.
+    pub name: &'static str,
+    /// Further names.
+    pub aliases: &'static [&'static str],
+    /// Help text, without a full stop at its end.
+    pub help: &'static str,
+    /// Heading in the help.
+    pub heading: &'static str,
+    /// Placeholder of a value in the help.
+    pub value_name: &'static str,
+    /// What a value is.
+    pub kind: Kind,
+    /// Number of values.
+    pub shape: Shape,
+    /// Default, as it is written; none if the setting is required, or a list.
+    pub default: Option<String>,
+    /// Whether the setting must be set.
+    pub required: bool,
+    /// Whether it is a word of the command line without a flag.
+    pub positional: bool,
+    /// Whether the help leaves it out.
+    pub hidden: bool,
+    /// Whether all values of a list follow its flag.
+    pub several: bool,
+    /// Whether a value follows `=` only.
+    pub equals: bool,
+    /// Value of a flag that stands alone.
+    pub alone: Option<&'static str>,
+    /// Letter between the values of a list.
+    pub delimiter: Option<char>,
+    /// The values to choose from; empty if they have no names.
+    pub choices: Vec<Choice>,
+    /// Checks a value; the error says what is expected.
+    pub check: fn(&str) -> Result<(), String>,
+}
+
+/// Returns `C` with the defaults of its settings, and "." wherever a value is required.
+pub fn defaults<C: Settings>() -> C {
+    defaults_with(&[])
+}
+
+/// Returns [`defaults`], with other defaults for the `settings` of these names.
+///
+/// # Panics
+/// If a default is not a value of its setting.
+pub fn defaults_with<C: Settings>(settings: &[(&'static str, &'static str)]) -> C {
+    let required: Vec<&str> = C::fields().iter().filter(|field| field.required).map(|field| field.name).collect();
+    let value = |name: &str| {
+        let other = settings.iter().rev().find(|(setting, _)| *setting == name).map(|(_, value)| *value);
+        other.or_else(|| required.contains(&name).then_some(".")).map(|value| vec![value.to_string()])
+    };
+    C::read(&value).expect("every setting has a default that it accepts")
+}
+
+/// Reads the setting `name`, whose last value counts.
+///
+/// # Errors
+/// [`Error::Usage`](crate::Error::Usage) if `parse` refuses the value, or if there is none and no default.
+pub fn one<T>(
+    values: &Values<'_>,
+    name: &str,
+    default: Option<String>,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<T> {
+    let Some(text) = values(name).and_then(|mut words| words.pop()).or(default) else {
+        return usage(format!("{name}: expected a value"));
+    };
+    parse(&text).or_else(|expected| usage(format!("{name} = {text}: {expected}")))
+}
+
+/// Reads the setting `name`, a list.
+///
+/// # Errors
+/// [`Error::Usage`](crate::Error::Usage) if `parse` refuses a value.
+pub fn many<T>(
+    values: &Values<'_>,
+    name: &str,
+    default: Option<String>,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<Vec<T>> {
+    let words = values(name).unwrap_or_else(|| default.into_iter().collect());
+    let parsed = words.iter().map(|text| parse(text).or_else(|expected| usage(format!("{name} = {text}: {expected}"))));
+    parsed.collect()
+}

@@ -1,0 +1,569 @@
+//! Sequence classifiers: reward models and value models.
+
+use super::ModelOptions;
+use super::adapter_folder::AdapterFolder;
+use super::batch::{Batch, shared_lens};
+use super::body::Body;
+use super::config::ModelConfig;
+use super::decoder::Decoder;
+use super::linear::{Linear, LinearShape, Norm};
+use super::lora::{DropoutRows, is_in_head};
+use super::lora_config::LoraConfig;
+use super::params::{Builder, DEEPSPEED_CHAT, Init, Source};
+use super::pretrained::sealed::Sealed;
+use super::pretrained::{ModelHead, PretrainedModel};
+use super::shape::{Family, HeadActivation, HeadNames, Pooling};
+use rlhf_base::schema::Choices;
+use rlhf_base::weights::Checkpoint;
+use rlhf_base::{Error, Result};
+use serde::Serialize;
+use std::ops::Range;
+use std::path::Path;
+use tch::{Kind, Tensor};
+
+/// Names of known linear heads: transformers', and DeepSpeed-Chat's.
+pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
+
+/// Names of tensors in folders of encoders that no classifier has: heads of masked language models and of pre-training, and the layer
+/// over RoBERTa's first token.
+const MASKED_LM_HEADS: [&str; 10] = [
+    "cls.",
+    "lm_head.",
+    "decoder.",
+    "lm_predictions.",
+    "mask_predictions.",
+    "vocab_transform.",
+    "vocab_layer_norm.",
+    "vocab_projector.",
+    "pooler.",
+    "roberta.pooler.",
+];
+
+/// Tensor names of a decoder with a score head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Choices)]
+#[serde(rename_all = "kebab-case")]
+#[choice(rename_all = "kebab-case")]
+pub enum ClassifierFormat {
+    /// Names of transformers' `...ForSequenceClassification`: `score.weight`.
+    #[default]
+    Transformers,
+    /// DeepSpeed-Chat's names: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
+    DeepspeedChat,
+}
+
+/// A sequence classifier: a reward model or a value model. A decoder has a score per position, an encoder scores per sequence. An
+/// encoder-decoder has both: see [`SequenceClassifier::logits`] and [`SequenceClassifier::values_at`].
+///
+/// ```no_run
+/// use rlhf_lm::model::{ModelOptions, SequenceClassifier};
+/// # fn main() -> rlhf_base::Result<()> {
+/// let reward = SequenceClassifier::from_pretrained("runs/reward".as_ref(), None, ModelOptions::default())?;
+/// let scores = reward.scores(&[vec![5, 6, 7], vec![8, 9]])?;
+/// assert_eq!(scores.size(), [2]);
+/// # Ok(())
+/// # }
+/// ```
+pub type SequenceClassifier = PretrainedModel<ClassifierHead>;
+
+/// The head of a sequence classifier: hidden states to a logit per label, of which the score is chosen.
+#[derive(Debug)]
+pub struct ClassifierHead {
+    layers: Head,
+    labels: Vec<String>,
+    chosen: Label,
+    new_head: bool,
+    /// The layers of a new head before the last one that the folder lacks.
+    drawn: Vec<String>,
+    format: ClassifierFormat,
+}
+
+impl Sealed for ClassifierHead {}
+
+impl ModelHead for ClassifierHead {
+    fn adapted(&mut self) -> Option<&mut Linear> {
+        self.layers.inner()
+    }
+
+    fn saved_config(&self, config: &ModelConfig, eos: Option<i64>, pad: Option<i64>) -> ModelConfig {
+        match self.format {
+            ClassifierFormat::Transformers => config.for_sequence_classifier(&self.labels, eos, pad),
+            ClassifierFormat::DeepspeedChat => config.for_causal_lm(eos, pad),
+        }
+    }
+
+    fn stored_name(&self, family: &Family, name: &str) -> Option<String> {
+        match self.format {
+            ClassifierFormat::Transformers => None,
+            ClassifierFormat::DeepspeedChat => {
+                name.strip_prefix(family.names.prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
+            }
+        }
+    }
+}
+
+/// The layers of a classifier's head.
+#[derive(Debug)]
+pub(super) enum Head {
+    /// A linear head, applied at any position.
+    Score(Linear),
+    /// A two-layer head, applied at the first token or to the mean over the tokens.
+    Dense { inner: Linear, activation: HeadActivation, norm: Option<Norm>, out: Box<Linear> },
+}
+
+/// The labels whose logits make the score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Label {
+    One(i64),
+    /// The first minus the second.
+    Difference(i64, i64),
+}
+
+impl SequenceClassifier {
+    /// Loads a folder with a sequence classifier, also in DeepSpeed-Chat's format (`v_head.weight`). The model is frozen until
+    /// [`SequenceClassifier::set_trainable`].
+    ///
+    /// With `new_head: Some(seed)` the folder may contain a language model, or an encoder without a head: its body is loaded, and a
+    /// head with one label is initialized, of an encoder those of its layers that the folder lacks. That of an encoder-decoder has
+    /// two layers, as transformers' class has, initialized as there.
+    ///
+    /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it, with the head
+    /// that was trained beside it; with `new_head` the adapter may be a language model's.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::from_pretrained`]; if the folder contains a language model and `new_head` is `None`.
+    pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
+        if let Some(folder) = AdapterFolder::find(dir)? {
+            if new_head.is_none() {
+                folder.check_task(true)?;
+            }
+            let own_head = folder.holds_head()?;
+            let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
+            if own_head {
+                folder.check_holds(&std::mem::take(&mut model.head.drawn))?;
+            }
+            model.put_adapter(&folder)?;
+            model.head.new_head &= !own_head;
+            return Ok(model);
+        }
+        let config = ModelConfig::from_dir(dir)?.of_classifier();
+        config.check_classifier_code(dir)?;
+        if !config.is_sequence_classifier() && !dir.join("model.safetensors").is_file() {
+            check_pickle(dir)?;
+        }
+        let checkpoint = Checkpoint::open(dir)?;
+        let source = Source::Checkpoint(&checkpoint);
+        let names = &config.family.names;
+        let (held, compute) = options.kinds(source);
+        let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
+        builder.set_tied(config.tie_word_embeddings);
+        builder.quantize_to(options.quantization);
+        let decoder = Decoder::new(&config, &mut builder, compute)?;
+        builder.quantize_to(None);
+        let name = builder.first_stored(&SCORE_HEADS);
+        let scores = match names.head {
+            HeadNames::Score => name.to_string(),
+            HeadNames::Dense { .. } => names.head.scores(),
+        };
+        // A stored head is kept: `new_head` is for folders without one.
+        let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none());
+        let one = || vec!["LABEL_0".to_string()];
+        let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
+        // A head is small and is trained in full beside an adapter, so it is always held in f32.
+        let others = builder.hold_as(Some(Kind::Float));
+        let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
+        let is_drawn = |layer: &&str| new_head.is_some() && builder.lacks(&format!("{layer}.weight"));
+        let drawn = names.head.inner().into_iter().filter(is_drawn).map(str::to_string).collect();
+        builder.hold_as(others);
+        // Other heads in the file, an LM head or a value head, are not used.
+        let lm_head = names.lm_head.trim_end_matches("weight");
+        let ignored = match (new_head, name == SCORE_HEADS[1]) {
+            (Some(_), _) if !config.causal => MASKED_LM_HEADS.to_vec(),
+            (Some(_), _) => vec![lm_head, "v_head."],
+            (None, true) => vec![lm_head],
+            (None, false) => vec![],
+        };
+        let format = match name == SCORE_HEADS[1] {
+            true => ClassifierFormat::DeepspeedChat,
+            false => ClassifierFormat::Transformers,
+        };
+        let rounded = builder.has_rounded();
+        let params = builder.finish(&ignored)?;
+        let chosen = Label::One(0);
+        let new_head = new_head.is_some();
+        let origin = (!config.is_part()).then(|| dir.to_path_buf());
+        let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
+        let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format };
+        Ok(Self { body, head })
+    }
+
+    /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full, with those of its layers
+    /// that a new one has not from the folder.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::add_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
+    pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+        self.check_names()?;
+        // No folder has these, so they are saved with the adapter.
+        let drawn = self.head.drawn.iter().filter(|layer| !is_in_head(layer)).cloned();
+        let modules_to_save = config.modules_to_save.iter().cloned().chain(drawn).collect();
+        let config = LoraConfig { modules_to_save, ..config.clone() };
+        self.body.add_adapter(self.head.layers.inner(), &config, seed, true)
+    }
+
+    /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::load_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        let folder = AdapterFolder::open(dir)?;
+        folder.check_task(true)?;
+        self.put_adapter(&folder)
+    }
+
+    fn put_adapter(&mut self, folder: &AdapterFolder) -> Result<()> {
+        self.check_names()?;
+        self.body.load_adapter(self.head.layers.inner(), folder, true)
+    }
+
+    fn check_names(&self) -> Result<()> {
+        match self.head.format {
+            ClassifierFormat::DeepspeedChat => Err(Error::Run(
+                "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
+                 transformers gives it these"
+                    .into(),
+            )),
+            ClassifierFormat::Transformers => Ok(()),
+        }
+    }
+
+    /// The format in which the model is saved: that of the folder it was loaded from, or the one that was
+    /// [set](SequenceClassifier::set_format).
+    pub fn format(&self) -> ClassifierFormat {
+        self.head.format
+    }
+
+    /// Sets the format in which the model is saved; the weights do not change.
+    ///
+    /// # Errors
+    /// For DeepSpeed-Chat's format if the model is an encoder, has several labels or an adapter.
+    pub fn set_format(&mut self, format: ClassifierFormat) -> Result<()> {
+        if format == self.head.format {
+            return Ok(());
+        }
+        if format == ClassifierFormat::DeepspeedChat && self.body.adapter.is_some() {
+            return Err(Error::Run(
+                "reward_format = deepspeed-chat: this format has no adapters; merge it first".into(),
+            ));
+        }
+        if !matches!((&self.head.layers, self.head.labels.len()), (Head::Score(_), 1)) {
+            return Err(Error::Run("reward_format = deepspeed-chat: expected a decoder with one label".into()));
+        }
+        let [old, new] = match format {
+            ClassifierFormat::Transformers => [SCORE_HEADS[1], SCORE_HEADS[0]],
+            ClassifierFormat::DeepspeedChat => SCORE_HEADS,
+        };
+        let heads = self.body.params.iter_mut().filter(|param| param.name == old);
+        heads.for_each(|param| param.name = new.into());
+        self.head.format = format;
+        // The folder has other names, so an adapter would not find its base there.
+        self.body.origin = None;
+        Ok(())
+    }
+
+    /// The names of the labels.
+    pub fn labels(&self) -> &[String] {
+        &self.head.labels
+    }
+
+    /// Whether the score head was newly initialized, so that its scores mean nothing before training.
+    pub fn has_new_head(&self) -> bool {
+        self.head.new_head
+    }
+
+    /// Checks that the model has one score per position of its decoder, as a value model must.
+    ///
+    /// # Errors
+    /// If it is an encoder or has several labels.
+    pub fn check_values(&self, dir: &Path) -> Result<()> {
+        self.config().check_decoder(dir)?;
+        match self.head.labels.len() {
+            1 => Ok(()),
+            found => Err(Error::invalid(dir, format!("expected a classifier with one label, found {found}"))),
+        }
+    }
+
+    /// Chooses the label whose logit is the score: a name, a number, or two of these with a minus between them for their
+    /// difference.
+    ///
+    /// `None` is valid only for a model with one label.
+    ///
+    /// # Errors
+    /// If there is no such label, or if there are several labels and `label` is `None`; `dir` is the model's folder.
+    pub fn choose_label(&mut self, label: Option<&str>, dir: &Path) -> Result<()> {
+        let known = self.head.labels.join(", ");
+        let at = |name: &str| {
+            let by_name = self.head.labels.iter().position(|label| label == name);
+            let by_number = || name.parse().ok().filter(|&i: &usize| i < self.head.labels.len());
+            by_name.or_else(by_number).map(|i| i as i64)
+        };
+        self.head.chosen = match label {
+            None if self.head.labels.len() == 1 => Label::One(0),
+            None => {
+                let message = format!(
+                    "the classifier has {} labels: {known}; choose one, or a difference such as {}-{}, with --reward_label",
+                    self.head.labels.len(),
+                    self.head.labels[1],
+                    self.head.labels[0]
+                );
+                return Err(Error::invalid(dir, message));
+            }
+            Some(text) => {
+                let halves = || text.match_indices('-').find_map(|(i, _)| Some((at(&text[..i])?, at(&text[i + 1..])?)));
+                match (at(text), halves()) {
+                    (Some(i), _) => Label::One(i),
+                    (None, Some((i, j))) => Label::Difference(i, j),
+                    (None, None) => {
+                        let message = format!(
+                            "reward_label = {text}: expected one of {known}, its number, or two of them with a minus between"
+                        );
+                        return Err(Error::invalid(dir, message));
+                    }
+                }
+            }
+        };
+        Ok(())
+    }
+
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. An encoder-decoder has none without the lengths
+    /// of the prompts, which [`super::ValueModel::values_of`] takes: its head, which reads the end of a text for a score, is applied to
+    /// each of the decoder's states.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
+    /// [`SequenceClassifier::check_values`].
+    pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
+        self.values(Batch::new(sequences, spans))
+    }
+
+    /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as that.
+    pub fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
+        let head = self.value_head()?;
+        self.body.check_spans(batch, 0)?;
+        Ok(head.forward(&self.body.hidden_at(batch, 0, head.score())?.states).squeeze_dim(1))
+    }
+
+    /// Forward and backward pass of `loss`, a scalar computed from the values `[M]` of [`SequenceClassifier::values_at`];
+    /// accumulates gradients.
+    ///
+    /// # Errors
+    /// As [`SequenceClassifier::values_at`]; if the model is frozen.
+    pub fn values_backward<S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        let head = self.value_head()?;
+        self.body.check_spans(batch, 0)?;
+        self.body.backward(batch, 0, head.score(), |hidden| {
+            loss(&head.forward(hidden).squeeze_dim(1)).backward();
+            hidden.grad()
+        })
+    }
+
+    /// The head of a model that passes [`SequenceClassifier::check_values`].
+    fn value_head(&self) -> Result<&Head> {
+        match (self.config().causal, self.head.labels.len()) {
+            (true, 1) => Ok(&self.head.layers),
+            _ => Err(Error::Run("a value at a position: expected a decoder with one label".into())),
+        }
+    }
+
+    /// The logits of each sequence: at its last token, for an encoder at its first or of the mean over its tokens; of an
+    /// encoder-decoder at the last, of which encoder and decoder both read the sequence:
+    /// `[rows, labels]` f32.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`].
+    pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
+        if self.config().is_encoder_decoder() {
+            let twice = ReadTwice::new(sequences);
+            return Ok(self.head.layers.forward(&self.body.hidden_at(twice.batch(), 0, None)?.states));
+        }
+        let spans = self.read_at(sequences);
+        let tokens = sequences.iter().map(|sequence| sequence.as_ref().len()).sum();
+        let shared = shared_lens(sequences.iter().map(AsRef::as_ref), tokens);
+        let batch = Batch::new(sequences, &spans).sharing(shared.as_deref());
+        Ok(self.head.layers.forward(&self.pooled(&self.body.hidden_at(batch, 0, None)?.states, &spans)))
+    }
+
+    /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`].
+    pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
+        Ok(self.chosen_of(&self.logits(sequences)?))
+    }
+
+    /// Forward and backward pass of `loss`, a scalar computed from the [scores](SequenceClassifier::scores) `[rows]`, with
+    /// dropout before the adapters; accumulates gradients.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`]; if the model is frozen.
+    pub fn scores_backward<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        dropout: Option<&DropoutRows>,
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        if self.config().is_encoder_decoder() {
+            let twice = ReadTwice::new(sequences);
+            return self.body.backward(twice.batch().with_dropout(dropout), 0, None, |hidden| {
+                loss(&self.chosen_of(&self.head.layers.forward(hidden))).backward();
+                hidden.grad()
+            });
+        }
+        let spans = self.read_at(sequences);
+        self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
+            loss(&self.chosen_of(&self.head.layers.forward(&self.pooled(hidden, &spans)))).backward();
+            hidden.grad()
+        })
+    }
+
+    /// The position of each sequence at which the head is applied.
+    fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
+        let lens = sequences.iter().map(|s| s.as_ref().len());
+        match self.head.layers {
+            Head::Score(_) => lens.map(|len| len.saturating_sub(1)..len).collect(),
+            Head::Dense { .. } => match self.config().pooling {
+                Pooling::First => lens.map(|_| 0..1).collect(),
+                Pooling::Mean => lens.map(|len| 0..len).collect(),
+            },
+        }
+    }
+
+    /// The head's input for each sequence, from the hidden states at [`SequenceClassifier::read_at`].
+    fn pooled(&self, hidden: &Tensor, spans: &[Range<usize>]) -> Tensor {
+        if self.config().pooling == Pooling::First {
+            return hidden.shallow_clone();
+        }
+        let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
+        let means = hidden.split_with_sizes(&lens, 0).into_iter().map(|rows| rows.mean_dim(0, false, Kind::Float));
+        Tensor::stack(&means.collect::<Vec<_>>(), 0)
+    }
+
+    fn chosen_of(&self, logits: &Tensor) -> Tensor {
+        match self.head.chosen {
+            Label::One(i) => logits.select(1, i),
+            Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
+        }
+    }
+}
+
+/// Rejects a folder whose weights are only a pickle, as DeepSpeed-Chat saves its reward models.
+fn check_pickle(dir: &Path) -> Result<()> {
+    const PICKLE: &str = "pytorch_model.bin";
+    if !dir.join(PICKLE).is_file() || dir.join("model.safetensors.index.json").is_file() {
+        return Ok(());
+    }
+    let message = format!(
+        "expected model.safetensors, found only {PICKLE}, a pickle, which can run code and is never opened; convert one of \
+         DeepSpeed-Chat there: `python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{PICKLE}', \
+         weights_only=True), 'model.safetensors')\"`, one of transformers with it: \
+         `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
+    );
+    Err(Error::invalid(dir, message))
+}
+
+/// Texts as an encoder-decoder's classifier reads them: the encoder reads the text, the decoder the start token and the text without its
+/// last token, and the head is applied at the end. transformers' head is at the last end token, which is there.
+struct ReadTwice {
+    sequences: Vec<Vec<i64>>,
+    prompt_lens: Vec<usize>,
+    spans: Vec<Range<usize>>,
+}
+
+impl ReadTwice {
+    fn new<S: AsRef<[i64]>>(texts: &[S]) -> Self {
+        let twice = |text: &S| [text.as_ref(), &text.as_ref()[..text.as_ref().len().saturating_sub(1)]].concat();
+        let sequences: Vec<Vec<i64>> = texts.iter().map(twice).collect();
+        let spans = sequences.iter().map(|sequence| sequence.len().saturating_sub(1)..sequence.len()).collect();
+        Self { prompt_lens: texts.iter().map(|text| text.as_ref().len()).collect(), sequences, spans }
+    }
+
+    fn batch(&self) -> Batch<'_, Vec<i64>> {
+        Batch::new(&self.sequences, &self.spans).with_prompts(Some(&self.prompt_lens))
+    }
+}
+
+impl Head {
+    /// A linear head.
+    fn score(&self) -> Option<&Linear> {
+        match self {
+            Head::Score(score) => Some(score),
+            Head::Dense { .. } => None,
+        }
+    }
+
+    /// The layer that can have an adapter.
+    fn inner(&mut self) -> Option<&mut Linear> {
+        match self {
+            Head::Score(_) => None,
+            Head::Dense { inner, .. } => Some(inner),
+        }
+    }
+
+    /// Logits of hidden states, f32.
+    fn forward(&self, hidden: &Tensor) -> Tensor {
+        match self {
+            Head::Score(score) => score.forward(hidden),
+            Head::Dense { inner, activation, norm, out } => {
+                let inner = inner.forward(hidden);
+                let active = match activation {
+                    HeadActivation::Tanh => inner.tanh(),
+                    HeadActivation::Relu => inner.relu(),
+                    HeadActivation::Gelu => inner.gelu("none"),
+                };
+                out.forward(&norm.as_ref().map_or(active.shallow_clone(), |norm| norm.forward(&active, Kind::Float)))
+            }
+        }
+    }
+
+    /// Builds the head; `name` is the weight's name of a linear head.
+    pub(super) fn build(
+        builder: &mut Builder<'_>,
+        config: &ModelConfig,
+        name: &str,
+        labels: i64,
+        new_head: Option<u64>,
+    ) -> Result<Self> {
+        // f32, as bf16 would round scores to steps of 1/128 of their size.
+        let compute = Kind::Float;
+        let width_in = config.hidden_size;
+        let by_width = if config.scale_init_by_width { (width_in as f64).sqrt() } else { 1.0 };
+        let std = config.initializer_range / by_width;
+        // A head is trained in full beside an adapter, so it is never held in codes.
+        builder.unpack(true);
+        let head = match config.family.names.head {
+            HeadNames::Score => {
+                let shape = [labels, config.embedding_size];
+                let weight = match new_head {
+                    Some(seed) => builder.new_head(name.to_string(), &shape, seed, std)?,
+                    None => builder.tensor(name.to_string(), &shape, Init::Zeros, true)?,
+                };
+                Head::Score(Linear::new(weight, None, compute))
+            }
+            HeadNames::Dense { inner, activation, norm, out } => {
+                let shape = |width_out, bias| LinearShape { width_in, width_out, bias, transposed: false, std };
+                // A new head keeps the layers that pre-training has trained: BERT's pooler, the head of ModernBERT.
+                builder.set_absent(new_head);
+                let inner = Linear::build(builder, inner, shape(width_in, config.head_bias), compute)?;
+                let norm = norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?;
+                let out = Linear::build(builder, out, shape(labels, true), compute)?;
+                builder.set_absent(None);
+                Head::Dense { inner, activation, norm, out: Box::new(out) }
+            }
+        };
+        builder.unpack(false);
+        Ok(head)
+    }
+}

@@ -1,0 +1,903 @@
+//! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
+
+use super::batch::StopCheck;
+use super::kv_cache::KvCache;
+use super::layout::{BiasOf, Layout, Scores};
+use super::linear::{Linear, LinearShape, Norm};
+use super::lora::Dropout;
+use super::mlp::Mlp;
+use super::params::{Builder, Init};
+use super::relative::RelativePositions;
+use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
+use super::shard::{LayerGuard, Shards};
+use super::{plain, uses_kernels};
+use rlhf_base::rng::Stream;
+use rlhf_base::{Error, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use tch::{Device, Kind, Tensor};
+
+#[derive(Debug)]
+struct Layer {
+    /// `None` in a first layer that reads the embeddings as they are.
+    input_norm: Option<Norm>,
+    qkv: Vec<Linear>,
+    qk_norm: Option<[Norm; 2]>,
+    attention_out: Linear,
+    mlp_norm: Norm,
+    output_norms: Option<[Norm; 2]>,
+    mlp: Mlp,
+    scores: Scores,
+    cross: Option<CrossAttention>,
+}
+
+/// Attention of a decoder's layer to the encoder's hidden states.
+#[derive(Debug)]
+struct CrossAttention {
+    norm: Norm,
+    qkv: [Linear; 3],
+    out: Linear,
+    scores: Scores,
+}
+
+/// A model without its head: maps tokens to hidden states.
+#[derive(Debug)]
+pub(crate) struct Decoder {
+    /// The encoder of an encoder-decoder, with the same embedding.
+    encoder: Option<Box<Decoder>>,
+    embed: Tensor,
+    positions: Option<Tensor>,
+    token_types: Option<Tensor>,
+    embed_norm: Option<Norm>,
+    relative: Option<RelativePositions>,
+    /// Projections from the width of the embeddings to that of the layers, and back.
+    project: Option<[Linear; 2]>,
+    /// Table of the bias of scores by distance, `[buckets, heads]`.
+    bias_table: Option<Tensor>,
+    layers: Vec<Layer>,
+    /// Number of the first layer among those of the model: an encoder's come before its decoder's.
+    first_layer: usize,
+    final_norm: Option<Norm>,
+    shape: Shape,
+    /// Dtype of products and attention; the residual stream is f32 in any case.
+    pub compute: Kind,
+    /// The division of the model's parameters over ranks.
+    shards: Shards,
+}
+
+/// The keys and values that the tokens of one forward pass attend to.
+enum Attention<'a> {
+    /// Whole sequences; their keys and values are also stored, if there is a cache.
+    Sequences(&'a Layout, Option<&'a mut KvCache>),
+    /// One token per row, after the cached tokens.
+    Step(&'a mut KvCache),
+}
+
+/// Options of [`Decoder::backward`].
+#[derive(Clone, Copy)]
+pub(crate) struct BackwardOptions<'a> {
+    /// Dropout before the adapters.
+    pub dropout: Option<&'a Dropout>,
+    /// Whether to store only the input of each layer and to recompute the layer in the backward pass.
+    pub gradient_checkpointing: bool,
+}
+
+/// State shared by all layers of one forward pass.
+struct Pass<'a> {
+    attention: Attention<'a>,
+    /// Cosines and sines of each of the model's rotary positions.
+    rotations: Vec<(Tensor, Tensor)>,
+    /// The bias of scores by distance, `[rows or 1, heads, queries, keys]` f32.
+    bias: Option<Tensor>,
+    memory: Option<Memory>,
+    dropout: Option<&'a Dropout>,
+}
+
+/// The encoder's hidden states `[N, hidden size]` f32, which a decoder attends to.
+struct Memory {
+    states: Tensor,
+    /// Dropout before the adapters of their projections.
+    dropout: Option<Dropout>,
+}
+
+/// The forward pass of a stack whose layers have backward passes of their own.
+struct StoredLayers {
+    /// The input of each layer, its output if that has a graph, and the state of dropout before it.
+    layers: Vec<(Tensor, Option<Tensor>, Option<Vec<Stream>>)>,
+    /// The state of dropout before the embedding.
+    first_state: Option<Vec<Stream>>,
+    /// The output of the last layer, a leaf.
+    top: Tensor,
+    /// The bias by distance with its graph, and the leaf that the layers have.
+    bias: Option<(Tensor, Tensor)>,
+    memory: Option<Memory>,
+}
+
+impl Decoder {
+    pub(crate) fn new(shape: &Shape, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
+        b.check_layers(shape.num_hidden_layers + shape.encoder_layers.unwrap_or(0))?;
+        let names = &shape.family.names;
+        let embed = [shape.vocab_size, shape.embedding_size];
+        let embed = b.embedding(format!("{}.weight", names.embed), &embed, Init::Normal(shape.initializer_range))?;
+        if names.encoder.is_some() {
+            b.check_copies(&embed)?;
+        }
+        let encoder = match (shape.of_encoder(), names.encoder) {
+            (Some(shape), Some(names)) => Some(Self::stack(&shape, names, &embed, b, compute)?),
+            _ => None,
+        };
+        let mut decoder = Self::stack(shape, names, &embed, b, compute)?;
+        decoder.first_layer = encoder.as_ref().map_or(0, |encoder| encoder.layers.len());
+        decoder.encoder = encoder.map(Box::new);
+        let shards = decoder.shards.clone();
+        decoder.set_shards(shards);
+        Ok(decoder)
+    }
+
+    /// One stack of layers with the embedding `embed`.
+    fn stack(shape: &Shape, names: &Names, embed: &Tensor, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
+        let (width, std) = (shape.embedding_size, shape.initializer_range);
+        let table = |b: &mut Builder<'_>, base: &str, rows: i64, width: i64| {
+            b.embedding(format!("{base}.weight"), &[rows, width], Init::Normal(std))
+        };
+        let rows = (shape.max_position_embeddings as i64).saturating_add(shape.position_offset);
+        let positions = names.positions.filter(|_| shape.learned_positions);
+        let positions = positions.map(|base| table(b, base, rows, shape.hidden_size)).transpose()?;
+        let token_types = names.token_types.filter(|_| shape.token_types > 0);
+        let token_types = token_types.map(|base| table(b, base, shape.token_types, shape.hidden_size)).transpose()?;
+        let embed_norm = names.embed_norm.map(|base| Norm::build(b, base, width, shape)).transpose()?;
+        let relative = RelativePositions::build(b, shape)?;
+        let project = match names.project.filter(|_| width != shape.hidden_size) {
+            None => None,
+            Some([inward, outward]) => {
+                let between = |b: &mut Builder<'_>, base: &str, width_in: i64, width_out: i64| {
+                    let shape = LinearShape { width_in, width_out, bias: false, transposed: names.transposed, std };
+                    Linear::build(b, base, shape, compute)
+                };
+                Some([between(b, inward, width, shape.hidden_size)?, between(b, outward, shape.hidden_size, width)?])
+            }
+        };
+        let bias_table = match (shape.relative_bias, names.relative_bias) {
+            (Some(bias), Some(base)) => {
+                let init = Init::Normal(std * (shape.hidden_size as f64).powf(-0.5));
+                let sizes = [bias.buckets, shape.num_attention_heads];
+                Some(b.bias_table(format!("{}.0.{base}.weight", names.layers), &sizes, init)?)
+            }
+            _ => None,
+        };
+        let layers = (0..shape.num_hidden_layers).map(|i| Layer::new(i as usize, shape, names, b, compute));
+        let layers = layers.collect::<Result<_>>()?;
+        let final_norm = match shape.order {
+            Order::Post => None,
+            _ => Some(Norm::build(b, names.final_norm, shape.hidden_size, shape)?),
+        };
+        Ok(Self {
+            encoder: None,
+            embed: embed.shallow_clone(),
+            positions,
+            token_types,
+            embed_norm,
+            relative,
+            project,
+            bias_table,
+            layers,
+            first_layer: 0,
+            final_norm,
+            shape: shape.clone(),
+            compute,
+            shards: Shards::default(),
+        })
+    }
+
+    /// The division of the model's parameters over ranks.
+    pub(crate) fn shards(&self) -> &Shards {
+        &self.shards
+    }
+
+    /// Sets the division of the model's parameters: that of a model whose memory this one shares.
+    pub(crate) fn set_shards(&mut self, shards: Shards) {
+        self.encoder.iter_mut().for_each(|encoder| encoder.shards = shards.clone());
+        self.shards = shards;
+    }
+
+    /// Number of the layer that the parameter `name` is part of, an encoder's before its decoder's; `None` outside the layers.
+    pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
+        let names = &self.shape.family.names;
+        // The bias by distance is that of all layers of its stack.
+        if names.relative_bias.is_some_and(|bias| name.ends_with(&format!(".{bias}.weight"))) {
+            return None;
+        }
+        let of = |names: &Names| name.strip_prefix(names.layers)?.strip_prefix('.')?.split('.').next()?.parse().ok();
+        let of_decoder = of(names).map(|layer: usize| layer + self.first_layer);
+        of_decoder.or_else(|| names.encoder.and_then(of))
+    }
+
+    /// Number of layers, with those of an encoder.
+    pub(crate) fn num_layers(&self) -> usize {
+        self.first_layer + self.layers.len()
+    }
+
+    /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
+    pub(crate) fn embedding(&self) -> Tensor {
+        self.embed.shallow_clone()
+    }
+
+    /// The linear layers, which can have adapters.
+    pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        let Self { encoder, project, layers, .. } = self;
+        let encoder = encoder.as_deref_mut().map(|encoder| (&mut encoder.project, &mut encoder.layers));
+        let stacks = encoder.into_iter().chain([(project, layers)]);
+        stacks.flat_map(|(project, layers)| {
+            project.iter_mut().flatten().chain(layers.iter_mut().flat_map(Layer::linears_mut))
+        })
+    }
+
+    /// The encoder, if there is one, and the decoder.
+    fn stacks(&self) -> impl Iterator<Item = &Self> {
+        self.encoder.as_deref().into_iter().chain([self])
+    }
+
+    /// The linear layers outside the layers of the stacks.
+    pub(crate) fn root_linears(&self) -> impl Iterator<Item = &Linear> {
+        self.stacks().flat_map(|stack| stack.project.iter().flatten())
+    }
+
+    /// All linear layers of the stacks.
+    pub(crate) fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let layers = self.stacks().flat_map(|stack| &stack.layers);
+        self.root_linears().chain(layers.flat_map(Layer::linears))
+    }
+
+    /// Frees the copies of weights in the dtype of products.
+    pub(crate) fn drop_copies(&self) {
+        self.linears().for_each(Linear::drop_copies);
+    }
+
+    /// Gathers layer `i`, if its parameters are divided over ranks.
+    fn whole_layer(&self, i: usize) -> Result<WholeLayer<'_>> {
+        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i)?, decoder: self, i })
+    }
+
+    /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
+    /// packed order, or at all tokens. Fills `cache` if there is one.
+    ///
+    /// # Errors
+    /// If `ends` ends the pass; if the parameters are divided over ranks, and a rank has ended or does not respond, as all functions of
+    /// passes; if memory does not suffice.
+    pub(crate) fn forward(
+        &self,
+        layout: &Layout,
+        cache: Option<&mut KvCache>,
+        rows: Option<&Tensor>,
+        dropout: Option<&Dropout>,
+        ends: StopCheck<'_>,
+    ) -> Result<Tensor> {
+        within_memory(layout, || self.forward_all(layout, cache, rows, dropout, ends))
+    }
+
+    fn forward_all(
+        &self,
+        layout: &Layout,
+        mut cache: Option<&mut KvCache>,
+        rows: Option<&Tensor>,
+        dropout: Option<&Dropout>,
+        ends: StopCheck<'_>,
+    ) -> Result<Tensor> {
+        if let Some(cache) = &mut cache {
+            cache.begin_sequences(layout);
+        }
+        let memory = match (&self.encoder, &layout.source) {
+            (Some(encoder), Some(source)) => {
+                let dropout = dropout.map(|dropout| dropout.over(&source.layout.lens));
+                Some(Memory { states: encoder.forward(&source.layout, None, None, dropout.as_ref(), ends)?, dropout })
+            }
+            _ => None,
+        };
+        let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
+        // The bias of long rows is computed in blocks, where no gradient needs it.
+        let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
+        let bias = (!self.bias_table.as_ref().is_some_and(in_blocks)).then(|| self.bias(layout, 0, layout.width));
+        (pass.bias, pass.memory) = (bias.flatten(), memory);
+        for i in 0..self.layers.len() {
+            ends.check()?;
+            let _whole = self.whole_layer(i)?;
+            x = self.layer(i, &x, &mut pass, rows);
+        }
+        Ok(self.finish(x, rows, dropout))
+    }
+
+    /// Hidden states `[rows, embedding size]` f32 of one more token per row; `tokens` is `[rows]` i64.
+    pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        let positions = cache.begin_step(tokens);
+        let mut x = self.embed(tokens, &positions, None);
+        let distances = self.bias_table.is_some().then(|| cache.distances());
+        let mut pass = self.pass(&positions, Attention::Step(cache), None);
+        pass.bias = distances.and_then(|distances| self.bias_at(&distances));
+        for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
+            x = self.layer(i, &x, &mut pass, None);
+        }
+        Ok(self.finish(x, None, None))
+    }
+
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step. It does not with an encoder and with a bias by
+    /// distance, which depend on the lengths that the host has; with `longrope`, whose factors are copied to the device; with experts,
+    /// whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
+    pub(crate) fn has_recordable_steps(&self) -> bool {
+        let constant =
+            |layer: &Layer| !layer.mlp.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
+        self.encoder.is_none()
+            && self.has_kernel()
+            && self.shape.rope_switch().is_none()
+            && !self.shards.are_params_divided()
+            && self.layers.iter().all(constant)
+    }
+
+    /// Forward and backward pass; accumulates gradients. `gradient_of` receives the first `count` hidden states at `rows`,
+    /// detached, and returns the gradient of the loss with respect to them.
+    pub(crate) fn backward(
+        &self,
+        layout: &Layout,
+        (rows, count): (&Tensor, i64),
+        options: BackwardOptions<'_>,
+        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        let gradient_of = |hidden: &Tensor| {
+            let gradient = gradient_of(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
+            gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])
+        };
+        within_memory(layout, || {
+            if options.gradient_checkpointing || self.shards.are_gradients_divided() {
+                return self.backward_by_layer(layout, rows, options, gradient_of);
+            }
+            let hidden = self.forward_all(layout, None, Some(rows), options.dropout, StopCheck::NEVER)?;
+            tch_ext::backward(&hidden, &gradient_of(&hidden));
+            Ok(())
+        })
+    }
+
+    /// [`Decoder::backward`], where each layer has a backward pass of its own, so that its gradients can be reduced over ranks
+    /// at once. With gradient checkpointing only the input of each layer is stored, and the layer is recomputed in its backward
+    /// pass, with the same dropout.
+    ///
+    /// Layers are also recomputed where products use copies of weights that are released after each layer: the stored
+    /// activations of a layer would hold on to its copies.
+    fn backward_by_layer(
+        &self,
+        layout: &Layout,
+        rows: &Tensor,
+        options: BackwardOptions<'_>,
+        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        let encoded = match (&self.encoder, &layout.source) {
+            (Some(encoder), Some(source)) => {
+                let dropout = options.dropout.map(|dropout| dropout.over(&source.layout.lens));
+                let options = BackwardOptions { dropout: dropout.as_ref(), ..options };
+                let stored = encoder.store_layers((&source.layout, None), options, None)?;
+                let hidden = encoder.finish(stored.top.shallow_clone(), None, options.dropout);
+                let memory = Memory { states: hidden.detach().set_requires_grad(true), dropout };
+                Some(((encoder, &source.layout, stored, hidden), memory))
+            }
+            _ => None,
+        };
+        let (encoded, memory) = encoded.unzip();
+        let stored = self.store_layers((layout, Some(rows)), options, memory)?;
+        let hidden = self.finish(stored.top.shallow_clone(), Some(rows), options.dropout);
+        let gradient = gradient_of(&hidden);
+        tch_ext::backward(&hidden, &gradient);
+        let memory = self.backward_layers((layout, Some(rows)), options, stored)?;
+        let (Some((encoder, layout, stored, hidden)), Some(memory)) = (encoded, memory) else { return Ok(()) };
+        tch_ext::backward(&hidden, &memory.states.grad());
+        let options = BackwardOptions { dropout: memory.dropout.as_ref(), ..options };
+        encoder.backward_layers((layout, None), options, stored).map(drop)
+    }
+
+    /// Whether layers are computed again in their backward pass.
+    fn recomputes(&self, options: BackwardOptions<'_>) -> bool {
+        let has_copies = || self.layers.iter().flat_map(Layer::linears).any(Linear::uses_copies);
+        options.gradient_checkpointing || (self.shards.releases() && has_copies())
+    }
+
+    /// The forward pass of [`Decoder::backward_by_layer`] through the layers of this stack.
+    fn store_layers(
+        &self,
+        (layout, rows): (&Layout, Option<&Tensor>),
+        options: BackwardOptions<'_>,
+        memory: Option<Memory>,
+    ) -> Result<StoredLayers> {
+        let (recomputes, dropout) = (self.recomputes(options), options.dropout);
+        let state = || dropout.map(Dropout::state);
+        let bias = self.bias(layout, 0, layout.width);
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
+        pass.bias = bias.as_ref().map(|bias| bias.detach().set_requires_grad(bias.requires_grad()));
+        pass.memory = memory;
+        let mut layers = Vec::with_capacity(self.layers.len());
+        let first_state = state();
+        let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
+        for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
+            let (input, state) = (x.detach().set_requires_grad(true), state());
+            let out = match recomputes {
+                true => tch::no_grad(|| self.layer(i, &input, &mut pass, rows)),
+                false => self.layer(i, &input, &mut pass, rows),
+            };
+            x = out.detach();
+            layers.push((input, (!recomputes).then_some(out), state));
+        }
+        let Pass { bias: leaf, memory, .. } = pass;
+        Ok(StoredLayers { layers, first_state, top: x.set_requires_grad(true), bias: bias.zip(leaf), memory })
+    }
+
+    /// The backward passes of stored layers, after the one to their `top`. Returns the encoder's hidden states, with their gradient.
+    fn backward_layers(
+        &self,
+        (layout, rows): (&Layout, Option<&Tensor>),
+        options: BackwardOptions<'_>,
+        stored: StoredLayers,
+    ) -> Result<Option<Memory>> {
+        let dropout = options.dropout;
+        let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
+        let StoredLayers { mut layers, first_state, top, bias, memory } = stored;
+        let (bias, leaf) = bias.unzip();
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
+        (pass.bias, pass.memory) = (leaf, memory);
+        let mut gradient = top.grad();
+        while let Some((x, out, state)) = layers.pop() {
+            let i = layers.len();
+            let _whole = self.whole_layer(i)?;
+            self.shards.lend_gradients(Some(self.first_layer + i))?;
+            let out = out.unwrap_or_else(|| {
+                restore(state);
+                self.layer(i, &x, &mut pass, rows)
+            });
+            tch_ext::backward(&out, &gradient);
+            drop(out);
+            gradient = x.grad();
+            self.shards.reduce_lent(Some(self.first_layer + i))?;
+        }
+        if let (Some(bias), Some(leaf)) = (bias.filter(Tensor::requires_grad), &pass.bias) {
+            tch_ext::backward(&bias, &leaf.grad());
+        }
+        restore(first_state);
+        let x = self.embed(&layout.tokens, &layout.positions, dropout);
+        if x.requires_grad() {
+            tch_ext::backward(&x, &gradient);
+        }
+        Ok(pass.memory)
+    }
+
+    /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
+    pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
+        let mut cache = KvCache::new(
+            self.shape.num_hidden_layers,
+            rows as i64,
+            capacity as i64,
+            self.shape.num_key_value_heads,
+            self.shape.head_dim,
+            (self.compute, self.embed.device()),
+        )?;
+        if let Some(switch) = self.shape.rope_switch() {
+            cache.keep_tokens(switch)?;
+        }
+        Ok(cache)
+    }
+
+    fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
+        Pass { rotations: self.rotations(positions, &attention), attention, bias: None, memory: None, dropout }
+    }
+
+    /// The bias by distance of `count` queries from `first` on of whole sequences, `[rows or 1, heads, count, width]` f32, with -inf where no key
+    /// is visible; differentiable.
+    fn bias(&self, layout: &Layout, first: i64, count: i64) -> Option<Tensor> {
+        // Without one the distances, of which there are as many as the square of the width, are not computed either.
+        self.bias_table.as_ref()?;
+        let bias = self.bias_at(&layout.distances(first, count))?;
+        // In a causal stack no token attends to slots after a row's end.
+        match layout.slots_with_tokens().filter(|_| !self.shape.causal) {
+            Some(tokens) => Some(bias.masked_fill(&tokens.logical_not(), f64::NEG_INFINITY)),
+            None => Some(bias),
+        }
+    }
+
+    /// The bias `[rows, heads, queries, keys]` f32 at `distances` `[rows, queries, keys]`.
+    fn bias_at(&self, distances: &Tensor) -> Option<Tensor> {
+        let (relative, table) = (self.shape.relative_bias?, self.bias_table.as_ref()?);
+        Some(relative.scores(table, distances, self.shape.causal))
+    }
+
+    /// The residual stream after layer `i`.
+    fn layer(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
+        let layer = &self.layers[i];
+        let (compute, dropout) = (self.compute, pass.dropout);
+        // After the last layer's attention only the selected rows are computed. With dropout all rows are, so that its draws do
+        // not depend on the selection.
+        let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
+        // Attention to the encoder is over whole sequences, and after it the rows are selected.
+        let (rows, late) = if layer.cross.is_some() { (None, rows) } else { (rows, None) };
+        let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
+        let mut attend =
+            |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
+        let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
+        match (self.shape.order, &layer.output_norms) {
+            (Order::Parallel, _) => {
+                let attended = attend(&layer.input(x, compute));
+                let x = select(x);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
+                add(&x, &attended, Some(&fed))
+            }
+            (Order::Post, _) => {
+                let attended = attend(x);
+                let x = layer.input(&add(&select(x), &attended, None), Kind::Float);
+                let x = self.attend_to_encoder(i, x, pass, late);
+                layer.mlp_norm.forward(&add(&x, &layer.mlp.forward(&x, dropout), None), Kind::Float)
+            }
+            (Order::Output, _) => {
+                let attended = attend(x).to_kind(Kind::Float);
+                let x = add(&select(x), &layer.input(&attended, Kind::Float), None);
+                add(&x, &normed(&layer.mlp_norm, &layer.mlp.forward(&x, dropout)), None)
+            }
+            (Order::Sandwich, Some([after_attention, after_mlp])) => {
+                let attended = attend(&layer.input(x, compute));
+                let x = add(&select(x), &normed(after_attention, &attended), None);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
+                add(&x, &normed(after_mlp, &fed), None)
+            }
+            (Order::Pre | Order::Sandwich, _) => {
+                let attended = attend(&layer.input(x, compute));
+                let x = add(&select(x), &attended, None);
+                let x = self.attend_to_encoder(i, x, pass, late);
+                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
+                add(&x, &fed, None)
+            }
+        }
+    }
+
+    /// The residual stream after layer `i`'s attention to the encoder's hidden states, at `rows`; `x` in a stack without an encoder.
+    fn attend_to_encoder(&self, i: usize, x: Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
+        let Some(cross) = &self.layers[i].cross else { return x };
+        let sum = match self.shape.order {
+            Order::Post => {
+                let sum = add(&x, &self.cross_attention(i, cross, &x, pass), None);
+                cross.norm.forward(&sum, Kind::Float)
+            }
+            _ => add(&x, &self.cross_attention(i, cross, &cross.norm.forward(&x, self.compute), pass), None),
+        };
+        rows.map_or_else(|| sum.shallow_clone(), |rows| sum.index_select(0, rows))
+    }
+
+    fn cross_attention(&self, i: usize, cross: &CrossAttention, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let [to_queries, to_keys, to_values] = &cross.qkv;
+        let by_head =
+            |x: Tensor| x.view([-1, self.shape.num_attention_heads, self.shape.head_dim]).to_kind(self.compute);
+        let queries = by_head(to_queries.forward_dropping(x, pass.dropout));
+        let attended = match &mut pass.attention {
+            Attention::Step(cache) => cache.attend_to_source(i, &cross.scores, &queries),
+            Attention::Sequences(layout, cache) => {
+                let (memory, source) = (pass.memory.as_ref(), layout.source.as_ref());
+                let (memory, source) = memory.zip(source).expect("a decoder's batch has prompts");
+                let [keys, values] = [to_keys, to_values].map(|linear| {
+                    source.by_row(&by_head(linear.forward_dropping(&memory.states, memory.dropout.as_ref())))
+                });
+                if let Some(cache) = cache {
+                    cache.store_source(&keys, &values, source.mask(self.compute));
+                }
+                layout.attend_to_source(&cross.scores, &queries, &keys, &values)
+            }
+        };
+        cross.out.forward_dropping(&attended, pass.dropout)
+    }
+
+    /// The final norm and projection; selects `rows` if the last layer did not.
+    fn finish(&self, mut x: Tensor, rows: Option<&Tensor>, dropout: Option<&Dropout>) -> Tensor {
+        if let Some(norm) = &self.final_norm {
+            x = norm.forward(&x, Kind::Float);
+        }
+        if let Some([_, outward]) = &self.project {
+            x = outward.forward_dropping(&x, dropout).to_kind(Kind::Float);
+        }
+        match (rows, dropout) {
+            (Some(rows), Some(_)) => x.index_select(0, rows),
+            _ => x,
+        }
+    }
+
+    fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let row = |table: &Tensor, ids: &Tensor| {
+            let rows = match uses_kernels(Kind::Float, table.device()) {
+                true => tch_ext::embedding(table, ids),
+                false => Tensor::embedding(table, ids, -1, false, false),
+            };
+            rows.to_kind(Kind::Float)
+        };
+        let mut x = row(&self.embed, tokens);
+        if self.shape.embedding_scale != 1.0 {
+            x *= self.shape.embedding_scale;
+        }
+        if let Some([inward, _]) = &self.project {
+            x = inward.forward_dropping(&x, dropout).to_kind(Kind::Float);
+        }
+        if let Some(table) = &self.positions {
+            x += row(table, &(positions + self.shape.position_offset));
+        }
+        if let Some(table) = &self.token_types {
+            x += table.get(0).to_kind(Kind::Float);
+        }
+        match &self.embed_norm {
+            Some(norm) => norm.forward(&x, Kind::Float),
+            None => x,
+        }
+    }
+
+    /// Cosines and sines of the rotary angles, `[N, dim / 2]` each, of each of the model's rotary positions.
+    fn rotations(&self, positions: &Tensor, attention: &Attention<'_>) -> Vec<(Tensor, Tensor)> {
+        // The length of each token's sequence, or of the part decoded so far.
+        let lens = || match attention {
+            Attention::Sequences(layout, _) => layout.len_of_each_token(),
+            Attention::Step(_) => positions + 1,
+        };
+        self.shape.ropes.iter().map(|rope| rope.rotation(positions, lens)).collect()
+    }
+
+    /// The heads' outputs, `[N, heads * head_dim]`.
+    fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
+        let (has_padding, shared) = match &pass.attention {
+            Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
+            Attention::Step(_) => (false, None),
+        };
+        let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
+        let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
+        let has_kernel = self.has_kernel() && (layer.scores.causal || layer.scores.window.is_none());
+        let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel {
+            self.attend_by_kernels(index, layer, projections, pass)
+        } else {
+            self.attend_plainly(index, layer, &projections, pass)
+        };
+        match &pass.attention {
+            Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
+            Attention::Sequences(..) | Attention::Step(_) => attended,
+        }
+    }
+
+    /// Whether kernels may compute the self-attention: they add nothing to the scores.
+    fn has_kernel(&self) -> bool {
+        self.relative.is_none() && self.bias_table.is_none()
+    }
+
+    fn attend_by_kernels(
+        &self,
+        index: usize,
+        layer: &Layer,
+        mut projections: Vec<Tensor>,
+        pass: &mut Pass<'_>,
+    ) -> Tensor {
+        let rotation = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
+        let c = &self.shape;
+        assert!(
+            layer.qk_norm.is_none() || projections.len() == 3,
+            "a norm of queries and keys needs separate projections"
+        );
+        for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
+            *x = norm.forward_heads(x, self.compute);
+        }
+        let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
+        let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
+        match &mut pass.attention {
+            Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
+            Attention::Sequences(layout, cache) => {
+                let cache = cache.as_mut().map(|cache| cache.layer(index));
+                tch_ext::attention(&kernel, &projections, rotation, &layout.starts, cache)
+            }
+        }
+    }
+
+    /// Attention by libtorch's own operations: the kernels' reference, and the fallback where there are none.
+    fn attend_plainly(&self, index: usize, layer: &Layer, projections: &[Tensor], pass: &mut Pass<'_>) -> Tensor {
+        let c = &self.shape;
+        let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let angles = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
+        // Queries and keys of each head lie side by side.
+        let together = matches!(c.family.names.qkv, Qkv::FusedByHead(_)) && rotates_at_once(projections[0].device());
+        let [q, k, v] = match (projections, c.family.names.qkv) {
+            ([fused], Qkv::FusedByHead(_)) => {
+                let all = fused.view([-1, heads, 3, head_dim]);
+                three(match angles.filter(|_| together) {
+                    Some((cos, sin)) => tch_ext::rotate(&all, (cos, sin), 2, self.compute).unbind(2),
+                    None => all.unbind(2),
+                })
+            }
+            ([fused], _) => {
+                let widths = [heads, kv_heads, kv_heads].map(|n| n * head_dim);
+                three(fused.split_with_sizes(widths, -1)).map(|x| x.unflatten(-1, [-1, head_dim]))
+            }
+            (separate, _) => three(separate.iter().map(|x| x.view([-1, x.size()[1] / head_dim, head_dim])).collect()),
+        };
+        let (q, k) = match &layer.qk_norm {
+            None => (q, k),
+            Some([q_norm, k_norm]) => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
+        };
+        let (q, k) = match angles.filter(|_| !together) {
+            None => (q, k),
+            Some(angles) => (rotate(&q, angles, self.compute), rotate(&k, angles, self.compute)),
+        };
+        let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
+        match &mut pass.attention {
+            Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, (&k, &v), pass.bias.as_ref()),
+            Attention::Sequences(layout, cache) => {
+                if let Some(cache) = cache {
+                    cache.store_sequences(index, &k, &v);
+                }
+                let of_layer = |all: &RelativePositions| all.of_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
+                let relative = self.relative.as_ref().map(of_layer);
+                let bias_of = |first: i64, count: i64| match &pass.bias {
+                    Some(bias) if count == layout.width => bias.shallow_clone(),
+                    Some(bias) => bias.narrow(2, first, count),
+                    None => self.bias(layout, first, count).expect("the stack has a bias by distance"),
+                };
+                let bias: Option<BiasOf<'_>> = if self.bias_table.is_some() { Some(&bias_of) } else { None };
+                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), bias)
+            }
+        }
+    }
+}
+
+/// Runs a pass over `layout`. If memory does not suffice, at which libtorch's operations panic, that is an error with the size of the pass.
+fn within_memory<T>(layout: &Layout, pass: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(pass)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        let Some(error) = text.and_then(Error::out_of_memory) else { resume_unwind(panic) };
+        let (rows, width) = (layout.rows(), layout.width);
+        let rows = if rows == 1 { "a row".to_string() } else { format!("{rows} rows") };
+        Err(Error::Run(format!("a pass over {rows} of at most {width} tokens: {error}")))
+    })
+}
+
+/// The parameters of one layer, for as long as it is computed.
+struct WholeLayer<'a> {
+    _guard: LayerGuard,
+    decoder: &'a Decoder,
+    i: usize,
+}
+
+impl Drop for WholeLayer<'_> {
+    fn drop(&mut self) {
+        if self.decoder.shards.releases() {
+            self.decoder.layers[self.i].linears().for_each(Linear::drop_copies);
+        }
+    }
+}
+
+impl Layer {
+    /// Normalizes the input of attention, f32; returns `kind`.
+    fn input(&self, x: &Tensor, kind: Kind) -> Tensor {
+        self.input_norm.as_ref().map_or_else(|| x.shallow_clone(), |norm| norm.forward(x, kind))
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let cross = self.cross.iter().flat_map(|cross| cross.qkv.iter().chain([&cross.out]));
+        self.qkv.iter().chain([&self.attention_out]).chain(cross).chain(self.mlp.linears())
+    }
+
+    fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        let cross = self.cross.iter_mut().flat_map(|cross| cross.qkv.iter_mut().chain([&mut cross.out]));
+        self.qkv.iter_mut().chain([&mut self.attention_out]).chain(cross).chain(self.mlp.linears_mut())
+    }
+
+    fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
+        let (hidden, std) = (shape.hidden_size, shape.initializer_range);
+        let (heads_width, kv_width) =
+            (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+        // GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
+        let depth = if shape.scale_residual_init { 2.0 * shape.num_hidden_layers as f64 } else { 1.0 };
+        let residual_std = std / depth.sqrt();
+        let at = |name: &str| format!("{}.{i}.{name}", names.layers);
+        let norm = |b: &mut Builder<'_>, name: &str, width: i64| Norm::build(b, &at(name), width, shape);
+        let linear = |b: &mut Builder<'_>, name: &str, widths: [i64; 2], bias: bool, std: f64| {
+            let [width_in, width_out] = widths;
+            let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
+            let shape = LinearShape { width_in, width_out, bias, transposed: names.transposed, std };
+            Linear::build(b, &at(name), shape, compute)
+        };
+        // T5 initializes queries with a smaller deviation, as it does not scale scores.
+        let query_std = if shape.scale_init_by_width { std / (shape.head_dim as f64).sqrt() } else { std };
+        let two_norms = |b: &mut Builder<'_>, [first, second]: [&str; 2], widths: [i64; 2]| -> Result<[Norm; 2]> {
+            Ok([norm(b, first, widths[0])?, norm(b, second, widths[1])?])
+        };
+
+        let has_norm = i > 0 || shape.first_norm;
+        let input_norm = has_norm.then(|| norm(b, names.input_norm, hidden)).transpose()?;
+        let parts = match &names.qkv {
+            Qkv::Separate([q, k, v]) => vec![(*q, heads_width, query_std), (*k, kv_width, std), (*v, kv_width, std)],
+            Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
+        };
+        let qkv = parts.into_iter().map(|(name, width, std)| linear(b, name, [hidden, width], shape.qkv_bias, std));
+        let qkv = qkv.collect::<Result<_>>()?;
+        let qk_norm = match names.qk_norm {
+            None => None,
+            Some(QkNorm::ByHead(names)) => Some(two_norms(b, names, [shape.head_dim; 2])?),
+            Some(QkNorm::Whole(names)) => Some(two_norms(b, names, [heads_width, kv_width])?),
+        };
+        let attention_out =
+            linear(b, names.attention_out, [heads_width, hidden], shape.attention_out_bias, residual_std)?;
+        let cross = match names.cross {
+            None => None,
+            Some(CrossNames { norm: name, qkv: [q, k, v], out }) => {
+                let (width, bias) = (heads_width, shape.qkv_bias);
+                let norm = norm(b, name, hidden)?;
+                let queries = linear(b, q, [hidden, width], bias, query_std)?;
+                let qkv =
+                    [queries, linear(b, k, [hidden, width], bias, std)?, linear(b, v, [hidden, width], bias, std)?];
+                let out = linear(b, out, [width, hidden], shape.attention_out_bias, residual_std)?;
+                let scores = Scores { scale: shape.attention_scale, softcap: None, window: None, causal: false };
+                Some(CrossAttention { norm, qkv, out, scores })
+            }
+        };
+        let mlp_norm = norm(b, names.mlp_norm, hidden)?;
+        let output_norms = names.output_norms.map(|names| two_norms(b, names, [hidden; 2])).transpose()?;
+        let mlp = Mlp::build(i, shape, names, b, (compute, residual_std))?;
+        let scores = Scores {
+            scale: shape.attention_scale,
+            softcap: shape.attention_softcap,
+            window: shape.windows[i],
+            causal: shape.causal,
+        };
+        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores, cross })
+    }
+}
+
+/// The residual stream `x` with one or two branches added.
+fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
+    let on_gpu = x.device().is_cuda() && !plain() && b.is_none_or(|b| b.kind() == a.kind());
+    if on_gpu || uses_kernels(a.kind(), x.device()) {
+        return tch_ext::residual(x, a, b);
+    }
+    match b {
+        Some(b) => x + a + b,
+        None => x + a,
+    }
+}
+
+fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
+    parts.try_into().expect("three parts")
+}
+
+/// Whether heads on `device` are rotated by few operations over much, each of which costs a GPU a start, in place of libtorch's own
+/// differentiable ones.
+fn rotates_at_once(device: Device) -> bool {
+    device.is_cuda() && !plain()
+}
+
+/// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does. Returns
+/// `kind`, or f32.
+fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor), kind: Kind) -> Tensor {
+    if rotates_at_once(x.device()) {
+        return tch_ext::rotate(&x.unsqueeze(2), (cos, sin), 1, kind).squeeze_dim(2);
+    }
+    let (cos, sin) = (&cos.unsqueeze(1), &sin.unsqueeze(1));
+    let half = *cos.size().last().expect("the angles have dimensions");
+    let head_dim = *x.size().last().expect("a head has dimensions");
+    let (a, b) = (x.narrow(-1, 0, half), x.narrow(-1, half, half));
+    let mut parts = vec![&a * cos - &b * sin, &b * cos + &a * sin];
+    if head_dim > 2 * half {
+        parts.push(x.narrow(-1, 2 * half, head_dim - 2 * half));
+    }
+    Tensor::cat(&parts, -1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_memory_is_an_error_with_the_size_of_the_pass_and_another_panic_remains_one() {
+        let layout = Layout::new(&[vec![1i64; 3], vec![1; 2]], Device::Cpu);
+        let failing = |message: &'static str| within_memory::<()>(&layout, move || panic!("{message}"));
+        let error = failing(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3200000000 bytes. Error code 12",
+        );
+        let words = "a pass over 2 rows of at most 3 tokens: out of memory: cannot allocate 3.2 GB more; shorter rows";
+        assert!(error.as_ref().unwrap_err().to_string().starts_with(words), "{error:?}");
+        assert!(catch_unwind(AssertUnwindSafe(|| failing("size mismatch"))).is_err());
+        assert_eq!(within_memory(&layout, || Ok(7)).unwrap(), 7);
+    }
+}

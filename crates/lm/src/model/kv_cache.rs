@@ -1,0 +1,537 @@
+//! The key-value cache of decoding.
+
+use super::layout::{Layout, Scores, mask_of};
+use rlhf_base::{Error, Result};
+use tch::{Device, Kind, Tensor};
+use tch_ext::{Graph, on_device};
+
+/// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps.
+const POSITIONS_ON_GPU: i64 = 64;
+
+/// A graph is not recorded for fewer steps than this: recording takes about as long as computing a step or two.
+const LEAST_RECORDED: i64 = 8;
+
+/// Bytes of a GPU that must be free for a recording: it cannot take memory that libtorch holds for other uses.
+const FREE_TO_RECORD: usize = 512 << 20;
+
+/// The keys and values of the rows that are decoded, preallocated.
+///
+/// Each layer's keys and values are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
+pub struct KvCache {
+    layers: Vec<(Tensor, Tensor)>,
+    /// Number of filled positions of each row.
+    lens: Vec<i64>,
+    /// The same on the device, `[rows]` i64, from the first step on; each step increments it there, so that nothing is copied.
+    filled: Option<Tensor>,
+    capacity: i64,
+    kv_heads: i64,
+    head_dim: i64,
+    device: Device,
+    /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
+    places: Option<Tensor>,
+    step: Option<Step>,
+    /// The tokens of the rows, for models that read a row again at some length.
+    history: Option<History>,
+    /// The encoder's keys and values, if there is an encoder.
+    source: Option<SourceCache>,
+    /// A step attends to a multiple of so many positions; 1 but on a GPU.
+    multiple: i64,
+    /// The step that was computed or recorded last ([`KvCache::decode`]), until the rows change.
+    last_step: Option<LastStep>,
+}
+
+/// A step of a cache's rows, of which others can be copies.
+struct LastStep {
+    /// Number of positions that it attends to.
+    width: i64,
+    /// Shape and dtype of its logits.
+    logits: (Vec<i64>, Kind),
+    /// The step as a graph, if it was recorded.
+    graph: Option<StepGraph>,
+}
+
+/// One decoding step as a CUDA graph, which reads and writes the tensors of its cache.
+struct StepGraph {
+    graph: Graph,
+    /// The tokens of the step, `[rows]` i64; copied here before a replay.
+    tokens: Tensor,
+    /// Logits of the next tokens, `[rows, vocab]`, which each replay replaces.
+    logits: Tensor,
+}
+
+/// The way to the logits of the next step.
+#[derive(Debug, PartialEq)]
+enum NextStep {
+    Compute,
+    Record,
+    Replay,
+}
+
+impl NextStep {
+    /// The way for a step that attends to `width` positions, with which so many steps, it included, are left. A step is recorded only after one of its width has been
+    /// computed, which loads CUDA's kernels.
+    fn after(last: Option<(i64, bool)>, width: i64, left: i64) -> Self {
+        match last {
+            Some((of, true)) if of == width => Self::Replay,
+            Some((of, false)) if of == width && left >= LEAST_RECORDED => Self::Record,
+            _ => Self::Compute,
+        }
+    }
+}
+
+/// The tokens of the rows of a cache.
+struct History {
+    /// `[rows, capacity]` i64.
+    tokens: Tensor,
+    /// A row that exceeds this length is read again.
+    switch: i64,
+}
+
+/// The keys and values of the encoder's tokens, for each row of a cache.
+struct SourceCache {
+    /// Keys and values of each layer, `[rows, heads, width, head_dim]`.
+    layers: Vec<(Tensor, Tensor)>,
+    /// The additive mask of slots without a token, `[rows, 1, 1, width]`, if there are any.
+    mask: Option<Tensor>,
+}
+
+impl SourceCache {
+    fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self { layers: layers.collect(), mask: self.mask.as_ref().map(Tensor::shallow_clone) }
+    }
+
+    fn keep_rows(&mut self, index: &Tensor) {
+        for (keys, values) in &mut self.layers {
+            (*keys, *values) = (keys.index_select(0, index), values.index_select(0, index));
+        }
+        self.mask = self.mask.as_ref().map(|mask| mask.index_select(0, index));
+    }
+}
+
+/// One decoding step: one more token in every row of a cache, for libtorch's operations.
+struct Step {
+    /// Cache rows of the tokens, `[rows]` i64.
+    places: Tensor,
+    /// Number of filled positions of each row, [rows, 1, 1, 1] i64.
+    lens: Tensor,
+    /// Maximum number of filled positions.
+    width: i64,
+    /// The masks of the layers' windows, [rows, 1, 1, width] of the cache's kind; computed on first use.
+    masks: Vec<(Option<i64>, Tensor)>,
+}
+
+impl Step {
+    fn mask(&mut self, window: Option<i64>, kind: Kind) -> Tensor {
+        if let Some((_, mask)) = self.masks.iter().find(|(of, _)| *of == window) {
+            return mask.shallow_clone();
+        }
+        let keys = Tensor::arange(self.width, (Kind::Int64, self.lens.device()));
+        let mut visible = keys.lt_tensor(&self.lens);
+        if let Some(window) = window {
+            visible = visible.logical_and(&keys.ge_tensor(&(&self.lens - window)));
+        }
+        let mask = mask_of(&visible, kind);
+        self.masks.push((window, mask.shallow_clone()));
+        mask
+    }
+}
+
+/// The multiple of positions that a step on `device` attends to.
+fn multiple_on(device: Device) -> i64 {
+    if device.is_cuda() { POSITIONS_ON_GPU } else { 1 }
+}
+
+/// Number of positions of a row that a cache on `device` has for `capacity` tokens.
+pub fn positions_for(capacity: usize, device: Device) -> usize {
+    capacity.next_multiple_of(multiple_on(device) as usize)
+}
+
+/// Whether enough memory of GPU `device` is free to record a step.
+fn has_memory_to_record(device: usize) -> bool {
+    tch_ext::gpu_memory(device).is_ok_and(|[free, _]| free >= FREE_TO_RECORD)
+}
+
+impl KvCache {
+    /// Creates a cache without positions.
+    pub fn new(
+        num_layers: i64,
+        rows: i64,
+        capacity: i64,
+        kv_heads: i64,
+        head_dim: i64,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        let capacity = positions_for(capacity as usize, options.1) as i64;
+        // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
+        let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
+        let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
+        let (lens, device) = (vec![0; rows as usize], options.1);
+        let (filled, places, step, history, source) = (None, None, None, None, None);
+        let (multiple, last_step) = (multiple_on(device), None);
+        Ok(Self {
+            layers,
+            lens,
+            filled,
+            capacity,
+            kv_heads,
+            head_dim,
+            device,
+            places,
+            step,
+            history,
+            source,
+            multiple,
+            last_step,
+        })
+    }
+
+    /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
+    pub fn keep_tokens(&mut self, switch: i64) -> Result<()> {
+        if switch < self.capacity {
+            let size = [self.lens.len() as i64, self.capacity];
+            self.history = Some(History { tokens: Tensor::f_zeros(size, (Kind::Int64, self.device))?, switch });
+        }
+        Ok(())
+    }
+
+    /// Prepares the cache for the whole sequences of `layout` at the start of the rows; the decoder calls it once per forward pass.
+    pub fn begin_sequences(&mut self, layout: &Layout) {
+        self.lens.clone_from(&layout.lens);
+        (self.filled, self.places, self.step) = (None, None, None);
+        (self.source, self.last_step) = (None, None);
+        if let Some(history) = &self.history {
+            let rows: Vec<Tensor> =
+                layout.tokens.narrow(0, 0, layout.lens.iter().sum()).split_with_sizes(&layout.lens, 0);
+            for (row, tokens) in rows.iter().enumerate() {
+                history.tokens.get(row as i64).narrow(0, 0, tokens.size()[0]).copy_(tokens);
+            }
+        }
+    }
+
+    /// The rows that are to be read again at this step, and their tokens: those that have just exceeded the length at which their
+    /// rotary angles change.
+    pub fn outgrown(&self) -> (Vec<i64>, Vec<Vec<i64>>) {
+        let Some(History { tokens, switch }) = &self.history else { return Default::default() };
+        let rows = self.lens.iter().zip(0i64..).filter(|(len, _)| **len == switch + 1).map(|(_, row)| row);
+        rows.map(|row| {
+            let tokens = tokens.get(row).narrow(0, 0, switch + 1).to_device(Device::Cpu);
+            (row, Vec::try_from(tokens).expect("ids are i64"))
+        })
+        .unzip()
+    }
+
+    /// Replaces the keys and values of the rows `rows` by those of all rows of `other`, which has the same capacity.
+    pub fn replace_rows(&mut self, rows: &[i64], other: &Self) {
+        let index = on_device(rows, self.device);
+        let count = self.lens.len() as i64;
+        for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
+            for (to, from) in [(keys, new_keys), (values, new_values)] {
+                let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+            }
+        }
+    }
+
+    /// Stores the keys and values of the encoder's tokens for the next layer, `[rows, heads, width, head_dim]` each, with the mask of slots
+    /// without a token.
+    pub fn store_source(&mut self, keys: &Tensor, values: &Tensor, mask: Option<Tensor>) {
+        let source = self.source.get_or_insert_with(|| SourceCache { layers: Vec::new(), mask });
+        source.layers.push((keys.shallow_clone(), values.shallow_clone()));
+    }
+
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to the encoder's tokens; returns [rows, heads * head_dim].
+    pub fn attend_to_source(&self, layer: usize, scores: &Scores, queries: &Tensor) -> Tensor {
+        let source = self.source.as_ref().expect("the prompts were read by the encoder");
+        let (keys, values) = &source.layers[layer];
+        let out = scores.attend([&queries.unsqueeze(2), keys, values], source.mask.as_ref(), false);
+        out.reshape([queries.size()[0], -1])
+    }
+
+    /// Distances of each row's cached tokens to its new one, 0 and less where there is a token, `[rows, 1, width]` i64; `[1, 1, width]`
+    /// if all rows have equally many.
+    pub fn distances(&self) -> Tensor {
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let width = self.longest();
+        let filled =
+            if self.lens.iter().all(|&len| len == width) { filled.narrow(0, 0, 1) } else { filled.shallow_clone() };
+        let keys = Tensor::arange(width, (Kind::Int64, self.device)).view([1, 1, -1]);
+        keys - (filled - 1).view([-1, 1, 1])
+    }
+
+    /// Stores whole sequences, [N, kv_heads, head_dim] each.
+    pub fn store_sequences(&mut self, layer: usize, keys: &Tensor, values: &Tensor) {
+        let places = self.places.take().unwrap_or_else(|| {
+            let rows = self.lens.iter().zip(0i64..).map(|(&len, row)| (len, row * self.capacity));
+            let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
+            on_device(&places, self.device)
+        });
+        self.write(layer, &places, keys, values);
+        self.places = Some(places);
+    }
+
+    /// Number of tokens that each row can hold.
+    pub fn capacity(&self) -> usize {
+        self.capacity as usize
+    }
+
+    /// A layer's part of the cache, for a kernel that fills it.
+    pub fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
+        let (keys, values) = &mut self.layers[layer];
+        tch_ext::Cache { keys, values, capacity: self.capacity }
+    }
+
+    /// [`KvCache::attend_step`] by a kernel, from the outputs of the linear layers.
+    pub fn attend_step_by_kernel(
+        &mut self,
+        layer: usize,
+        attention: &tch_ext::Attention,
+        projections: &[Tensor],
+        rotation: Option<&(Tensor, Tensor)>,
+    ) -> Tensor {
+        let before: Vec<i64> = self.lens.iter().map(|len| len - 1).collect();
+        tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
+    }
+
+    /// Prepares the cache for one more token in every row, `tokens` `[rows]` i64, and returns the position of each in its sequence,
+    /// `[rows]` i64; the decoder calls it once per forward pass.
+    pub fn begin_step(&mut self, tokens: &Tensor) -> Tensor {
+        let mut filled = self.filled.take().unwrap_or_else(|| on_device(&self.lens, self.device));
+        // In place: a graph increments the same tensor at each replay.
+        let positions = filled.copy();
+        filled += 1;
+        if let Some(history) = &self.history {
+            let _ = history.tokens.shallow_clone().scatter_(1, &positions.unsqueeze(1), &tokens.unsqueeze(1));
+        }
+        self.filled = Some(filled);
+        for len in &mut self.lens {
+            *len += 1;
+        }
+        self.step = None;
+        positions
+    }
+
+    /// Number of tokens of the longest row.
+    fn longest(&self) -> i64 {
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Number of positions of each row that a step attends to after which the longest row has `longest` tokens; positions without a token
+    /// are masked.
+    fn width(&self, longest: i64) -> i64 {
+        ((longest as u64).next_multiple_of(self.multiple as u64) as i64).min(self.capacity)
+    }
+
+    /// The logits of one more token in every row, `tokens` `[rows]` i64, which `step` computes from them and this cache.
+    ///
+    /// With `records`, a GPU records the work of a step once, and queues it as a whole for the steps after it: `step` must then do the same
+    /// work in each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
+    ///
+    /// # Errors
+    /// If `step` fails, or CUDA does.
+    pub fn decode(
+        &mut self,
+        tokens: &Tensor,
+        records: bool,
+        step: impl Fn(&Tensor, &mut Self) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (Device::Cuda(device), true) = (self.device, records) else { return step(tokens, self) };
+        let width = self.width(self.longest() + 1);
+        let last = self.last_step.as_ref().map(|last| (last.width, last.graph.is_some()));
+        match NextStep::after(last, width, width - self.longest()) {
+            NextStep::Compute => self.last_step = None,
+            NextStep::Record if has_memory_to_record(device) => self.record(device, tokens, &step),
+            NextStep::Record | NextStep::Replay => {}
+        }
+        if let Some(graph) = self.last_step.as_ref().and_then(|last| last.graph.as_ref()) {
+            graph.tokens.shallow_clone().copy_(tokens);
+            graph.graph.replay().map_err(Error::Run)?;
+            self.lens.iter_mut().for_each(|len| *len += 1);
+            return Ok(graph.logits.shallow_clone());
+        }
+        let logits = step(tokens, self)?;
+        self.last_step = Some(LastStep { width, logits: (logits.size(), logits.kind()), graph: None });
+        Ok(logits)
+    }
+
+    /// Records the next step, whose logits have the form of the last one's. If that fails, the step remains to be computed: nothing of it
+    /// has run.
+    fn record(&mut self, device: usize, tokens: &Tensor, step: &impl Fn(&Tensor, &mut Self) -> Result<Tensor>) {
+        let Some(last) = &self.last_step else { return };
+        // Not in the memory of the recording, which other graphs use too.
+        let mut logits = Tensor::empty(&last.logits.0, (last.logits.1, self.device));
+        let (tokens, lens) = (tokens.copy(), self.lens.clone());
+        let recorded = Graph::record(device, || step(&tokens, self).map(|found| logits.copy_(&found)));
+        // The host's lengths count the steps that run.
+        (self.lens, self.step) = (lens, None);
+        if let (Ok((graph, Ok(()))), Some(last)) = (recorded, &mut self.last_step) {
+            last.graph = Some(StepGraph { graph, tokens, logits });
+        }
+    }
+
+    fn new_step(&self) -> Step {
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let rows = Tensor::arange(self.lens.len() as i64, (Kind::Int64, self.device));
+        Step {
+            places: rows * self.capacity + filled - 1,
+            lens: filled.view([-1, 1, 1, 1]),
+            width: self.width(self.longest()),
+            masks: Vec::new(),
+        }
+    }
+
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim].
+    ///
+    /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
+    pub fn attend_step(
+        &mut self,
+        layer: usize,
+        scores: &Scores,
+        queries: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
+        bias: Option<&Tensor>,
+    ) -> Tensor {
+        let mut step = self.step.take().unwrap_or_else(|| self.new_step());
+        self.write(layer, &step.places, keys, values);
+        let rows = self.lens.len() as i64;
+        let width = bias.map_or(step.width, |bias| bias.size()[3]);
+        let view = |cache: &Tensor| {
+            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, width).transpose(1, 2)
+        };
+        let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
+        // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
+        let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
+        let window = scores.window.filter(|&window| window < step.width);
+        let mask = match bias {
+            Some(bias) => bias.to_kind(keys.kind()),
+            None => step.mask(window, keys.kind()),
+        };
+        let out = scores.attend([&grouped, &keys, &values], Some(&mask), false);
+        self.step = Some(step);
+        out.reshape([rows, -1])
+    }
+
+    /// A cache of the same tensors: a write to either changes both, until [`KvCache::keep_rows`] replaces those of one.
+    pub fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self {
+            layers: layers.collect(),
+            lens: self.lens.clone(),
+            // Each increments its own.
+            filled: self.filled.as_ref().map(Tensor::copy),
+            places: None,
+            step: None,
+            history: self
+                .history
+                .as_ref()
+                .map(|History { tokens, switch }| History { tokens: tokens.shallow_clone(), switch: *switch }),
+            source: self.source.as_ref().map(SourceCache::shallow_clone),
+            last_step: None,
+            ..*self
+        }
+    }
+
+    /// Selects the rows at `kept`, in that order; a row can be selected several times. Copies the rows one layer at a time.
+    pub fn keep_rows(&mut self, kept: &[i64]) {
+        let index = on_device(kept, self.device);
+        let rows = self.lens.len() as i64;
+        for (keys, values) in &mut self.layers {
+            for cache in [keys, values] {
+                let wide = cache.view([rows, -1]).index_select(0, &index);
+                *cache = wide.view([kept.len() as i64 * self.capacity, -1]);
+            }
+        }
+        self.source.iter_mut().for_each(|source| source.keep_rows(&index));
+        self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
+        self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
+        if let Some(history) = &mut self.history {
+            history.tokens = history.tokens.index_select(0, &index);
+        }
+        (self.places, self.step, self.last_step) = (None, None, None);
+    }
+
+    fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {
+        let (all_keys, all_values) = &mut self.layers[layer];
+        let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
+        let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{CausalLm, ModelOptions, Precision, StopCheck};
+    use std::path::Path;
+
+    fn golden_model(name: &str, options: ModelOptions) -> CausalLm {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
+        CausalLm::from_pretrained(&dir, options).unwrap()
+    }
+
+    #[test]
+    fn a_step_is_recorded_after_one_of_its_width_and_replayed_until_the_width_changes() {
+        use NextStep::{Compute, Record, Replay};
+        let after = |last, left| NextStep::after(last, 128, left);
+        assert_eq!(after(None, 64), Compute); // nothing is loaded yet
+        assert_eq!(after(Some((128, false)), 63), Record);
+        assert_eq!(after(Some((128, false)), 8), Record);
+        assert_eq!(after(Some((128, false)), 7), Compute); // too few steps
+        assert_eq!([64, 1].map(|left| after(Some((128, true)), left)), [Replay, Replay]);
+        assert_eq!([false, true].map(|graph| after(Some((64, graph)), 64)), [Compute, Compute]);
+    }
+
+    #[test]
+    fn positions_that_are_masked_change_no_logits() {
+        // f16 has no kernels, which attend to a row's own positions: libtorch's operations are used, as on a GPU.
+        let options = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
+        // Windows of 4 and 8 positions, a soft cap, learned and rotary positions.
+        for name in ["gemma2", "gemma3", "gpt2", "gpt_neox", "mistral"] {
+            let model = golden_model(name, options);
+            let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14]];
+            let of = |multiple: i64| {
+                let (mut cache, _) = model.prefill(&prompts, 12, StopCheck::NEVER).unwrap();
+                cache.multiple = multiple;
+                let step = |token: i64| model.decode(&Tensor::from_slice(&[token, token + 1]), &mut cache).unwrap();
+                Tensor::cat(&(20..31).map(step).collect::<Vec<_>>(), 0).to_kind(Kind::Float)
+            };
+            let (exact, wide) = tch::no_grad(|| (of(1), of(16)));
+            let gap = (&exact - &wide).abs().max().double_value(&[]);
+            assert!(gap < 4e-3 * exact.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
+        }
+    }
+
+    #[test]
+    fn a_clone_of_a_cache_counts_its_own_steps() {
+        let model = golden_model("gpt_neox", ModelOptions::default());
+        let prompts = [vec![5i64, 6, 7], vec![8, 9]];
+        let tokens = Tensor::from_slice(&[20i64, 21]);
+        tch::no_grad(|| {
+            let (mut cache, _) = model.prefill(&prompts, 8, StopCheck::NEVER).unwrap();
+            let _ = model.decode(&tokens, &mut cache).unwrap();
+            let mut other = cache.shallow_clone();
+            for _ in 0..2 {
+                let _ = model.decode(&tokens, &mut other).unwrap();
+            }
+            let filled = |cache: &KvCache| Vec::<i64>::try_from(cache.filled.as_ref().unwrap()).unwrap();
+            assert_eq!((filled(&cache), &cache.lens), (vec![4, 3], &vec![4, 3]));
+            assert_eq!((filled(&other), &other.lens), (vec![6, 5], &vec![6, 5]));
+        });
+    }
+
+    #[test]
+    fn a_cache_on_a_gpu_has_whole_multiples_of_positions() {
+        let of = |capacity| [Device::Cpu, Device::Cuda(1)].map(|device| positions_for(capacity, device));
+        assert_eq!([1, 64, 65].map(of), [[1, 64], [64, 64], [65, 128]]);
+    }
+
+    #[test]
+    fn steps_that_differ_or_depend_on_the_host_are_not_recorded() {
+        let recordable = |name: &str| golden_model(name, ModelOptions::default()).steps_can_be_recorded();
+        for name in ["gpt2", "gpt_neox", "gemma2", "gemma3", "llama_dynamic", "mistral", "olmo2", "opt", "qwen3"] {
+            assert!(recordable(name), "{name}");
+        }
+        // Angles that change with the length, experts, encoders.
+        for name in ["phi3_long", "mixtral", "qwen3_moe", "t5", "bart"] {
+            assert!(!recordable(name), "{name}");
+        }
+    }
+}

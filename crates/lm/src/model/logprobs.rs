@@ -1,0 +1,545 @@
+//! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
+//! logits: no pass holds the logits of all tokens at once.
+
+use super::batch::StopCheck;
+use super::layout::rounded;
+use super::linear::Linear;
+use super::sampled::{Sampled, restricted};
+use super::shape::Shape;
+use super::{joined, uses_kernels};
+use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
+use std::ops::Range;
+use tch::{Device, Kind, Tensor};
+use tch_ext::on_device;
+
+/// The most logits held at once, in elements: 32 MiB of f32 on a CPU. On a GPU four times as many, since each slice reads and writes the
+/// gradient of the whole head.
+pub fn logits_chunk(device: Device) -> i64 {
+    if device == Device::Cpu { 1 << 23 } else { 1 << 25 }
+}
+
+/// Log-probabilities of M tokens in all, row after row; each tensor is `[M]` f32.
+#[derive(Debug)]
+pub struct TokenLogprobs {
+    /// Log-probability of each token given the tokens before it.
+    pub logprobs: Tensor,
+    /// Entropy in nats of the distribution that each token was sampled from.
+    pub entropy: Option<Tensor>,
+    /// KL divergence in nats from that distribution to the reference model's, if one was given.
+    pub kl: Option<Tensor>,
+}
+
+impl TokenLogprobs {
+    fn detached(&self) -> Self {
+        let detach = |x: &Option<Tensor>| x.as_ref().map(Tensor::detach);
+        Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl) }
+    }
+}
+
+/// Log-probabilities of M tokens and of the k likeliest tokens in the place of each, under softmax(logits).
+#[derive(Debug)]
+pub struct TopLogprobs {
+    /// Log-probability of each token, `[M]` f32.
+    pub logprobs: Tensor,
+    /// Ids of the likeliest tokens, the likeliest first, `[M, k]` i64.
+    pub top_ids: Tensor,
+    /// Their log-probabilities, `[M, k]` f32.
+    pub top_logprobs: Tensor,
+}
+
+impl TopLogprobs {
+    /// Computes those of the tokens `ids` `[M]` from `logits` `[M, vocab]`; k is at most the size of the vocabulary.
+    pub fn of(logits: &Tensor, ids: &Tensor, k: usize) -> Self {
+        let all = logits.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
+        let k = i64::try_from(k).unwrap_or(i64::MAX).min(all.size()[1]);
+        let (top_logprobs, top_ids) = all.topk(k, -1, true, true);
+        Self { logprobs: all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1), top_ids, top_logprobs }
+    }
+}
+
+/// Options of [`super::CausalLm::logprobs_backward`]. A temperature or [`Sampled`] converts into options that compute
+/// log-probabilities only.
+#[derive(Debug, Clone, Copy)]
+pub struct LogprobOptions<'a> {
+    /// The distribution that the tokens were sampled from.
+    pub sampled: Sampled<'a>,
+    /// Whether to compute entropies.
+    pub entropy: bool,
+    /// Reference distributions to compute the KL divergence to: for each sequence of the batch, its index among the sequences
+    /// of [`Distributions`].
+    pub kl_to: Option<(&'a Distributions, &'a [usize])>,
+}
+
+impl<'a> From<Sampled<'a>> for LogprobOptions<'a> {
+    fn from(sampled: Sampled<'a>) -> Self {
+        Self { sampled, entropy: false, kl_to: None }
+    }
+}
+
+impl From<f64> for LogprobOptions<'_> {
+    /// Tokens sampled from the whole vocabulary at this temperature.
+    fn from(temperature: f64) -> Self {
+        Sampled::from(temperature).into()
+    }
+}
+
+/// The head of a causal language model: hidden states to logits over the vocabulary.
+#[derive(Debug)]
+pub struct LmHead {
+    pub(super) linear: Linear,
+    /// Factor of hidden states.
+    scale: f64,
+    /// Logits `x` become `cap * tanh(x / cap)`.
+    softcap: Option<f64>,
+    /// Dtype of products.
+    compute: Kind,
+}
+
+/// Distributions of a frozen model over its vocabulary, stored as one hidden state per token.
+#[derive(Debug)]
+pub struct Distributions {
+    /// `[tokens, embedding size]` of each sequence, in the dtype of products.
+    hidden: Vec<Tensor>,
+    head: LmHead,
+}
+
+impl Distributions {
+    /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens. They share the memory of the
+    /// head, or have a copy if `copies_head`.
+    pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64], copies_head: bool) -> Self {
+        let LmHead { linear, compute, .. } = head;
+        let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
+        let weight = linear.held().detach();
+        let weight = if copies_head { weight.copy() } else { weight };
+        Self { hidden, head: head.with_weight(weight) }
+    }
+
+    /// Distributions of no tokens, to which others can be appended.
+    pub(super) fn none(head: &LmHead) -> Self {
+        let weight = head.linear.weight().0;
+        Self::new(head, &Tensor::zeros([0, weight.size()[1]], (head.compute, weight.device())), &[], false)
+    }
+
+    /// Copies the head: the distributions stay what they are where the model's weights change in place.
+    pub fn own_head(&mut self) {
+        self.head = self.head.with_weight(self.head.linear.held().detach().copy());
+    }
+
+    /// Appends the same model's distributions of more sequences.
+    pub fn extend(&mut self, more: Self) {
+        self.hidden.extend(more.hidden);
+    }
+
+    /// The distributions of all ranks, which each have those of the rows `shares[rank]`; row i has `lens[i]` tokens.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub fn gathered(self, world: &World, shares: &[Range<usize>], lens: &[i64]) -> Result<Self> {
+        if world.size() == 1 {
+            return Ok(self);
+        }
+        let counts: Vec<usize> = shares.iter().map(|rows| lens[rows.clone()].iter().sum::<i64>() as usize).collect();
+        let width = self.head.linear.weight().0.size()[1];
+        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.held().device()));
+        let own: Vec<&Tensor> = std::iter::once(&none).chain(&self.hidden).collect();
+        let own = Tensor::cat(&own, 0);
+        let all = world.gather_rows(&own, &counts)?;
+        Ok(Self { hidden: all.split_with_sizes(lens, 0), head: self.head })
+    }
+
+    /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.
+    fn logprobs(&self, hidden: &Tensor, temperature: f64) -> Tensor {
+        (self.head.forward(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+    }
+
+    /// Checks that the distributions at `rows` are over a vocabulary of `vocab` tokens, and as many as the tokens of `spans`.
+    fn check(&self, rows: &[usize], spans: &[Range<usize>], vocab: i64) -> Result<()> {
+        check_vocabulary(vocab, self.head.vocab_size())?;
+        let found: Vec<i64> =
+            rows.iter().map(|&row| self.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
+        if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
+            return Err(Error::Run(
+                "KL over the vocabulary: expected one reference distribution per token of the batch".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Hidden states of the sequences `rows`, one after another: `[M, embedding size]`.
+    fn hidden_of(&self, rows: &[usize]) -> Tensor {
+        Tensor::cat(&rows.iter().map(|&row| &self.hidden[row]).collect::<Vec<_>>(), 0)
+    }
+}
+
+/// Checks that two models whose distributions are compared have equally large vocabularies.
+pub(super) fn check_vocabulary(own: i64, other: i64) -> Result<()> {
+    if own == other {
+        return Ok(());
+    }
+    Err(Error::Run(format!("KL over the vocabulary: vocabulary sizes differ: {own} and {other}")))
+}
+
+/// The tokens of one pass and what is computed for each of them.
+pub(super) struct Targets<'a> {
+    /// Token ids, `[M]` i64.
+    ids: Tensor,
+    sampled: Sampled<'a>,
+    entropy: bool,
+    /// Reference distributions with the hidden states of the M tokens, `[M, embedding size]`.
+    reference: Option<(&'a Distributions, Tensor)>,
+}
+
+impl<'a> Targets<'a> {
+    /// The tokens at `spans` of the sequences.
+    ///
+    /// # Errors
+    /// If the sets of tokens or the reference distributions of `options` do not fit the tokens or the model.
+    pub(super) fn new<S: AsRef<[i64]>>(
+        head: &LmHead,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        options: LogprobOptions<'a>,
+    ) -> Result<Self> {
+        let LogprobOptions { sampled, entropy, kl_to } = options;
+        let pairs = sequences.iter().zip(spans);
+        let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        sampled.check(ids.len() as i64)?;
+        if let Some((of, rows)) = kl_to {
+            of.check(rows, spans, head.vocab_size())?;
+        }
+        let ids = on_device(&ids, head.linear.held().device());
+        Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
+    }
+
+    /// The results of a pass over no tokens.
+    pub(super) fn none(&self) -> TokenLogprobs {
+        self.slices().join(self.ids.device())
+    }
+
+    fn slices(&self) -> Slices {
+        Slices {
+            logprobs: Vec::new(),
+            entropy: self.entropy.then(Vec::new),
+            kl: self.reference.is_some().then(Vec::new),
+        }
+    }
+}
+
+/// Results of consecutive slices of tokens.
+struct Slices {
+    logprobs: Vec<Tensor>,
+    entropy: Option<Vec<Tensor>>,
+    kl: Option<Vec<Tensor>>,
+}
+
+impl Slices {
+    fn push(&mut self, slice: TokenLogprobs) {
+        self.logprobs.push(slice.logprobs);
+        for (parts, part) in [(&mut self.entropy, slice.entropy), (&mut self.kl, slice.kl)] {
+            parts.iter_mut().for_each(|parts| parts.extend(part.as_ref().map(Tensor::shallow_clone)));
+        }
+    }
+
+    fn join(self, device: Device) -> TokenLogprobs {
+        let join = |parts: Vec<Tensor>| joined(&parts, device);
+        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join), kl: self.kl.map(join) }
+    }
+}
+
+impl LmHead {
+    /// The head with the weight `[vocab, embedding size]` of a model of this shape.
+    pub(super) fn new(weight: Tensor, shape: &Shape, compute: Kind) -> Self {
+        let (scale, softcap) = (shape.lm_head_scale, shape.final_softcap);
+        Self { linear: Linear::new(weight, None, compute), scale, softcap, compute }
+    }
+
+    /// A head of the same form with another weight.
+    fn with_weight(&self, weight: Tensor) -> Self {
+        Self { linear: Linear::new(weight, None, self.compute), ..*self }
+    }
+
+    /// Hidden states as they are multiplied with the weight.
+    fn scaled(&self, hidden: &Tensor) -> Tensor {
+        if self.scale == 1.0 { hidden.shallow_clone() } else { hidden * self.scale }
+    }
+
+    fn vocab_size(&self) -> i64 {
+        self.linear.widths()[1]
+    }
+
+    /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32 under a soft cap.
+    pub(super) fn forward(&self, hidden: &Tensor) -> Tensor {
+        let logits = self.linear.forward(&self.scaled(hidden));
+        match self.softcap {
+            Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+
+    /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
+    pub(super) fn top_logprobs(
+        &self,
+        hidden: &Tensor,
+        ids: &Tensor,
+        k: usize,
+        ends: StopCheck<'_>,
+    ) -> Result<TopLogprobs> {
+        let slices = self.slices(hidden.size()[0]).map(|range| {
+            ends.check()?;
+            let logits = self.forward(&rows_of(hidden, &range));
+            Ok(TopLogprobs::of(&logits, &rows_of(ids, &range), k))
+        });
+        let slices: Vec<TopLogprobs> = slices.collect::<Result<_>>()?;
+        let all = |f: fn(&TopLogprobs) -> &Tensor| Tensor::cat(&slices.iter().map(f).collect::<Vec<_>>(), 0);
+        Ok(TopLogprobs {
+            logprobs: all(|slice| &slice.logprobs),
+            top_ids: all(|slice| &slice.top_ids),
+            top_logprobs: all(|slice| &slice.top_logprobs),
+        })
+    }
+
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is
+    /// computed in the backward pass only.
+    pub(super) fn logprobs_of(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
+        let by_kernels =
+            !hidden.requires_grad() && targets.sampled.sets.is_none() && uses_kernels(self.compute, hidden.device());
+        let mut found = targets.slices();
+        let slices: Vec<Range<i64>> = self.slices(hidden.size()[0]).collect();
+        // One slice alone takes the product that is the fastest for its number of rows.
+        let shares_memory = by_kernels && slices.len() > 1 && self.softcap.is_none();
+        let mut kernels = shares_memory.then(|| SliceKernels::new(self));
+        for range in slices {
+            let hidden = rows_of(hidden, &range);
+            found.push(match by_kernels {
+                false => self.plain_logprobs(&hidden, &range, targets),
+                true => {
+                    let ids = rows_of(&targets.ids, &range);
+                    let logits = match &mut kernels {
+                        Some(kernels) => kernels.logits(&hidden).1,
+                        None => self.forward(&with_rounded_rows(&hidden)),
+                    };
+                    let logits = logits.narrow(0, 0, ids.size()[0]);
+                    let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
+                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
+                }
+            });
+        }
+        found.join(targets.ids.device())
+    }
+
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`, detached, and the gradient of the loss
+    /// with respect to the hidden states. The gradient of the head's weight is accumulated.
+    ///
+    /// `loss` receives a slice of the tokens and their range among the M, and returns their share of the loss, a scalar.
+    pub(super) fn logprobs_gradient(
+        &self,
+        hidden: &Tensor,
+        targets: &Targets<'_>,
+        mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> (TokenLogprobs, Tensor) {
+        let mut found = targets.slices();
+        let gradient = hidden.zeros_like();
+        // The kernels compute neither a second distribution nor one over a part of the vocabulary.
+        let by_kernels = self.softcap.is_none()
+            && targets.reference.is_none()
+            && targets.sampled.sets.is_none()
+            && uses_kernels(self.compute, hidden.device());
+        let mut kernels = by_kernels.then(|| SliceKernels::new(self));
+        for range in self.slices(hidden.size()[0]) {
+            let (hidden, mut gradient) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
+            let now = match &mut kernels {
+                Some(kernels) => kernels.backward(&hidden, range, targets, &mut loss, &mut gradient),
+                None => {
+                    let hidden = hidden.set_requires_grad(true);
+                    let now = self.plain_logprobs(&hidden, &range, targets);
+                    loss(range, &now).backward();
+                    gradient.copy_(&hidden.grad());
+                    now
+                }
+            };
+            found.push(now.detached());
+        }
+        (found.join(targets.ids.device()), gradient)
+    }
+
+    /// Differentiable log-probabilities of the targets in `range` at their hidden states, by libtorch's own operations; all
+    /// logits of the range at once.
+    fn plain_logprobs(&self, hidden: &Tensor, range: &Range<i64>, targets: &Targets<'_>) -> TokenLogprobs {
+        let Targets { ids, sampled, entropy, reference } = targets;
+        let count = range.end - range.start;
+        let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
+        let of_reference = reference.as_ref().map(|(of, states)| {
+            let all = tch::no_grad(|| of.logprobs(&rows_of(states, range), sampled.temperature));
+            match &excluded {
+                None => all,
+                some => tch::no_grad(|| restricted(&all, some.as_ref()).log_softmax(-1, Kind::Float)),
+            }
+        });
+        let logits = self.forward(hidden).to_kind(Kind::Float) / sampled.temperature;
+        let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
+        let logprobs = all.gather(1, &rows_of(ids, range).unsqueeze(1), false).squeeze_dim(1);
+        let entropy = entropy.then(|| entropy_of(&all));
+        TokenLogprobs { logprobs, entropy, kl: of_reference.map(|others| divergence_of(&all, &others)) }
+    }
+
+    /// [`super::CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
+    pub(super) fn kl_at(&self, hidden: &Tensor, other: (&Self, &Tensor), sampled: Sampled<'_>) -> Tensor {
+        let (other, others_hidden) = other;
+        let of_slice = |range: Range<i64>| {
+            let count = range.end - range.start;
+            let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
+            let logprobs = |head: &Self, hidden: &Tensor| {
+                let hidden = rows_of(hidden, &range);
+                let logits = match uses_kernels(head.compute, hidden.device()) {
+                    true => head.forward(&with_rounded_rows(&hidden)).narrow(0, 0, count),
+                    false => head.forward(&hidden),
+                };
+                let logits = logits.to_kind(Kind::Float) / sampled.temperature;
+                restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
+            };
+            divergence_of(&logprobs(self, hidden), &logprobs(other, others_hidden))
+        };
+        let parts: Vec<Tensor> = self.slices(hidden.size()[0]).map(of_slice).collect();
+        joined(&parts, hidden.device())
+    }
+
+    /// Ranges of rows whose logits may be held at once.
+    fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        let most = (logits_chunk(self.linear.held().device()) / self.vocab_size()).max(1);
+        // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
+        let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
+        let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
+        (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
+    }
+}
+
+/// Forward and backward passes through the LM head by fused kernels, slice by slice; the gradient of the logits replaces the logits in place.
+struct SliceKernels<'m> {
+    head: &'m LmHead,
+    /// The head's weight as it is held, which accumulates the gradient.
+    weight: &'m Tensor,
+    /// The head's weight in the dtype of products, `[vocab, embedding size]`.
+    used: Tensor,
+    /// The logits of a slice; allocated for the first slice, which is the longest. Allocated for each slice, they would leave a hole in the
+    /// heap into which the next ones do not fit, since results are stored in it.
+    buffer: Option<Tensor>,
+}
+
+impl<'m> SliceKernels<'m> {
+    fn new(head: &'m LmHead) -> Self {
+        let (weight, used) = head.linear.weight();
+        Self { head, weight, used, buffer: None }
+    }
+
+    /// Returns `hidden`, scaled and padded to a round number of rows for the product, and its logits `[rows, vocab]`, which the next call
+    /// overwrites. The head has no soft cap.
+    fn logits(&mut self, hidden: &Tensor) -> (Tensor, Tensor) {
+        let Self { head, used, buffer, .. } = self;
+        let hidden = with_rounded_rows(&head.scaled(hidden).to_kind(used.kind()));
+        let rows = hidden.size()[0];
+        let shape = [rows, used.size()[0]];
+        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+        let mut logits = buffer.narrow(0, 0, rows);
+        tch_ext::product_into(&mut logits, &hidden, &used.tr());
+        (hidden, logits)
+    }
+
+    /// Writes the gradient of the loss with respect to `hidden` to `gradient`, both `[count, embedding size]`.
+    fn backward(
+        &mut self,
+        hidden: &Tensor,
+        range: Range<i64>,
+        targets: &Targets<'_>,
+        loss: &mut impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+        gradient: &mut Tensor,
+    ) -> TokenLogprobs {
+        let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
+        let temperature = targets.sampled.temperature;
+        let (hidden, all) = self.logits(hidden);
+        let Self { head, weight, used, .. } = self;
+        let mut logits = all.narrow(0, 0, count);
+        let stats = tch_ext::logits_stats(&logits, temperature, &ids, targets.entropy);
+        let now = TokenLogprobs {
+            logprobs: stats.logprobs.set_requires_grad(true),
+            entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
+            kl: None,
+        };
+        loss(range, &now).backward();
+        let slope = now.logprobs.grad();
+        let slope = if slope.defined() { slope } else { now.logprobs.detach().zeros_like() };
+        let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
+        let entropy = entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
+        tch_ext::logits_gradient(&mut logits, temperature, &ids, &stats.lse, &slope, entropy);
+        let _ = all.narrow(0, count, hidden.size()[0] - count).zero_();
+        let mut of_hidden = hidden.empty_like();
+        tch_ext::product_into(&mut of_hidden, &all, used);
+        gradient.copy_(&head.scaled(&of_hidden.narrow(0, 0, count)));
+        if weight.requires_grad() {
+            tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
+        }
+        now
+    }
+}
+
+/// The rows `range` of `x`, as a view.
+fn rows_of(x: &Tensor, range: &Range<i64>) -> Tensor {
+    x.narrow(0, range.start, range.end - range.start)
+}
+
+/// `hidden` followed by rows of 0 up to a round number of rows.
+fn with_rounded_rows(hidden: &Tensor) -> Tensor {
+    let count = hidden.size()[0];
+    hidden.constant_pad_nd([0, 0, 0, rounded(count) - count])
+}
+
+/// Entropy in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
+fn entropy_of(logprobs: &Tensor) -> Tensor {
+    // As a product of a row and a column, which needs no third tensor of this size.
+    -logprobs.exp().unsqueeze(1).bmm(&logprobs.unsqueeze(2)).view([-1])
+}
+
+/// KL(p || q) in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
+fn divergence_of(p: &Tensor, q: &Tensor) -> Tensor {
+    p.exp().unsqueeze(1).bmm(&(p - q).unsqueeze(2)).view([-1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divergence_is_not_symmetric_and_that_of_trl_0_11() {
+        let row = |logits: &[f32]| Tensor::from_slice(logits).log_softmax(-1, Kind::Float).unsqueeze(0);
+        let (p, q) = (row(&[1.0, 1.0, 0.0]), row(&[0.0, 1.0, 2.0]));
+        let found = |p: &Tensor, q: &Tensor| divergence_of(p, q).double_value(&[0]);
+        assert!((found(&p, &q) - 0.657205).abs() < 1e-6, "{}", found(&p, &q)); // TRL 0.11.4, kl_penalty = full
+        assert!((found(&q, &p) - found(&p, &q)).abs() > 1e-2);
+        assert_eq!(found(&p, &p), 0.0);
+    }
+
+    #[test]
+    fn log_probabilities_of_several_slices_are_those_of_all_logits_at_once_and_of_the_pass_with_gradients() {
+        let (rows, vocab, width) = (2500, 8192, 16);
+        let random = |size: [i64; 2], step: i64| {
+            let numbers = Tensor::arange(size[0] * size[1], (Kind::Float, Device::Cpu));
+            (numbers * step as f64).sin().view(size)
+        };
+        let linear = Linear::new(random([vocab, width], 7), None, Kind::Float);
+        let head = LmHead { linear, scale: 0.5, softcap: None, compute: Kind::Float };
+        assert_eq!(head.slices(rows).count(), 3);
+        let hidden = random([rows, width], 3);
+        let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
+        let targets = Targets { ids, sampled: Sampled::from(0.7), entropy: true, reference: None };
+        let found = head.logprobs_of(&hidden, &targets);
+        let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
+        let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);
+        let largest = |x: &Tensor, y: &Tensor| (x - y).abs().max().double_value(&[]);
+        assert!(largest(&found.logprobs, &expected) < 1e-5, "{}", largest(&found.logprobs, &expected));
+        let (entropy, expected) = (found.entropy.as_ref().unwrap(), entropy_of(&all));
+        assert!(largest(entropy, &expected) < 1e-4, "{}", largest(entropy, &expected));
+        let loss = |_: Range<i64>, now: &TokenLogprobs| now.logprobs.sum(Kind::Float);
+        let (with_gradients, _) = head.logprobs_gradient(&hidden, &targets, loss);
+        assert!(with_gradients.logprobs.equal(&found.logprobs));
+    }
+}

@@ -1,0 +1,197 @@
+//! The MLP of a layer: one for all tokens, or several experts, of which each token goes through a few.
+
+use super::linear::{Linear, LinearShape};
+use super::lora::Dropout;
+use super::params::Builder;
+use super::shape::{Activation, ExpertNames, MlpIn, Names, Shape};
+use rlhf_base::Result;
+use tch::{Kind, Tensor};
+
+/// The MLP of a layer.
+#[derive(Debug)]
+pub(super) enum Mlp {
+    Dense(Dense),
+    Experts(Experts),
+}
+
+/// One MLP.
+#[derive(Debug)]
+pub(super) struct Dense {
+    inputs: Vec<Linear>,
+    out: Linear,
+    activation: Activation,
+    /// Whether the one input projection is the gate, then the up projection.
+    fused: bool,
+}
+
+/// Experts: each token goes through those that the router prefers, and their results are added by their weights.
+#[derive(Debug)]
+pub(super) struct Experts {
+    router: Linear,
+    experts: Vec<Dense>,
+    /// Number of experts that each token goes through.
+    chosen: i64,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    normalized: bool,
+}
+
+/// Width of an MLP, and the standard deviations of its newly initialized weights: of the input and of the output projections.
+#[derive(Clone, Copy)]
+struct Sizes {
+    inner: i64,
+    stds: [f64; 2],
+}
+
+impl Mlp {
+    /// Builds the MLP of layer `i`; `residual_std` is the standard deviation of newly initialized projections into the residual stream.
+    pub(super) fn build(
+        i: usize,
+        shape: &Shape,
+        names: &Names,
+        b: &mut Builder<'_>,
+        (compute, residual_std): (Kind, f64),
+    ) -> Result<Self> {
+        let at = |name: &str| format!("{}.{i}.{name}", names.layers);
+        let stds = [shape.initializer_range, residual_std];
+        if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
+            && experts.layers[i]
+        {
+            let ExpertNames { router, experts: prefix, inputs, out } = found;
+            let of_router = LinearShape {
+                width_in: shape.hidden_size,
+                width_out: experts.count,
+                bias: false,
+                transposed: names.transposed,
+                std: shape.initializer_range,
+            };
+            let router = Linear::build(b, &at(router), of_router, compute)?;
+            let sizes = Sizes { inner: experts.intermediate_size, stds };
+            let build = |expert: i64| {
+                let at = |name: &str| at(&format!("{prefix}.{expert}.{name}"));
+                Dense::build(&MlpIn::Gated(*inputs), out, at, shape, (&mut *b, compute), sizes)
+            };
+            let experts_of_layer = (0..experts.count).map(build).collect::<Result<_>>()?;
+            let (chosen, normalized) = (experts.chosen, experts.normalized);
+            return Ok(Self::Experts(Experts { router, experts: experts_of_layer, chosen, normalized }));
+        }
+        let sizes = Sizes { inner: shape.intermediate_size, stds };
+        Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
+    }
+
+    pub(super) fn has_experts(&self) -> bool {
+        matches!(self, Self::Experts(_))
+    }
+
+    pub(super) fn linears(&self) -> Vec<&Linear> {
+        match self {
+            Self::Dense(dense) => dense.linears().collect(),
+            Self::Experts(all) => {
+                std::iter::once(&all.router).chain(all.experts.iter().flat_map(Dense::linears)).collect()
+            }
+        }
+    }
+
+    pub(super) fn linears_mut(&mut self) -> Vec<&mut Linear> {
+        match self {
+            Self::Dense(dense) => dense.linears_mut().collect(),
+            Self::Experts(all) => {
+                let experts = all.experts.iter_mut().flat_map(Dense::linears_mut);
+                std::iter::once(&mut all.router).chain(experts).collect()
+            }
+        }
+    }
+
+    /// The MLP of `x` `[N, hidden size]`, in the dtype of products, or of experts in f32.
+    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        match self {
+            Self::Dense(dense) => dense.forward(x, dropout),
+            Self::Experts(experts) => experts.forward(x),
+        }
+    }
+}
+
+impl Dense {
+    fn build(
+        names_in: &MlpIn,
+        name_out: &str,
+        at: impl Fn(&str) -> String,
+        shape: &Shape,
+        (b, compute): (&mut Builder<'_>, Kind),
+        sizes: Sizes,
+    ) -> Result<Self> {
+        let (hidden, inner) = (shape.hidden_size, sizes.inner);
+        let transposed = shape.family.names.transposed;
+        let mut linear = |name: &str, width_in: i64, width_out: i64, std: f64, compute: Kind| {
+            let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
+            let shape = LinearShape { width_in, width_out, bias: shape.mlp_bias, transposed, std };
+            Linear::build(b, &at(name), shape, compute)
+        };
+        let parts = match names_in {
+            MlpIn::Up(up) => vec![(*up, inner)],
+            MlpIn::Gated([gate, up]) => vec![(*gate, inner), (*up, inner)],
+            MlpIn::GatedFused(name) => vec![(*name, 2 * inner)],
+        };
+        let inputs = parts.into_iter().map(|(name, width)| linear(name, hidden, width, sizes.stds[0], compute));
+        let inputs = inputs.collect::<Result<_>>()?;
+        // As in transformers, which keeps T5's `wo` in f32.
+        let of_out = if shape.wide_mlp_out && compute == Kind::Half { Kind::Float } else { compute };
+        let out = linear(name_out, inner, hidden, sizes.stds[1], of_out)?;
+        Ok(Self { inputs, out, activation: shape.activation, fused: matches!(names_in, MlpIn::GatedFused(_)) })
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.inputs.iter().chain([&self.out])
+    }
+
+    fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        self.inputs.iter_mut().chain([&mut self.out])
+    }
+
+    fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let first = self.inputs[0].forward_dropping(x, dropout);
+        let activate = |x: &Tensor| match self.activation {
+            Activation::Gelu => x.gelu("none"),
+            Activation::GeluTanh => x.gelu("tanh"),
+            Activation::Silu => x.silu(),
+            Activation::Relu => x.relu(),
+        };
+        let inner = match self.inputs.get(1) {
+            Some(up) => activate(&first) * up.forward_dropping(x, dropout),
+            None if self.fused => {
+                let parts = first.chunk(2, -1);
+                activate(&parts[0]) * &parts[1]
+            }
+            None => activate(&first),
+        };
+        self.out.forward_dropping(&inner, dropout)
+    }
+}
+
+impl Experts {
+    /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32. Gradients flow into the chosen experts, and through the
+    /// weights into the router.
+    fn forward(&self, x: &Tensor) -> Tensor {
+        let (tokens, hidden) = (x.size()[0], x.size()[1]);
+        if tokens == 0 {
+            return x.to_kind(Kind::Float);
+        }
+        let (weights, experts) = self.router.forward(x).softmax(-1, Kind::Float).topk(self.chosen, -1, true, true);
+        let weights = match self.normalized {
+            true => &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float),
+            false => weights,
+        };
+        // Each token once for each of its experts, those of an expert next to each other. Permutations and sums over a dimension of
+        // their own have the same gradient on every run.
+        let (_, order) = experts.view([-1]).sort_stable(true, 0, false);
+        let back = order.argsort(0, false);
+        let counts = experts.view([-1]).bincount::<Tensor>(None, self.experts.len() as i64);
+        let counts = Vec::<i64>::try_from(counts).expect("counts are i64");
+        let copies = x.unsqueeze(1).expand([tokens, self.chosen, hidden], false).reshape([-1, hidden]);
+        let grouped = copies.index_select(0, &order).split_with_sizes(counts.as_slice(), 0);
+        let used = self.experts.iter().zip(&grouped).filter(|(_, tokens)| tokens.size()[0] > 0);
+        let results: Vec<Tensor> = used.map(|(expert, tokens)| expert.forward(tokens, None)).collect();
+        let results = Tensor::cat(&results, 0).to_kind(Kind::Float).index_select(0, &back);
+        let weighted = results.view([tokens, self.chosen, hidden]) * weights.unsqueeze(-1);
+        weighted.sum_dim_intlist([1i64].as_slice(), false, Kind::Float)
+    }
+}

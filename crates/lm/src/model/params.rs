@@ -1,0 +1,525 @@
+//! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
+
+use super::quantized::{Quantization, Quantized};
+use super::shape::{HeadNames, Names};
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::weights::{Checkpoint, brief, is_beside_codes, not_finite};
+use rlhf_base::{Error, Result};
+use std::collections::HashSet;
+use std::path::Path;
+use tch::{Device, Kind, Tensor};
+
+/// One trainable tensor of a model.
+#[derive(Debug)]
+pub struct Param {
+    /// Its name in the checkpoint, which is the Hugging Face name.
+    pub name: String,
+    /// The tensor, in the dtype that it is held in; shares memory with the model. A quantized weight is its codes, and has the tensors
+    /// beside it as further parameters.
+    pub tensor: Tensor,
+    /// Whether weight decay applies. It does not apply to norms and biases, those of attention by distance among them, as in transformers.
+    pub decay: bool,
+    /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
+    pub embedding: bool,
+}
+
+impl Param {
+    /// Number of values: of a quantized weight those that its codes stand for.
+    pub fn numel(&self) -> usize {
+        let numel = self.tensor.numel();
+        match self.tensor.kind() {
+            _ if is_beside_codes(&self.name) => 0,
+            // Two to a byte. An odd number of values is counted with the one that fills the last byte.
+            Kind::Uint8 => 2 * numel,
+            _ => numel,
+        }
+    }
+
+    /// Whether it is a quantized weight or belongs to one, so that it cannot be trained.
+    pub fn is_quantized(&self) -> bool {
+        matches!(self.tensor.kind(), Kind::Uint8 | Kind::Int8) || is_beside_codes(&self.name)
+    }
+}
+
+/// Initialization of a tensor that comes from no checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub enum Init {
+    Zeros,
+    Ones,
+    Normal(f64),
+}
+
+/// Source of a model's tensors.
+#[derive(Clone, Copy)]
+pub enum Source<'a> {
+    Checkpoint(&'a Checkpoint),
+    /// Initialized from the seed.
+    Fresh(u64),
+    /// The memory of another model of the same shape.
+    Shared(&'a [Param]),
+    /// None: the tensors have shapes and this dtype, and no memory of their own.
+    Shapes(Kind),
+}
+
+/// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
+pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
+
+/// Prefix of the language model's tensor names in models for text and images (Gemma 3), and prefixes of the other parts'.
+const TEXT_PART: &str = "language_model.model.";
+const OTHER_PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+
+/// Number of random numbers drawn before they are copied into their tensor.
+const DRAWN_AT_ONCE: usize = 1 << 20;
+
+/// Provides a model's tensors by name while the model is built, and records which tensors were requested.
+pub struct Builder<'a> {
+    source: Source<'a>,
+    names: &'static Names,
+    device: Device,
+    /// The dtype of the tensors; `None`: that of the checkpoint, or f32.
+    hold: Option<Kind>,
+    /// The format that weights of linear layers are quantized to.
+    quantization: Option<Quantization>,
+    /// Whether quantized weights of the checkpoint become plain.
+    unpacks: bool,
+    /// Whether a tensor of the checkpoint was rounded to that dtype.
+    rounded: bool,
+    /// The checkpoint's prefix of names that start with `names.prefix` here.
+    stored_prefix: &'static str,
+    /// Whether the LM head is the embedding, so that a checkpoint may hold it under either name.
+    tied: bool,
+    /// The seed of tensors that the checkpoint lacks; `None`: they are missing.
+    absent: Option<u64>,
+    params: Vec<Param>,
+    asked: HashSet<String>,
+    missing: Vec<String>,
+    mismatched: Vec<String>,
+}
+
+/// The prefixes that checkpoints have in place of the model's own, which is the first.
+fn prefixes(names: &Names) -> [&'static str; 3] {
+    [names.prefix, DEEPSPEED_CHAT, TEXT_PART]
+}
+
+/// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
+pub(crate) fn model_name(names: &Names, stored: &str) -> String {
+    let rest = prefixes(names).into_iter().find_map(|prefix| stored.strip_prefix(prefix));
+    format!("{}{}", names.prefix, rest.unwrap_or(stored))
+}
+
+/// The weights of a checkpoint by their names in the model, as they are in its files.
+pub(super) struct Files<'a>(Builder<'a>, &'a Checkpoint);
+
+impl<'a> Files<'a> {
+    pub(super) fn new(checkpoint: &'a Checkpoint, names: &'static Names) -> Self {
+        Self(Builder::new(Source::Checkpoint(checkpoint), names, Device::Cpu, Some(Kind::Float)), checkpoint)
+    }
+
+    /// The weight of the linear layer `base`, in f32; `None` if it is quantized in the file.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or lacks it.
+    pub(super) fn plain(&self, base: &str, device: Device) -> Result<Option<Tensor>> {
+        let Self(builder, checkpoint) = self;
+        let stored = builder.stored_name(checkpoint, &format!("{base}.weight"));
+        if checkpoint.holds_codes(&stored) {
+            return Ok(None);
+        }
+        checkpoint.read(&stored, device, Kind::Float).map(Some)
+    }
+}
+
+impl<'a> Builder<'a> {
+    pub fn new(source: Source<'a>, names: &'static Names, device: Device, hold: Option<Kind>) -> Self {
+        let stored_prefix = match source {
+            Source::Fresh(_) | Source::Shared(_) | Source::Shapes(_) => names.prefix,
+            Source::Checkpoint(checkpoint) => {
+                let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
+                // Some checkpoints (OpenAI's GPT-2) omit the prefix.
+                prefixes(names).into_iter().find(used).unwrap_or("")
+            }
+        };
+        let (params, asked) = (Vec::new(), HashSet::new());
+        let (missing, mismatched) = (Vec::new(), Vec::new());
+        let (rounded, tied, absent) = (false, false, None);
+        let (quantization, unpacks) = (None, false);
+        Self {
+            source,
+            names,
+            device,
+            hold,
+            quantization,
+            unpacks,
+            rounded,
+            stored_prefix,
+            tied,
+            absent,
+            params,
+            asked,
+            missing,
+            mismatched,
+        }
+    }
+
+    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are. So do those of a model
+    /// that is quantized already, whose plain layers were spared on purpose.
+    pub fn quantize_to(&mut self, quantization: Option<Quantization>) {
+        let is_quantized = || match self.source {
+            // Masks of older checkpoints are bytes too.
+            Source::Checkpoint(checkpoint) => !checkpoint.coded_layers().is_empty(),
+            Source::Shared(params) => params.iter().any(Param::is_quantized),
+            Source::Fresh(_) | Source::Shapes(_) => false,
+        };
+        self.quantization = quantization.filter(|_| !is_quantized());
+    }
+
+    /// The weight of the linear layer `base` if it is quantized: in the checkpoint, in the model whose memory is shared, or because
+    /// weights are quantized when they are loaded. A plain weight is `[out, in]`, or `[in, out]` if `transposed`.
+    pub(super) fn quantized(
+        &mut self,
+        base: &str,
+        widths: [i64; 2],
+        transposed: bool,
+        init: Init,
+    ) -> Result<Option<Quantized>> {
+        let name = format!("{base}.weight");
+        let found = match self.source {
+            Source::Shared(params) => {
+                let find = |name: &str| params.iter().find(|param| param.name == name);
+                let mut part =
+                    |name: &str| -> Result<Option<Tensor>> { Ok(find(name).map(|param| param.tensor.shallow_clone())) };
+                let is_quantized = find(&name).is_some_and(|param| param.is_quantized());
+                is_quantized.then(|| Quantized::from_parts(&name, widths, Path::new(""), &mut part)).transpose()?
+            }
+            Source::Checkpoint(checkpoint) => {
+                let stored = self.stored_name(checkpoint, &name);
+                let is_read = checkpoint.holds_codes(&stored) && !self.unpacks;
+                is_read.then(|| self.read_quantized(checkpoint, &stored, widths)).transpose()?
+            }
+            Source::Fresh(_) | Source::Shapes(_) => None,
+        };
+        let found = match (found, self.quantization.filter(|_| self.names.quantizes(base))) {
+            (Some(found), _) => found,
+            (None, None) => return Ok(None),
+            (None, Some(format)) => {
+                let [width_out, width_in] = widths;
+                let shape = if transposed { [width_in, width_out] } else { widths };
+                let weight = self.sourced(&name, &shape, init)?;
+                if weight.size() != shape {
+                    // A placeholder of a tensor that is missing.
+                    drop(self.keep(name, weight, true));
+                    return Ok(None);
+                }
+                let quantized = Quantized::new(&if transposed { weight.tr() } else { weight }, format);
+                // The plain weight leaves a hole in the heap that the next one does not always fit into.
+                tch_ext::release_memory();
+                quantized
+            }
+        };
+        for (name, tensor) in found.parts(&name) {
+            drop(self.keep(name, tensor, false));
+        }
+        Ok(Some(found))
+    }
+
+    /// Reads the quantized weight `stored`, `[out, in]`, of the checkpoint.
+    fn read_quantized(&mut self, checkpoint: &Checkpoint, stored: &str, widths: [i64; 2]) -> Result<Quantized> {
+        let (device, asked) = (self.device, &mut self.asked);
+        let mut part = |name: &str| -> Result<Option<Tensor>> {
+            if checkpoint.shape(name).is_none() {
+                return Ok(None);
+            }
+            asked.insert(name.to_string());
+            // The description is read here.
+            let device = if name.contains(".quant_state.") { Device::Cpu } else { device };
+            let found = checkpoint.read_stored(name, device)?;
+            // A scale that is not a number would make all of its block or row so.
+            if let Some(number) = found.is_floating_point().then(|| not_finite(&found)).flatten() {
+                let message = format!("tensor `{}`: expected finite numbers, found {number}", brief(name));
+                return Err(Error::invalid(checkpoint.path_of(name), message));
+            }
+            Ok(Some(found))
+        };
+        Quantized::from_parts(stored, widths, checkpoint.path_of(stored), &mut part)
+    }
+
+    /// Sets whether the next weights are plain even if the checkpoint holds them quantized, as those of heads are.
+    pub fn unpack(&mut self, unpacks: bool) {
+        self.unpacks = unpacks;
+    }
+
+    /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would
+    /// lead to a list of hundreds of thousands of missing tensors.
+    pub fn check_layers(&self, layers: i64) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        let tensors = checkpoint.names().count();
+        if layers <= tensors as i64 {
+            return Ok(());
+        }
+        let message = format!("{layers} layers in config.json: expected no more than tensors, found {tensors} tensors");
+        Err(Error::invalid(checkpoint.dir(), message))
+    }
+
+    /// Sets whether the LM head is the embedding.
+    pub fn set_tied(&mut self, tied: bool) {
+        self.tied = tied;
+    }
+
+    /// Initializes the next tensors that the checkpoint lacks from this seed: those of a new head.
+    pub fn set_absent(&mut self, seed: Option<u64>) {
+        // A model that will be rejected is not initialized, as its sizes may be arbitrary.
+        self.absent = seed.filter(|_| self.missing.is_empty() && self.mismatched.is_empty());
+    }
+
+    /// Whether the checkpoint holds the tensor `name` with other values than `tensor`'s.
+    pub fn holds_other(&self, name: &str, tensor: &Tensor) -> Result<bool> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(false) };
+        match checkpoint.shape(name) {
+            None => Ok(false),
+            Some(shape) if shape != tensor.size() || checkpoint.holds_codes(name) => Ok(true),
+            // If each tensor has its own dtype, the exact numbers are compared.
+            Some(_) => Ok(checkpoint.read(name, self.device, self.kind())? != tensor.to_kind(self.kind())),
+        }
+    }
+
+    /// Checks that the checkpoint's copies of the embedding `embed`, those for the stacks of an encoder-decoder, have its values.
+    pub fn check_copies(&self, embed: &Tensor) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        // A placeholder of one that is missing; `finish` reports it.
+        if embed.numel() == 0 {
+            return Ok(());
+        }
+        for name in checkpoint.names().filter(|name| name.ends_with(".embed_tokens.weight")) {
+            if self.holds_other(name, embed)? {
+                let message = format!(
+                    "tensor `{}`: expected the values of `{}.weight`, found others: encoder and decoder with embeddings of \
+                     their own are not supported",
+                    brief(name),
+                    self.names.embed,
+                );
+                return Err(Error::invalid(checkpoint.dir(), message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all numbers of the tensor `name` of the checkpoint are 0, if it has one.
+    pub fn check_zeros(&self, name: &str) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        if checkpoint.shape(name).is_none() {
+            return Ok(());
+        }
+        let found = checkpoint.read(name, self.device, Kind::Float)?.abs().max();
+        match found.numel() == 1 && found.double_value(&[]) == 0.0 {
+            true => Ok(()),
+            false => Err(Error::invalid(checkpoint.dir(), format!("tensor `{name}`: expected zeros, found others"))),
+        }
+    }
+
+    /// Whether there is a checkpoint, without the tensor `name`.
+    pub fn lacks(&self, name: &str) -> bool {
+        let Source::Checkpoint(checkpoint) = self.source else { return false };
+        checkpoint.shape(&self.stored_name(checkpoint, name)).is_none()
+    }
+
+    /// The first of `names` that the checkpoint contains; the first name if there is no checkpoint or it contains none.
+    pub fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
+        let stored = |name: &&&str| match self.source {
+            Source::Fresh(_) | Source::Shared(_) | Source::Shapes(_) => false,
+            Source::Checkpoint(checkpoint) => checkpoint.shape(name).is_some(),
+        };
+        names.iter().find(stored).unwrap_or(&names[0])
+    }
+
+    /// Sets the dtype of the next tensors; returns the previous one.
+    pub fn hold_as(&mut self, kind: Option<Kind>) -> Option<Kind> {
+        std::mem::replace(&mut self.hold, kind)
+    }
+
+    /// Whether a tensor that was read was rounded to a dtype of lower precision, or to another 16-bit dtype.
+    pub fn has_rounded(&self) -> bool {
+        self.rounded
+    }
+
+    /// The dtype of a tensor that comes from no checkpoint.
+    fn kind(&self) -> Kind {
+        self.hold.unwrap_or(Kind::Float)
+    }
+
+    /// Reads the tensor `stored` of the checkpoint in its dtype for this model.
+    fn read(&mut self, checkpoint: &Checkpoint, stored: &str) -> Result<Tensor> {
+        let (in_file, halves) = (checkpoint.kind_of(stored), [Kind::BFloat16, Kind::Half]);
+        // `Checkpoint::read` rejects dtypes that weights cannot have.
+        let kind = self.hold.unwrap_or(in_file.filter(|kind| halves.contains(kind)).unwrap_or(Kind::Float));
+        self.rounded |= halves.contains(&kind) && in_file != Some(kind);
+        checkpoint.read(stored, self.device, kind)
+    }
+
+    /// Returns the tensor `name` of `shape`, from the checkpoint or initialized by `init`. [`Builder::finish`] reports problems.
+    pub fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
+        let tensor = self.sourced(&name, shape, init)?;
+        Ok(self.keep(name, tensor, decay))
+    }
+
+    fn sourced(&mut self, name: &str, shape: &[i64], init: Init) -> Result<Tensor> {
+        Ok(match self.source {
+            Source::Fresh(seed) => self.fresh(seed, shape, init)?,
+            // Each element is the same one in memory.
+            Source::Shapes(kind) => Tensor::f_zeros([1], (kind, self.device))?.f_expand(shape, false)?,
+            Source::Shared(params) => {
+                let shared = params.iter().find(|param| param.name == name);
+                shared.expect("both have the same shape").tensor.shallow_clone()
+            }
+            Source::Checkpoint(checkpoint) => {
+                let stored = self.stored_name(checkpoint, name);
+                let read = match (checkpoint.shape(&stored), self.absent) {
+                    (None, Some(seed)) => Some(self.fresh(seed, shape, init)?),
+                    (None, None) => {
+                        self.missing.push(name.to_string());
+                        None
+                    }
+                    (Some(_), _) if self.unpacks && shape.len() == 2 && checkpoint.holds_codes(&stored) => {
+                        let weight = self.read_quantized(checkpoint, &stored, [shape[0], shape[1]])?;
+                        Some(weight.values(self.kind()))
+                    }
+                    (Some(found), _) if found != shape => {
+                        self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
+                        None
+                    }
+                    (Some(_), _) => Some(self.read(checkpoint, &stored)?),
+                };
+                self.asked.insert(stored);
+                // A placeholder, so that all problems are listed; `finish` then fails.
+                read.unwrap_or_else(|| Tensor::zeros([0], (self.kind(), self.device)))
+            }
+        })
+    }
+
+    /// [`Builder::embedding`] of biases by distance, which transformers spares weight decay as it does all tensors named a bias.
+    pub fn bias_table(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let tensor = self.embedding(name, shape, init)?;
+        self.params.last_mut().expect("it was just kept").decay = false;
+        Ok(tensor)
+    }
+
+    /// [`Builder::tensor`] of an embedding.
+    pub fn embedding(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let tensor = self.tensor(name, shape, init, true)?;
+        self.params.last_mut().expect("it was just kept").embedding = true;
+        Ok(tensor)
+    }
+
+    /// Returns a newly initialized tensor, even if the rest comes from a checkpoint: a new head.
+    pub fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
+        // A model that will be rejected is not initialized, as its sizes may be arbitrary.
+        let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
+        let tensor = match lost {
+            true => Tensor::zeros([0], (self.kind(), self.device)),
+            false => self.fresh(seed, shape, Init::Normal(std))?,
+        };
+        Ok(self.keep(name, tensor, true))
+    }
+
+    /// Returns a bias of zeros, whatever the source of the rest.
+    pub fn zeros(&mut self, name: String, shape: &[i64]) -> Result<Tensor> {
+        let tensor = Tensor::f_zeros(shape, (self.kind(), self.device))?;
+        Ok(self.keep(name, tensor, false))
+    }
+
+    /// Returns a weight from another source, read for the builder's device and dtype.
+    pub fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
+        let tensor = read(self.device, self.kind())?;
+        Ok(self.keep(name, tensor, true))
+    }
+
+    /// The name under which the checkpoint holds `name`.
+    fn stored_name(&self, checkpoint: &Checkpoint, name: &str) -> String {
+        let stored = match name.strip_prefix(self.names.prefix) {
+            Some(rest) => format!("{}{rest}", self.stored_prefix),
+            None => name.to_string(),
+        };
+        // Old BERT checkpoints have TensorFlow's names of a norm's two tensors.
+        let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
+        let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
+        // Some writers store a tied tensor under the head's name only.
+        let is_embedding = name.strip_suffix(".weight") == Some(self.names.embed);
+        let old = old.or_else(|| (self.tied && is_embedding).then(|| self.names.lm_head.to_string()));
+        old.filter(|old| checkpoint.shape(&stored).is_none() && checkpoint.shape(old).is_some()).unwrap_or(stored)
+    }
+
+    fn keep(&mut self, name: String, tensor: Tensor, decay: bool) -> Tensor {
+        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay, embedding: false });
+        tensor
+    }
+
+    fn fresh(&self, seed: u64, shape: &[i64], init: Init) -> Result<Tensor> {
+        let options = (self.kind(), self.device);
+        Ok(match init {
+            Init::Zeros => Tensor::f_zeros(shape, options)?,
+            Init::Ones => Tensor::f_ones(shape, options)?,
+            Init::Normal(std) => {
+                let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
+                // Allocated by libtorch, which returns an error for a size beyond memory; a vector would end the program.
+                let tensor = Tensor::f_empty(shape, (Kind::Float, Device::Cpu))?;
+                let flat = tensor.f_view([-1])?;
+                for from in (0..flat.size()[0]).step_by(DRAWN_AT_ONCE) {
+                    let len = (DRAWN_AT_ONCE as i64).min(flat.size()[0] - from);
+                    flat.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
+                }
+                tensor.to_device(self.device).to_kind(self.kind())
+            }
+        })
+    }
+
+    /// Returns the parameters in the order of the model.
+    ///
+    /// # Errors
+    /// One error that lists every tensor that is missing, of another shape, or unexpected. Tensors whose names start with one
+    /// of `ignored` (the head of another task) are allowed.
+    pub fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
+        let harmless = |name: &str| {
+            self.stored_prefix == TEXT_PART && OTHER_PARTS.iter().any(|part| name.starts_with(part))
+                || self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
+                || ignored.iter().any(|prefix| name.starts_with(prefix))
+        };
+        let unexpected: Vec<&str> =
+            checkpoint.names().filter(|name| !self.asked.contains(*name) && !harmless(name)).collect();
+        if self.missing.is_empty() && self.mismatched.is_empty() && unexpected.is_empty() {
+            return Ok(self.params);
+        }
+        let list = |what: &str, names: &[&str]| match names {
+            [] => None,
+            [first] => Some(format!("{what} `{}`", brief(first))),
+            [first, second] => Some(format!("{what} `{}`, `{}`", brief(first), brief(second))),
+            [first, second, rest @ ..] => {
+                Some(format!("{what} `{}`, `{}` and {} more", brief(first), brief(second), rest.len()))
+            }
+        };
+        let missing: Vec<&str> = self.missing.iter().map(String::as_str).collect();
+        let mut problems: Vec<String> = self.mismatched.iter().take(3).cloned().collect();
+        problems.extend((self.mismatched.len() > 3).then(|| format!("{} more shapes", self.mismatched.len() - 3)));
+        problems.extend(list("missing", &missing));
+        problems.extend(list("unexpected", &unexpected));
+        let is_head = |name: &str| name == self.names.lm_head;
+        let of_classifier = |name: &&str| match self.names.head {
+            HeadNames::Score => *name == "score.weight",
+            HeadNames::Dense { inner, out, .. } => [inner, out].iter().any(|layer| name.starts_with(layer)),
+        };
+        let classifies = |names: &[&str]| !names.is_empty() && names.iter().all(of_classifier);
+        let encoders_head = match self.names.head {
+            HeadNames::Dense { out, .. } if self.names.encoder.is_none() => Some(format!("{out}.weight")),
+            HeadNames::Dense { .. } | HeadNames::Score => None,
+        };
+        let hint = if encoders_head.is_some_and(|head| self.missing.contains(&head)) {
+            ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
+        } else if classifies(&missing) {
+            ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
+        } else if classifies(&unexpected) && missing.iter().all(|n| is_head(n)) {
+            ": this is a reward or value model, not a language model"
+        } else {
+            ""
+        };
+        Err(Error::invalid(checkpoint.dir(), format!("{}{hint}", problems.join("; "))))
+    }
+}

@@ -1,0 +1,760 @@
+//! ZeRO: a model's gradients, optimizer state and parameters, divided over ranks (Rajbhandari et al. 2020).
+//!
+//! Parameters of one layer that have one dtype, and are all trained or all frozen, form a *unit*: one vector, padded so that
+//! every rank has an equal part of it. Parameters outside the layers (embeddings, final norm, heads) form units of their own,
+//! the *root*. The tensors of the model are views of the vectors, so no code outside this file knows about them:
+//!
+//! | stage | parameters | gradients | optimizer state |
+//! |---|---|---|---|
+//! | 0 | whole | whole, summed over ranks before a step | whole |
+//! | 1 | whole, gathered after a step | whole; each rank gets its part of the sum | part |
+//! | 2 | whole, gathered after a step | part; a layer's gradients are reduced in its backward pass | part |
+//! | 3 | part; a layer is gathered for its forward and its backward pass | as in stage 2 | part |
+//!
+//! The root is gathered for a whole pass, so that a head may share the memory of the embedding.
+//!
+//! In stages 2 and 3 passes contain collectives, which all ranks must call, but ranks run different numbers of passes. So each
+//! pass is announced, and a rank that has no pass left takes part in those of the others; see [`World::announce_pass`].
+
+mod unit;
+
+use super::params::Param;
+use rlhf_base::dist::{Sharded, World, ZeroStage};
+use rlhf_base::{Error, Result};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tch::{Kind, Tensor};
+pub(crate) use unit::Slot;
+use unit::{Unit, unit_params};
+
+/// The division of a model over ranks; none until a model is divided. Clones refer to the same division, as models that share
+/// their memory do.
+#[derive(Debug, Clone, Default)]
+pub struct Shards(Arc<Divided>);
+
+/// A division that other ranks may ask to take part in a pass.
+#[derive(Debug, Default)]
+struct Divided(Mutex<Option<Division>>);
+
+impl Divided {
+    fn lock(&self) -> MutexGuard<'_, Option<Division>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pass through a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PassKind {
+    /// A forward pass.
+    Forward,
+    /// A forward and a backward pass.
+    Backward,
+}
+
+/// A trained vector, for the optimizer: this rank's part of it.
+#[derive(Debug)]
+pub struct TrainedPart {
+    /// The parameters, a vector in f32.
+    pub params: Tensor,
+    /// Number of leading elements that weight decay applies to.
+    pub decaying: i64,
+    /// Place of the part's first element in the whole vector.
+    pub start: i64,
+    /// The parameters of the whole vector.
+    pub slots: Vec<Slot>,
+}
+
+#[derive(Debug)]
+struct Division {
+    /// The ranks, for collectives of announced passes.
+    world: World,
+    /// The same ranks, for collectives outside passes.
+    outer: World,
+    stage: ZeroStage,
+    /// Number of this model in announcements; the same on all ranks.
+    id: u64,
+    layers: usize,
+    /// The root's units, then those of each layer.
+    units: Vec<Unit>,
+    /// Whether the gradients are those of all ranks.
+    reduced: bool,
+    /// Number of guards that hold all units.
+    gathered: usize,
+}
+
+/// A request of rank 0 to the other ranks while it writes a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Request {
+    /// The parameters of a unit.
+    Params(usize),
+    /// The optimizer state of a unit.
+    Moments(usize),
+    /// To swap the parameters and their moving average.
+    Swap,
+}
+
+impl Request {
+    /// Number of different requests about one unit.
+    const KINDS: usize = 3;
+
+    fn number(self) -> usize {
+        match self {
+            Self::Params(unit) => Self::KINDS * unit,
+            Self::Moments(unit) => Self::KINDS * unit + 1,
+            Self::Swap => 2,
+        }
+    }
+
+    fn from_number(number: usize) -> Self {
+        match number % Self::KINDS {
+            0 => Self::Params(number / Self::KINDS),
+            1 => Self::Moments(number / Self::KINDS),
+            _ => Self::Swap,
+        }
+    }
+}
+
+/// Holds the root's parameters for one pass.
+#[derive(Debug)]
+#[must_use = "the parameters are released when the guard is dropped"]
+pub struct RootGuard(Shards);
+
+/// Holds the parameters of one layer.
+#[derive(Debug)]
+#[must_use = "the parameters are released when the guard is dropped"]
+pub struct LayerGuard(Shards, usize);
+
+/// Holds all parameters.
+#[derive(Debug)]
+#[must_use = "the parameters are released when the guard is dropped"]
+pub struct AllGuard(Shards);
+
+/// Gathers parameters by name, one unit at a time.
+#[derive(Debug)]
+pub struct ByName {
+    shards: Shards,
+    held: Option<usize>,
+    /// Whether this rank asks the others, which [serve](Shards::serve); else all ranks gather the same names.
+    asks: bool,
+}
+
+impl Shards {
+    fn lock(&self) -> MutexGuard<'_, Option<Division>> {
+        self.0.lock()
+    }
+
+    /// Calls `f` with the division, if there is one.
+    fn with<T>(&self, f: impl FnOnce(&mut Division) -> T) -> Option<T> {
+        self.lock().as_mut().map(f)
+    }
+
+    /// Divides `params` over the ranks of `world`. `layer_of` returns the layer of a parameter by its name. The parameters
+    /// become views of flat memory. Does nothing if they are divided already, or if there is nothing to divide: one rank at
+    /// stage 0, or a frozen model below stage 3.
+    ///
+    /// All ranks have the same parameters, and divide their models in the same order.
+    pub fn divide(
+        &self,
+        (world, stage): (&World, ZeroStage),
+        params: &[Param],
+        layers: usize,
+        layer_of: impl Fn(&str) -> Option<usize>,
+    ) {
+        let mut division = self.lock();
+        let alone = world.size() == 1 && !stage.shards_optimizer();
+        let groups = unit_params(params, stage, layer_of);
+        if division.is_some() || alone || groups.is_empty() {
+            return;
+        }
+        let units = groups.into_iter().map(|(layer, params)| Unit::new((world, stage), layer, &params)).collect();
+        let (outer, id) = (world.clone(), world.next_id());
+        let world = outer.inside_pass();
+        *division =
+            Some(Division { world, outer: outer.clone(), stage, id, layers, units, reduced: false, gathered: 0 });
+        drop(division);
+        if stage.shards_gradients() {
+            let model: Arc<dyn Sharded> = self.0.clone();
+            outer.add_sharded(Arc::downgrade(&model));
+        }
+        // The tensors that flat memory has replaced.
+        tch_ext::release_memory();
+    }
+
+    /// The stage of the division, if the model is divided.
+    pub fn stage(&self) -> Option<ZeroStage> {
+        self.with(|division| division.stage)
+    }
+
+    /// Whether parameters have memory only while a guard holds them.
+    pub fn are_params_divided(&self) -> bool {
+        self.stage().is_some_and(ZeroStage::shards_parameters)
+    }
+
+    /// Whether gradients are reduced layer by layer, in the backward pass.
+    pub fn are_gradients_divided(&self) -> bool {
+        self.stage().is_some_and(ZeroStage::shards_gradients)
+    }
+
+    /// Whether parameters are released after each layer: they are divided, and no guard holds all of them.
+    pub fn releases(&self) -> bool {
+        self.with(|division| division.releases()).unwrap_or(false)
+    }
+
+    /// Announces a pass and gathers the root.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub fn start_pass(&self, kind: PassKind) -> Result<RootGuard> {
+        let announced = self.with(|division| division.has_collectives(kind).then(|| division.code(kind)));
+        if let (Some(code), Some(world)) = (announced.flatten(), self.outer()) {
+            world.announce_pass(code)?;
+        }
+        let started = self.with(|division| {
+            division.gather(None)?;
+            if kind == PassKind::Backward {
+                division.lend_gradients(None)?;
+            }
+            Ok(())
+        });
+        started.unwrap_or(Ok(())).map(|()| RootGuard(self.clone()))
+    }
+
+    /// The ranks, for collectives outside passes; none if the model is not divided.
+    fn outer(&self) -> Option<World> {
+        self.with(|division| division.outer.clone())
+    }
+
+    /// Takes part in the passes that other ranks still run, before collectives outside passes; the division is not locked.
+    fn finish_passes(&self) -> Result<()> {
+        self.outer().map_or(Ok(()), |world| world.finish_passes())
+    }
+
+    /// Gathers layer `layer`.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn layer(&self, layer: usize) -> Result<LayerGuard> {
+        let gathered = self.with(|division| division.gather(Some(layer)));
+        gathered.unwrap_or(Ok(())).map(|()| LayerGuard(self.clone(), layer))
+    }
+
+    /// Provides memory for the gradients of `layer`, or of the root, for its backward pass.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub fn lend_gradients(&self, layer: Option<usize>) -> Result<()> {
+        self.with(|division| division.lend_gradients(layer)).unwrap_or(Ok(()))
+    }
+
+    /// Adds the sum over all ranks of the gradients of `layer`, or of the root, to this rank's part.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn reduce_lent(&self, layer: Option<usize>) -> Result<()> {
+        self.with(|division| division.reduce_lent(layer)).unwrap_or(Ok(()))
+    }
+
+    /// Gathers all parameters until the guard is dropped. Passes then need no collectives but those of gradients. Called by all
+    /// ranks at the same point.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn gather_all(&self) -> Result<AllGuard> {
+        self.finish_passes()?;
+        let gathered = self.with(|division| {
+            let releases = division.releases();
+            for unit in division.units.iter_mut().filter(|_| releases) {
+                unit.gather(&division.world)?;
+                unit.view_part(&division.world, true);
+            }
+            division.gathered += 1;
+            Ok(())
+        });
+        gathered.unwrap_or(Ok(())).map(|()| AllGuard(self.clone()))
+    }
+
+    /// Returns a guard that gathers parameters by name. With `asks` the other ranks [serve](Shards::serve); else they gather the
+    /// same names in the same order.
+    pub fn by_name(&self, asks: bool) -> ByName {
+        ByName { shards: self.clone(), held: None, asks }
+    }
+
+    /// Takes part in what rank 0 gathers of `models`, until it calls [`Shards::end_serving`] with the same models: it writes files
+    /// of models whose parts other ranks have.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn serve(models: &[&Self]) -> Result<()> {
+        let Some(world) = serving_world(models) else { return Ok(()) };
+        loop {
+            let code = world.max_number(0.0)? as usize;
+            let Some((id, number)) = code.checked_sub(1).map(|code| (code >> 32, code & 0xffff_ffff)) else {
+                return Ok(());
+            };
+            let request = Request::from_number(number);
+            let served = models.iter().find_map(|shards| {
+                shards.with(|division| (division.id == id as u64).then(|| division.serve(request))).flatten()
+            });
+            served.unwrap_or_else(|| Err(unknown(code)))?;
+        }
+    }
+
+    /// Ends [`Shards::serve`] on the other ranks.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn end_serving(models: &[&Self]) -> Result<()> {
+        serving_world(models).map_or(Ok(()), |world| world.max_number(0.0).map(drop))
+    }
+
+    /// Hands over this rank's moments of each trained part, so that they can be gathered.
+    pub fn set_moments(&self, moments: impl IntoIterator<Item = [Tensor; 2]>) {
+        self.with(|division| {
+            let units = division.units.iter_mut().filter(|unit| unit.trained);
+            units.zip(moments).for_each(|(unit, moments)| unit.state.moments = Some(moments));
+        });
+    }
+
+    /// Returns both moments of the trained vector `index` whole, on the host; the other ranks serve.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn whole_moments(&self, index: usize) -> Result<[Tensor; 2]> {
+        self.finish_passes()?;
+        self.with(|division| {
+            let trained = division.units.iter().enumerate().filter(|(_, unit)| unit.trained);
+            let Some((unit, _)) = trained.into_iter().nth(index) else { return Err(unknown(index)) };
+            division.ask(Request::Moments(unit))?;
+            division.units[unit].whole_moments(&division.world)
+        })
+        .unwrap_or_else(|| Err(unknown(index)))
+    }
+
+    /// Sets the moving average of divided parameters to the parameters. Returns whether the parameters are divided.
+    pub fn start_average(&self) -> bool {
+        self.with(|division| {
+            let divided = division.stage.shards_parameters();
+            for unit in division.units.iter_mut().filter(|unit| unit.trained && divided) {
+                unit.state.average = unit.part.as_ref().map(Tensor::copy);
+            }
+            divided
+        })
+        .unwrap_or(false)
+    }
+
+    /// Moves the average towards the parameters: a <- a + (1 - beta) * (p - a).
+    pub fn update_average(&self, beta: f64) {
+        self.with(|division| {
+            for unit in &mut division.units {
+                if let (Some(average), Some(part)) = (&mut unit.state.average, &unit.part) {
+                    let _ = average.g_add_(&((part - &*average) * (1.0 - beta)));
+                }
+            }
+        });
+    }
+
+    /// Swaps the parameters and their average. With `asks`, for rank 0 while the others serve, they do too.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn swap_average(&self, asks: bool) -> Result<()> {
+        if asks {
+            // Without, each rank swaps its own parts, in the middle of reading a checkpoint: another rank may have failed to.
+            self.finish_passes()?;
+        }
+        self.with(|division| {
+            if asks {
+                division.ask(Request::Swap)?;
+            }
+            division.swap_average()
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    /// The trained parameters by name, where each rank holds them whole (stages 0 to 2).
+    pub fn whole_trained(&self) -> Vec<(String, Tensor)> {
+        self.with(|division| {
+            let units = division.units.iter().filter(|unit| unit.trained && !division.stage.shards_parameters());
+            let named = |unit: &Unit| {
+                let pairs = unit.slots.iter().zip(&unit.params);
+                pairs.map(|(slot, param)| (slot.name.clone(), param.shallow_clone())).collect::<Vec<_>>()
+            };
+            units.flat_map(named).collect()
+        })
+        .unwrap_or_default()
+    }
+
+    /// The parts that this rank's optimizer updates; empty unless optimizer state is divided.
+    pub fn trained_parts(&self) -> Vec<TrainedPart> {
+        self.with(|division| {
+            let (rank, size) = (division.world.rank() as i64, division.world.size() as i64);
+            let parts = division.units.iter().filter(|unit| unit.trained);
+            let part = |unit: &Unit| {
+                let len = unit.len / size;
+                let params = unit.part.as_ref()?.shallow_clone();
+                let (start, decaying) = (rank * len, (unit.decaying - rank * len).clamp(0, len));
+                Some(TrainedPart { params, decaying, start, slots: unit.slots.clone() })
+            };
+            parts.filter_map(part).collect()
+        })
+        .unwrap_or_default()
+    }
+
+    /// The ranks that the model is divided over; this process alone if it is not divided.
+    pub fn world(&self) -> World {
+        self.outer().unwrap_or_default()
+    }
+
+    /// Sums the gradients over all ranks, unless they are summed already.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn reduce_gradients(&self) -> Result<()> {
+        self.finish_passes()?;
+        self.with(Division::reduce_gradients).unwrap_or(Ok(()))
+    }
+
+    /// Returns this rank's parts of the gradients, in the order of [`Shards::trained_parts`], after they are summed.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn grad_parts(&self) -> Result<Vec<Tensor>> {
+        self.reduce_gradients()?;
+        let parts = self.with(|division| {
+            let trained = division.units.iter().filter(|unit| unit.trained);
+            trained.map(|unit| unit.grad_part(&division.world)).collect()
+        });
+        Ok(parts.unwrap_or_default())
+    }
+
+    /// Multiplies the gradients by `factor`.
+    pub fn scale_gradients(&self, factor: f64) {
+        self.with(|division| {
+            division.units.iter_mut().for_each(|unit| unit.scale_gradients(factor));
+        });
+    }
+
+    /// Clears the gradients.
+    pub fn zero_gradients(&self) {
+        self.with(|division| {
+            let lent = division.stage.shards_gradients();
+            division.reduced = false;
+            division.units.iter_mut().for_each(|unit| unit.zero_gradients(lent));
+            if lent {
+                // The parts of the gradients, and the holes that layers' activations have left between them.
+                tch_ext::release_memory();
+            }
+        });
+    }
+
+    /// Returns the sizes of the gradients that this rank keeps between passes, a vector per unit; none where they are sharded.
+    pub fn gradient_sizes(&self) -> Vec<(usize, Kind)> {
+        let sizes = |division: &mut Division| {
+            let keeps = |unit: &&Unit| unit.trained && !division.stage.shards_gradients();
+            division.units.iter().filter(keeps).map(|unit| (unit.len as usize, unit.kind)).collect()
+        };
+        self.with(sizes).unwrap_or_default()
+    }
+
+    /// Makes the vectors `grads`, which are zero and of [these sizes](Shards::gradient_sizes), the memory of the gradients.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub fn use_gradients(&self, grads: Vec<Tensor>) -> Result<()> {
+        self.with(|division| {
+            let mut units = division.units.iter_mut().filter(|unit| unit.trained).zip(grads);
+            units.try_for_each(|(unit, grads)| unit.use_gradients(grads))
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    /// Frees the gradients that this rank keeps between passes; the next backward pass allocates new ones.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub fn release_gradients(&self) -> Result<()> {
+        self.with(|division| division.units.iter_mut().try_for_each(Unit::release_gradients)).unwrap_or(Ok(()))
+    }
+
+    /// Makes the parameters of all ranks those that each rank's optimizer has put into its part.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn gather_stepped(&self) -> Result<()> {
+        self.finish_passes()?;
+        self.with(|division| {
+            let world = division.world.clone();
+            division.units.iter().filter(|unit| unit.trained).try_for_each(|unit| unit.gather_stepped(&world))
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    /// Whether this rank has only a part of the parameter `name`, or nothing of it.
+    pub fn divides(&self, name: &str) -> bool {
+        let divides = |division: &mut Division| division.stage.shards_parameters() && division.unit_of(name).is_some();
+        self.with(divides).unwrap_or(false)
+    }
+
+    /// Reads parameters of which ranks have parts, one at a time: `read` writes a parameter, by its name, into the tensor that it
+    /// receives. `reads` selects the parameters.
+    ///
+    /// # Errors
+    /// The errors of `read`.
+    pub fn read_params(
+        &self,
+        reads: impl Fn(&str) -> bool,
+        mut read: impl FnMut(&str, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        self.with(|division| {
+            if !division.stage.shards_parameters() {
+                return Ok(());
+            }
+            let rank = division.world.rank() as i64;
+            let wanted = |unit: &&Unit| unit.slots.iter().any(|slot| reads(&slot.name));
+            division.units.iter().filter(wanted).try_for_each(|unit| unit.read(rank, &reads, &mut read))
+        })
+        .unwrap_or(Ok(()))
+    }
+}
+
+impl Division {
+    fn releases(&self) -> bool {
+        self.stage.shards_parameters() && self.gathered == 0
+    }
+
+    /// Number of a pass of this kind in announcements; above 0.
+    fn code(&self, kind: PassKind) -> u64 {
+        2 * self.id + 1 + u64::from(kind == PassKind::Backward)
+    }
+
+    /// Whether a pass of this kind has collectives.
+    fn has_collectives(&self, kind: PassKind) -> bool {
+        self.releases() || (self.stage.shards_gradients() && kind == PassKind::Backward)
+    }
+
+    /// The unit of the parameter `name`.
+    fn unit_of(&self, name: &str) -> Option<usize> {
+        self.units.iter().position(|unit| unit.slots.iter().any(|slot| slot.name == name))
+    }
+
+    /// Gathers the units of `place`, unless all ranks hold all units.
+    fn gather(&mut self, place: Option<usize>) -> Result<()> {
+        if !self.releases() {
+            return Ok(());
+        }
+        let world = &self.world;
+        self.units.iter_mut().filter(|unit| unit.layer == place).try_for_each(|unit| unit.gather(world))
+    }
+
+    fn release(&mut self, place: Option<usize>) {
+        if self.releases() {
+            self.units.iter_mut().filter(|unit| unit.layer == place).for_each(Unit::release);
+        }
+    }
+
+    /// Provides memory for the gradients of `place`, or of all units at once where they are whole on every rank.
+    fn lend_gradients(&mut self, place: Option<usize>) -> Result<()> {
+        if !self.stage.shards_gradients() {
+            return self
+                .units
+                .iter_mut()
+                .filter(|unit| unit.trained)
+                .try_for_each(|unit| unit.keep_gradients().map(drop));
+        }
+        if place.is_none() {
+            self.allocate_grad_parts();
+        }
+        let mut units = self.units.iter_mut().filter(|unit| unit.trained && unit.layer == place);
+        units.try_for_each(Unit::lend_gradients)
+    }
+
+    /// Provides memory for this rank's parts of the gradients, unless they have some: one vector for all units, as small pieces
+    /// between the layers' activations would leave holes in the heap.
+    fn allocate_grad_parts(&mut self) {
+        let size = self.world.size() as i64;
+        let mut trained: Vec<&mut Unit> = self.units.iter_mut().filter(|unit| unit.trained).collect();
+        let Some(device) = trained.first().filter(|unit| unit.grad_part.is_none()).map(|unit| unit.device) else {
+            return;
+        };
+        let len = trained.iter().map(|unit| unit.len / size).sum::<i64>();
+        let all = Tensor::zeros([len], (Kind::Float, device));
+        let mut start = 0;
+        for unit in &mut trained {
+            let own = unit.len / size;
+            unit.grad_part = Some(all.narrow(0, start, own));
+            start += own;
+        }
+    }
+
+    fn reduce_lent(&mut self, place: Option<usize>) -> Result<()> {
+        if !self.stage.shards_gradients() {
+            return Ok(());
+        }
+        let world = &self.world;
+        let mut units = self.units.iter_mut().filter(|unit| unit.trained && unit.layer == place);
+        units.try_for_each(|unit| unit.reduce(world))
+    }
+
+    fn reduce_gradients(&mut self) -> Result<()> {
+        if self.reduced || self.stage.shards_gradients() {
+            return Ok(());
+        }
+        self.reduced = true;
+        let (world, whole) = (&self.world, !self.stage.shards_optimizer());
+        let mut units = self.units.iter_mut().filter(|unit| unit.trained);
+        units.try_for_each(|unit| if whole { unit.sum_whole(world) } else { unit.reduce_held(world) })
+    }
+
+    /// Asks the other ranks, which serve, for something.
+    fn ask(&self, request: Request) -> Result<()> {
+        if self.world.size() == 1 {
+            return Ok(());
+        }
+        let code = ((self.id as usize) << 32) + request.number() + 1;
+        self.world.max_number(code as f64).map(drop)
+    }
+
+    fn serve(&mut self, request: Request) -> Result<()> {
+        match request {
+            Request::Params(unit) => {
+                self.units[unit].gather(&self.world)?;
+                self.units[unit].release();
+                Ok(())
+            }
+            Request::Moments(unit) => self.units[unit].whole_moments(&self.world).map(drop),
+            Request::Swap => self.swap_average(),
+        }
+    }
+
+    fn swap_average(&mut self) -> Result<()> {
+        let world = &self.world;
+        for unit in &mut self.units {
+            if let (Some(average), Some(part)) = (&mut unit.state.average, &mut unit.part) {
+                std::mem::swap(average, part);
+                unit.gather_stepped(world)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The collectives of a pass that another rank announced.
+    fn idle_pass(&mut self, kind: PassKind) -> Result<()> {
+        self.gather(None)?;
+        if kind == PassKind::Backward {
+            self.lend_gradients(None)?;
+        }
+        for layer in 0..self.layers {
+            self.gather(Some(layer))?;
+            self.release(Some(layer));
+        }
+        if kind == PassKind::Backward {
+            for layer in (0..self.layers).rev() {
+                self.gather(Some(layer))?;
+                self.lend_gradients(Some(layer))?;
+                self.reduce_lent(Some(layer))?;
+                self.release(Some(layer));
+            }
+            self.reduce_lent(None)?;
+        }
+        self.release(None);
+        Ok(())
+    }
+}
+
+impl RootGuard {
+    /// Ends a backward pass: reduces the root's gradients.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn finish_backward(self) -> Result<()> {
+        self.0.reduce_lent(None)
+    }
+}
+
+impl Drop for RootGuard {
+    fn drop(&mut self) {
+        self.0.with(|division| division.release(None));
+    }
+}
+
+impl Drop for LayerGuard {
+    fn drop(&mut self) {
+        self.0.with(|division| division.release(Some(self.1)));
+    }
+}
+
+impl Drop for AllGuard {
+    fn drop(&mut self) {
+        self.0.with(|division| {
+            division.gathered -= 1;
+            let releases = division.releases();
+            for unit in division.units.iter_mut().filter(|_| releases) {
+                unit.view_part(&division.world, false);
+                unit.release();
+            }
+        });
+    }
+}
+
+impl ByName {
+    /// Gathers the unit of the parameter `name` until another unit is gathered or the guard is dropped. Parameters that are not
+    /// divided are there in any case.
+    ///
+    /// # Errors
+    /// As [`Shards::start_pass`].
+    pub fn gather(&mut self, name: &str) -> Result<()> {
+        let wanted = self.shards.with(|division| {
+            let divided = division.stage.shards_parameters();
+            division.unit_of(name).filter(|_| divided)
+        });
+        let wanted = wanted.flatten();
+        if wanted == self.held {
+            return Ok(());
+        }
+        self.release();
+        let Some(index) = wanted else { return Ok(()) };
+        self.shards.finish_passes()?;
+        let gathered = self.shards.with(|division| {
+            if self.asks {
+                division.ask(Request::Params(index))?;
+            }
+            division.units[index].gather(&division.world)
+        });
+        gathered.unwrap_or(Ok(()))?;
+        self.held = wanted;
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        let held = self.held.take();
+        self.shards.with(|division| held.iter().for_each(|&index| division.units[index].release()));
+    }
+}
+
+impl Drop for ByName {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl Sharded for Divided {
+    fn take_part(&self, code: u64) -> Option<Result<()>> {
+        let mut division = self.lock();
+        let division = division.as_mut()?;
+        let kinds = [PassKind::Forward, PassKind::Backward];
+        let kind = kinds.into_iter().find(|&kind| division.code(kind) == code)?;
+        Some(division.idle_pass(kind))
+    }
+}
+
+/// The error of a request that no model of this rank knows.
+fn unknown(code: usize) -> Error {
+    Error::Run(format!("sharded models: a part that this rank does not know (number {code}): a bug"))
+}
+
+/// The ranks that serve while rank 0 writes `models`, if it needs them.
+fn serving_world(models: &[&Shards]) -> Option<World> {
+    let mut worlds = models.iter().filter_map(|shards| {
+        shards.with(|division| division.stage.shards_optimizer().then(|| division.outer.clone())).flatten()
+    });
+    worlds.find(|world| world.size() > 1)
+}

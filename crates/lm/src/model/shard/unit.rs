@@ -1,0 +1,358 @@
+//! A unit: some parameters of a model in one vector, of which each rank has a part.
+
+use crate::model::params::Param;
+use rlhf_base::dist::{World, ZeroStage};
+use rlhf_base::{Error, Result};
+use tch::{Device, Kind, Tensor};
+use tch_ext::{FlatMemory, bump_version, clear_grad, set_grad};
+
+/// A rank's part of a vector has a multiple of this many elements, as NCCL and vector instructions prefer.
+const ALIGNMENT: u64 = 64;
+
+/// Bytes above which glibc maps memory by itself and returns it to the system when it is freed. Memory that is allocated and freed
+/// for every layer would otherwise leave holes between what stays.
+const MAPPED_BYTES: i64 = (32 << 20) + (1 << 12);
+
+/// Most elements of a collective on the CPU, where Gloo takes as much memory again; larger vectors go in pieces.
+const AT_ONCE: i64 = 1 << 22;
+
+/// Place of a parameter in the vector of its unit.
+#[derive(Debug, Clone)]
+pub struct Slot {
+    pub name: String,
+    pub start: i64,
+    pub shape: Vec<i64>,
+}
+
+impl Slot {
+    pub fn len(&self) -> i64 {
+        self.shape.iter().product()
+    }
+
+    /// The parameter's elements in the vector `whole` of its unit.
+    pub fn of(&self, whole: &Tensor) -> Tensor {
+        whole.narrow(0, self.start, self.len()).view(self.shape.as_slice())
+    }
+}
+
+/// Parameters of one layer, or of the root, that have one dtype and are all trained or all frozen.
+#[derive(Debug)]
+pub(super) struct Unit {
+    /// The layer; `None` for the root.
+    pub(super) layer: Option<usize>,
+    pub(super) trained: bool,
+    pub(super) slots: Vec<Slot>,
+    /// The model's tensors, in the order of the slots.
+    pub(super) params: Vec<Tensor>,
+    /// Number of leading elements that weight decay applies to.
+    pub(super) decaying: i64,
+    /// Length of the whole vector.
+    pub(super) len: i64,
+    pub(super) kind: Kind,
+    pub(super) device: Device,
+    /// The parameters, and unused elements after them, from stage 1 on; without memory in stage 3 while `holders` is 0.
+    pub(super) whole: Option<FlatMemory>,
+    /// This rank's part of the parameters: a view of `whole`, memory of its own in stage 3.
+    pub(super) part: Option<Tensor>,
+    /// Gradients of the whole vector: in stages 0 and 1 from the first backward pass on, in later stages in the backward pass.
+    pub(super) grads: Option<Tensor>,
+    /// This rank's part of the summed gradients, from the first reduction to the optimizer step.
+    pub(super) grad_part: Option<Tensor>,
+    /// Number of guards that need the parameters.
+    pub(super) holders: usize,
+    /// This rank's parts of the optimizer state and of a moving average.
+    pub(super) state: UnitState,
+}
+
+/// Vectors beside the parameters of a unit, this rank's part of each.
+#[derive(Debug, Default)]
+pub(super) struct UnitState {
+    /// Both moments of AdamW.
+    pub(super) moments: Option<[Tensor; 2]>,
+    /// The moving average of the parameters, or the parameters while the two are swapped.
+    pub(super) average: Option<Tensor>,
+}
+
+impl Unit {
+    /// Moves `params` into flat memory, those that decay first, and keeps this rank's part of it.
+    pub(super) fn new((world, stage): (&World, ZeroStage), layer: Option<usize>, params: &[&Param]) -> Self {
+        let size = world.size() as u64;
+        let (decays, others): (Vec<&Param>, Vec<&Param>) = params.iter().copied().partition(|param| param.decay);
+        let numel = |param: &Param| param.tensor.numel() as i64;
+        let decaying = decays.iter().map(|param| numel(param)).sum();
+        let (kind, device) = (params[0].tensor.kind(), params[0].tensor.device());
+        let trained = params[0].tensor.requires_grad();
+        let (mut slots, mut tensors, mut start) = (Vec::new(), Vec::new(), 0);
+        for param in decays.into_iter().chain(others) {
+            slots.push(Slot { name: param.name.clone(), start, shape: param.tensor.size() });
+            tensors.push(param.tensor.shallow_clone());
+            start += numel(param);
+        }
+        let len = (start as u64).next_multiple_of(ALIGNMENT * size) as i64;
+        let own = len / size as i64;
+        let mut unit = Self {
+            layer,
+            trained,
+            slots,
+            params: tensors,
+            decaying,
+            len,
+            kind,
+            device,
+            whole: None,
+            part: None,
+            grads: None,
+            grad_part: None,
+            holders: 0,
+            state: UnitState::default(),
+        };
+        if stage.shards_optimizer() {
+            let most = if stage.shards_parameters() { mapped_len(len, kind, device) } else { len };
+            let whole = FlatMemory::new(most, kind, device);
+            // Only the padding: the parameters are copied. Mapped memory beyond it is never used.
+            let _ = whole.tensor().narrow(0, start, len - start).zero_();
+            for (slot, param) in unit.slots.iter().zip(&mut unit.params) {
+                let view = slot.of(whole.tensor());
+                tch::no_grad(|| view.shallow_clone().copy_(param));
+                param.set_data(&view);
+            }
+            let part = whole.tensor().narrow(0, own * world.rank() as i64, own);
+            unit.part = Some(if stage.shards_parameters() { part.copy() } else { part });
+            if stage.shards_parameters() {
+                whole.free();
+            }
+            unit.whole = Some(whole);
+        }
+        unit
+    }
+
+    /// Makes views of `grads`, which are zero, the tensors in which the parameters' gradients accumulate.
+    pub(super) fn use_gradients(&mut self, grads: Tensor) -> Result<()> {
+        let mut pairs = self.slots.iter().zip(&self.params);
+        pairs.try_for_each(|(slot, param)| set_grad(param, &slot.of(&grads))).map_err(Error::Run)?;
+        self.grads = Some(grads);
+        Ok(())
+    }
+
+    /// Provides gradients of the whole vector, unless there are some. Weights in bf16 have gradients in bf16; they are never sharded.
+    pub(super) fn keep_gradients(&mut self) -> Result<&mut Tensor> {
+        if self.grads.is_none() {
+            self.use_gradients(Tensor::zeros([self.len], (self.kind, self.device)))?;
+        }
+        Ok(self.grads.as_mut().expect("they were just provided"))
+    }
+
+    /// Frees the gradients of the whole vector.
+    pub(super) fn release_gradients(&mut self) -> Result<()> {
+        self.take_gradients().map(drop)
+    }
+
+    /// Takes the gradients of the whole vector from the parameters; none if there are none.
+    fn take_gradients(&mut self) -> Result<Option<Tensor>> {
+        let grads = self.grads.take();
+        if grads.is_some() {
+            self.params.iter().try_for_each(clear_grad).map_err(Error::Run)?;
+        }
+        Ok(grads)
+    }
+
+    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not.
+    pub(super) fn gather(&mut self, world: &World) -> Result<()> {
+        self.holders += 1;
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        if self.holders == 1 {
+            whole.allocate().map_err(Error::Run)?;
+        }
+        all_gather(world, &whole.tensor().narrow(0, 0, self.len), part)
+    }
+
+    pub(super) fn release(&mut self) {
+        self.holders = self.holders.saturating_sub(1);
+        if let Some(whole) = self.whole.as_ref().filter(|_| self.holders == 0) {
+            whole.free();
+        }
+    }
+
+    /// Makes this rank's part a view of the gathered vector, so that it takes no memory beside it; or ends this.
+    pub(super) fn view_part(&mut self, world: &World, views: bool) {
+        let (Some(whole), Some(part)) = (&self.whole, &mut self.part) else { return };
+        let own = part.numel() as i64;
+        let place = whole.tensor().narrow(0, own * world.rank() as i64, own);
+        // In all its handles, of which the optimizer has one.
+        part.set_data(&if views { place } else { place.copy() });
+    }
+
+    pub(super) fn lend_gradients(&mut self) -> Result<()> {
+        let most = mapped_len(self.len, Kind::Float, self.device);
+        self.use_gradients(Tensor::empty([most], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_())
+    }
+
+    /// Adds the sum of the lent gradients to this rank's part, and takes them back.
+    pub(super) fn reduce(&mut self, world: &World) -> Result<()> {
+        let Some(grads) = self.take_gradients()? else { return Ok(()) };
+        let sum = self.own_vector(world);
+        reduce_scatter(world, &sum, &grads)?;
+        match &mut self.grad_part {
+            Some(part) => drop(part.g_add_(&sum)),
+            part => *part = Some(sum),
+        }
+        Ok(())
+    }
+
+    /// Sums the gradients of a unit that keeps them whole, in f32. A rank without a pass has zeros.
+    pub(super) fn sum_whole(&mut self, world: &World) -> Result<()> {
+        let grads = self.keep_gradients()?;
+        if grads.kind() == Kind::Float {
+            return world.sum(grads);
+        }
+        let mut sum = grads.to_kind(Kind::Float);
+        world.sum(&mut sum)?;
+        grads.copy_(&sum);
+        Ok(())
+    }
+
+    /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
+    pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
+        let grads = self.keep_gradients()?.shallow_clone();
+        let part = self.own_vector(world);
+        reduce_scatter(world, &part, &grads)?;
+        self.grad_part = Some(part);
+        Ok(())
+    }
+
+    /// Zeros of the length of this rank's part, in f32.
+    fn own_vector(&self, world: &World) -> Tensor {
+        Tensor::zeros([self.len / world.size() as i64], (Kind::Float, self.device))
+    }
+
+    /// This rank's part of the summed gradients; zeros if no pass has reached them.
+    pub(super) fn grad_part(&self, world: &World) -> Tensor {
+        self.grad_part.as_ref().map_or_else(|| self.own_vector(world), Tensor::shallow_clone)
+    }
+
+    pub(super) fn scale_gradients(&mut self, factor: f64) {
+        // The part is there once the gradients are summed, and then counts.
+        if let Some(grads) = self.grad_part.as_mut().or(self.grads.as_mut()) {
+            let _ = grads.g_mul_scalar_(factor);
+        }
+    }
+
+    pub(super) fn zero_gradients(&mut self, lent: bool) {
+        if lent {
+            // A pass that failed has not taken them back.
+            let _ = self.release_gradients();
+        }
+        self.grad_part = None;
+        if let Some(grads) = &mut self.grads {
+            let _ = grads.zero_();
+        }
+    }
+
+    pub(super) fn gather_stepped(&self, world: &World) -> Result<()> {
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        if whole.is_allocated() {
+            // A copy, as the part may be a view of the whole.
+            all_gather(world, &whole.tensor().narrow(0, 0, self.len), &part.copy())?;
+        }
+        self.params.iter().for_each(bump_version);
+        Ok(())
+    }
+
+    /// Both moments of the whole vector, on the host.
+    pub(super) fn whole_moments(&self, world: &World) -> Result<[Tensor; 2]> {
+        let Some([first, second]) = &self.state.moments else {
+            return Err(Error::Run("sharded optimizer state: this rank has none: a bug".into()));
+        };
+        let gather = |part: &Tensor| {
+            let whole = Tensor::empty([self.len], (part.kind(), part.device()));
+            all_gather(world, &whole, part).map(|()| whole.to_device(Device::Cpu))
+        };
+        Ok([gather(first)?, gather(second)?])
+    }
+
+    pub(super) fn read(
+        &self,
+        rank: i64,
+        reads: &impl Fn(&str) -> bool,
+        read: &mut impl FnMut(&str, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        let own = part.numel() as i64;
+        let (before, after) = (rank * own, (rank + 1) * own);
+        for slot in self.slots.iter().filter(|slot| reads(&slot.name)) {
+            let tensor = Tensor::empty(slot.shape.as_slice(), (whole.tensor().kind(), self.device));
+            read(&slot.name, &tensor)?;
+            let (from, to) = (slot.start.max(before), (slot.start + slot.len()).min(after));
+            if from < to {
+                let source = tensor.view([-1]).narrow(0, from - slot.start, to - from);
+                part.narrow(0, from - before, to - from).copy_(&source);
+            }
+        }
+        self.params.iter().for_each(bump_version);
+        Ok(())
+    }
+}
+
+/// The length of a vector of `len` elements whose memory is mapped by itself on the CPU. Only memory that is used takes space.
+fn mapped_len(len: i64, kind: Kind, device: Device) -> i64 {
+    let least = if device == Device::Cpu { MAPPED_BYTES / kind.elt_size_in_bytes() as i64 } else { 0 };
+    len.max(least)
+}
+
+/// Fills `whole` with the parts of all ranks.
+fn all_gather(world: &World, whole: &Tensor, part: &Tensor) -> Result<()> {
+    for (piece, own) in pieces(world, whole, part) {
+        let Some(places) = piece else { return world.all_gather(&mut whole.shallow_clone(), part) };
+        let mut all = Tensor::empty([own.numel() as i64 * places.len() as i64], (part.kind(), part.device()));
+        world.all_gather(&mut all, &own)?;
+        let parts = all.chunk(places.len() as i64, 0);
+        places.into_iter().zip(parts).for_each(|(mut place, part)| tch::no_grad(|| place.copy_(&part)));
+    }
+    Ok(())
+}
+
+/// Fills `part` with this rank's part of the sum of all ranks' `whole`.
+fn reduce_scatter(world: &World, part: &Tensor, whole: &Tensor) -> Result<()> {
+    for (piece, mut own) in pieces(world, whole, part) {
+        let Some(places) = piece else { return world.reduce_scatter(&mut part.shallow_clone(), whole) };
+        world.reduce_scatter(&mut own, &Tensor::cat(&places, 0))?;
+    }
+    Ok(())
+}
+
+/// The pieces in which a large vector on the CPU is gathered or summed: for each, its places in the parts of all ranks, and in
+/// this rank's `part`. A single one without places if it is not large.
+fn pieces(world: &World, whole: &Tensor, part: &Tensor) -> Vec<(Option<Vec<Tensor>>, Tensor)> {
+    let (len, own, size) = (whole.numel() as i64, part.numel() as i64, world.size() as i64);
+    if size == 1 || len <= 2 * AT_ONCE || whole.device() != Device::Cpu {
+        return vec![(None, part.shallow_clone())];
+    }
+    let most = (AT_ONCE / size).max(1);
+    let piece = |from: i64| {
+        let count = most.min(own - from);
+        let places = (0..size).map(|rank| whole.narrow(0, rank * own + from, count)).collect();
+        (Some(places), part.narrow(0, from, count))
+    };
+    (0..own).step_by(most as usize).map(piece).collect()
+}
+
+/// The parameters of each unit with their layer, the root first. Below stage 3 only trained parameters.
+pub(super) fn unit_params(
+    params: &[Param],
+    stage: ZeroStage,
+    layer_of: impl Fn(&str) -> Option<usize>,
+) -> Vec<(Option<usize>, Vec<&Param>)> {
+    type Key = (Option<usize>, bool, Kind);
+    let mut units: Vec<(Key, Vec<&Param>)> = Vec::new();
+    // Quantized weights stay whole on every rank.
+    let divides = |param: &&Param| !param.is_quantized() && (stage.shards_parameters() || param.tensor.requires_grad());
+    for param in params.iter().filter(divides) {
+        let key = (layer_of(&param.name), param.tensor.requires_grad(), param.tensor.kind());
+        match units.iter_mut().find(|(found, _)| *found == key) {
+            Some((_, of_unit)) => of_unit.push(param),
+            None => units.push((key, vec![param])),
+        }
+    }
+    units.sort_by_key(|((layer, ..), _)| *layer);
+    units.into_iter().map(|((layer, ..), params)| (layer, params)).collect()
+}

@@ -1,0 +1,277 @@
+//! Errors of a command line or a configuration file, and how they are worded.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, Command};
+use rlhf::Error;
+use rlhf::schema::Refusals;
+
+/// Reasons for which parsing returns no task.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// `--help` or `--version`.
+    Help(clap::Error),
+    /// `-h`: the most used flags.
+    ShortHelp(String),
+    /// The command line or the configuration file is wrong.
+    Error(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Error(error)
+    }
+}
+
+impl From<clap::Error> for Stop {
+    fn from(error: clap::Error) -> Self {
+        match error.kind() {
+            ErrorKind::DisplayHelp
+            | ErrorKind::DisplayVersion
+            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Stop::Help(error),
+            _ => Stop::Error(Error::Usage(one_line(&error))),
+        }
+    }
+}
+
+/// Messages for the user, collected while the settings are read.
+#[derive(Debug, Default)]
+pub(super) struct Messages {
+    pub(super) refusals: Refusals,
+    /// Lines to print before the task starts.
+    pub(super) notes: Vec<String>,
+}
+
+/// Returns all `refusals` with `error` as the last of them.
+pub(super) fn with_refusals(mut refusals: Refusals, error: clap::Error) -> Stop {
+    let stop = Stop::from(error);
+    match stop {
+        Stop::Error(Error::Usage(line)) if !refusals.is_empty() => {
+            refusals.refuse(line, [""; 0]);
+            refusals.end().expect_err("there are some").into()
+        }
+        other => other,
+    }
+}
+
+/// Returns the error for `rlhf help COMMAND`, as other programs have it.
+pub(super) fn no_help_command(command: Option<&OsString>, rlhf: &Command) -> Error {
+    let known = command.and_then(|name| rlhf.find_subcommand(name)).map_or("", Command::get_name);
+    let space = if known.is_empty() { "" } else { " " };
+    Error::Usage(format!("unrecognized subcommand 'help'; tip: rlhf{space}{known} --help"))
+}
+
+/// Trainers that are not here, as their commands are called, and the systems that have them.
+const NO_TRAINERS: [(&[&str], &str); 2] = [
+    (&["dpo", "kto", "prm"], "TRL or OpenRLHF"),
+    (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
+];
+
+/// Returns the error for the command `name` of a trainer that is not here.
+pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
+    let name = name.to_str()?;
+    let plain = name.to_ascii_lowercase().replace('-', "_");
+    let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
+    let trainer = plain.to_ascii_uppercase().replace('_', " ");
+    Some(Error::Usage(format!("unrecognized subcommand '{name}'; there is no {trainer} here: take {systems} for it")))
+}
+
+/// Returns what `arg` expects, if it does not accept `value`.
+pub(super) fn refusal(arg: &Arg, value: &str) -> Option<String> {
+    let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
+    let error = Command::new("probe").no_binary_name(true).arg(probe).try_get_matches_from(["--", value]).err()?;
+    Some(match (error.get(ContextKind::ValidValue), std::error::Error::source(&error)) {
+        (Some(ContextValue::Strings(names)), _) => format!("expected one of {}", names.join(", ")),
+        (_, Some(expected)) => expected.to_string(),
+        _ => "expected another value".to_string(),
+    })
+}
+
+/// Returns the name that `key` is probably a misspelling of: at most one letter in five differs, or `key` is the first words of this
+/// name alone.
+pub(super) fn nearest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let names: Vec<&str> = names.collect();
+    let distances = names.iter().map(|&name| (strsim::osa_distance(key, name), name));
+    let close = distances.filter(|(wrong, _)| *wrong <= (key.len() / 5).max(1)).min();
+    let longer = |name: &&&str| name.strip_prefix(key).is_some_and(|rest| rest.starts_with('_'));
+    match (close, &names.iter().filter(longer).collect::<Vec<_>>()[..]) {
+        (Some((_, name)), _) => Some(name),
+        (None, [name]) => Some(name),
+        (None, _) => None,
+    }
+}
+
+/// Returns clap's message and tip on one line, without its usage block, which would list fifty flags.
+pub(super) fn one_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let text = text.split("\n\nUsage:").next().unwrap_or_default();
+    let text = text.split("\n\nFor more information").next().unwrap_or_default();
+    let mut line = String::new();
+    for part in text.trim_start_matches("error: ").lines().map(str::trim).filter(|part| !part.is_empty()) {
+        line += match line.chars().last() {
+            None => "",
+            Some(':') => " ",
+            Some(_) if part.starts_with('[') => " ",
+            Some(_) if part.starts_with("--") => ", ",
+            Some(_) => "; ",
+        };
+        line += part;
+    }
+    if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
+        line += "; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor, schema and launch";
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::testing::{parse_words, ppo_error, with_file};
+
+    #[test]
+    fn each_error_of_the_command_line_is_one_line() {
+        for (words, message) in [
+            (
+                &["--learning-rat", "1"][..],
+                "unexpected argument '--learning_rat' found; tip: a similar argument exists: '--learning_rate'",
+            ),
+            (
+                &["--kl_estimator", "k2"],
+                "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3, abs, mse, full]",
+            ),
+            (&["--seed", "-1"], "invalid value '-1' for '--seed <N>': expected a whole number, 0 or more"),
+            (&["--learning_rate", "nan"], "invalid value 'nan' for '--learning_rate <X>': expected a number"),
+            (
+                &["--stop_token", "7"],
+                "invalid value '7' for '--stop_token <TOKEN>': expected eos or none; an id goes to stop_token_id",
+            ),
+            (
+                &["--stop_token", "eos", "--stop_token_id", "0"],
+                "stop_token = eos and stop_token_id = 0 exclude each other: set one of them",
+            ),
+        ] {
+            assert_eq!(ppo_error(words), message);
+        }
+        assert_eq!(
+            parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
+            "the following required arguments were not provided: --dataset_name <PATH>..., --output_dir <PATH>"
+        );
+        let no_file = parse_words(&["pipeline", "--seeed", "1"]).unwrap_err();
+        assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
+        assert_eq!(
+            parse_words(&["train"]).unwrap_err(),
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor, schema and launch"
+        );
+    }
+
+    #[test]
+    fn help_as_a_command_names_the_flag_for_it() {
+        for (words, tip) in
+            [(&["help", "ppo"][..], "rlhf ppo --help"), (&["help"], "rlhf --help"), (&["help", "train"], "rlhf --help")]
+        {
+            assert_eq!(parse_words(words).unwrap_err(), format!("unrecognized subcommand 'help'; tip: {tip}"));
+        }
+    }
+
+    #[test]
+    fn a_trainer_that_is_not_here_is_said_to_be_elsewhere() {
+        for (name, trainer, systems) in
+            [("dpo", "DPO", "TRL or OpenRLHF"), ("orpo", "ORPO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL")]
+        {
+            let error = parse_words(&[name, "--config", "dpo.yaml"]).unwrap_err();
+            let expected = format!("there is no {trainer} here: take {systems} for it");
+            assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
+        }
+    }
+
+    #[test]
+    fn all_errors_of_a_command_line_and_its_file_are_reported_at_once() {
+        let words = [
+            "ppo",
+            "--sft_model_path",
+            "s",
+            "--learning_rat",
+            "1e-5",
+            "--seed",
+            "-1",
+            "--kl_estimator=k2",
+            "--gamma",
+            "2",
+            "--optim",
+            "sgd",
+            "--zzz",
+            "--adap_kl_ctrl",
+            "--horizon",
+            "0",
+            "--output_dir",
+        ];
+        let text = "lam: x\ncliprang: 0.1\nresponse_length: {a: 1}\nvf_coef: -1\nmax_steps: 7\n";
+        let error = with_file(text, &words).unwrap_err();
+        let expected = [
+            "unexpected argument '--learning_rat' found; tip: a similar argument exists: '--learning_rate'",
+            "invalid value '-1' for '--seed <N>': expected a whole number, 0 or more",
+            "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3, abs, mse, full]",
+            "unexpected argument '--zzz' found",
+            "invalid value 'sgd' for '--optim <NAME>' [possible values: adamw_torch, adamw_8bit, adafactor, adamw_bf16]",
+            "a value is required for '--output_dir <PATH>' but none was supplied",
+            "run.yaml:1: `lam`: expected a number, found `x`",
+            "run.yaml:2: unknown key `cliprang`; did you mean `cliprange`?",
+            "run.yaml:3: `response_length`: expected one value, found a list or a map",
+            "the following required arguments were not provided: --dataset_name <PATH>...",
+            "vf_coef = -1: expected a number of 0 or more",
+            "gamma = 2: expected a number from 0 to 1",
+            "horizon = 0: expected a number above 0",
+            "max_steps = 7 has no effect without preset = grpo or rloo: total_episodes is the length of the run",
+        ];
+        let lines: Vec<&str> = error.lines().collect();
+        assert_eq!(lines.len(), expected.len(), "{error}");
+        for (line, expected) in lines.iter().zip(expected) {
+            assert!(line.starts_with(expected), "{line}\nis not {expected}");
+        }
+    }
+
+    #[test]
+    fn consequences_of_a_refused_flag_are_not_refused_too() {
+        assert_eq!(
+            ppo_error(&["--adap_kl_ctrl=maybe", "--horizon", "3"]),
+            "invalid value 'maybe' for '--adap_kl_ctrl[=<BOOL>]': expected true or false"
+        );
+        assert_eq!(
+            ppo_error(&["--use_pef", "--lora_r", "3"]),
+            "unexpected argument '--use_pef' found; tip: a similar argument exists: '--use_peft'"
+        );
+    }
+
+    #[test]
+    fn a_flag_for_an_argument_that_has_none_is_one_error_with_the_usage() {
+        for (words, usage) in [
+            (&["serve", "--model", "m"][..], "rlhf serve <MODEL>"),
+            (&["chat", "--model_name_or_path", "m"], "rlhf chat <MODEL>"),
+            (&["convert", "--file", "m.gguf", "out"], "rlhf convert <FILE> <OUTPUT>"),
+            (&["push", "--folder", "m", "me/name"], "rlhf push <FOLDER> <NAME>"),
+        ] {
+            let message =
+                format!("unexpected argument '{}' found; tip: this command has no flag for it: {usage}", words[1]);
+            assert_eq!(parse_words(words).unwrap_err(), message);
+        }
+    }
+
+    #[test]
+    fn only_a_misspelled_or_shortened_name_gets_a_hint() {
+        let names =
+            ["learning_rate", "lr_scheduler_type", "num_sample_generations", "seed", "max_length", "max_grad_norm"];
+        for (wrong, expected) in [
+            ("learning_rat", Some("learning_rate")),
+            ("laerning_rate", Some("learning_rate")),
+            ("lr_scheduler", Some("lr_scheduler_type")),
+            ("sead", Some("seed")),
+            ("attn_implementation", None),
+            ("num_generations", None),
+            ("max", None),
+            ("rate", None),
+        ] {
+            assert_eq!(nearest(wrong, names.into_iter()), expected, "{wrong}");
+        }
+    }
+}

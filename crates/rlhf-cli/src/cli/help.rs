@@ -1,0 +1,407 @@
+//! Help: `-h` shows the most used flags of a command on one screen, `--help` all flags, with these first.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fmt::Write as _;
+
+use clap::error::ErrorKind;
+use clap::{Arg, ArgAction, Command};
+use rlhf::schema::HEADINGS;
+
+/// Heading of the most used flags.
+const COMMON_HEADING: &str = "Common options";
+
+/// The most used flags of each command: those that it needs, then others.
+const COMMON: [(&str, &[&str], &[&str]); 22] = [
+    (
+        "sft",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "num_train_epochs",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "max_length",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "seed",
+            "config",
+        ],
+    ),
+    (
+        "reward",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "new_reward_head",
+            "num_train_epochs",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "max_length",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "ppo",
+        &["sft_model_path", "reward_model_path", "dataset_name", "output_dir"],
+        &[
+            "reward",
+            "total_episodes",
+            "per_device_train_batch_size",
+            "response_length",
+            "stop_token",
+            "missing_eos_penalty",
+            "learning_rate",
+            "kl_coef",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "grpo",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "reward",
+            "reward_model_path",
+            "num_generations",
+            "response_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "loss_type",
+            "kl_coef",
+            "use_peft",
+            "bf16",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "rloo",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "reward",
+            "reward_model_path",
+            "num_generations",
+            "response_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "kl_coef",
+            "use_peft",
+            "bf16",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    ("pipeline", &["config", "output_dir"], &["skip", "resume_from_checkpoint", "overwrite_output_dir"]),
+    (
+        "generate",
+        &["model_name_or_path"],
+        &[
+            "max_new_tokens",
+            "do_sample",
+            "temperature",
+            "top_p",
+            "num_return_sequences",
+            "stop_strings",
+            "apply_chat_template",
+            "dataset_name",
+            "output_file",
+            "seed",
+            "config",
+        ],
+    ),
+    ("logprobs", &["model_name_or_path"], &["temperature", "dataset_name", "output_file", "batch_size", "config"]),
+    (
+        "score",
+        &["model_name_or_path"],
+        &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
+    ),
+    (
+        "eval",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "compare",
+            "compare_column",
+            "reward_model_path",
+            "reward",
+            "judge_command",
+            "judge_url",
+            "judge_model",
+            "max_judgements",
+            "num_prompts",
+            "max_new_tokens",
+            "num_return_sequences",
+            "seed",
+            "config",
+        ],
+    ),
+    ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("convert", &[], &["dtype", "max_shard_size", "config"]),
+    ("push", &[], &["private", "revision", "commit_message", "config"]),
+    ("report", &[], &["output", "overwrite_output_file", "config"]),
+    ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
+    ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
+    ("replay", &["update"], &["output_dir"]),
+    ("watch", &[], &["terminal", "port", "host", "config"]),
+    ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
+    ("schema", &[], &[]),
+    ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
+    (
+        "launch",
+        &[],
+        &["nproc_per_node", "max_restarts", "nnodes", "node_rank", "master_addr", "master_port", "config_file"],
+    ),
+];
+
+/// Descriptions of the most used flags for `-h`.
+const WORDS: [(&str, &str); 70] = [
+    ("apply_chat_template", "put text prompts into the chat template"),
+    ("batch_size", "sequences per forward pass"),
+    ("bf16", "compute in bfloat16"),
+    ("calibrate", "false: no times"),
+    ("commit_message", "title of the commit"),
+    ("compare", "second model: folder or hub name"),
+    ("compare_column", "column with responses to compare"),
+    ("config", "YAML file of settings, by flag name"),
+    ("config_file", "configuration of accelerate"),
+    ("dataset_name", "dataset: file, folder or hub name"),
+    ("device", "cpu, cuda, cuda:N or auto"),
+    ("do_sample", "false: greedy decoding"),
+    ("dtype", "dtype of weights and computation"),
+    ("eval_steps", "evaluate every N updates"),
+    ("gradient_accumulation_steps", "micro-batches per update"),
+    ("host", "address to listen on"),
+    ("json", "print JSON"),
+    ("judge_command", "program that compares two responses"),
+    ("judge_model", "name of the model at judge_url"),
+    ("judge_url", "OpenAI-compatible API of a judge"),
+    ("kl_coef", "weight of the KL penalty"),
+    ("learning_rate", "peak learning rate"),
+    ("loss_type", "how losses of tokens are combined"),
+    ("master_addr", "address of machine 0"),
+    ("master_port", "TCP port on machine 0"),
+    ("max_judgements", "maximum calls of the judge"),
+    ("max_length", "maximum tokens of a row"),
+    ("max_new_tokens", "maximum tokens of a response"),
+    ("max_restarts", "restarts after a failed rank"),
+    ("max_shard_size", "maximum size of a weights file"),
+    ("memory", "memory to plan for [what is free]"),
+    ("missing_eos_penalty", "score penalty without a stop token"),
+    ("model_name_or_path", "model: folder or hub name"),
+    ("new_reward_head", "add a score head if there is none"),
+    ("nnodes", "number of machines"),
+    ("no_self_test", "leave out the self-test"),
+    ("node_rank", "number of this machine, from 0"),
+    ("nproc_per_node", "ranks on this machine"),
+    ("num_generations", "responses to each prompt, a group"),
+    ("num_prompts", "prompts from the start of the dataset"),
+    ("num_return_sequences", "responses per prompt"),
+    ("num_train_epochs", "passes over the dataset"),
+    ("offline", "send no request to the hub"),
+    ("output", "file to write [report.html]"),
+    ("output_dir", "folder to write to"),
+    ("output_file", "file to write to [standard output]"),
+    ("overwrite_output_dir", "replace an existing output folder"),
+    ("overwrite_output_file", "replace a file that is no report"),
+    ("per_device_train_batch_size", "sequences per micro-batch"),
+    ("response_length", "maximum tokens of a response"),
+    ("port", "TCP port; 0 for a free one"),
+    ("private", "make a new repository private"),
+    ("resume_from_checkpoint", "resume from the newest checkpoint"),
+    ("revision", "branch to push to [main]"),
+    ("reward", "rule, program or service: see --help"),
+    ("reward_model_path", "reward model, a sequence classifier"),
+    ("save_steps", "save a checkpoint every N updates"),
+    ("seed", "random seed"),
+    ("sft_model_path", "model to train"),
+    ("skip", "stages to skip: sft, reward, ppo"),
+    ("stop_strings", "end a response at this text"),
+    ("stop_token", "eos: cut responses after eos"),
+    ("system", "system message"),
+    ("temperature", "sampling temperature"),
+    ("terminal", "show the run in the terminal"),
+    ("tokenizer_name", "the policy's tokenizer"),
+    ("top_p", "nucleus sampling"),
+    ("total_episodes", "responses to train on"),
+    ("update", "number of the update, from 1"),
+    ("use_peft", "train LoRA adapters"),
+];
+
+/// Orders the flags of a command for `--help`, the most used ones first, and makes every default visible.
+pub(super) fn arranged(command: Command) -> Command {
+    let (_, needed, others) = common(command.get_name());
+    let common: Vec<&str> = needed.iter().chain(*others).copied().chain(["help"]).collect();
+    let place = |arg: &Arg| {
+        let id = arg.get_id().as_str();
+        // Headings of other systems' flags, which are hidden, come last.
+        let heading = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
+        match common.iter().position(|name| *name == id) {
+            Some(at) => (0, at),
+            None => (1, arg.get_help_heading().map_or(0, heading)),
+        }
+    };
+    let mut flags: Vec<_> = command
+        .get_arguments()
+        .filter(|arg| !arg.is_positional())
+        .map(|arg| (place(arg), arg.get_id().to_string()))
+        .collect();
+    flags.sort_by_key(|(place, _)| *place);
+    let order: HashMap<String, (usize, bool)> =
+        flags.into_iter().enumerate().map(|(order, ((group, _), id))| (id, (order, group == 0))).collect();
+    // One pass over all: `mut_arg` moves every flag behind its own.
+    command.mut_args(|arg| match order.get(arg.get_id().as_str()) {
+        Some(&(order, is_common)) => {
+            let arg = with_visible_default(arg).display_order(order);
+            if is_common { arg.help_heading(COMMON_HEADING) } else { arg }
+        }
+        None => arg,
+    })
+}
+
+/// Shows the default of a flag, unless its help describes it.
+fn with_visible_default(arg: Arg) -> Arg {
+    let help = arg.get_help().map_or(String::new(), ToString::to_string);
+    let described = help.contains("[default: ");
+    let unset = !arg.is_required_set() && arg.get_default_values().is_empty() && arg.get_action().takes_values();
+    match unset && !described && !arg.is_hide_set() {
+        true => arg.help(format!("{} [default: none]", help.trim_end_matches('.'))),
+        false => arg.hide_default_value(described),
+    }
+}
+
+/// Returns the most used flags of a command.
+pub(super) fn common_flags(command: &str) -> Vec<&'static str> {
+    let (_, needed, others) = common(command);
+    needed.iter().chain(*others).copied().collect()
+}
+
+/// Returns the row of [`COMMON`] of a command.
+fn common(command: &str) -> &'static (&'static str, &'static [&'static str], &'static [&'static str]) {
+    COMMON.iter().find(|(name, ..)| *name == command).expect("every command has common flags")
+}
+
+/// Returns the text of `-h`, if `error` is the help of a command of `rlhf` and the command line has `-h`.
+pub(super) fn short(rlhf: &Command, args: &[OsString], error: &clap::Error) -> Option<String> {
+    let first = args.iter().find(|arg| *arg == "-h" || *arg == "--help")?;
+    let command = args.get(1).and_then(|name| rlhf.find_subcommand(name))?;
+    (error.kind() == ErrorKind::DisplayHelp && first == "-h").then(|| text(command))
+}
+
+fn text(command: &Command) -> String {
+    let name = command.get_name();
+    let (_, needed, others) = common(name);
+    let words = |flag: &str| WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words);
+    let line = |flag: &str| {
+        let arg = command.get_arguments().find(|arg| arg.get_id() == flag).expect("it is a flag");
+        let alone = arg.is_require_equals_set();
+        let value = arg.get_value_names().and_then(|names| names.first()).filter(|_| !alone);
+        let default: Vec<&str> = arg.get_default_values().iter().filter_map(|value| value.to_str()).collect();
+        let default = match default[..] {
+            [one] if !["none", "false"].contains(&one) => format!(" [{one}]"),
+            _ => String::new(),
+        };
+        let head = value.map_or(format!("--{flag}"), |value| format!("--{flag} {value}"));
+        format!("  {head:<34} {}{default}\n", words(flag))
+    };
+    let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
+    let about = command.get_about().map_or(String::new(), ToString::to_string);
+    let place = |arg: &Arg| {
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
+    };
+    let rest = match command.get_positionals().next() {
+        Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
+        Some(_) => " [PROMPT]...".into(),
+        None if ["launch", "plan"].contains(&name) => " COMMAND [ARGUMENTS]...".into(),
+        None => String::new(),
+    };
+    let mut text = format!("rlhf {name} OPTIONS{rest}: {about}\n\n");
+    text += if needed.is_empty() { "" } else { "Needed:\n" };
+    needed.iter().for_each(|flag| text += &line(flag));
+    text += "Often used:\n";
+    others.iter().for_each(|flag| text += &line(flag));
+    let _ = writeln!(text, "\n`rlhf {name} --help` explains all {all} flags.");
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::commands::rlhf_command;
+    use crate::cli::testing::parse_words;
+
+    #[test]
+    fn the_short_help_of_a_command_is_one_screen_and_starts_with_what_is_needed() {
+        for command in rlhf_command().get_subcommands() {
+            let name = command.get_name();
+            let short = parse_words(&[name, "-h"]).unwrap_err();
+            assert!(short.lines().count() <= 24 && short.lines().all(|line| line.chars().count() <= 80), "{short}");
+            assert!(short.contains(&format!("`rlhf {name} --help`")), "{short}");
+            assert_eq!(short.contains("OPTIONS COMMAND"), ["launch", "plan"].contains(&name), "{short}");
+            let long = parse_words(&[name, "--help"]).unwrap_err();
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
+                let flag = format!("--{}", arg.get_id());
+                assert!(long.contains(&flag), "rlhf {name} --help has no {flag}");
+                let (needed, _) = short.split_once("Often used:").unwrap();
+                assert!(!arg.is_required_set() || needed.contains(&flag), "{short}");
+            }
+            for line in short.lines().filter(|line| line.starts_with("  --")) {
+                let flag = line.split_whitespace().next().unwrap();
+                assert!(long.contains(flag) && line.chars().nth(37).is_some_and(|c| c != ' '), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_help_of_a_command_starts_with_the_flags_of_its_short_help_and_shows_every_default() {
+        for command in rlhf_command().get_subcommands() {
+            let name = command.get_name();
+            let long = parse_words(&[name, "--help"]).unwrap_err();
+            let (_, rest) = long.split_once(&format!("{COMMON_HEADING}:\n")).unwrap();
+            assert!(!long.contains("\nOptions:"), "{long}");
+            let (_, needed, others) = common(name);
+            let flag = |line: &&str| line.trim_start().starts_with("--") || line.trim_start().starts_with("-h");
+            let first: Vec<&str> = rest.lines().filter(flag).take(needed.len() + others.len()).collect();
+            for (line, flag) in first.iter().zip(needed.iter().chain(*others)) {
+                assert!(line.contains(&format!("--{flag}")), "{line} is not {flag}");
+            }
+            let headings = rest.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':'));
+            let places: Vec<Option<usize>> = headings
+                .filter(|line| !line.starts_with("Example"))
+                .map(|line| HEADINGS.iter().position(|heading| *heading == line.trim_end_matches(':')))
+                .collect();
+            assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{name}: {places:?}");
+            let shown = command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional());
+            for arg in shown.filter(|arg| arg.get_id() != "help" && !arg.is_required_set()) {
+                let described = arg.get_help().is_some_and(|help| help.to_string().contains("[default: "));
+                let shown = !arg.get_default_values().is_empty() && !arg.is_hide_default_value_set();
+                assert!(described != shown, "{name}: --{}", arg.get_id());
+            }
+        }
+    }
+
+    #[test]
+    fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
+        let help = parse_words(&["--help"]).unwrap_err();
+        assert!(help.lines().count() <= 40, "{help}");
+        let help = parse_words(&["ppo", "--help"]).unwrap_err();
+        assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
+        assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");
+    }
+}

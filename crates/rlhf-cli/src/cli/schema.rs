@@ -1,0 +1,184 @@
+//! `rlhf schema`: the description of all settings as JSON, for programs that make interfaces of it.
+
+use std::io::{self, Write};
+
+use clap::Command;
+use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
+use rlhf::settings::{
+    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
+    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig, RewardConfig, SchemaConfig,
+    ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+};
+use rlhf::{Error, Result};
+use serde_json::{Map, Value, json};
+
+use super::commands::rlhf_command;
+use super::help;
+
+/// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
+const VERSION: u32 = 1;
+
+/// Prints the description of the commands, or of those that `config` names.
+///
+/// # Errors
+/// If there is no command of a name, or standard output cannot be written.
+pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
+    let commands = rlhf_command();
+    let known: Vec<&str> = commands.get_subcommands().map(Command::get_name).collect();
+    if let Some(name) = config.commands.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(Error::Usage(format!("{name}: expected one of the commands {}", known.join(", "))));
+    }
+    let is_asked = |command: &&Command| {
+        config.commands.is_empty() || config.commands.iter().any(|name| name == command.get_name())
+    };
+    let described: Vec<Value> = commands.get_subcommands().filter(is_asked).map(described).collect();
+    let schema = json!({"schema_version": VERSION, "version": env!("CARGO_PKG_VERSION"), "commands": described});
+    let mut out = io::stdout().lock();
+    serde_json::to_writer_pretty(&mut out, &schema)
+        .map_err(io::Error::from)
+        .and_then(|()| writeln!(out))
+        .map_err(|source| Error::Io { action: "write", path: "standard output".into(), source })
+}
+
+/// Returns the settings of the command `name`.
+fn fields(name: &str) -> Vec<Field> {
+    match name {
+        "sft" => SftConfig::fields(),
+        "reward" => RewardConfig::fields(),
+        "ppo" | "grpo" | "rloo" => PpoConfig::fields(),
+        "pipeline" => PipelineFlags::fields(),
+        "generate" => GenerateConfig::fields(),
+        "logprobs" => LogprobsConfig::fields(),
+        "score" => ScoreConfig::fields(),
+        "eval" => EvaluateConfig::fields(),
+        "merge" => MergeConfig::fields(),
+        "convert" => ConvertConfig::fields(),
+        "push" => PushConfig::fields(),
+        "report" => ReportConfig::fields(),
+        "watch" => WatchConfig::fields(),
+        "replay" => ReplayConfig::fields(),
+        "chat" => ChatConfig::fields(),
+        "serve" => ServeConfig::fields(),
+        "plan" => PlanFlags::fields(),
+        "doctor" => DoctorConfig::fields(),
+        "launch" => LaunchFlags::fields(),
+        "schema" => SchemaConfig::fields(),
+        _ => unreachable!("{name} has no settings"),
+    }
+}
+
+/// Returns the presets of the command `name` with the defaults that they set.
+fn presets(name: &str) -> Vec<(Preset, Vec<(&'static str, &'static str)>)> {
+    let all = [Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat, Preset::Grpo, Preset::Rloo];
+    let of = |settings: fn(Preset) -> Vec<(&'static str, &'static str)>| {
+        all.into_iter().map(|preset| (preset, settings(preset))).filter(|(_, settings)| !settings.is_empty()).collect()
+    };
+    match name {
+        "sft" => of(Preset::sft_settings),
+        "reward" => of(Preset::reward_settings),
+        "ppo" => of(Preset::settings),
+        _ => Vec::new(),
+    }
+}
+
+fn described(command: &Command) -> Value {
+    let name = command.get_name();
+    let presets = presets(name);
+    let common = help::common_flags(name);
+    let settings = fields(name).into_iter().filter_map(|field| {
+        // What the command makes of the setting: the defaults of `grpo` and `rloo`, their required model, their help.
+        let flag = command.get_arguments().find(|arg| arg.get_id() == field.name)?;
+        let default = flag.get_default_values().first().and_then(|default| default.to_str());
+        let of_presets: Map<String, Value> = presets
+            .iter()
+            .filter_map(|(preset, settings)| {
+                let (_, value) = settings.iter().find(|(setting, _)| *setting == field.name)?;
+                Some((rlhf::schema::Choices::name(*preset).to_string(), typed(&field, Some(value))))
+            })
+            .collect();
+        let choices: Vec<Value> = field
+            .choices
+            .iter()
+            .map(|choice| json!({"name": choice.name, "aliases": choice.aliases, "help": choice.help}))
+            .collect();
+        Some(json!({
+            "name": field.name,
+            "aliases": field.aliases,
+            "help": flag.get_help().map(ToString::to_string),
+            "heading": field.heading,
+            "type": field.kind,
+            "list": field.shape == Shape::List,
+            "optional": field.shape == Shape::Optional,
+            "required": flag.is_required_set(),
+            "default": typed(&field, default),
+            "preset_defaults": of_presets,
+            "choices": choices,
+            "positional": field.positional,
+            "hidden": flag.is_hide_set(),
+            "common": common.contains(&field.name),
+        }))
+    });
+    let about = command.get_about().map(ToString::to_string);
+    json!({"name": name, "about": about, "settings": settings.collect::<Vec<_>>()})
+}
+
+/// Returns a value as JSON of its kind.
+fn typed(field: &Field, text: Option<&str>) -> Value {
+    let Some(text) = text else { return if field.shape == Shape::List { json!([]) } else { Value::Null } };
+    if field.shape == Shape::Optional && text == NONE {
+        return Value::Null;
+    }
+    let parsed = match field.kind {
+        Kind::Integer | Kind::Number | Kind::Boolean => serde_json::from_str(text).ok(),
+        Kind::Text | Kind::Path | Kind::Json => None,
+    };
+    parsed.unwrap_or_else(|| json!(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str) -> Vec<Value> {
+        let command = rlhf_command().find_subcommand(name).unwrap();
+        described(command)["settings"].as_array().unwrap().clone()
+    }
+
+    fn setting(command: &str, name: &str) -> Value {
+        of(command).into_iter().find(|setting| setting["name"] == name).unwrap()
+    }
+
+    #[test]
+    fn every_flag_of_every_command_is_described_or_of_another_system() {
+        for command in rlhf_command().get_subcommands() {
+            let described: Vec<String> =
+                of(command.get_name()).iter().map(|setting| setting["name"].as_str().unwrap().into()).collect();
+            let own = command
+                .get_arguments()
+                .filter(|arg| !arg.is_hide_set() && !["help", "config"].contains(&arg.get_id().as_str()));
+            for flag in own.filter(|_| command.get_name() != "replay") {
+                assert!(described.contains(&flag.get_id().to_string()), "{}: {}", command.get_name(), flag.get_id());
+            }
+            assert!(fields(command.get_name()).iter().all(|field| described.contains(&field.name.to_string())));
+        }
+    }
+
+    #[test]
+    fn a_setting_has_its_type_default_and_choices() {
+        let rate = setting("ppo", "learning_rate");
+        assert_eq!((&rate["type"], &rate["default"]), (&json!("number"), &json!(3e-6)));
+        assert_eq!(rate["preset_defaults"]["grpo"], json!(1e-6));
+        assert_eq!(setting("grpo", "learning_rate")["default"], json!(1e-6));
+        assert_eq!(setting("grpo", "model_name_or_path")["required"], json!(true));
+        let steps = setting("sft", "max_steps");
+        assert_eq!(
+            (&steps["type"], &steps["optional"], &steps["default"]),
+            (&json!("integer"), &json!(true), &Value::Null)
+        );
+        let optim = setting("sft", "optim");
+        assert_eq!((&optim["choices"][1]["name"], &optim["default"]), (&json!("adamw_8bit"), &json!("adamw_torch")));
+        let modules = setting("sft", "lora_target_modules");
+        assert_eq!((&modules["list"], &modules["default"]), (&json!(true), &json!([])));
+        assert_eq!(setting("reward", "bf16")["default"], json!(false));
+    }
+}

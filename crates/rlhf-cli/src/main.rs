@@ -1,0 +1,5 @@
+//! The program `rlhf`.
+
+fn main() {
+    rlhf_cli::main();
+}

@@ -1,0 +1,228 @@
+//! One response while it is generated: its text without stop strings, and its tokens with their log-probabilities.
+
+use rlhf::Result;
+use rlhf::generate::{Alternatives, FinishReason, Token};
+use rlhf::tokenizer::{TextStream, Tokenizer};
+
+/// A token as clients see it.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct TokenInfo {
+    /// The text that it adds; the token's name, or U+FFFD, if it adds none.
+    pub(super) text: String,
+    /// Log-probability and alternatives; `None` for the first token of a prompt.
+    pub(super) logprob: Option<(f32, Vec<(String, f32)>)>,
+    /// Place of its text in the text of the choice, in characters.
+    pub(super) offset: usize,
+}
+
+/// New parts of a choice.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Delta {
+    pub(super) text: String,
+    /// Empty if no log-probabilities are requested.
+    pub(super) tokens: Vec<TokenInfo>,
+    /// Set with the last part.
+    pub(super) finish: Option<FinishReason>,
+}
+
+/// A response while it is generated.
+pub(super) struct Choice<'t> {
+    tokenizer: &'t Tokenizer,
+    stream: TextStream<'t>,
+    cutter: Cutter,
+    /// The last token of the prompt or the response.
+    last: Option<i64>,
+    /// Tokens whose text may be cut.
+    held: Vec<TokenInfo>,
+    /// Characters of all text, held text included.
+    chars: usize,
+    /// Characters of the text that is out.
+    shown: usize,
+    /// Number of generated tokens.
+    pub(super) tokens: usize,
+    finished: bool,
+}
+
+impl<'t> Choice<'t> {
+    /// Starts a response to `prompt`, whose text ends before one of `stops`; `offset` is the number of characters before it.
+    pub(super) fn new(tokenizer: &'t Tokenizer, prompt: &[i64], stops: &[String], offset: usize) -> Self {
+        Self {
+            tokenizer,
+            stream: tokenizer.stream(prompt),
+            cutter: Cutter::new(stops),
+            last: prompt.last().copied(),
+            held: Vec::new(),
+            chars: offset,
+            shown: offset,
+            tokens: 0,
+            finished: false,
+        }
+    }
+
+    /// Whether its last part was returned.
+    pub(super) fn is_finished(&self) -> bool {
+        self.finished
+    }
+
+    /// Appends a token. Returns the parts that can be shown.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub(super) fn push(&mut self, token: &Token) -> Result<Delta> {
+        if self.finished {
+            return Ok(Delta::default());
+        }
+        self.tokens += 1;
+        let mut text = self.stream.push(token.id)?;
+        if token.finish.is_some() {
+            text += &self.stream.finish()?;
+        }
+        if let Some(alternatives) = &token.alternatives {
+            let info = token_info(self.tokenizer, self.last, (token.id, &text), Some(alternatives), self.chars)?;
+            self.held.push(info);
+        }
+        self.last = Some(token.id);
+        self.chars += text.chars().count();
+        let (mut text, cut) = self.cutter.push(&text);
+        let finish = if cut { Some(FinishReason::Stop) } else { token.finish };
+        if finish.is_some() {
+            text += &self.cutter.finish();
+        }
+        self.shown += text.chars().count();
+        self.finished = finish.is_some();
+        let tokens = if self.finished || self.cutter.is_empty() { std::mem::take(&mut self.held) } else { Vec::new() };
+        let shown = self.shown;
+        let tokens = tokens.into_iter().filter(|token| !cut || token.offset < shown).collect();
+        Ok(Delta { text, tokens, finish })
+    }
+
+    /// Ends a response of no tokens.
+    pub(super) fn end(&mut self) -> Delta {
+        self.finished = true;
+        Delta { finish: Some(FinishReason::Length), ..Delta::default() }
+    }
+}
+
+/// Returns a token that adds `text` after the token `before`, at `offset`.
+///
+/// # Errors
+/// If the tokenizer cannot decode it.
+fn token_info(
+    tokenizer: &Tokenizer,
+    before: Option<i64>,
+    (id, text): (i64, &str),
+    alternatives: Option<&Alternatives>,
+    offset: usize,
+) -> Result<TokenInfo> {
+    let name = |id, text: &str| match text {
+        "" => tokenizer.token_text(before, id),
+        text => Ok(text.to_string()),
+    };
+    let logprob = match alternatives {
+        None => None,
+        Some(Alternatives { logprob, top }) => {
+            let own = |&(other, logprob): &(i64, f32)| Ok((name(other, if other == id { text } else { "" })?, logprob));
+            Some((*logprob, top.iter().map(own).collect::<Result<_>>()?))
+        }
+    };
+    Ok(TokenInfo { text: name(id, text)?, logprob, offset })
+}
+
+/// Returns the tokens of a prompt; `alternatives` are those of all but the first.
+///
+/// # Errors
+/// If the tokenizer cannot decode them.
+pub(super) fn prompt_tokens(
+    tokenizer: &Tokenizer,
+    prompt: &[i64],
+    alternatives: &[Alternatives],
+) -> Result<Vec<TokenInfo>> {
+    let texts = tokenizer.decode_each(prompt)?;
+    let mut offset = 0;
+    let mut tokens = Vec::with_capacity(prompt.len());
+    for (at, (&id, text)) in prompt.iter().zip(&texts).enumerate() {
+        let before = at.checked_sub(1);
+        let found = before.and_then(|before| alternatives.get(before));
+        tokens.push(token_info(tokenizer, before.map(|before| prompt[before]), (id, text), found, offset)?);
+        offset += text.chars().count();
+    }
+    Ok(tokens)
+}
+
+/// Cuts a text before the first of some strings. Holds back what may be the beginning of one.
+struct Cutter {
+    stops: Vec<String>,
+    held: String,
+}
+
+impl Cutter {
+    fn new(stops: &[String]) -> Self {
+        Self { stops: stops.to_vec(), held: String::new() }
+    }
+
+    /// Whether no text is held back.
+    fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Appends text. Returns what can be shown, and whether it ends there.
+    fn push(&mut self, text: &str) -> (String, bool) {
+        self.held += text;
+        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
+            let mut held = std::mem::take(&mut self.held);
+            held.truncate(at);
+            return (held, true);
+        }
+        let longest = |stop: &String| {
+            let begins = |&len: &usize| stop.is_char_boundary(len) && self.held.ends_with(&stop[..len]);
+            (1..stop.len()).rev().find(begins).unwrap_or(0)
+        };
+        let kept = self.stops.iter().map(longest).max().unwrap_or(0);
+        let rest = self.held.split_off(self.held.len() - kept);
+        (std::mem::replace(&mut self.held, rest), false)
+    }
+
+    /// Returns the text that is held back.
+    fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_cut_before_the_first_stop_string_wherever_its_parts_end() {
+        let stops = ["END".to_string(), "\n\n".into(), "ENDING".into(), "é!".into()];
+        for (text, expected) in [
+            ("one END two", ("one ", true)),
+            ("one EN", ("one EN", false)),
+            ("one ENEND", ("one EN", true)),
+            ("a\nb\n\nc", ("a\nb", true)),
+            ("caf\u{e9}", ("caf\u{e9}", false)),
+            ("caf\u{e9}!", ("caf", true)),
+            ("END", ("", true)),
+            ("", ("", false)),
+        ] {
+            let chars: Vec<char> = text.chars().collect();
+            for size in 1..=chars.len().max(1) {
+                let mut cutter = Cutter::new(&stops);
+                let (mut shown, mut ended) = (String::new(), false);
+                for part in chars.chunks(size) {
+                    let (text, cut) = cutter.push(&part.iter().collect::<String>());
+                    shown += &text;
+                    assert!(expected.0.starts_with(&shown), "{text:?}: {shown:?} is shown too early");
+                    ended = cut;
+                    if cut {
+                        break;
+                    }
+                }
+                if !ended {
+                    shown += &cutter.finish();
+                }
+                assert_eq!((shown.as_str(), ended), expected, "{text:?} in parts of {size}");
+            }
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Responses in the form of OpenAI's HTTP interface.
+
+use super::api::{Endpoint, now};
+use super::choice::{Delta, TokenInfo};
+use rlhf::generate::FinishReason;
+use serde_json::{Map, Value, json};
+use std::hash::{BuildHasher, RandomState};
+
+/// Written for a log-probability of minus infinity, which JSON does not have.
+const LEAST: f32 = -9999.0;
+
+/// Numbers of tokens of a request.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Usage {
+    pub(super) prompt: usize,
+    pub(super) completion: usize,
+}
+
+impl Usage {
+    fn to_json(self) -> Value {
+        let Self { prompt, completion } = self;
+        json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
+    }
+}
+
+/// A random number: a name of one request, or its seed.
+pub(super) fn random() -> u64 {
+    RandomState::new().hash_one(now())
+}
+
+/// The fields that all parts of the response to one request have.
+pub(super) struct Form {
+    endpoint: Endpoint,
+    id: String,
+    created: u64,
+    model: String,
+    /// Whether log-probabilities are requested.
+    logprobs: bool,
+}
+
+impl Form {
+    pub(super) fn new(endpoint: Endpoint, model: &str, logprobs: bool) -> Self {
+        let prefix = if endpoint == Endpoint::Chat { "chatcmpl" } else { "cmpl" };
+        Self {
+            endpoint,
+            id: format!("{prefix}-{:016x}{:016x}", random(), random()),
+            created: now(),
+            model: model.into(),
+            logprobs,
+        }
+    }
+
+    fn object(&self, chunk: bool, choices: Vec<Value>) -> Map<String, Value> {
+        let kind = match (self.endpoint, chunk) {
+            (Endpoint::Completions, _) => "text_completion",
+            (Endpoint::Chat, false) => "chat.completion",
+            (Endpoint::Chat, true) => "chat.completion.chunk",
+        };
+        let fields = [
+            ("id", self.id.as_str().into()),
+            ("object", kind.into()),
+            ("created", self.created.into()),
+            ("model", self.model.as_str().into()),
+            ("choices", Value::Array(choices)),
+        ];
+        fields.into_iter().map(|(name, value): (&str, Value)| (name.to_string(), value)).collect()
+    }
+
+    /// The whole response, in one object.
+    pub(super) fn whole(&self, choices: &[Delta], usage: Usage) -> Value {
+        let choice = |(index, choice): (usize, &Delta)| {
+            let (logprobs, finish) = (self.logprobs_of(&choice.tokens), reason(choice.finish));
+            match self.endpoint {
+                Endpoint::Completions => {
+                    json!({"text": choice.text, "index": index, "logprobs": logprobs, "finish_reason": finish})
+                }
+                Endpoint::Chat => {
+                    let message = json!({"role": "assistant", "content": choice.text, "refusal": null});
+                    json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
+                }
+            }
+        };
+        let mut object = self.object(false, choices.iter().enumerate().map(choice).collect());
+        object.insert("usage".into(), usage.to_json());
+        object.into()
+    }
+
+    /// The first part of a choice in a stream, if there is one before its text.
+    pub(super) fn first_chunk(&self, index: usize) -> Option<Value> {
+        let delta = json!({"role": "assistant", "content": "", "refusal": null});
+        let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
+        (self.endpoint == Endpoint::Chat).then(|| self.object(true, vec![choice]).into())
+    }
+
+    /// A part of a choice in a stream; `None` if it has nothing new.
+    pub(super) fn chunk(&self, index: usize, part: &Delta) -> Option<Value> {
+        if *part == Delta::default() {
+            return None;
+        }
+        let logprobs = if part.tokens.is_empty() { Value::Null } else { self.logprobs_of(&part.tokens) };
+        let finish = reason(part.finish);
+        let choice = match self.endpoint {
+            Endpoint::Completions => {
+                json!({"text": part.text, "index": index, "logprobs": logprobs, "finish_reason": finish})
+            }
+            Endpoint::Chat => {
+                let silent = part.text.is_empty() && part.tokens.is_empty();
+                let delta = if silent { json!({}) } else { json!({"content": part.text}) };
+                json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+            }
+        };
+        Some(self.object(true, vec![choice]).into())
+    }
+
+    /// The last part of a stream, with the numbers of tokens.
+    pub(super) fn usage_chunk(&self, usage: Usage) -> Value {
+        let mut object = self.object(true, Vec::new());
+        object.insert("usage".into(), usage.to_json());
+        object.into()
+    }
+
+    fn logprobs_of(&self, tokens: &[TokenInfo]) -> Value {
+        match (self.logprobs, self.endpoint) {
+            (false, _) => Value::Null,
+            (true, Endpoint::Completions) => logprobs_of_text(tokens),
+            (true, Endpoint::Chat) => {
+                let content: Vec<Value> = tokens.iter().map(logprobs_of_chat).collect();
+                json!({"content": content, "refusal": null})
+            }
+        }
+    }
+}
+
+/// Log-probabilities of `/v1/completions`. The alternatives of a token are an object by their text, the token itself among them.
+fn logprobs_of_text(tokens: &[TokenInfo]) -> Value {
+    let top = |token: &TokenInfo| {
+        let (logprob, top) = token.logprob.as_ref()?;
+        let mut all = Map::new();
+        // The likeliest first: of several with one text the likeliest counts.
+        for (text, logprob) in top.iter().chain([&(token.text.clone(), *logprob)]) {
+            all.entry(text.clone()).or_insert_with(|| finite(*logprob));
+        }
+        Some(Value::Object(all))
+    };
+    let logprob = |token: &TokenInfo| token.logprob.as_ref().map(|(logprob, _)| finite(*logprob));
+    json!({
+        "tokens": tokens.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(),
+        "token_logprobs": tokens.iter().map(logprob).collect::<Vec<_>>(),
+        "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
+        "text_offset": tokens.iter().map(|token| token.offset).collect::<Vec<_>>(),
+    })
+}
+
+/// Log-probabilities of one token of `/v1/chat/completions`.
+fn logprobs_of_chat(token: &TokenInfo) -> Value {
+    let entry = |text: &str, logprob: f32| {
+        // Of a part of a character, the text does not have the bytes.
+        let bytes = (!text.contains(char::REPLACEMENT_CHARACTER)).then_some(text.as_bytes());
+        json!({"token": text, "logprob": finite(logprob), "bytes": bytes})
+    };
+    let (logprob, top) = token.logprob.as_ref().map_or((LEAST, &[][..]), |(logprob, top)| (*logprob, top.as_slice()));
+    let mut found = entry(&token.text, logprob);
+    found["top_logprobs"] = top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
+    found
+}
+
+fn finite(logprob: f32) -> Value {
+    logprob.max(LEAST).into()
+}
+
+fn reason(finish: Option<FinishReason>) -> Option<&'static str> {
+    finish.map(|finish| match finish {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    })
+}
