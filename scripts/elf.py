@@ -31,15 +31,15 @@ class Program:
         """Reads a file; raises `Broken` where it is none of the above."""
         data = bytearray(path.read_bytes())
         if data[:6] != b"\x7fELF\x02\x01":
-            raise Broken(f"{path}: expected a program for 64-bit Linux (ELF), found other contents")
+            raise Broken("expected a program for 64-bit Linux (ELF), found other contents")
         (machine,) = struct.unpack_from("<H", data, 18)
         if machine not in MACHINES:
-            raise Broken(f"{path}: expected a program for x86_64 or aarch64, found one for ELF machine {machine}")
+            raise Broken(f"expected a program for x86_64 or aarch64, found one for ELF machine {machine}")
         program = cls(data, MACHINES[machine])
         try:
             program.needed()
         except (struct.error, StopIteration, ValueError) as error:
-            raise Broken(f"{path}: expected a dynamically linked program, found none ({error or 'it has no dynamic section'})") from error
+            raise Broken(f"expected a dynamically linked program, found none ({error or 'it has no dynamic section'})") from error
         return program
 
     def segments(self, kind: int) -> list[tuple[int, int, int]]:
@@ -115,6 +115,8 @@ class Program:
 
         Bytes of the old path that are the end of another name are left: linkers let names share their ends.
         """
+        if not self.rpath():
+            raise Broken("expected a program with a run path, found one without: it is not that of this workspace")
         place, _, start = next(entry for entry in self.dynamic() if entry[1] in (RPATH, RUNPATH))
         old = len(self.text(start))
         if len(path) > old:

@@ -91,8 +91,10 @@ def crate(name: str, package: dict[str, Any]) -> Part:
     licence = package["license"] or "see its text"
     if not texts:
         authors = ", ".join(package["authors"]) or f"the authors of {package['name']}"
-        texts = [f"{package['repository'] or package['name']}: copyright {authors}. The crate has no file with its licence, {licence};\n"
-                 "the texts of MIT and Apache-2.0 are those of LICENSE-MIT and LICENSE-APACHE, but for the line of the copyright."]
+        texts = [
+            f"{package['repository'] or package['name']}: copyright {authors}. The crate has no file with its licence, {licence};\n"
+            "the texts of MIT and Apache-2.0 are those of LICENSE-MIT and LICENSE-APACHE, but for the line of the copyright."
+        ]
     return Part(name, licence, texts)
 
 

@@ -32,7 +32,18 @@ DISTRIBUTION = "rlhf-rs"
 SOURCES = ROOT / "python"
 EXAMPLE = ROOT / "examples/sentiment"
 # Files of the example that `rlhf demo` uses.
-DEMO = ("data/*.jsonl", "tokenizer/*", "model.json", "sft.yaml", "reward.yaml", "ppo.yaml", "grammar.py", "judge.py", "shared.py", "summary.py")
+DEMO = (
+    "data/*.jsonl",
+    "tokenizer/*",
+    "model.json",
+    "sft.yaml",
+    "reward.yaml",
+    "ppo.yaml",
+    "grammar.py",
+    "judge.py",
+    "shared.py",
+    "summary.py",
+)
 RPATH = "$ORIGIN/../lib/rlhf/torch/lib"
 # The wheels of torch 2.11 need this version of glibc. And the newest versions that a manylinux of that number has:
 # GLIBCXX and CXXABI of the libstdc++ of a distribution with that glibc, by the number of the distribution's glibc.
@@ -57,7 +68,9 @@ def version() -> str:
     of_crate = re.search(r'(?m)^version = "([^"]+)"', (ROOT / "Cargo.toml").read_text(encoding="utf-8"))
     of_package = re.search(r'__version__ = "([^"]+)"', (SOURCES / "rlhf/__init__.py").read_text(encoding="utf-8"))
     if not of_crate or not of_package or of_crate[1] != of_package[1]:
-        raise Failure(f"python/rlhf/__init__.py: expected version {of_crate and of_crate[1]} of Cargo.toml, found {of_package and of_package[1]}")
+        raise Failure(
+            f"python/rlhf/__init__.py: expected version {of_crate and of_crate[1]} of Cargo.toml, found {of_package and of_package[1]}"
+        )
     return of_crate[1]
 
 
@@ -77,7 +90,9 @@ def platform(program: elf.Program) -> str:
     for kind, table in (("GLIBCXX", GLIBCXX), ("CXXABI", CXXABI)):
         enough = [at for at, newest in table.items() if newest >= needed.get(kind, ())]
         if not enough:
-            raise Failure(f"the program needs {kind}_{'.'.join(map(str, needed[kind]))}, which no manylinux has; build it with an older compiler")
+            raise Failure(
+                f"the program needs {kind}_{'.'.join(map(str, needed[kind]))}, which no manylinux has; build it with an older compiler"
+            )
         number = max(number, min(enough))
     return f"manylinux_2_{number}_{program.machine}"
 
@@ -175,7 +190,7 @@ def make(path: Path, out: Path, notice: str, max_mb: float) -> Path:
         check_version(path.resolve(), number)
         tag = platform(program)
     except elf.Broken as error:
-        raise Failure(str(error)) from error
+        raise Failure(f"{path}: {error}") from error
     out.mkdir(parents=True, exist_ok=True)
     wheel = out / f"{DISTRIBUTION.replace('-', '_')}-{number}-py3-none-{tag}.whl"
     write(wheel, contents(program, number, tag, notice))

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf import _launch, _setup, _start
-from rlhf._places import PACKAGE, Failure, short
+from rlhf import _launch, _libtorch, _setup, _start
+from rlhf._places import PACKAGE, Failure, Usage, short
 
 FILES = Path(PACKAGE) / "_sentiment"
 # In place of the settings of the long demo (examples/sentiment), which takes about twice as long.
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the run (default: 1)")
     options = parser.parse_args(arguments)
     _launch.note_other_distribution()
-    libtorch = _launch._libtorch.find() or _setup.at_first_use()
+    libtorch = _libtorch.find() or _setup.at_first_use()
     program = next(_start.prepared(libtorch))
     with folder_of(options.keep) as folder:
         demo = Demo(program, _start.environment(libtorch), folder, options.seed)
@@ -59,9 +59,9 @@ def folder_of(keep: str | None) -> Iterator[Path]:
         return
     folder = Path(keep)
     if folder.exists() and not folder.is_dir():
-        raise Failure(f"--keep {keep}: expected a folder, found a file")
+        raise Usage(f"--keep {keep}: expected a folder, found a file")
     if folder.exists() and any(folder.iterdir()):
-        raise Failure(f"--keep {keep}: expected a new or an empty folder, found other files in it")
+        raise Usage(f"--keep {keep}: expected a new or an empty folder, found other files in it")
     folder.mkdir(parents=True, exist_ok=True)
     yield folder.resolve()
 
@@ -78,19 +78,38 @@ class Demo:
 
     def train(self) -> None:
         data = FILES / "data"
-        self.stage("sft", "1/3 SFT: a small GPT-NeoX learns to write reviews, from random weights",
-                   config_name=FILES / "model.json", tokenizer_name=FILES / "tokenizer", dataset_name=data / "sft.jsonl")
-        self.stage("reward", "2/3 Reward model: it learns from 1500 pairs that positive reviews are preferred",
-                   model_name_or_path=self.folder / "sft", dataset_name=data / "preferences.jsonl",
-                   eval_dataset_name=data / "preferences_test.jsonl")
+        self.stage(
+            "sft",
+            "1/3 SFT: a small GPT-NeoX learns to write reviews, from random weights",
+            config_name=FILES / "model.json",
+            tokenizer_name=FILES / "tokenizer",
+            dataset_name=data / "sft.jsonl",
+        )
+        self.stage(
+            "reward",
+            "2/3 Reward model: it learns from 1500 pairs that positive reviews are preferred",
+            model_name_or_path=self.folder / "sft",
+            dataset_name=data / "preferences.jsonl",
+            eval_dataset_name=data / "preferences_test.jsonl",
+        )
         self.responses("sft", "before")
-        self.stage("ppo", "3/3 PPO: the model of stage 1 responds to prompts and learns from the scores of the reward model",
-                   sft_model_path=self.folder / "sft", reward_model_path=self.folder / "reward", dataset_name=data / "prompts.jsonl")
+        self.stage(
+            "ppo",
+            "3/3 PPO: the model of stage 1 responds to prompts and learns from the scores of the reward model",
+            sft_model_path=self.folder / "sft",
+            reward_model_path=self.folder / "reward",
+            dataset_name=data / "prompts.jsonl",
+        )
         self.responses("ppo", "after")
 
     def stage(self, name: str, about: str, **paths: Path) -> None:
         """Runs a command with the settings of the example; paths in them are those of a checkout, and are given anew."""
-        flags = {**{key: str(path) for key, path in paths.items()}, **SHORTER[name], "output_dir": str(self.folder / name), "seed": self.seed}
+        flags = {
+            **{key: str(path) for key, path in paths.items()},
+            **SHORTER[name],
+            "output_dir": str(self.folder / name),
+            "seed": self.seed,
+        }
         print(f"\n== {about}", flush=True)
         begin = time.monotonic()
         self.run(name, "--config", str(FILES / f"{name}.yaml"), *(word for key, value in flags.items() for word in (f"--{key}", value)))
@@ -98,13 +117,28 @@ class Demo:
 
     def responses(self, model: str, name: str) -> None:
         """Has a model respond to the held-out prompts."""
-        self.run("generate", "--model_name_or_path", str(self.folder / model), "--dataset_name", str(FILES / "data/prompts_test.jsonl"),
-                 "--output_file", str(self.folder / f"{name}.jsonl"), "--max_new_tokens", "48", "--temperature", "0.7", "--seed", self.seed,
-                 "--batch_size", "32", quiet=True)
+        self.run(
+            "generate",
+            "--model_name_or_path",
+            str(self.folder / model),
+            "--dataset_name",
+            str(FILES / "data/prompts_test.jsonl"),
+            "--output_file",
+            str(self.folder / f"{name}.jsonl"),
+            "--max_new_tokens",
+            "48",
+            "--temperature",
+            "0.7",
+            "--seed",
+            self.seed,
+            "--batch_size",
+            "32",
+            quiet=True,
+        )
 
     def run(self, *arguments: str, quiet: bool = False) -> None:
         # What a silent command writes is shown where it fails.
-        done = subprocess.run([self.program, *arguments], env=self.environment, check=False, capture_output=quiet)
+        done = subprocess.run(["rlhf", *arguments], executable=self.program, env=self.environment, check=False, capture_output=quiet)
         if done.returncode:
             if quiet:
                 sys.stderr.buffer.write(done.stderr)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -22,10 +23,14 @@ REASONS = (
     (r"certificate verify failed|UnknownIssuer|invalid peer certificate", "the certificate of the index could not be verified"),
     (r"407 Proxy|Proxy Authentication", "the proxy asks for a password"),
     (r"Cannot connect to proxy|tunnel error|proxy connect", "the proxy does not answer"),
-    (r"(?:IncompleteRead|Connection broken|prematurely|end of file before|connection closed before|unexpected end|incomplete-download)",
-     "the connection was cut"),
-    (r"(?:Name or service not known|failed to lookup address|Temporary failure in name resolution|Network is unreachable)",
-     "there is no network"),
+    (
+        r"(?:IncompleteRead|Connection broken|prematurely|end of file before|connection closed before|unexpected end|incomplete-download)",
+        "the connection was cut",
+    ),
+    (
+        r"(?:Name or service not known|failed to lookup address|Temporary failure in name resolution|Network is unreachable)",
+        "there is no network",
+    ),
     (r"Connection refused|Failed to establish a new connection", "the index refuses connections"),
     (r"(?:[Tt]imed out|operation timed out)", "the index does not answer in time"),
     (r"\b40[13] (?:Client Error|Unauthorized|Forbidden)|\((?:401|403)[^)]*\)", "the index refuses access"),
@@ -64,16 +69,27 @@ class Fetcher:
 
     def run(self, options: list[str], requirements: dict[str, tuple[str, ...]]) -> None:
         """Runs pip or uv; fails in one line with its reason."""
-        log = os.path.join(self.work, "log")
         # Both write to the folder for temporary files first, and /tmp is often small.
         environment = {**os.environ, "TMPDIR": self.work, "PIP_REQUIRE_VIRTUALENV": "0", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore"}
-        with open(log, "wb") as output:
-            process = subprocess.Popen([*self.command, *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-            with ended_with_us(process):
-                watch(process, self.work)
+        process = subprocess.Popen(
+            [*self.command, *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        # Not a file: the disk may be full.
+        written: list[str] = []
+        reader = threading.Thread(target=written.extend, args=(process.stdout,), daemon=True)
+        reader.start()
+        with ended_with_us(process):
+            watch(process, self.work)
+        reader.join(5)
         if process.returncode:
-            with open(log, encoding="utf-8", errors="replace") as file:
-                text = file.read()
+            text = "".join(written)
             names = " ".join(requirements) if len(requirements) < 3 else f"{next(iter(requirements))} and others"
             raise Failure(f"{self.name} could not download {names}: {reason_in(text, process.returncode)}")
 
@@ -107,11 +123,11 @@ def pip_options(arch: str) -> list[str]:
 
 def uv_options(arch: str) -> list[str]:
     options = ["pip", "install", "--no-cache", "--no-progress", "--only-binary", ":all:", "--python", sys.executable]
-    return options + ["--python-version", _wheels.PYTHON, "--python-platform", f"{arch}-manylinux_2_28"]
+    return [*options, "--python-version", _wheels.PYTHON, "--python-platform", f"{arch}-manylinux_2_28"]
 
 
 @contextlib.contextmanager
-def ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
     """Ends the process where this one is interrupted."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -123,7 +139,7 @@ def ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def watch(process: subprocess.Popen[bytes], folder: str) -> None:
+def watch(process: subprocess.Popen[str], folder: str) -> None:
     """Waits for the process; on a terminal, shows how much is in the folder."""
     begin, shown = time.monotonic(), sys.stderr.isatty()
     while True:
@@ -158,7 +174,7 @@ def reason_in(log: str, status: int) -> str:
             return meaning
     if re.search(r"No matching distribution|no version of|there are no versions|was not found in the package registry|no wheels with", log):
         return "the package index has no such wheel for this machine"
-    lines = [line.strip(" \t×╰─▶│├") for line in log.splitlines()]
+    lines = [line.strip(" \t\u00d7\u2570\u2500\u25b6\u2502\u251c") for line in log.splitlines()]
     told = [line for line in lines if re.match(r"(?i)error|caused by", line)] or [line for line in lines if line]
     text = re.sub(r"(?i)^(error|caused by): *", "", told[-1] if told else f"exit code {status}")
     return re.sub(r"://[^/@\s]*@", "://", text)
@@ -194,7 +210,7 @@ def locked(path: str, wait: bool) -> IO[Any] | None:
     """Takes the lock of a file, which is held until the file is closed; `None` where another process has it and `wait` is false."""
     import fcntl
 
-    file = open(path, "w")  # noqa: SIM115
+    file = open(path, "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

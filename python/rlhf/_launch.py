@@ -22,7 +22,7 @@ def main() -> int:
         return command(sys.argv[1:])
     except Failure as failure:
         print(f"error: {failure}", file=sys.stderr)
-        return 1
+        return failure.code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -67,7 +67,7 @@ def with_more_help(libtorch: Libtorch, arguments: list[str]) -> int:
 
     for program in _start.prepared(libtorch):
         try:
-            status = subprocess.run([program, *arguments], env=_start.environment(libtorch), check=False).returncode
+            status = subprocess.run(["rlhf", *arguments], executable=program, env=_start.environment(libtorch), check=False).returncode
         except PermissionError:
             continue
         print(MORE_HELP, file=sys.stderr if status else sys.stdout)

@@ -16,15 +16,17 @@ VERSIONS = (("version.py", "__version__ = "), ("include/torch/headeronly/version
 class Libtorch:
     """A libtorch on this machine."""
 
-    __slots__ = ("folder", "version", "why")
+    __slots__ = ("folder", "hint", "version", "why")
 
-    def __init__(self, folder: str, version: str, why: str) -> None:
+    def __init__(self, folder: str, version: str, why: str, hint: str = "") -> None:
         # The folder with `lib` in it.
         self.folder = folder
         # With `+cpu` and the like, where the files have it.
         self.version = version
         # For `rlhf doctor`: where it is from, in words.
         self.why = why
+        # How another one is used in its place; "" for that of the cache, which can be fetched again.
+        self.hint = hint
 
 
 def has_library(folder: str) -> bool:
@@ -64,7 +66,7 @@ def named() -> Libtorch | None:
     version = version_of(folder)
     if plain(version) != TORCH:
         raise Failure(f"LIBTORCH={folder}: expected libtorch {TORCH}, found {version or 'no file with its version'}; {hint}")
-    return Libtorch(folder, version, f"from $LIBTORCH, {folder}")
+    return Libtorch(folder, version, f"from $LIBTORCH, {folder}", "unset LIBTORCH to have one with CUDA fetched")
 
 
 def installed() -> tuple[str, str] | None:
@@ -83,7 +85,9 @@ def of_environment() -> Libtorch | None:
     if found is None or plain(found[1]) != TORCH or not has_library(found[0]):
         return None
     folder, version = found
-    return Libtorch(folder, version, f"torch {version} of this Python environment, {folder}")
+    return Libtorch(
+        folder, version, f"torch {version} of this Python environment, {folder}", f"install torch=={TORCH} from PyPI there, which has CUDA"
+    )
 
 
 def of_cache() -> Libtorch | None:

@@ -10,6 +10,14 @@ PROGRAM = os.path.join(PACKAGE, "bin", "rlhf")
 class Failure(Exception):
     """What a user is told in one line."""
 
+    code = 1
+
+
+class Usage(Failure):
+    """A command line that cannot be meant; the program ends with the same code."""
+
+    code = 2
+
 
 def cache() -> str:
     """The folder of the cache, the same as that of scripts/setup.sh; it need not exist."""
@@ -22,9 +30,9 @@ def cache() -> str:
 def fetched(device: str = "cpu") -> str:
     """The folder of the libtorch that `rlhf setup` fetches: the layout is that of scripts/setup.sh.
 
-    That with CUDA is another one, as builds from source link with what they find in the first.
+    That with CUDA is another one, as builds from source link with what they find in folders named libtorch-*.
     """
-    return os.path.join(cache(), f"libtorch-{TORCH}" + ("-cuda" if device == "cuda" else ""))
+    return os.path.join(cache(), ("cuda-" if device == "cuda" else "") + f"libtorch-{TORCH}")
 
 
 def starts() -> list[str]:

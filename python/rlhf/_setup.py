@@ -14,10 +14,12 @@ from typing import NoReturn
 from rlhf import _launch, _libtorch, _start, _wheels
 from rlhf._fetch import Fetcher, locked, size_of
 from rlhf._libtorch import Libtorch
-from rlhf._places import TORCH, Failure, cache, fetched, short, starts
+from rlhf._places import TORCH, Failure, Usage, cache, fetched, short, starts
 
 # Of the wheel of torch: its libraries without those of Python and CUDA, and the file with its version.
-CPU_PART = r"torch/lib/(?!libtorch_(?:python|cuda|nvshmem)|libc10_cuda|libcaffe2_nvrtc|libshm)lib[^/]*\.so[^/]*$|torch/version\.py$|torch\.libs/"
+CPU_PART = (
+    r"torch/lib/(?!libtorch_(?:python|cuda|nvshmem)|libc10_cuda|libcaffe2_nvrtc|libshm)lib[^/]*\.so[^/]*$|torch/version\.py$|torch\.libs/"
+)
 CUDA_PART = r"torch/lib/(?!libtorch_python|libshm)lib[^/]*\.so[^/]*$|torch/version\.py$|torch\.libs/|torch-[^/]*\.dist-info/METADATA$"
 NVIDIA_CPU_PART = r"nvidia/cu13/lib/lib(?:cudart|cupti)\.so"
 NVIDIA_PART = r"nvidia/[^/]+/lib/[^/]+\.so"
@@ -27,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     """Reports what is wrong in one line, as the program does."""
 
     def error(self, message: str) -> NoReturn:
-        raise Failure(f"{self.prog}: {message}; see {self.prog} --help")
+        raise Usage(f"{self.prog}: {message}; see '{self.prog} --help'")
 
 
 def main(arguments: list[str]) -> int:
@@ -70,8 +72,8 @@ def provide(device: str) -> Libtorch:
     found = _libtorch.find()
     if found and (device == "cpu" or has_cuda(found)):
         return found
-    if found and not found.folder.startswith(cache() + os.sep):
-        raise Failure(f"{found.why}: expected a build with CUDA, found one without, which is used before the cache; install torch=={TORCH} from PyPI there")
+    if found and found.hint:
+        raise Failure(f"libtorch {found.version} ({found.why}): expected a build with CUDA, found one without; {found.hint}")
     fetch(device)
     found = _libtorch.find()
     if found is None:
@@ -180,7 +182,9 @@ def check(libtorch: Libtorch) -> None:
             break
     if done is not None and done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Failure(f"{libtorch.folder}: the program does not start with it: {lines[-1]}; 'rlhf setup --remove' and 'rlhf setup' fetch it again")
+        raise Failure(
+            f"{libtorch.folder}: the program does not start with it: {lines[-1]}; 'rlhf setup --remove' and 'rlhf setup' fetch it again"
+        )
 
 
 def remove() -> int:

@@ -30,4 +30,7 @@ BESIDE = {
 
 # Megabytes of disk that a fetch needs while it unpacks, and what it leaves, by device.
 NEEDS = {"cpu": 2000, "cuda": 12000}
-SIZES = {"cpu": "530 MB to download, 190 MB where the index has builds for CPUs; 460 MB on disk", "cuda": "3 GB to download, 6 GB on disk"}
+SIZES = {
+    "cpu": "530 MB to download, 190 MB where the index has builds for CPUs; 460 MB on disk",
+    "cuda": "3 GB to download, 3.5 GB on disk",
+}
