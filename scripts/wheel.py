@@ -168,7 +168,7 @@ def write(path: Path, files: dict[str, bytes]) -> None:
     """Writes the wheel: sorted, with one date, the metadata at the end as the format wants it."""
     moment = time.gmtime(max(int(os.environ.get("SOURCE_DATE_EPOCH", "0")), 315532800))[:6]  # a zip has no dates before 1980
     partial = path.with_suffix(".partial")
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as wheel:
         for name in sorted(files, key=lambda name: (".dist-info/" in name, name)):
             entry = zipfile.ZipInfo(name, moment)
             entry.create_system = 3

@@ -15,6 +15,12 @@ Commands of the Python package:
   setup  Fetch libtorch, or CUDA's libraries (--device cuda), or remove what was fetched (--remove)
   demo   Movie reviews learn to be positive: SFT, reward model and PPO in three minutes"""
 
+# The program itself cannot start then, and nobody who asks for help wants a download.
+WITHOUT_LIBTORCH = """\
+RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.
+
+libtorch is not there yet: run 'rlhf setup' once. Then 'rlhf --help' lists all commands."""
+
 
 def main() -> int:
     """The entry point. Returns an exit code, unless the process becomes the program."""
@@ -47,15 +53,19 @@ def command(arguments: list[str]) -> int:
         return _demo.main(arguments[1:])
     if first == "doctor":
         note_other_distribution()
+    is_help = arguments in ([], ["help"], ["-h"], ["--help"])
     libtorch = _libtorch.find()
     if libtorch is None:
         if arguments in (["--version"], ["-V"]):
             print(f"rlhf {__version__}")
             return 0
+        if is_help:
+            print(WITHOUT_LIBTORCH + MORE_HELP)
+            return 0
         from rlhf import _setup
 
         libtorch = _setup.at_first_use()
-    if arguments in ([], ["help"], ["-h"], ["--help"]):
+    if is_help:
         return with_more_help(libtorch, arguments)
     _start.replace_by(libtorch, arguments)
     raise AssertionError("the process was replaced, or the program could not be started")

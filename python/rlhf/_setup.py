@@ -92,16 +92,15 @@ def fetch(device: str) -> None:
         with lock(target):
             if _libtorch.has_library(os.path.join(target, "torch")):
                 return
-            say(f"fetching libtorch {TORCH} into {short(target)}, once ({_wheels.SIZES[device]})")
             check_space(device)
+            say(f"fetching libtorch {TORCH} into {short(target)}, once ({_wheels.SIZES[device]})")
             with working_folder(f"{target}.partial") as work:
                 Fetch(Fetcher(work, arch), os.path.join(work, "result")).get(device)
                 shutil.rmtree(target, ignore_errors=True)
                 os.rename(os.path.join(work, "result"), target)
     except OSError as error:
-        place = error.filename or target
         hint = "free some" if error.errno == 28 else "set RLHF_CACHE to a folder that can be written"
-        raise Failure(f"{short(str(place))}: libtorch cannot be put there: {error.strerror}; {hint}") from error
+        raise Failure(f"{short(target)}: libtorch cannot be put there: {error.strerror}; {hint}") from error
 
 
 @contextlib.contextmanager

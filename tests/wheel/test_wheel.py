@@ -479,9 +479,12 @@ class Launcher(Case):
 
 
 def with_fake_program(name):
-    venv = environment(name)
+    """Another environment, a copy of the first, without the real program."""
+    venv = WORK / name
+    shutil.copytree(VENV, venv, symlinks=True, ignore=lambda folder, _: ["rlhf"] if folder.endswith("rlhf/bin") else [])
+    script = venv / "bin/rlhf"
+    script.write_text(script.read_text().replace(str(VENV), str(venv)))
     program = packages(venv) / "rlhf/bin/rlhf"
-    program.unlink()
     program.write_text(FAKE.format(version=wheel.version()))
     program.chmod(0o755)
     return venv
@@ -677,6 +680,7 @@ class Setup(Case):
             )
         self.one_error(self.rlhf("demo"), "run 'rlhf setup' once")
         self.assertEqual(self.rlhf("--version").out, f"rlhf {wheel.version()}\n")
+        self.assertIn("run 'rlhf setup' once", self.rlhf("--help").out)
         self.assertEqual((Index.asked, self.cache.exists()), ([], False))
 
     def on_terminal(self, *arguments, **more):
@@ -796,7 +800,7 @@ class Setup(Case):
         (self.folder / "file").write_text("")
         self.one_error(
             self.rlhf("setup", RLHF_CACHE=self.folder / "file/cache"),
-            "file/cache: libtorch cannot be put there: Not a directory",
+            "file/cache/libtorch-2.11.0: libtorch cannot be put there: Not a directory",
             "set RLHF_CACHE",
         )
 
