@@ -21,6 +21,7 @@ REASONS = (
     (r"No space left on device|Errno 28", "no space is left on the disk"),
     (r"(?:File size limit|Errno 27)", "a limit on the size of files was reached"),
     (r"certificate verify failed|UnknownIssuer|invalid peer certificate", "the certificate of the index could not be verified"),
+    (r"network was disabled", "uv is set to work offline"),
     (r"407 Proxy|Proxy Authentication", "the proxy asks for a password"),
     (r"Cannot connect to proxy|tunnel error|proxy connect", "the proxy does not answer"),
     (
