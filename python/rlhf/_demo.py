@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     _launch.note_other_distribution()
     libtorch = _libtorch.find() or _setup.at_first_use()
-    program = next(_start.prepared(libtorch))
+    program = _start.prepared(libtorch)
     with folder_of(options.keep) as folder:
         demo = Demo(program, _start.environment(libtorch), folder, options.seed)
         begin = time.monotonic()

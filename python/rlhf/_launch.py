@@ -75,14 +75,10 @@ def with_more_help(libtorch: Libtorch, arguments: list[str]) -> int:
     """The program's help, and the commands that it does not know."""
     import subprocess
 
-    for program in _start.prepared(libtorch):
-        try:
-            status = subprocess.run(["rlhf", *arguments], executable=program, env=_start.environment(libtorch), check=False).returncode
-        except PermissionError:
-            continue
-        print(MORE_HELP, file=sys.stderr if status else sys.stdout)
-        return status if status >= 0 else 128 - status
-    return 1
+    program = _start.prepared(libtorch)
+    status = subprocess.run(["rlhf", *arguments], executable=program, env=_start.environment(libtorch), check=False).returncode
+    print(MORE_HELP, file=sys.stderr if status else sys.stdout)
+    return status if status >= 0 else 128 - status
 
 
 def note_other_distribution() -> None:

@@ -174,12 +174,9 @@ class Fetch:
 
 def check(libtorch: Libtorch) -> None:
     """Starts the program once: a libtorch that was damaged is noticed here."""
-    done = None
-    for program in _start.prepared(libtorch):
-        with contextlib.suppress(PermissionError):
-            done = subprocess.run([program, "--version"], env=_start.environment(libtorch), capture_output=True, text=True, check=False)
-            break
-    if done is not None and done.returncode:
+    program = _start.prepared(libtorch)
+    done = subprocess.run([program, "--version"], env=_start.environment(libtorch), capture_output=True, text=True, check=False)
+    if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Failure(
             f"{libtorch.folder}: the program does not start with it: {lines[-1]}; 'rlhf setup --remove' and 'rlhf setup' fetch it again"

@@ -8,8 +8,6 @@ inherit it. The folder is made once for each program and libtorch:
     lib/rlhf/nvidia           links to the folders beside it, where these look for other libraries
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -18,16 +16,12 @@ from rlhf import __version__
 from rlhf._libtorch import Libtorch
 from rlhf._places import PROGRAM, Failure, short, starts
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    # An import that takes milliseconds.
-    from collections.abc import Iterator
-
 # Folders beside that of torch that its libraries name in their run paths.
 BESIDE = ("nvidia", "cusparselt", "torch.libs")
-# Seconds: a folder is marked as used once a day, and removed when it was not used for a month.
+# Seconds: a folder is marked as used once a day, and removed when it was not used for so long that no run in it goes on.
 DAY = 86400
-MONTH = 30 * DAY
+QUARTER = 90 * DAY
+OTHERS = "others can write there"
 
 
 def key_of(libtorch: Libtorch) -> str:
@@ -96,7 +90,7 @@ def make(base: str, key: str, libtorch: Libtorch) -> None:
     """Makes a folder for the program under `base`, and removes those that are no longer used."""
     os.makedirs(base, mode=0o700, exist_ok=True)
     if not is_ours(base):
-        raise PermissionError(13, "others can write there", base)
+        raise PermissionError(13, OTHERS, base)
     partial = os.path.join(base, f".{os.getpid()}.partial")
     try:
         place_program(partial)
@@ -109,9 +103,18 @@ def make(base: str, key: str, libtorch: Libtorch) -> None:
                 raise
     finally:
         remove(partial)
+    remove_unused(base, key)
+
+
+def remove_unused(base: str, key: str) -> None:
+    """Removes the folders for programs that nobody has started for long, or whose libtorch is gone."""
     for name in os.listdir(base):
         old = os.path.join(base, name)
-        unused = time.time() - os.lstat(old).st_mtime > (DAY if name.endswith(".partial") else MONTH)
+        try:
+            unused = time.time() - os.lstat(old).st_mtime > (DAY if name.endswith(".partial") else QUARTER)
+        except OSError:
+            # Another start has removed it.
+            continue
         if name != key and (unused or is_dangling(old)):
             remove(old)
 
@@ -121,25 +124,34 @@ def is_dangling(folder: str) -> bool:
     return os.path.islink(library) and not os.path.exists(library)
 
 
-def prepared(libtorch: Libtorch) -> Iterator[str]:
-    """Places of the program beside links to the libtorch, one for each folder that can have it."""
+def prepared(libtorch: Libtorch) -> str:
+    """The place of the program beside links to the libtorch, in the first folder that can have it."""
     key, problems = key_of(libtorch), []
     for base in starts():
-        folder = os.path.join(base, key)
         try:
-            if not os.path.exists(os.path.join(folder, "bin", "rlhf")):
-                make(base, key, libtorch)
-            elif not is_ours(base):
-                raise PermissionError(13, "others can write there", base)
-            elif time.time() - os.stat(folder).st_mtime > DAY:
-                os.utime(folder)
+            return prepared_in(base, key, libtorch)
         except OSError as error:
             problems.append(f"{short(base)}: {error.strerror}")
-            if not os.path.exists(os.path.join(folder, "bin", "rlhf")) or "others" in str(error.strerror):
-                continue
-        yield os.path.join(folder, "bin", "rlhf")
-        problems.append(f"{short(base)}: programs cannot be started there")
     raise Failure(f"no folder to start the program in ({'; '.join(problems)}); set RLHF_CACHE to a folder that can be written")
+
+
+def prepared_in(base: str, key: str, libtorch: Libtorch) -> str:
+    """The same in one folder; fails with the system's error where the program cannot be there, or not be started."""
+    folder = os.path.join(base, key)
+    program = os.path.join(folder, "bin", "rlhf")
+    if not os.path.exists(program):
+        make(base, key, libtorch)
+    elif not is_ours(base):
+        raise PermissionError(13, OTHERS, base)
+    elif time.time() - os.stat(folder).st_mtime > DAY:
+        try:
+            os.utime(folder)
+        except OSError:
+            # A file system that is read-only by now. What is there can be used.
+            pass
+    if not os.access(program, os.X_OK):
+        raise PermissionError(13, "programs cannot be started there", base)
+    return program
 
 
 def environment(libtorch: Libtorch) -> dict[str, str]:
@@ -155,9 +167,4 @@ def replace_by(libtorch: Libtorch, arguments: list[str]) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
-    for program in prepared(libtorch):
-        try:
-            os.execve(program, ["rlhf", *arguments], environment(libtorch))
-        except PermissionError:
-            # A file system from which nothing can be started.
-            continue
+    os.execve(prepared(libtorch), ["rlhf", *arguments], environment(libtorch))
