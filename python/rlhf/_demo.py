@@ -39,10 +39,8 @@ def main(arguments: list[str]) -> int:
     program = _start.prepared(libtorch)
     with folder_of(options.keep) as folder:
         demo = Demo(program, _start.environment(libtorch), folder, options.seed)
-        begin = time.monotonic()
         demo.train()
         good = demo.conclude()
-        print(f"Time: {time.monotonic() - begin:.0f} s.")
         end(folder if options.keep else None)
     return 0 if good else 1
 
@@ -155,6 +153,7 @@ class Demo:
 def end(kept: Path | None) -> None:
     """Says where the report is, and what to try next."""
     if kept is None:
+        print("The models and the reports were in a temporary folder, which is removed now.")
         commands = [
             ("rlhf demo --keep demo", "the same, and keeps the models and the report"),
             ("rlhf doctor", "examines this installation"),
