@@ -48,8 +48,8 @@ RPATH = "$ORIGIN/../lib/rlhf/torch/lib"
 # The wheels of torch 2.11 need this version of glibc. And the newest versions that a manylinux of that number has:
 # GLIBCXX and CXXABI of the libstdc++ of a distribution with that glibc, by the number of the distribution's glibc.
 OLDEST = 28
-GLIBCXX = {28: (3, 4, 24), 31: (3, 4, 28), 34: (3, 4, 29), 35: (3, 4, 30), 38: (3, 4, 31), 39: (3, 4, 32)}
-CXXABI = {28: (1, 3, 11), 31: (1, 3, 12), 34: (1, 3, 13), 38: (1, 3, 14), 39: (1, 3, 15)}
+GLIBCXX = {28: (3, 4, 24), 31: (3, 4, 28), 34: (3, 4, 29), 35: (3, 4, 30), 39: (3, 4, 33)}
+CXXABI = {28: (1, 3, 11), 31: (1, 3, 12), 34: (1, 3, 13), 39: (1, 3, 15)}
 # Libraries that every such system has, and those of libtorch.
 KNOWN = re.compile(r"lib(c|m|dl|pthread|rt|gcc_s|stdc\+\+)\.so\.\d|ld-linux.*|lib(torch_cpu|c10|gomp)[-.].*")
 

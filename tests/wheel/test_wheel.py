@@ -242,7 +242,7 @@ class Contents(Case):
         self.assertEqual(platform(GLIBC=(2, 17)), "manylinux_2_28_x86_64")
         self.assertEqual(platform(GLIBC=(2, 34), GLIBCXX=(3, 4, 24)), "manylinux_2_34_x86_64")
         self.assertEqual(platform(GLIBC=(2, 28), GLIBCXX=(3, 4, 29)), "manylinux_2_34_x86_64")
-        self.assertEqual(platform(GLIBC=(2, 28), CXXABI=(1, 3, 14)), "manylinux_2_38_x86_64")
+        self.assertEqual(platform(GLIBC=(2, 28), CXXABI=(1, 3, 14)), "manylinux_2_39_x86_64")
         with self.assertRaisesRegex(wheel.Failure, "GLIBCXX_3.4.99"):
             platform(GLIBC=(2, 28), GLIBCXX=(3, 4, 99))
 
