@@ -45,8 +45,7 @@ DEMO = (
     "summary.py",
 )
 RPATH = "$ORIGIN/../lib/rlhf/torch/lib"
-# The wheels of torch 2.11 need this version of glibc. And the newest versions that a manylinux of that number has:
-# GLIBCXX and CXXABI of the libstdc++ of a distribution with that glibc, by the number of the distribution's glibc.
+# The glibc 2.N that the wheels of torch 2.11 need, and the newest GLIBCXX and CXXABI that manylinux_2_N allows, for each N where they change.
 OLDEST = 28
 GLIBCXX = {28: (3, 4, 24), 31: (3, 4, 28), 34: (3, 4, 29), 35: (3, 4, 30), 39: (3, 4, 33)}
 CXXABI = {28: (1, 3, 11), 31: (1, 3, 12), 34: (1, 3, 13), 39: (1, 3, 15)}

@@ -143,14 +143,15 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
 def watch(process: subprocess.Popen[str], folder: str) -> None:
     """Waits for the process; on a terminal, shows how much is in the folder."""
     begin, shown = time.monotonic(), sys.stderr.isatty()
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.5)
-            break
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            if shown:
+                print(f"\r  {size_of(folder) / 1e6:6.0f} MB, {time.monotonic() - begin:.0f} s ", end="", file=sys.stderr, flush=True)
+    finally:
         if shown:
-            print(f"\r  {size_of(folder) / 1e6:6.0f} MB, {time.monotonic() - begin:.0f} s ", end="", file=sys.stderr, flush=True)
-    if shown:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def size_of(folder: str) -> int:
