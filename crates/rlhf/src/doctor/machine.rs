@@ -50,7 +50,8 @@ pub(super) fn libtorch() -> Finding {
         .with("openmp", openmp)
 }
 
-/// `from` says where the libtorch is from, if the launcher of the Python package started the program: `folder` has only links then.
+/// Compares the libtorch with that of the build. `from` names its source where the launcher of the Python package started the program:
+/// `folder` then has only links.
 fn libtorch_finding(
     folder: &Path,
     from: Option<&str>,
