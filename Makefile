@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint docs deny package install crate
+.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint docs deny package install crate wheel
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,3 +63,7 @@ install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the librarie
 
 crate: setup ## make a crate of your own that uses rlhf: make crate DIR=../my-trainer
 	@scripts/new-crate.sh "$(DIR)"
+
+wheel: setup ## a Python wheel of the release build in dist/; pip install dist/*.whl
+	RLHF_COMMIT=$$(git describe --always --dirty 2>/dev/null) cargo build --release --locked
+	python3 scripts/wheel.py "$(target)/release/rlhf"

@@ -232,6 +232,13 @@ PARTS = (
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
     Part(
+        "wheel",
+        "the Python package: what is in its wheel, which libtorch it takes and how it fetches one, from a package index of its own",
+        paths=("python/", "scripts/wheel.py", "scripts/elf.py", "scripts/notices*", "tests/wheel/", "examples/sentiment/"),
+        turn=2,
+        commands=(f"python3 tests/wheel/test_wheel.py {PROGRAM}",),
+    ),
+    Part(
         "rustdoc",
         "documentation of the crates, without warnings",
         paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),

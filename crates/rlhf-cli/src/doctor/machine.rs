@@ -11,6 +11,9 @@ use std::path::{Path, PathBuf};
 /// Version of the libtorch that this program was compiled with.
 const LIBTORCH: &str = env!("RLHF_LIBTORCH_VERSION");
 
+/// The variable in which the launcher of the Python package says where its libtorch is from, in words.
+const FROM: &str = "RLHF_LIBTORCH_FROM";
+
 /// Bytes of memory below which a warning is due: with the libraries, a run of a model of some 100 million parameters needs them.
 const MEMORY: u64 = 2 << 30;
 
@@ -32,11 +35,14 @@ pub(super) fn libtorch() -> Finding {
     };
     let found = version_beside(&folder);
     let openmp = openmp_libraries(&read("/proc/self/maps").unwrap_or_default());
-    let finding = libtorch_finding(&folder, found.as_deref(), &openmp, variable("LD_LIBRARY_PATH").is_some());
+    let from = variable(FROM);
+    let library_path = variable("LD_LIBRARY_PATH").is_some();
+    let finding = libtorch_finding(&folder, from.as_deref(), found.as_deref(), &openmp, library_path);
     finding
         .with("version", found.as_deref().unwrap_or(LIBTORCH))
         .with("built_with", LIBTORCH)
         .with("folder", folder.display().to_string())
+        .with("from", from)
         // tch-ext is compiled so, and would not link with another one.
         .with("cxx11_abi", true)
         .with("mkl", tch::utils::has_mkl())
@@ -44,8 +50,16 @@ pub(super) fn libtorch() -> Finding {
         .with("openmp", openmp)
 }
 
-fn libtorch_finding(folder: &Path, found: Option<&str>, openmp: &[String], library_path: bool) -> Finding {
-    let place = folder.display();
+/// Compares the libtorch with that of the build. `from` names its source where the launcher of the Python package started the program:
+/// `folder` then has only links.
+fn libtorch_finding(
+    folder: &Path,
+    from: Option<&str>,
+    found: Option<&str>,
+    openmp: &[String],
+    library_path: bool,
+) -> Finding {
+    let place = from.map_or_else(|| format!("in {}", folder.display()), |from| format!("({from})"));
     // Without `+cpu` and the like.
     let plain = |version: &str| version.split('+').next().unwrap_or_default().to_string();
     if let Some(found) = found.filter(|found| plain(found) != LIBTORCH) {
@@ -53,13 +67,13 @@ fn libtorch_finding(folder: &Path, found: Option<&str>, openmp: &[String], libra
             true => "unset LD_LIBRARY_PATH, or remove that folder from it".to_string(),
             false => format!("build rlhf again with libtorch {LIBTORCH}: `make install`"),
         };
-        return Finding::failure("libtorch", format!("{found} in {place}: expected {LIBTORCH}"), hint);
+        return Finding::failure("libtorch", format!("{found} {place}: expected {LIBTORCH}"), hint);
     }
     if openmp.len() > 1 {
         let text = format!("two OpenMP libraries, with a thread pool each: {}", openmp.join(", "));
         return Finding::warning("libtorch", text, "unset LD_PRELOAD and LD_LIBRARY_PATH, or build rlhf again");
     }
-    Finding::ok("libtorch", format!("{} in {place}, C++11 ABI", found.unwrap_or(LIBTORCH)))
+    Finding::ok("libtorch", format!("{} {place}, C++11 ABI", found.unwrap_or(LIBTORCH)))
 }
 
 /// Returns the version that a C++ header or a Python file beside the folder of the libraries names. `make install` copies neither.
@@ -422,14 +436,16 @@ mod tests {
         let folder = Path::new("/opt/torch/lib");
         let one = ["/opt/torch/lib/libgomp.so.1".to_string()];
         for version in [Some(LIBTORCH.to_string()), Some(format!("{LIBTORCH}+cpu")), None] {
-            let finding = libtorch_finding(folder, version.as_deref(), &one, true);
+            let finding = libtorch_finding(folder, None, version.as_deref(), &one, true);
             assert_eq!(finding.status, Status::Ok, "{}", finding.text);
         }
-        let other = libtorch_finding(folder, Some("2.4.1+cu121"), &one, true);
+        let other = libtorch_finding(folder, None, Some("2.4.1+cu121"), &one, true);
         assert_eq!(other.status, Status::Failure);
         assert!(other.text.contains("2.4.1+cu121") && other.hint.unwrap().starts_with("unset LD_LIBRARY_PATH"));
         let two = [one[0].clone(), "/usr/lib/libomp.so".into()];
-        assert_eq!(libtorch_finding(folder, None, &two, false).status, Status::Warning);
+        assert_eq!(libtorch_finding(folder, None, None, &two, false).status, Status::Warning);
+        let named = libtorch_finding(folder, Some("from $LIBTORCH, /mine"), None, &one, false);
+        assert_eq!(named.text, format!("{LIBTORCH} (from $LIBTORCH, /mine), C++11 ABI"));
     }
 
     #[test]
