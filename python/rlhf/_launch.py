@@ -42,6 +42,8 @@ def main() -> int:
 
 
 def command(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and arguments[1:2] in (["setup"], ["demo"]):
+        arguments = [arguments[1], "--help"]
     first = arguments[0] if arguments else "help"
     if first == "setup":
         from rlhf import _setup

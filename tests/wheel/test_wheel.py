@@ -191,6 +191,9 @@ class Contents(Case):
         notices = self.archive.read(f"{self.info}/licenses/NOTICES.txt").decode()
         for part in (
             "tokenizers 0.",
+            "clap ",
+            "axum ",
+            "ratatui ",
             "onig_sys ",
             "ring 0.",
             "zstd-sys ",

@@ -1,4 +1,4 @@
-//! What all crates of [rlhf](https://docs.rs/rlhf) stand on.
+//! The foundation of the crates of [rlhf](https://docs.rs/rlhf).
 //!
 //! | for | see |
 //! |---|---|

@@ -10,13 +10,16 @@
 //! | `default = 1.0` | default; without it an `Option` is none, a `Vec` is empty, a `bool` is false, and any other value is required |
 //! | `alias = "n"`, `aliases = ["n", "m"]` | further names |
 //! | `parse = f` | parser in place of [`required`] or [`optional`]: `fn(&str) -> Result<T, String>` |
-//! | `choices = f()` | the values to choose from, in place of all of the type |
+//! | `choices = f()` | the names that are allowed, in place of all names of the type |
+//! | `unlisted` | the help and the errors of the flag do not list the choices |
 //! | `value_name = "HOST"` | placeholder of the value in the help |
 //! | `delimiter = ','` | separates the values of a list |
 //! | `several` | a flag is followed by all values of a list: `--names a b` |
 //! | `alone = "true"` | value of a flag that stands alone |
 //! | `equals` | a flag's value follows `=` only |
-//! | `positional`, `required`, `hide` | a word without a flag; a list that must not be empty; left out of the help |
+//! | `positional` | a word of the command line without a flag |
+//! | `required` | the list must not be empty |
+//! | `hide` | the help leaves it out |
 //! | `flatten` | the field is a group of settings |
 //!
 //! The program makes flags and help of it, and reads them and files through [`Settings::read`].
@@ -28,14 +31,15 @@ mod values;
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __named {
-    ($type:ident { $($value:ident => $choice:expr),+ $(,)? }) => {
+    ($type:ident, $expected:literal, { $($value:ident => $choice:expr),+ $(,)? }) => {
         impl $crate::schema::Choices for $type {
             const ALL: &'static [(Self, $crate::schema::Choice)] = &[$((Self::$value, $choice)),+];
         }
 
         impl $crate::schema::Setting for $type {
             const NAME: &'static str = "NAME";
-            const EXPECTED: &'static str = "one of the names in --help";
+            const EXPECTED: &'static str = $expected;
+            const LISTED: bool = true;
 
             fn read(text: &str) -> Option<Self> {
                 $crate::schema::Choices::named(text)
@@ -119,7 +123,7 @@ pub trait Settings: Sized {
 /// The values of a setting by its name, as text; none if it is not set.
 pub type Values<'v> = dyn Fn(&str) -> Option<Vec<String>> + 'v;
 
-/// How many values a setting has.
+/// The number of values of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     /// One.
@@ -145,7 +149,7 @@ pub struct Field {
     pub heading: &'static str,
     /// Placeholder of a value in the help.
     pub value_name: &'static str,
-    /// What a value is.
+    /// Type of a value.
     pub kind: Kind,
     /// Number of values.
     pub shape: Shape,
@@ -167,6 +171,8 @@ pub struct Field {
     pub delimiter: Option<char>,
     /// The values to choose from; empty if they have no names.
     pub choices: Vec<Choice>,
+    /// Whether the help and the errors of a flag list the choices.
+    pub listed: bool,
     /// Checks a value; the error says what is expected.
     pub check: fn(&str) -> Result<(), String>,
 }

@@ -51,6 +51,7 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
         impl ::rlhf_base::schema::Setting for #ident {
             const NAME: &'static str = #value_name;
             const EXPECTED: &'static str = #expected;
+            const LISTED: bool = true;
 
             fn read(text: &str) -> ::std::option::Option<Self> {
                 <Self as ::rlhf_base::schema::Choices>::named(text)

@@ -23,6 +23,8 @@ struct Attributes {
     several: bool,
     /// A value that follows `=` only.
     equals: bool,
+    /// The help and the errors of the flag do not list the choices.
+    unlisted: bool,
     heading: Option<Expr>,
     aliases: Vec<String>,
     default: Option<Expr>,
@@ -56,6 +58,7 @@ impl Attributes {
             "hide" => self.hide = switch(meta)?,
             "several" => self.several = switch(meta)?,
             "equals" => self.equals = switch(meta)?,
+            "unlisted" => self.unlisted = switch(meta)?,
             "heading" => self.heading = Some(meta.value()?.parse()?),
             "default" => self.default = Some(meta.value()?.parse()?),
             "alone" => self.alone = Some(meta.value()?.parse()?),
@@ -178,12 +181,12 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
         Form::One(_) => attributes.default.is_none(),
         _ => attributes.required,
     };
-    let choices = match (&attributes.choices, &form) {
-        (Some(choices), _) => quote! { #choices },
-        // The names of an optional value are in its help.
-        (None, Form::Optional(_)) => quote! { ::std::vec::Vec::new() },
-        (None, _) => quote! { <#value as ::rlhf_base::schema::Setting>::choices() },
+    let choices = match &attributes.choices {
+        Some(choices) => quote! { #choices },
+        None => quote! { <#value as ::rlhf_base::schema::Setting>::choices() },
     };
+    // The names of an optional value are in its help.
+    let may_list = !attributes.unlisted && !matches!(form, Form::Optional(_));
     let value_name = match &attributes.value_name {
         Some(value_name) => value_name.to_token_stream(),
         None => quote! { <#value as ::rlhf_base::schema::Setting>::NAME },
@@ -210,6 +213,7 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
             alone: #alone,
             delimiter: #delimiter,
             choices: #choices,
+            listed: #may_list && <#value as ::rlhf_base::schema::Setting>::LISTED,
             check: |text| #parser(text).map(drop),
         });
     };

@@ -1,16 +1,18 @@
 //! Language models on libtorch: what [rlhf](https://docs.rs/rlhf) trains and samples from. It knows neither rewards nor runs.
 //!
 //! ```no_run
+//! use rlhf_lm::generate::{GenerationConfig, Sampling, generate};
 //! use rlhf_lm::model::{CausalLm, ModelOptions};
 //! use rlhf_lm::tokenizer::Tokenizer;
 //!
 //! fn main() -> rlhf_base::Result<()> {
-//!     let folder = "HuggingFaceTB/SmolLM2-135M-Instruct".as_ref();
-//!     let tokenizer = Tokenizer::from_pretrained(folder, None)?;
-//!     let model = CausalLm::from_pretrained(folder, None, ModelOptions::default())?;
-//!     let ids = tokenizer.encode("The capital of France is")?;
-//!     let logprobs = model.logprobs(&[ids], 1.0)?;
-//!     println!("{logprobs:?}");
+//!     let folder = "runs/sft".as_ref();
+//!     let tokenizer = Tokenizer::from_pretrained(folder)?;
+//!     let model = CausalLm::from_pretrained(folder, ModelOptions::default())?;
+//!     let prompt = tokenizer.encode("The capital of France is")?;
+//!     for response in generate(&model, &[prompt], &GenerationConfig::new(Sampling::Greedy, 32))? {
+//!         println!("{}", tokenizer.decode(&response.tokens)?);
+//!     }
 //!     Ok(())
 //! }
 //! ```

@@ -105,11 +105,15 @@ pub(crate) struct Parsed {
 /// [`Stop::Error`] with every error of both, a line each; the other variants for help.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, Stop> {
     let rlhf = rlhf_command();
-    let args: Vec<OsString> = args.into_iter().collect();
+    let mut args: Vec<OsString> = args.into_iter().collect();
+    // `rlhf help ppo` is `rlhf ppo --help`.
     if args.get(1).is_some_and(|name| name == "help") {
-        return Err(errors::no_help_command(args.get(2), rlhf).into());
+        args.remove(1);
+        args.push("--help".into());
     }
-    if let Some(error) = args.get(1).and_then(errors::no_trainer) {
+    if let Some(error) =
+        args.get(1).and_then(|name| errors::no_trainer(name).or_else(|| errors::of_python_package(name)))
+    {
         return Err(error.into());
     }
     if args.get(1).is_some_and(|name| name == LAUNCH) {

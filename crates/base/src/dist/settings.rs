@@ -3,7 +3,7 @@
 use serde::{Serialize, Serializer};
 
 use crate::Result;
-use crate::schema::{DIST, Setting, Settings, expect};
+use crate::schema::{Choice, DIST, Setting, Settings, expect};
 
 /// A stage of ZeRO: the parts of training that are sharded over the ranks, each stage with those of the one before
 /// (Rajbhandari et al. 2020).
@@ -64,6 +64,10 @@ impl Setting for ZeroStage {
     fn read(text: &str) -> Option<Self> {
         let number = usize::read(text)?;
         Self::ALL.get(number).copied()
+    }
+
+    fn choices() -> Vec<Choice> {
+        ["0", "1", "2", "3"].map(Choice::new).into()
     }
 }
 

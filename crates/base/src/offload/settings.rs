@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::Offload;
 use crate::Result;
-use crate::schema::{NONE, RUN, Setting, Settings, all, no_effect, usage};
+use crate::schema::{Choice, NONE, RUN, Setting, Settings, all, no_effect, usage};
 
 /// Parts of a run that are offloaded between the phases that use them.
 #[derive(Debug, Clone, PartialEq, Eq, Settings)]
@@ -85,6 +85,10 @@ impl Setting for OffloadPart {
             "all" => Some(Self::All),
             _ => None,
         }
+    }
+
+    fn choices() -> Vec<Choice> {
+        [NONE, "optimizer", "models", "all"].map(Choice::new).into()
     }
 }
 

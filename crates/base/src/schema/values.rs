@@ -14,8 +14,10 @@ pub trait Setting: Clone + Send + Sync + Sized + 'static {
     const NAME: &'static str;
     /// Description of a valid value, for error messages.
     const EXPECTED: &'static str;
-    /// What a value is, for other programs.
+    /// Type of a value, for other programs.
     const KIND: Kind = Kind::Text;
+    /// Whether flags list the choices in their help and errors, in place of [`Self::EXPECTED`].
+    const LISTED: bool = false;
 
     /// Parses a value; `None` if `text` is not one.
     fn read(text: &str) -> Option<Self>;
@@ -26,7 +28,7 @@ pub trait Setting: Clone + Send + Sync + Sized + 'static {
     }
 }
 
-/// What a value is.
+/// The type of a value, as other programs know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {

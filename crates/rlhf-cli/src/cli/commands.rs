@@ -19,14 +19,13 @@ use super::{deepspeed_chat, flags, groups, help, trl};
 pub(super) const PIPELINE: &str = "pipeline";
 
 const EXAMPLES: &str = "\
-From a language model to a tuned one; models are Hugging Face folders, data is JSONL or Parquet:
+Models are Hugging Face folders, data is JSONL or Parquet:
   rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft
   rlhf reward --model_name_or_path runs/sft --new_reward_head \\
       --dataset_name pairs.jsonl --output_dir runs/reward
   rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos
   rlhf generate --model_name_or_path runs/ppo \"The film was\"
-
 Runs write their settings to config.yaml for --config; `rlhf COMMAND --help` explains the flags.";
 
 const SFT_HELP: &str = "\
@@ -306,7 +305,7 @@ fn whole() -> Command {
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
         .mut_subcommands(|command| match command.get_name() {
-            LAUNCH | PLAN | REPLAY | "schema" => command,
+            LAUNCH | PLAN | REPLAY => command,
             _ => command.arg(file.clone()),
         })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))

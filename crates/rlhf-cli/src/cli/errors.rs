@@ -1,11 +1,14 @@
 //! Errors of a command line or a configuration file, and how they are worded.
 
 use std::ffi::OsString;
+use std::fmt::Write as _;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
 use rlhf::Error;
 use rlhf::schema::Refusals;
+
+use super::help;
 
 /// Reasons for which parsing returns no task.
 #[derive(Debug)]
@@ -55,11 +58,15 @@ pub(super) fn with_refusals(mut refusals: Refusals, error: clap::Error) -> Stop 
     }
 }
 
-/// Returns the error for `rlhf help COMMAND`, as other programs have it.
-pub(super) fn no_help_command(command: Option<&OsString>, rlhf: &Command) -> Error {
-    let known = command.and_then(|name| rlhf.find_subcommand(name)).map_or("", Command::get_name);
-    let space = if known.is_empty() { "" } else { " " };
-    Error::Usage(format!("unrecognized subcommand 'help'; tip: rlhf{space}{known} --help"))
+/// Returns the error for the command `name` of the Python package, which this program does not have.
+pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
+    let instead = match name.to_str()? {
+        "demo" => "in a checkout, `make demo` does the same",
+        "setup" => "this program was built with its libtorch and needs no set-up",
+        _ => return None,
+    };
+    let name = name.to_string_lossy();
+    Some(Error::Usage(format!("unrecognized subcommand '{name}'; it is a command of the Python package: {instead}")))
 }
 
 /// Trainers that are not here, as their commands are called, and the systems that have them.
@@ -119,7 +126,10 @@ pub(super) fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor, schema and launch";
+        let names: Vec<&str> = help::commands().collect();
+        if let [names @ .., last] = &names[..] {
+            let _ = write!(line, "; the commands are {} and {last}", names.join(", "));
+        }
     }
     line
 }
@@ -161,17 +171,8 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, watch, replay, chat, serve, plan, doctor, schema and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, plan and launch"
         );
-    }
-
-    #[test]
-    fn help_as_a_command_names_the_flag_for_it() {
-        for (words, tip) in
-            [(&["help", "ppo"][..], "rlhf ppo --help"), (&["help"], "rlhf --help"), (&["help", "train"], "rlhf --help")]
-        {
-            assert_eq!(parse_words(words).unwrap_err(), format!("unrecognized subcommand 'help'; tip: {tip}"));
-        }
     }
 
     #[test]

@@ -5,6 +5,8 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::Result;
 use rlhf::schema::{Choice, Field, Settings, Shape, Values};
 
+use super::help;
+
 /// A value of a flag of [`command`]; flags of other systems hold `String`s.
 #[derive(Debug, Clone)]
 pub(super) struct Word(pub(super) String);
@@ -14,7 +16,13 @@ pub(super) struct Word(pub(super) String);
 /// A yes-or-no flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an optional value; of a flag given twice the last
 /// one counts, and a list has the values of both. Values stay [`Word`]s, which [`read`] parses: the parsers of the flags only check them.
 pub(super) fn command<C: Settings>(name: &'static str) -> Command {
-    C::fields().into_iter().fold(Command::new(name).args_override_self(true), |command, field| command.arg(flag(field)))
+    let mut fields = C::fields();
+    // The help has headings in the order of the first flag of each. Words without a flag keep theirs.
+    fields.sort_by_key(|field| match field.positional {
+        true => (0, 0),
+        false => help::place(name, field.name, Some(field.heading)),
+    });
+    fields.into_iter().fold(Command::new(name).args_override_self(true), |command, field| command.arg(flag(field)))
 }
 
 /// Reads the settings of `C` from the flags of [`command`].
@@ -51,9 +59,9 @@ fn flag(field: Field) -> Arg {
     let arg = field.alone.into_iter().fold(arg, Arg::default_missing_value);
     let arg = field.delimiter.into_iter().fold(arg, Arg::value_delimiter);
     let arg = field.default.into_iter().fold(arg, |arg, default| arg.default_value(default));
-    match field.choices.is_empty() {
-        true => arg.value_parser(move |text: &str| (field.check)(text).map(|()| Word(text.to_string()))),
-        false => arg.value_parser(PossibleValuesParser::new(field.choices.into_iter().map(possible_value)).map(Word)),
+    match field.listed {
+        false => arg.value_parser(move |text: &str| (field.check)(text).map(|()| Word(text.to_string()))),
+        true => arg.value_parser(PossibleValuesParser::new(field.choices.into_iter().map(possible_value)).map(Word)),
     }
 }
 

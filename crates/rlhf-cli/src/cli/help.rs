@@ -160,7 +160,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ("replay", &["update"], &["output_dir"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
-    ("schema", &[], &[]),
+    ("schema", &[], &["config"]),
     ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",
@@ -243,28 +243,30 @@ const WORDS: [(&str, &str); 70] = [
     ("use_peft", "train LoRA adapters"),
 ];
 
+/// Returns the place of a flag in the help of `command`: the most used ones first, then by heading.
+pub(super) fn place(command: &str, flag: &str, heading: Option<&str>) -> (usize, usize) {
+    let (_, needed, others) = common(command);
+    match needed.iter().chain(*others).chain(&["help"]).position(|name| *name == flag) {
+        Some(at) => (0, at),
+        // Headings of other systems' flags, which are hidden, come last.
+        None => {
+            let known = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
+            (1, heading.map_or(0, known))
+        }
+    }
+}
+
 /// Orders the flags of a command for `--help`, the most used ones first, and makes every default visible.
 pub(super) fn arranged(command: Command) -> Command {
-    let (_, needed, others) = common(command.get_name());
-    let common: Vec<&str> = needed.iter().chain(*others).copied().chain(["help"]).collect();
-    let place = |arg: &Arg| {
-        let id = arg.get_id().as_str();
-        // Headings of other systems' flags, which are hidden, come last.
-        let heading = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
-        match common.iter().position(|name| *name == id) {
-            Some(at) => (0, at),
-            None => (1, arg.get_help_heading().map_or(0, heading)),
-        }
-    };
+    let name = command.get_name().to_string();
     let mut flags: Vec<_> = command
         .get_arguments()
         .filter(|arg| !arg.is_positional())
-        .map(|arg| (place(arg), arg.get_id().to_string()))
+        .map(|arg| (place(&name, arg.get_id().as_str(), arg.get_help_heading()), arg.get_id().to_string()))
         .collect();
     flags.sort_by_key(|(place, _)| *place);
     let order: HashMap<String, (usize, bool)> =
         flags.into_iter().enumerate().map(|(order, ((group, _), id))| (id, (order, group == 0))).collect();
-    // One pass over all: `mut_arg` moves every flag behind its own.
     command.mut_args(|arg| match order.get(arg.get_id().as_str()) {
         Some(&(order, is_common)) => {
             let arg = with_visible_default(arg).display_order(order);
@@ -283,6 +285,11 @@ fn with_visible_default(arg: Arg) -> Arg {
         true => arg.help(format!("{} [default: none]", help.trim_end_matches('.'))),
         false => arg.hide_default_value(described),
     }
+}
+
+/// Returns the names of the commands.
+pub(super) fn commands() -> impl Iterator<Item = &'static str> {
+    COMMON.iter().map(|(name, ..)| *name)
 }
 
 /// Returns the most used flags of a command.
@@ -325,9 +332,12 @@ fn text(command: &Command) -> String {
         let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
         format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
     };
+    let optional = |arg: &Arg| {
+        format!(" [{}]...", arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str()))
+    };
     let rest = match command.get_positionals().next() {
         Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
-        Some(_) => " [PROMPT]...".into(),
+        Some(_) => command.get_positionals().map(optional).collect(),
         None if ["launch", "plan"].contains(&name) => " COMMAND [ARGUMENTS]...".into(),
         None => String::new(),
     };
@@ -394,6 +404,14 @@ mod tests {
                 assert!(described != shown, "{name}: --{}", arg.get_id());
             }
         }
+    }
+
+    #[test]
+    fn help_of_a_command_is_a_command_too() {
+        for (words, same) in [(&["help"][..], &["--help"][..]), (&["help", "grpo"], &["grpo", "--help"])] {
+            assert_eq!(parse_words(words).unwrap_err(), parse_words(same).unwrap_err());
+        }
+        assert!(parse_words(&["help", "train"]).unwrap_err().starts_with("unrecognized subcommand 'train'"));
     }
 
     #[test]

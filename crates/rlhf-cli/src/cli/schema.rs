@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use clap::Command;
+use clap::{Arg, Command};
 use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
     ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
@@ -86,7 +86,7 @@ fn described(command: &Command) -> Value {
     let presets = presets(name);
     let common = help::common_flags(name);
     let settings = fields(name).into_iter().filter_map(|field| {
-        // What the command makes of the setting: the defaults of `grpo` and `rloo`, their required model, their help.
+        // The flag has what a command changes: the defaults of `grpo` and `rloo`, their required model, their help.
         let flag = command.get_arguments().find(|arg| arg.get_id() == field.name)?;
         let default = flag.get_default_values().first().and_then(|default| default.to_str());
         let of_presets: Map<String, Value> = presets
@@ -104,7 +104,7 @@ fn described(command: &Command) -> Value {
         Some(json!({
             "name": field.name,
             "aliases": field.aliases,
-            "help": flag.get_help().map(ToString::to_string),
+            "help": help_of(&field, flag),
             "heading": field.heading,
             "type": field.kind,
             "list": field.shape == Shape::List,
@@ -122,6 +122,13 @@ fn described(command: &Command) -> Value {
     json!({"name": name, "about": about, "settings": settings.collect::<Vec<_>>()})
 }
 
+/// Returns the help of a setting, or that of its flag where the command has replaced it.
+fn help_of(field: &Field, flag: &Arg) -> String {
+    let help = flag.get_help().map_or(String::new(), ToString::to_string);
+    let (text, of_flag) = (field.help.to_string(), help.trim_end_matches(" [default: none]"));
+    if of_flag == text.trim_end_matches('.') { text } else { of_flag.to_string() }
+}
+
 /// Returns a value as JSON of its kind.
 fn typed(field: &Field, text: Option<&str>) -> Value {
     let Some(text) = text else { return if field.shape == Shape::List { json!([]) } else { Value::Null } };
@@ -132,7 +139,8 @@ fn typed(field: &Field, text: Option<&str>) -> Value {
         Kind::Integer | Kind::Number | Kind::Boolean => serde_json::from_str(text).ok(),
         Kind::Text | Kind::Path | Kind::Json => None,
     };
-    parsed.unwrap_or_else(|| json!(text))
+    let value = parsed.unwrap_or_else(|| json!(text));
+    if field.shape == Shape::List { json!([value]) } else { value }
 }
 
 #[cfg(test)]
@@ -180,5 +188,8 @@ mod tests {
         let modules = setting("sft", "lora_target_modules");
         assert_eq!((&modules["list"], &modules["default"]), (&json!(true), &json!([])));
         assert_eq!(setting("reward", "bf16")["default"], json!(false));
+        let stage = setting("sft", "zero_stage");
+        assert_eq!((&stage["choices"][3]["name"], &stage["default"]), (&json!("3"), &json!("0")));
+        assert_eq!(setting("ppo", "stop_token")["choices"][0]["name"], json!("eos"));
     }
 }

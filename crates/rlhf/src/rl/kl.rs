@@ -94,7 +94,7 @@ impl KlConfig {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-named!(KlEstimator {
+named!(KlEstimator, "k1, k3, abs, mse or full", {
     K1 => Choice::new("k1").aliases(&["kl"]),
     K3 => Choice::new("k3"),
     Abs => Choice::new("abs"),

@@ -104,7 +104,7 @@ pub enum LossType {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-named!(ImportanceLevel {
+named!(ImportanceLevel, "token, sequence or sequence_product", {
     Token => Choice::new("token"),
     Sequence => Choice::new("sequence"),
     SequenceProduct => Choice::new("sequence_product"),
@@ -307,7 +307,7 @@ pub enum WhitenAdvantages {
     None,
 }
 
-named!(ScorePosition {
+named!(ScorePosition, "after_stop or last_token", {
     AfterStop => Choice::new("after_stop"),
     LastToken => Choice::new("last_token"),
 });

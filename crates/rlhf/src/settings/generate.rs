@@ -73,7 +73,7 @@ pub struct GenerateConfig {
     #[setting(positional, value_name = "PROMPT", parse = any_text)]
     pub prompts: Vec<String>,
     /// Format of standard input: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
-    #[setting(heading = DATA, default = "text", choices = Vec::new())]
+    #[setting(heading = DATA, default = "text", unlisted)]
     pub input_format: Format,
     /// Format of the output: `text` for reading, `jsonl` for programs [default: text on a terminal, else jsonl].
     #[setting(heading = DATA)]

@@ -1,7 +1,7 @@
 //! Settings of a run's pushes to the hub.
 
 use rlhf_base::Result;
-use rlhf_base::schema::{HUB, Setting, Settings, all, expect, usage};
+use rlhf_base::schema::{Choice, HUB, Setting, Settings, all, expect, usage};
 use rlhf_hub::push::{Destination, Repository};
 use rlhf_hub::{Hub, is_branch, is_hub_name};
 use serde::Serialize;
@@ -57,6 +57,10 @@ impl Setting for HubStrategy {
             "best" => Some(Self::Best),
             _ => None,
         }
+    }
+
+    fn choices() -> Vec<Choice> {
+        ["end", "every_save", "best"].map(Choice::new).into()
     }
 }
 
