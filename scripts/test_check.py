@@ -102,6 +102,13 @@ class Built(unittest.TestCase):
             for name in part.ignored:
                 self.assertTrue(any(name in test for test in ignored), f"{part.name}: {name}: no such ignored test")
 
+    def test_a_command_with_a_filter_runs_a_test(self):
+        filtered = [(part, command) for part in PARTS for command in part.commands if re.search(r"^cargo test .* -- \w+::$", command)]
+        self.assertTrue(filtered)
+        for part, command in filtered:
+            listed = subprocess.run(f"{command} --list", shell=True, cwd=ROOT, capture_output=True, text=True)
+            self.assertRegex(listed.stdout, r"(?m): test$", f"{part.name}: {command}: no such test")
+
     def test_a_module_that_is_a_part_as_a_whole_has_a_test_in_every_change(self):
         for module in {name.split("::")[0] for part in PARTS for name in part.tests if name.endswith("::") and name.count("::") == 1}:
             kept = any(name.startswith(f"{module}::") for name in KEPT)
