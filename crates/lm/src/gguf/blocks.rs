@@ -32,9 +32,9 @@ pub enum TensorType {
     Q5K,
     /// 6 bits: a scale for 256 numbers, and 8 bits of scale for each 16 of them.
     Q6K,
-    /// 4 bits, indices into [`LEVELS`]: a scale for 32 numbers.
+    /// 4 bits, indices into `LEVELS`: a scale for 32 numbers.
     Iq4Nl,
-    /// 4 bits, indices into [`LEVELS`]: a scale for 256 numbers, and 6 bits of scale for each 32 of them.
+    /// 4 bits, indices into `LEVELS`: a scale for 256 numbers, and 6 bits of scale for each 32 of them.
     Iq4Xs,
 }
 
@@ -251,7 +251,7 @@ fn six_bits(numbers: &mut Vec<f32>, block: &[u8]) {
 /// The numbers of IQ4_NL and IQ4_XS, for a scale of 1.
 const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// Appends 32 of [`LEVELS`], whose numbers are the halves of 16 bytes.
+/// Appends 32 of `LEVELS`, whose numbers are the halves of 16 bytes.
 fn levels(numbers: &mut Vec<f32>, bytes: &[u8], scale: f32) {
     numbers.extend(halves(bytes).map(|level| scale * f32::from(LEVELS[usize::from(level)])));
 }

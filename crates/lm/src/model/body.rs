@@ -66,7 +66,7 @@ pub enum Trains {
     Adapter,
     /// All weights, in f32.
     All,
-    /// All weights, the larger matrices in bf16: see [`holds_in_bf16`].
+    /// All weights, the larger matrices in bf16: see `holds_in_bf16`.
     AllInBf16,
 }
 

@@ -19,7 +19,7 @@ use super::{deepspeed_chat, flags, groups, help, trl};
 pub(super) const PIPELINE: &str = "pipeline";
 
 const EXAMPLES: &str = "\
-Models are Hugging Face folders, data is JSONL or Parquet:
+Models are Hugging Face folders; data is JSONL, JSON, CSV or Parquet:
   rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft
   rlhf reward --model_name_or_path runs/sft --new_reward_head \\
       --dataset_name pairs.jsonl --output_dir runs/reward

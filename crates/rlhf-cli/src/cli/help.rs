@@ -51,8 +51,9 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "ppo",
-        &["sft_model_path", "reward_model_path", "dataset_name", "output_dir"],
+        &["sft_model_path", "dataset_name", "output_dir"],
         &[
+            "reward_model_path",
             "reward",
             "total_episodes",
             "per_device_train_batch_size",
@@ -129,8 +130,8 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ("logprobs", &["model_name_or_path"], &["temperature", "dataset_name", "output_file", "batch_size", "config"]),
     (
         "score",
-        &["model_name_or_path"],
-        &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
+        &[],
+        &["model_name_or_path", "tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
     (
         "eval",
