@@ -27,32 +27,6 @@
 mod refusals;
 mod values;
 
-/// Names the values of an enum of another module, as `#[derive(Choices)]` does where the enum is.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! __named {
-    ($type:ident, $expected:literal, { $($value:ident => $choice:expr),+ $(,)? }) => {
-        impl $crate::schema::Choices for $type {
-            const ALL: &'static [(Self, $crate::schema::Choice)] = &[$((Self::$value, $choice)),+];
-        }
-
-        impl $crate::schema::Setting for $type {
-            const NAME: &'static str = "NAME";
-            const EXPECTED: &'static str = $expected;
-            const LISTED: bool = true;
-
-            fn read(text: &str) -> Option<Self> {
-                $crate::schema::Choices::named(text)
-            }
-
-            fn choices() -> Vec<$crate::schema::Choice> {
-                <Self as $crate::schema::Choices>::ALL.iter().map(|(_, choice)| *choice).collect()
-            }
-        }
-    };
-}
-pub use __named as named;
-
 pub use refusals::{
     Refusals, above_zero, all, at_least_one, expect, no_effect, subjects, usage, zero_or_more, zero_to_one,
 };

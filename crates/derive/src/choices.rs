@@ -46,20 +46,8 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
     Ok(quote! {
         impl ::rlhf_base::schema::Choices for #ident {
             const ALL: &'static [(Self, ::rlhf_base::schema::Choice)] = &[#(#rows),*];
-        }
-
-        impl ::rlhf_base::schema::Setting for #ident {
-            const NAME: &'static str = #value_name;
+            const VALUE_NAME: &'static str = #value_name;
             const EXPECTED: &'static str = #expected;
-            const LISTED: bool = true;
-
-            fn read(text: &str) -> ::std::option::Option<Self> {
-                <Self as ::rlhf_base::schema::Choices>::named(text)
-            }
-
-            fn choices() -> ::std::vec::Vec<::rlhf_base::schema::Choice> {
-                <Self as ::rlhf_base::schema::Choices>::ALL.iter().map(|(_, choice)| *choice).collect()
-            }
         }
     })
 }

@@ -17,7 +17,7 @@ pub fn settings(input: TokenStream) -> TokenStream {
     finish(syn::parse(input).and_then(|input| settings::derive(&input)))
 }
 
-/// Implements `Choices` and `Setting` for an enum without data.
+/// Implements `Choices`, and with it `Setting`, for an enum without data.
 #[proc_macro_derive(Choices, attributes(choice))]
 pub fn choices(input: TokenStream) -> TokenStream {
     finish(syn::parse(input).and_then(|input| choices::derive(&input)))

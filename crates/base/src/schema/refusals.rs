@@ -58,17 +58,17 @@ impl Refusals {
         Ok(())
     }
 
-    /// Has the setting `name` called `theirs` in the errors that start with it: the user has set it by that name.
-    pub fn call(&mut self, name: &str, theirs: &str) {
+    /// Makes errors about the setting `name` start with `written`, the name by which the user has set it.
+    pub fn call(&mut self, name: &str, written: &str) {
         self.called.retain(|(called, _)| called != name);
-        self.called.push((name.into(), theirs.into()));
+        self.called.push((name.into(), written.into()));
     }
 
     /// Returns `line` with the name at its start as the user has written it.
     fn as_called(&self, line: String) -> String {
         let Some(name) = subjects(&line).next().filter(|name| line.starts_with(name)) else { return line };
         match self.called.iter().find(|(called, _)| called == name) {
-            Some((_, theirs)) => format!("{theirs}{}", &line[name.len()..]),
+            Some((_, written)) => format!("{written}{}", &line[name.len()..]),
             None => line,
         }
     }
@@ -155,8 +155,8 @@ mod tests {
     #[test]
     fn a_refusal_starts_with_the_name_that_the_user_wrote() {
         let mut refusals = Refusals::default();
-        for theirs in ["init_kl_coef", "beta"] {
-            refusals.call("kl_coef", theirs);
+        for alias in ["init_kl_coef", "beta"] {
+            refusals.call("kl_coef", alias);
         }
         for line in
             ["kl_coef = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"]

@@ -70,10 +70,14 @@ impl Choice {
     }
 }
 
-/// A type with a fixed set of values, each with a name.
-pub trait Choices: Copy + PartialEq + 'static {
+/// A type with a fixed set of values, each with a name. `#[derive(Choices)]` implements it.
+pub trait Choices: Copy + PartialEq + Send + Sync + 'static {
     /// All values.
     const ALL: &'static [(Self, Choice)];
+    /// Placeholder for a value in `--help`.
+    const VALUE_NAME: &'static str = "NAME";
+    /// Description of a valid value, for error messages: the names, unless there is more to say.
+    const EXPECTED: &'static str;
 
     /// Returns the value of this name, in upper or lower case; `None` if there is none.
     fn named(text: &str) -> Option<Self> {
@@ -86,6 +90,20 @@ pub trait Choices: Copy + PartialEq + 'static {
     /// Returns the name, as it is written.
     fn name(self) -> &'static str {
         Self::ALL.iter().find(|(value, _)| *value == self).map_or("", |(_, choice)| choice.name)
+    }
+}
+
+impl<T: Choices> Setting for T {
+    const NAME: &'static str = T::VALUE_NAME;
+    const EXPECTED: &'static str = <T as Choices>::EXPECTED;
+    const LISTED: bool = true;
+
+    fn read(text: &str) -> Option<Self> {
+        T::named(text)
+    }
+
+    fn choices() -> Vec<Choice> {
+        T::ALL.iter().map(|(_, choice)| *choice).collect()
     }
 }
 

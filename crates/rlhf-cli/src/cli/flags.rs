@@ -17,7 +17,7 @@ pub(super) struct Word(pub(super) String);
 /// one counts, and a list has the values of both. Values stay [`Word`]s, which [`read`] parses: the parsers of the flags only check them.
 pub(super) fn command<C: Settings>(name: &'static str) -> Command {
     let mut fields = C::fields();
-    // The help has headings in the order of the first flag of each. Words without a flag keep theirs.
+    // `--help` prints headings in the order in which their first flags were added. Positional arguments keep the order of the struct.
     fields.sort_by_key(|field| match field.positional {
         true => (0, 0),
         false => help::place(name, field.name, Some(field.heading)),

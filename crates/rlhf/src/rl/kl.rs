@@ -1,7 +1,7 @@
 //! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
-use rlhf_base::schema::{Choice, PPO, Settings, above_zero, all, defaults, named, no_effect, usage, zero_or_more};
+use rlhf_base::schema::{Choice, Choices, PPO, Settings, above_zero, all, defaults, no_effect, usage, zero_or_more};
 use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -94,13 +94,17 @@ impl KlConfig {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-named!(KlEstimator, "k1, k3, abs, mse or full", {
-    K1 => Choice::new("k1").aliases(&["kl"]),
-    K3 => Choice::new("k3"),
-    Abs => Choice::new("abs"),
-    Mse => Choice::new("mse"),
-    Full => Choice::new("full"),
-});
+impl Choices for KlEstimator {
+    const ALL: &'static [(Self, Choice)] = &[
+        // TRL 0.11's name.
+        (Self::K1, Choice::new("k1").aliases(&["kl"])),
+        (Self::K3, Choice::new("k3")),
+        (Self::Abs, Choice::new("abs")),
+        (Self::Mse, Choice::new("mse")),
+        (Self::Full, Choice::new("full")),
+    ];
+    const EXPECTED: &'static str = "k1, k3, abs, mse or full";
+}
 
 /// The coefficient of the KL, which may change after each update.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,7 +6,7 @@ use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use rlhf_base::Result;
 use rlhf_base::schema::{
-    Choice, Choices, PPO, Settings, above_zero, all, defaults, expect, named, no_effect, usage, zero_or_more,
+    Choice, Choices, PPO, Settings, above_zero, all, defaults, expect, no_effect, usage, zero_or_more,
 };
 
 /// Further terms and limits of the policy's loss.
@@ -104,11 +104,14 @@ pub enum LossType {
 }
 
 // Not derived: `rl::math` depends on tensors only.
-named!(ImportanceLevel, "token, sequence or sequence_product", {
-    Token => Choice::new("token"),
-    Sequence => Choice::new("sequence"),
-    SequenceProduct => Choice::new("sequence_product"),
-});
+impl Choices for ImportanceLevel {
+    const ALL: &'static [(Self, Choice)] = &[
+        (Self::Token, Choice::new("token")),
+        (Self::Sequence, Choice::new("sequence")),
+        (Self::SequenceProduct, Choice::new("sequence_product")),
+    ];
+    const EXPECTED: &'static str = "token, sequence or sequence_product";
+}
 
 impl LossConfig {
     /// Checks this group of settings alone.
@@ -307,7 +310,8 @@ pub enum WhitenAdvantages {
     None,
 }
 
-named!(ScorePosition, "after_stop or last_token", {
-    AfterStop => Choice::new("after_stop"),
-    LastToken => Choice::new("last_token"),
-});
+impl Choices for ScorePosition {
+    const ALL: &'static [(Self, Choice)] =
+        &[(Self::AfterStop, Choice::new("after_stop")), (Self::LastToken, Choice::new("last_token"))];
+    const EXPECTED: &'static str = "after_stop or last_token";
+}
