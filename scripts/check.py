@@ -33,7 +33,8 @@ CACHE = Path(os.environ.get("RLHF_CACHE") or Path(os.environ.get("XDG_CACHE_HOME
 
 # One profile and one set of features: `-p rlhf` in place of `--workspace` would compile the dependencies a second time.
 BUILD = "cargo test --workspace --locked"
-MAIN = f"{BUILD} --test main --"
+# The target `program` starts `rlhf` for the tests without loading libtorch for each command.
+MAIN = f"{BUILD} --test program --test main --"
 PROGRAM = '"${CARGO_TARGET_DIR:-target}/debug/rlhf"'
 # Python environments, with what is printed while they are made.
 PYTHON = {
@@ -77,11 +78,14 @@ KEPT = (
     "checkpoint::a_run_stopped_after_any_update_resumes_to_the_same_bits",
     "distributed::ppo_trains_alike_on_any_number_of_ranks_and_a_repeated_run_has_the_same_bits",
     "distributed::values_of_ranks_arrive_in_order_with_the_bits_of_their_numbers",
+    "data::every_format_gives_the_same_run",
     "doctor::the_lines_are_one_for_each_check_and_the_exit_code_is_that_of_the_worst",
     "encoder_decoder_training::sft_lowers_the_loss_of_the_completions_given_the_encoded_prompts",
     "eval::one_model_and_a_rule_give_the_share_right_and_pass_at_k",
+    "formats::the_reference_is_the_policys_start_for_all_dtypes_of_files_and_flags",
     "fp16::every_command_trains_in_f16_from_a_scale_of_65536_and_keeps_f32_weights",
     "launch::a_rank_that_is_killed_ends_the_others_and_is_named",
+    "lora::sft_with_lora_saves_an_adapter_that_the_other_commands_open_and_merge_folds",
     "offload::a_run_is_the_same_to_the_bit_whichever_part_of_it_is_offloaded",
     "pipeline::one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_repeat_it",
     "plan::a_plan_needs_the_configuration_and_the_tokenizer_alone",
@@ -144,6 +148,21 @@ PARTS = (
         turn=1,
         tests=("cli::gpt2_goes", "cli::llama_goes", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
+    ),
+    Part(
+        "formats",
+        "dtypes of files and of runs, from loading to the final model; data in every file format",
+        paths=(f"{BASE}weights*", f"{BASE}device*", f"{LM}model/*", f"{LM}optim*", f"{SRC}data/*", f"{SRC}run/ends.rs", f"{TESTS}formats.rs", f"{TESTS}data.rs",
+               f"{TESTS}optimizers.rs"),
+        turn=2,
+        tests=("formats::", "data::", "optimizers::"),
+    ),
+    Part(
+        "adapters",
+        "LoRA and DoRA in every command, PEFT's folders, merging",
+        paths=(f"{LM}model/*", f"{SRC}merge.rs", f"{SRC}run/ends.rs", f"{TESTS}adapters.rs", f"{TESTS}lora.rs"),
+        turn=0,
+        tests=("lora::", "adapters::"),
     ),
     Part(
         "pipeline",
@@ -224,6 +243,14 @@ PARTS = (
         ),
     ),
     Part(
+        "packages",
+        "the crates as crates.io would get them",
+        paths=("Cargo.toml", "Cargo.lock", "crates/base/Cargo.toml", "crates/derive/Cargo.toml", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml",
+               "crates/math-verify/Cargo.toml", "crates/rlhf/Cargo.toml", "crates/rlhf-cli/Cargo.toml", "crates/tch-ext/Cargo.toml"),
+        turn=1,
+        commands=("make --no-print-directory package PACKAGE_FLAGS=--no-verify",),
+    ),
+    Part(
         "crate",
         "a crate outside the checkout builds, starts and trains",
         paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
@@ -298,7 +325,6 @@ ALWAYS = (
     ("parts", "python3 scripts/test_check.py"),
     ("documents", "python3 scripts/check_docs.py"),
     ("licences, unused dependencies", "make --no-print-directory deny"),
-    ("packages", "make --no-print-directory package PACKAGE_FLAGS=--no-verify"),
     ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),
     ("every test has a part", "python3 scripts/test_check.py --built"),
     ("unit tests", f"{BUILD} --lib --bins"),

@@ -11,6 +11,7 @@ pub mod watch;
 use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
 use std::backtrace::Backtrace;
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
 use std::sync::Mutex;
@@ -23,7 +24,7 @@ use rlhf::run::{Console, announce, clear_bar};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
 use rlhf::signals::{STOPPING, below_interrupt, is_complete, kill_programs, request_stop_on_signals, stopping_signals};
-use rlhf::terminal::{Colour, Stream};
+use rlhf::terminal::{Colour, Stream, words};
 use rlhf::{Error, Result};
 
 use crate::cli::groups::with_own_names;
@@ -35,8 +36,9 @@ const COMPLETE: &str =
 /// Maximum seconds that a rank waits for the others in a command without the setting `dist_timeout`.
 const DIST_TIMEOUT: u64 = 1800;
 
-/// Runs the program with the words of its command line, and ends the process.
-pub fn main() {
+/// Runs the program with the words of a command line, its name first, and ends the process.
+pub fn run(words: Vec<OsString>) -> ! {
+    rlhf::terminal::set_words(words);
     cli::launch::end_with_launcher();
     tch_ext::bound_spinning();
     panic::set_hook(Box::new(keep_panic));
@@ -54,17 +56,17 @@ pub fn main() {
 
 /// Runs the program. Returns its exit code.
 fn start() -> u8 {
-    match cli::parse(std::env::args_os()) {
+    match cli::parse(words()) {
         Ok(Parsed { task, notes }) => {
             for note in notes.iter().filter(|_| is_main()) {
                 let _ = writeln!(io::stderr(), "note: {}", one_line(note));
             }
-            match run(&task) {
+            match run_task(&task) {
                 Ok(code) => code,
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
-                    let error = with_own_names(std::env::args_os(), error);
+                    let error = with_own_names(words(), error);
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
                     report(&error, World::of_process().is_main())
@@ -79,12 +81,12 @@ fn start() -> u8 {
             let _ = io::stdout().write_all(text.as_bytes());
             0
         }
-        Err(Stop::Error(error)) => report(&with_own_names(std::env::args_os(), error), is_main()),
+        Err(Stop::Error(error)) => report(&with_own_names(words(), error), is_main()),
     }
 }
 
 /// Runs the task. Returns the exit code of the program.
-fn run(task: &Task) -> Result<u8> {
+fn run_task(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
         Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => stop_on_signals(Some(STOPPING)),
@@ -270,7 +272,7 @@ fn first_line(message: &str) -> &str {
     message.lines().next().unwrap_or_default()
 }
 
-/// Message and place of the first panic, which [`main`] prints.
+/// Message and place of the first panic, which [`run`] prints.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 fn keep_panic(panic: &PanicHookInfo<'_>) {

@@ -1,5 +1,5 @@
 //! The program `rlhf`.
 
 fn main() {
-    rlhf_cli::main();
+    rlhf_cli::run(std::env::args_os().collect());
 }

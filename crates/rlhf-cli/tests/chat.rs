@@ -1,6 +1,7 @@
 //! `rlhf chat` through a pipe: messages in, responses out.
 
 use crate::cli::{Ran, Scratch, json_lines};
+use crate::support::{PROGRAM, output};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
@@ -52,7 +53,7 @@ fn responses_are_those_of_generate_with_the_history_as_messages() {
     assert_eq!((ran.code, readable(&ran.stdout)), (0, readable(&first) + "\n"));
     let mut line = scratch.command(&format!("chat policy {FLAGS}"));
     line.args(["--system", "Be kind."]).stdin(Stdio::null());
-    assert!(line.output().unwrap().status.success());
+    assert!(output(&mut line).status.success());
 }
 
 #[test]
@@ -98,7 +99,7 @@ fn two_models_respond_one_after_the_other() {
 fn lines_that_are_typed_at_once_are_all_carried_out() {
     let scratch = Scratch::new();
     // `script` (util-linux) runs a command in a terminal of its own.
-    let command = format!("{} chat policy {FLAGS}", env!("CARGO_BIN_EXE_rlhf"));
+    let command = format!("{PROGRAM} chat policy {FLAGS}");
     let mut line = Command::new("script");
     line.args(["-qec", &command, "/dev/null"])
         .current_dir(scratch.path(""))

@@ -1,7 +1,7 @@
 //! Files that a stopped, killed or failed run leaves, and that it resumes from there to the same bits.
 
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
-use crate::support::{golden, init, say};
+use crate::support::{PROGRAM, Process, golden, init, output, say};
 use rlhf::data::Dataset;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
@@ -11,11 +11,8 @@ use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-/// The program as the tests call it.
-const PROGRAM: &str = env!("CARGO_BIN_EXE_rlhf");
 
 const PROMPTS: [&str; 6] = ["The movie", "A film", "the capital of France", "do", "human", "a sing"];
 
@@ -472,16 +469,15 @@ fn a_run_killed_fifty_times_ends_in_the_same_bits() {
 
 // Signals.
 
-pub(crate) fn signal(child: &Child, name: &str) {
-    let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status().unwrap();
+pub(crate) fn signal(process: &impl Process, name: &str) {
+    let sent = Command::new("kill").args([&format!("-{name}"), &process.id().to_string()]).status().unwrap();
     assert!(sent.success());
 }
 
 /// Waits until a run has come so far; one that ends before fails the test.
-pub(crate) fn wait_until(child: &mut Child, so_far: impl Fn() -> bool) {
+pub(crate) fn wait_until(process: &mut impl Process, so_far: impl Fn() -> bool) {
     while !so_far() {
-        let ended = child.try_wait().unwrap();
-        assert!(ended.is_none() || so_far(), "the run ended too early: {ended:?}");
+        assert!(!process.has_ended() || so_far(), "the run ended too early");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -880,7 +876,7 @@ fn a_resume_in_an_environment_with_other_results_says_so_and_one_with_another_pr
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{SFT} --save_steps 1"));
     let line = format!("{SFT} --save_steps 1 --resume_from_checkpoint true");
-    let run = |line: &str, name: &str, value: &str| Ran::from(scratch.command(line).env(name, value).output().unwrap());
+    let run = |line: &str, name: &str, value: &str| Ran::from(output(scratch.command(line).env(name, value)));
     let ran = run(&line, "MKL_CBWR", "COMPATIBLE");
     let warning = "warning: environment: MKL_CBWR is COMPATIBLE, it was not set in out/checkpoint-2, so that results may differ by rounding\n";
     assert!(ran.code == 0 && ran.stderr.contains(warning), "{}", ran.stderr);
@@ -919,7 +915,7 @@ fn a_run_resumes_from_another_working_folder_with_the_same_files_and_not_with_ot
     for dir in ["policy", "out"] {
         copy_dir(&scratch.path(dir), &elsewhere.join(dir));
     }
-    let run = |line: &str| Ran::from(scratch.command(line).current_dir(&elsewhere).output().unwrap());
+    let run = |line: &str| Ran::from(output(scratch.command(line).current_dir(&elsewhere)));
     let line = format!("{SFT} --save_steps 1 --resume_from_checkpoint true");
     let there = line.replace("demos.jsonl", &scratch.path("demos.jsonl").display().to_string());
     let ran = run(&there.replace("--output_dir out", "--output_dir ../out").replace("path policy", "path ../policy"));
@@ -1099,7 +1095,7 @@ fn a_run_in_a_folder_whose_name_is_not_utf_8_leaves_checkpoints_and_resumes() {
     }
     let line = steps("out");
     for line in [line.clone(), format!("{line} --resume_from_checkpoint true")] {
-        let ran = Ran::from(scratch.command(&line).current_dir(&dir).output().unwrap());
+        let ran = Ran::from(output(scratch.command(&line).current_dir(&dir)));
         assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
         assert!(dir.join("out/checkpoint-8").is_dir(), "{line}");
         std::fs::remove_dir_all(dir.join("out/checkpoint-8")).unwrap();

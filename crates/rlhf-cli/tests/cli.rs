@@ -1,6 +1,6 @@
 //! The program as a user runs it: tiny models in a temporary folder, exit codes, files, both output streams.
 
-use crate::support::golden;
+use crate::support::{PROGRAM, golden, output};
 use rlhf::weights::{Checkpoint, save};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -106,7 +106,7 @@ impl Scratch {
 
     /// The program with the words of `line` as arguments, in this folder.
     pub(crate) fn command(&self, line: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+        let mut command = Command::new(PROGRAM);
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         // One thread: sums in one order. With backtraces, so that a panic cannot pass for an error.
         command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
@@ -121,7 +121,7 @@ impl Scratch {
 
     /// With further arguments, which may hold spaces.
     pub(crate) fn run_with(&self, line: &str, words: &[&str]) -> Ran {
-        Ran::from(self.command(line).args(words).output().unwrap())
+        Ran::from(output(self.command(line).args(words)))
     }
 
     /// Runs what must succeed without a warning; gives its standard output. A run has its header, notes and end on standard error.
@@ -1095,7 +1095,7 @@ fn a_tilde_at_the_start_of_a_path_is_the_home_folder() {
     let sft = SFT.replace("--model_name_or_path policy", "").replace("--output_dir out", "--config sft.yaml");
     let generate = GENERATE.replace("policy", "~/runs/sft") + " --output_file=~/responses.jsonl";
     for line in [&sft, &generate] {
-        let ran = Ran::from(scratch.command(line).env("HOME", scratch.path("home")).output().unwrap());
+        let ran = Ran::from(output(scratch.command(line).env("HOME", scratch.path("home"))));
         assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
     }
     assert!(scratch.path("home/runs/sft/model.safetensors").is_file());

@@ -4,13 +4,13 @@
 pub(crate) mod failures;
 
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
-use crate::support::{assert_close, free_port, join_ranks, run_as_ranks};
+use crate::support::{Process, Started, assert_close, free_port, join_ranks, run_as_ranks, start};
 use rlhf::Error;
 use rlhf::dist::World;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 use tch::Tensor;
@@ -19,7 +19,7 @@ use tch::Tensor;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Several ranks of one run, each a process.
-struct Ranks(Vec<Child>);
+struct Ranks(Vec<Started>);
 
 impl Ranks {
     /// Starts the ranks `which` of a world of `world` with the arguments `line`; `change` sets more for one rank.
@@ -38,7 +38,7 @@ impl Ranks {
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             command.env("OMP_WAIT_POLICY", "passive").env("RLHF_CHECK_RANKS", "1").env_remove("RUST_BACKTRACE");
             change(rank, &mut command);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            start(&mut command)
         };
         Self(which.iter().map(spawn).collect())
     }
@@ -58,7 +58,7 @@ impl Ranks {
     fn wait_for_others(self, what: &str, stopped: usize) -> Vec<Ran> {
         let began = Instant::now();
         let pids: Vec<String> = self.0.iter().map(|child| child.id().to_string()).collect();
-        let waiting: Vec<_> = self.0.into_iter().map(|child| thread::spawn(|| child.wait_with_output())).collect();
+        let waiting: Vec<_> = self.0.into_iter().map(|child| thread::spawn(|| child.wait())).collect();
         loop {
             let running = Vec::from_iter((0..waiting.len()).filter(|&rank| !waiting[rank].is_finished()));
             if running.is_empty() {
@@ -69,7 +69,7 @@ impl Ranks {
             }
             thread::sleep(Duration::from_millis(5));
         }
-        let ran: Vec<Ran> = waiting.into_iter().map(|thread| Ran::from(thread.join().unwrap().unwrap())).collect();
+        let ran: Vec<Ran> = waiting.into_iter().map(|thread| Ran::from(thread.join().unwrap())).collect();
         let all = || ran.iter().map(|ran| format!("{}: {}", ran.code, ran.stderr)).collect::<Vec<_>>().join("\n");
         assert!(began.elapsed() < LIMIT, "{what}: the ranks hang:\n{}", all());
         ran

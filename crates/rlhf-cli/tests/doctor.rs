@@ -1,6 +1,7 @@
 //! `rlhf doctor` as a user runs it: its facts against the system's, and the environments that it is for.
 
 use crate::cli::{Ran, Scratch};
+use crate::support::{PROGRAM, output};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -17,7 +18,7 @@ struct Report {
 impl Report {
     #[track_caller]
     fn of(command: &mut Command) -> Self {
-        let ran = Ran::from(command.output().unwrap());
+        let ran = Ran::from(output(command));
         let whole: Value =
             serde_json::from_str(&ran.stdout).unwrap_or_else(|e| panic!("{e}: {}{}", ran.stdout, ran.stderr));
         let checks = whole["checks"].as_array().unwrap().iter().map(|check| {
@@ -127,7 +128,7 @@ fn the_lines_are_one_for_each_check_and_the_exit_code_is_that_of_the_worst() {
         assert!(["ok       ", "warning  "].iter().any(|start| line.starts_with(start)), "{line}");
     }
     // A temporary folder that does not exist.
-    let ran = Ran::from(scratch.command("doctor --offline").env("TMPDIR", "/nowhere/else").output().unwrap());
+    let ran = Ran::from(output(scratch.command("doctor --offline").env("TMPDIR", "/nowhere/else")));
     assert_eq!(ran.code, 1, "{}", ran.stdout);
     let failed = ran.stdout.lines().find(|line| line.starts_with("failure")).unwrap();
     assert!(
@@ -163,7 +164,7 @@ fn a_limit_on_addresses_is_named() {
     let scratch = Scratch::of_family("gpt_neox");
     let script = "ulimit -v 16000000 && exec \"$0\" doctor --json --offline --no_self_test";
     let mut command = Command::new("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_rlhf")]).current_dir(scratch.path("")).env("OMP_NUM_THREADS", "1");
+    command.args(["-c", script, PROGRAM]).current_dir(scratch.path("")).env("OMP_NUM_THREADS", "1");
     let found = Report::of(&mut command);
     found.finds("memory", "warning", &["ulimit -v is 15 GiB", "ulimit -v unlimited"]);
     assert_eq!(found.fact("memory", "address_space_limit"), 16_000_000_u64 << 10);
@@ -205,7 +206,7 @@ fn the_token_is_verified_and_never_printed() {
         if let Some(token) = token {
             command.env("HF_TOKEN", token);
         }
-        let output = command.output().unwrap();
+        let output = output(&mut command);
         let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(!text.contains("verysecret") && !text.contains("hf_more"), "{text}");
         let found = Report::of(&mut command);

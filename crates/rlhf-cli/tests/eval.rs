@@ -3,6 +3,7 @@
 use crate::checkpoint::copy_dir;
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines};
 use crate::rewards::Service;
+use crate::support::output;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Map, Value, json};
 use std::process::Stdio;
@@ -609,7 +610,7 @@ fn a_model_behind_an_api_judges_by_a_template_and_its_key_is_nowhere_but_in_the_
     let url = service.url.replace("/score?key=hidden", "/v1");
     let line =
         format!("{PAIRS} --judge_url {url} --judge_model wise --judge_template template.txt --judge_concurrency 3");
-    let ran = Ran::from(scratch.command(&line).env("RLHF_JUDGE_API_KEY", "sk-secret").output().unwrap());
+    let ran = Ran::from(output(scratch.command(&line).env("RLHF_JUDGE_API_KEY", "sk-secret")));
     assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
     let retried =
         ran.stderr.starts_with("warning: the judge: ") && ran.stderr.ends_with("tried again (reported once)\n");
@@ -654,7 +655,7 @@ fn an_api_that_refuses_or_replies_nonsense_is_one_error_without_its_key() {
     let run = |service: &Service, more: &str| {
         let url = service.url.replace("/score?key=hidden", "/v1/chat/completions");
         let line = format!("{PAIRS} --overwrite_output_dir --judge_url {url} --judge_model wise {more}");
-        let ran = Ran::from(scratch.command(&line).env("RLHF_JUDGE_API_KEY", "sk-secret").output().unwrap());
+        let ran = Ran::from(output(scratch.command(&line).env("RLHF_JUDGE_API_KEY", "sk-secret")));
         assert!(ran.code == 1 && !ran.stderr.contains("secret"), "{}", ran.stderr);
         ran.stderr.lines().last().unwrap().to_string()
     };

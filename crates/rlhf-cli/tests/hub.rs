@@ -1,7 +1,7 @@
 //! Models and datasets by their name on the hub, against a server on this machine that responds as the hub does.
 
 use crate::attack::folders::{Dice, mutate, mutate_text};
-use crate::support::golden;
+use crate::support::{PROGRAM, golden, output};
 use ring::digest;
 use rlhf::hub::{Hub, Part};
 use serde_json::json;
@@ -581,7 +581,7 @@ fn a_folder_is_itself_and_invalid_names_are_not_requested() {
 
 /// The program, with the variables of a user whose cache and token are below the server's folder.
 fn program(server: &Server, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+    let mut command = Command::new(PROGRAM);
     command.args(line.split_whitespace()).current_dir(server.cache.path()).env("OMP_NUM_THREADS", "1");
     for name in [
         "HF_TOKEN",
@@ -602,7 +602,7 @@ fn program(server: &Server, line: &str) -> Command {
 /// Standard output of a run that succeeds, and its standard error.
 #[track_caller]
 fn runs(command: &mut Command) -> (String, String) {
-    let output = command.output().unwrap();
+    let output = output(command);
     let text = |bytes| String::from_utf8(bytes).unwrap();
     let (stdout, stderr) = (text(output.stdout), text(output.stderr));
     assert!(output.status.success(), "{stderr}");
@@ -633,7 +633,7 @@ fn a_command_takes_a_name_of_the_hub_as_it_takes_a_folder() {
     assert_eq!(stdout, expected);
     assert!(stderr.starts_with("warning: http://127.0.0.1:1") && stderr.lines().count() == 1, "{stderr}");
 
-    let refused = program(&server, &line("someone/other")).env("HF_TOKEN", "hf_other").output().unwrap();
+    let refused = output(program(&server, &line("someone/other")).env("HF_TOKEN", "hf_other"));
     let error = String::from_utf8(refused.stderr).unwrap();
     assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
     assert!(error.contains("HF_TOKEN") && !error.contains("hf_other"), "{error}");
@@ -649,7 +649,7 @@ fn every_command_that_measures_takes_a_name_of_the_hub() {
         let folder = golden().join("models").join(model).canonicalize().unwrap();
         let (expected, _) = runs(&mut program(&server, &line(folder.to_str().unwrap())));
         assert_eq!(runs(&mut program(&server, &line(NAME))), (expected, String::new()));
-        let refused = program(&server, &format!("{} --model_revision v9", line(NAME))).output().unwrap();
+        let refused = output(&mut program(&server, &format!("{} --model_revision v9", line(NAME))));
         let error = String::from_utf8(refused.stderr).unwrap();
         assert!(error.contains("no revision v9"), "{error}");
     }
@@ -667,7 +667,7 @@ fn a_missing_dataset_is_reported_before_anything_is_fetched() {
     ] {
         fs::write(server.cache.path().join("rows.jsonl"), "{}").unwrap();
         let out = if models.starts_with("logprobs") { "" } else { " --output_dir out" };
-        let refused = program(&server, &(models.replace("NAME", NAME) + out)).output().unwrap();
+        let refused = output(&mut program(&server, &(models.replace("NAME", NAME) + out)));
         let error = String::from_utf8(refused.stderr).unwrap();
         assert!(error.contains("nowhere.jsonl: expected"), "{models}: {error}");
         assert!(server.asked().is_empty(), "{models}");
@@ -801,7 +801,7 @@ fn a_command_takes_a_dataset_of_the_hub_as_it_takes_a_folder() {
         (format!("{NAME}@v3"), &["no revision v3"]),
         ("someone/other".into(), &["someone/other: no such file or folder", "no such dataset"]),
     ] {
-        let refused = program(&server, &format!("{sft} --dataset_name {data}")).output().unwrap();
+        let refused = output(&mut program(&server, &format!("{sft} --dataset_name {data}")));
         let error = String::from_utf8(refused.stderr).unwrap();
         assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
         for word in words {
@@ -885,13 +885,13 @@ fn a_resumed_run_reads_its_first_commits_despite_later_pushes() {
     fs::remove_dir_all(server.cache.path().join("out/checkpoint-2")).unwrap();
     run("--output_dir out --resume_from_checkpoint true");
     assert!(model() == expected);
-    let fresh = program(&server, &format!("{line} --output_dir fresh")).output().unwrap();
+    let fresh = output(&mut program(&server, &format!("{line} --output_dir fresh")));
     assert!(!fresh.status.success(), "a new run reads what is there now");
     // And what is gone is not replaced by something else.
     fs::remove_dir_all(server.cache.path().join("out/checkpoint-2")).unwrap();
     fs::remove_dir_all(server.cached("snapshots").join(COMMIT)).unwrap();
     server.change(|state| drop(state.commits.remove(COMMIT)));
-    let gone = program(&server, &format!("{line} --output_dir out --resume_from_checkpoint true")).output().unwrap();
+    let gone = output(&mut program(&server, &format!("{line} --output_dir out --resume_from_checkpoint true")));
     let error = String::from_utf8(gone.stderr).unwrap();
     assert!(error.contains(&format!("no revision {COMMIT}")), "{error}");
 }

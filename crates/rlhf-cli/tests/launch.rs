@@ -2,6 +2,7 @@
 
 use crate::checkpoint::signal;
 use crate::cli::{PPO, Ran, Scratch};
+use crate::support::{PROGRAM, output};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -227,7 +228,7 @@ fn training_whose_rank_is_killed_is_restarted_and_ends_in_the_bits_of_an_undistu
     let line = |out: &str| format!("launch --nproc_per_node 2 --max_restarts 1 {}", training(out));
     let undisturbed = scratch.run(&line("whole"));
     assert_eq!(undisturbed.code, 0, "{}", undisturbed.stderr);
-    let killed = scratch.command(&line("killed")).env("RLHF_FAULT", "1:150:KILL").output().unwrap();
+    let killed = output(scratch.command(&line("killed")).env("RLHF_FAULT", "1:150:KILL"));
     let stderr = String::from_utf8_lossy(&killed.stderr);
     assert!(killed.status.success(), "{stderr}");
     for part in [
@@ -267,7 +268,7 @@ fn rank_0_saves_the_run_though_it_waits_for_a_reward_when_another_rank_dies() {
     assert_eq!(ran.code, 128 + 9, "{}", ran.stderr);
     let resume =
         "; to resume: {} launch --nproc_per_node 2 ppo --config out/config.yaml --resume_from_checkpoint true\n";
-    assert!(ran.stderr.contains(&resume.replace("{}", env!("CARGO_BIN_EXE_rlhf"))), "{}", ran.stderr);
+    assert!(ran.stderr.contains(&resume.replace("{}", PROGRAM)), "{}", ran.stderr);
     assert!(ran.stderr.lines().last().unwrap().starts_with("error: rank 1 was killed by signal 9"), "{}", ran.stderr);
 }
 
@@ -280,7 +281,7 @@ fn a_run_that_fails_before_it_replaces_another_one_is_started_again_from_its_fir
     let trained = || fs::metadata(scratch.path("out").join("model.safetensors")).unwrap().modified().unwrap();
     let before = trained();
     let overwriting = format!("{line} --overwrite_output_dir");
-    let ran = scratch.command(&overwriting).env("RLHF_FAULT", "1:1:KILL").output().unwrap();
+    let ran = output(scratch.command(&overwriting).env("RLHF_FAULT", "1:1:KILL"));
     let stderr = String::from_utf8_lossy(&ran.stderr);
     assert!(ran.status.success() && stderr.contains("(restart 1 of 1)"), "{stderr}");
     assert!(trained() > before, "the old run was taken for the new one: {stderr}");

@@ -1,7 +1,7 @@
 //! Low-rank adapters against PEFT's values (`tests/golden/lora`), and their files.
 
 use crate::cli::{Scratch, json_lines};
-use crate::support::{Tensors, assert_close, golden, read_json};
+use crate::support::{Tensors, assert_close, golden, output, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
@@ -969,7 +969,7 @@ fn an_adapter_on_a_model_of_the_hub_names_it_as_the_hub_does() {
     std::fs::rename(scratch.path("policy"), scratch.path(&cached)).unwrap();
     let run = |line: &str| {
         let mut command = scratch.command(line);
-        let done = command.env("HF_HUB_CACHE", "cache").env("HF_HUB_OFFLINE", "1").output().unwrap();
+        let done = output(command.env("HF_HUB_CACHE", "cache").env("HF_HUB_OFFLINE", "1"));
         assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
     };
     run(&format!("{SFT} --model_name_or_path me/base --output_dir out"));

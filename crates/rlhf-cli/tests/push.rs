@@ -2,7 +2,7 @@
 //! `huggingface_hub` and compares.
 
 use crate::cli::{PPO, Ran, SFT, Scratch};
-use crate::support::Child;
+use crate::support::{Child, output};
 use rlhf::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use rlhf::hub::{Hub, Part};
 use rustix::process::{Pid, Signal, kill_process};
@@ -118,7 +118,7 @@ impl Server {
     }
 
     fn run(&self, scratch: &Scratch, line: &str) -> Ran {
-        Ran::from(self.command(scratch, line).output().unwrap())
+        Ran::from(output(&mut self.command(scratch, line)))
     }
 }
 
@@ -495,11 +495,7 @@ fn the_command_pushes_a_model_and_nothing_else() {
     assert!(server.asked().is_empty());
     fs::remove_file(link).unwrap();
     let mut without = server.command(&scratch, "push policy me/tiny");
-    Ran::from(without.env_remove("HF_TOKEN").output().unwrap()).is_one_error(
-        "no token",
-        2,
-        &["HF_TOKEN", "found none"],
-    );
+    Ran::from(output(without.env_remove("HF_TOKEN"))).is_one_error("no token", 2, &["HF_TOKEN", "found none"]);
     assert!(server.asked().is_empty(), "nothing is requested without a token");
 }
 
@@ -575,7 +571,7 @@ fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     let best = json!({"repo_id": "me/tiny", "commit_message": "best", "token": TOKEN}).to_string();
     let mut command = server.command(&scratch, &format!("{PPO} --compare_steps 1 --no_checks"));
     command.args(["--push_to_hub_if_best_kwargs", &best, "--report_to", "command:env KEY=pw123 cat > events"]);
-    let ran = Ran::from(command.output().unwrap());
+    let ran = Ran::from(output(&mut command));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let titles = server.titles();
     assert!(titles.iter().any(|title| title.starts_with("Best model, after update ")), "{titles:?}");

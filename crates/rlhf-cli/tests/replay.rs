@@ -3,7 +3,7 @@
 use crate::checkpoint::{ppo_config, with_states_of_8_bits};
 use crate::cli::{PPO, SFT, Scratch, json_lines, snapshot};
 use crate::rollouts::with_groups;
-use crate::support::{Tensors, near};
+use crate::support::{Tensors, near, output};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::run::Console;
 use rlhf::settings::{AdvantageEstimator, LogprobsOf, OffloadPart, Optim, PpoConfig, WhitenAdvantages};
@@ -326,7 +326,7 @@ fn the_command_prints_that_an_update_is_equal_or_a_table_of_the_metrics() {
     std::fs::create_dir(scratch.path("elsewhere")).unwrap();
     let out = scratch.path("out");
     let mut command = scratch.command(&format!("replay {} --update 3 --output_dir here", out.display()));
-    let ran = command.current_dir(scratch.path("elsewhere")).output().unwrap();
+    let ran = output(command.current_dir(scratch.path("elsewhere")));
     let text = String::from_utf8(ran.stdout).unwrap();
     assert!(ran.status.success() && text.starts_with("update 3: equal to the run: "), "{text}");
     assert!(scratch.path("elsewhere/here/update.safetensors").is_file());

@@ -3,7 +3,7 @@
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{PPO, PROMPTS, REWARD, Ran, Scratch, json_lines, timeless, with_data};
 use crate::launch::{runs, wait_for};
-use crate::support::{Child, Tensors, assert_close, golden, init, read_json};
+use crate::support::{Child, Tensors, assert_close, golden, init, output, read_json};
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
@@ -555,7 +555,7 @@ fn a_function_of_python_that_cannot_be_imported_is_one_error_before_a_run() {
         assert!(!scratch.path("out/model.safetensors").exists());
     }
     let mut line = scratch.command(&format!("{SCORE} --reward python:mine.rewards.asked"));
-    let ran = Ran::from(line.env("RLHF_PYTHON", "/no/such/python").output().unwrap());
+    let ran = Ran::from(output(line.env("RLHF_PYTHON", "/no/such/python")));
     let words = ["reward `asked`: /no/such/python cannot be started: ", "name one in RLHF_PYTHON"];
     ran.is_one_error("no Python", 1, &words);
 }
@@ -1114,7 +1114,7 @@ fn a_service_scores_a_run_and_its_token_is_nowhere_but_in_the_request() {
         (200, String::new(), json!({"rewards": rewards, "extra_logs": {"seen": rewards.len()}}).to_string())
     });
     let line = format!("{NO_MODEL} --reward_url {} --reward_batch_size 3 --reward_clip 5", service.url);
-    let ran = crate::cli::Ran::from(scratch.command(&line).env("RLHF_REWARD_TOKEN", " sesame\n").output().unwrap());
+    let ran = crate::cli::Ran::from(output(scratch.command(&line).env("RLHF_REWARD_TOKEN", " sesame\n")));
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     let asked = service.asked();
     assert!(!asked.is_empty() && asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer sesame")));

@@ -1,6 +1,6 @@
 //! ZeRO: models divided over ranks compute and save what whole ones do.
 
-use crate::support::{assert_close, free_port, golden, init, join_ranks, run_as_ranks};
+use crate::support::{PROGRAM, assert_close, free_port, golden, init, join_ranks, run_as_ranks, start};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, Precision, SequenceClassifier, ValueHeadInit,
@@ -11,7 +11,7 @@ use rlhf::settings::SftConfig;
 use rlhf::weights::Checkpoint;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use tch::{Device, Kind, Tensor};
 
 const STAGES: [ZeroStage; 4] = [ZeroStage::Stage0, ZeroStage::Stage1, ZeroStage::Stage2, ZeroStage::Stage3];
@@ -257,20 +257,19 @@ fn classifiers_and_value_heads_are_divided_too() {
 fn run_ranks(world: usize, args: &[String]) {
     let port = free_port().to_string();
     let ranks = (0..world).map(|rank| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+        let mut command = Command::new(PROGRAM);
         command.args(args).env("OMP_NUM_THREADS", "1").env("OMP_WAIT_POLICY", "passive");
-        command.stdout(Stdio::null()).stderr(Stdio::piped());
         if world > 1 {
             let (rank, world) = (rank.to_string(), world.to_string());
             let numbers =
                 [("RANK", &rank), ("LOCAL_RANK", &rank), ("WORLD_SIZE", &world), ("LOCAL_WORLD_SIZE", &world)];
             command.envs(numbers).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         }
-        command.spawn().unwrap()
+        start(&mut command)
     });
     let ranks: Vec<_> = ranks.collect();
     for (rank, process) in ranks.into_iter().enumerate() {
-        let output = process.wait_with_output().unwrap();
+        let output = process.wait();
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "rank {rank} of {world}: {}\n{args:?}\n{text}", output.status);
     }

@@ -1,5 +1,9 @@
 //! Reference values, comparisons, and tests in their own process.
 
+mod program;
+
+pub(crate) use program::{PROGRAM, Process, Started, output, start};
+
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
 use rlhf::model::ModelOptions;

@@ -2,6 +2,7 @@
 
 use crate::alarms::rolling_back;
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines};
+use crate::support::output;
 use rlhf::run::{Console, ReportTo};
 use rlhf::train::ppo::ppo;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -37,7 +38,7 @@ fn lines(scratch: &Scratch) -> Vec<Value> {
 fn run(scratch: &Scratch, line: &str, report_to: &[&str], vars: &[(&str, &str)]) -> Ran {
     let mut command = scratch.command(line);
     command.arg("--report_to").args(report_to).envs(vars.iter().copied());
-    Ran::from(command.output().unwrap())
+    Ran::from(output(&mut command))
 }
 
 #[test]
@@ -78,7 +79,7 @@ fn a_program_gets_all_events_of_a_run_and_a_resumed_run_continues_there() {
     // Resumed with the settings that the run has left, and more updates.
     scratch.write("events", "");
     let more = "--total_episodes 16 --resume_from_checkpoint true --log_model";
-    let ran = Ran::from(scratch.command(&format!("ppo --config out/config.yaml {more}")).output().unwrap());
+    let ran = Ran::from(output(&mut scratch.command(&format!("ppo --config out/config.yaml {more}"))));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let resumed = events(&scratch);
     assert_eq!(resumed[0]["resume"], json!({"id": "run-7", "updates": 2, "rollbacks": 0}));
@@ -106,7 +107,7 @@ fn arguments_of_programs_do_not_leave_the_machine_with_the_settings() {
     let mut command = scratch.command(&format!("{line} --log_model --num_sample_generations 0"));
     let reward = "env KEY=pw123 sh -c 'while read -r line; do echo 1; done'";
     command.args(["--reward_command", reward, "--report_to", "tensorboard", "command:env KEY=pw123 cat > events"]);
-    let ran = Ran::from(command.output().unwrap());
+    let ran = Ran::from(output(&mut command));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(scratch.read("out/config.yaml").contains("pw123"), "a resumed run needs them");
     let found = events(&scratch);
@@ -388,7 +389,7 @@ fn a_run_that_fails_ends_as_failed() {
     let line = PPO.replace("--reward_model_path reward ", "");
     let mut command = scratch.command(&format!("{line} --reward_retries 0 --num_sample_generations 0"));
     command.args(["--reward_command", reward, "--report_to", RECORDER]);
-    let ran = Ran::from(command.output().unwrap());
+    let ran = Ran::from(output(&mut command));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     let found = events(&scratch);
     let end = found.last().unwrap();

@@ -2,10 +2,11 @@
 
 use console::{Term, measure_text_width};
 use serde_json::{Map, Value};
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Write;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// One of the two output streams of the program.
@@ -213,10 +214,24 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
     text
 }
 
+/// The words of [`set_words`].
+static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// Sets the words of the command line, program name first, from which a run tells how it was started; by default those of the process.
+/// Only the first call has an effect.
+pub fn set_words(words: Vec<OsString>) {
+    let _ = WORDS.set(words);
+}
+
+/// Returns the words of the command line, program name first.
+pub fn words() -> Vec<OsString> {
+    WORDS.get().cloned().unwrap_or_else(|| std::env::args_os().collect())
+}
+
 /// Returns the path by which this program was called, if it is `rlhf` and was called by a path, else `rlhf`.
 pub fn program() -> String {
-    let called = std::env::args_os().next();
-    let called = called.as_ref().map(Path::new).filter(|path| is_rlhf(path) && path.components().count() > 1);
+    let words = words();
+    let called = words.first().map(Path::new).filter(|path| is_rlhf(path) && path.components().count() > 1);
     called.map_or("rlhf".into(), |path| path.display().to_string())
 }
 
@@ -226,7 +241,7 @@ fn is_rlhf(path: &Path) -> bool {
 
 /// Returns the command line of this process, quoted for a shell and without secrets; `None` if the program is not `rlhf`.
 pub(crate) fn command_line() -> Option<String> {
-    let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    let mut words = words().into_iter().map(|word| word.to_string_lossy().into_owned());
     words.next().filter(|program| is_rlhf(Path::new(program)))?;
     let words = without_secrets(words.collect());
     Some(words.iter().fold(String::from("rlhf"), |line, word| line + " " + &shell_word(word)))

@@ -4,7 +4,7 @@ use super::folders::Dice;
 use super::{cases, check_error, is_long};
 use crate::checkpoint::assert_same;
 use crate::cli::{PPO, Ran, SFT, Scratch, snapshot};
-use crate::support::say;
+use crate::support::{output, say};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -58,7 +58,7 @@ impl Faults {
         }
         let dir = self.scratch.path(out);
         command.env("FAULT_DIR", dir).env("FAULT_AT", at.to_string()).env("FAULT_KIND", kind);
-        command.env("FAULT_NAME", self.name).env("FAULT_COUNT", self.scratch.path("count")).output().unwrap()
+        output(command.env("FAULT_NAME", self.name).env("FAULT_COUNT", self.scratch.path("count")))
     }
 
     /// Makes the call `at` fail, and resumes: to the same bits as the whole run.

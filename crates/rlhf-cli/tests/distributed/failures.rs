@@ -4,6 +4,7 @@
 use super::{Ranks, identical, succeeds};
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{Ran, Scratch};
+use crate::support::Process as _;
 use crate::support::free_port;
 use std::process::Command;
 use std::thread;

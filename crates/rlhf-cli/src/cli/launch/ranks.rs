@@ -334,7 +334,7 @@ impl Ranks {
 impl Start<'_> {
     /// Returns the words of this process before those of the ranks, a line each.
     fn launched_by(&self) -> OsString {
-        let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let words: Vec<OsString> = rlhf::terminal::words().into_iter().skip(1).collect();
         let end = words.iter().skip(1).position(|word| self.arguments.first() == Some(word)).map_or(1, |at| at + 1);
         words[..end.min(words.len())].join(OsStr::new("\n"))
     }
