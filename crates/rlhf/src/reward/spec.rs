@@ -11,7 +11,7 @@ use super::{
     ScoreTransform,
 };
 use rlhf_base::safe_text::beginning;
-use rlhf_base::schema::{all, defaults, no_effect};
+use rlhf_base::schema::{Refusals, all, defaults, no_effect};
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_lm::model::ModelOptions;
@@ -183,10 +183,11 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     if let Some(url) = &settings.reward_url {
         add("url", Kind::Url(url.clone()), SERVICE.into())?;
     }
+    let mut refusals = Refusals::default();
     for text in &settings.reward {
-        let (name, kind, about) = parse(text)?;
-        add(&name, kind, about)?;
+        refusals.add(parse(text).and_then(|(name, kind, about)| add(&name, kind, about)))?;
     }
+    refusals.end()?;
     Ok(found)
 }
 
