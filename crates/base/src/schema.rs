@@ -28,7 +28,7 @@ mod refusals;
 mod values;
 
 pub use refusals::{
-    Refusals, above_zero, all, at_least_one, expect, no_effect, subjects, usage, zero_or_more, zero_to_one,
+    Refusals, above_zero, all, at_least_one, expect, no_effect, renamed, subjects, usage, zero_or_more, zero_to_one,
 };
 pub use rlhf_derive::{Choices, Settings};
 pub use values::{

@@ -170,6 +170,9 @@ fn with_settings(
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     call_as_written(command, args, &mut messages.refusals);
     name_nulls(&mut settings);
+    if groups::has(name) {
+        groups::rename(&mut messages.refusals);
+    }
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());

@@ -79,7 +79,7 @@ fn start() -> u8 {
             let _ = io::stdout().write_all(text.as_bytes());
             0
         }
-        Err(Stop::Error(error)) => report(&with_own_names(std::env::args_os(), error), is_main()),
+        Err(Stop::Error(error)) => report(&error, is_main()),
     }
 }
 

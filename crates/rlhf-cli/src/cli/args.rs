@@ -183,7 +183,7 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
         return (line, ids.chain(shown).collect());
     }
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
-    let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
+    let flags = command.get_arguments().filter(is_shown).filter_map(Arg::get_long);
     let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command)).or_else(|| trl::hint(name));
     let near = nearest(name, flags).filter(|_| hint.is_none());
     let tip = match (hint, near) {
@@ -224,7 +224,7 @@ fn flag_name(shown: &str) -> &str {
 }
 
 /// Returns whether `name` is the name of a flag, or one of its aliases.
-fn is_named(arg: &Arg, name: &str) -> bool {
+pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
     arg.get_id() == name
         || arg.get_long() == Some(name)
         || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))

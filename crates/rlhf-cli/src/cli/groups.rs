@@ -4,10 +4,14 @@
 //! `model_name_or_path` is the model of the tokenizer, as for `rlhf ppo`.
 
 use std::ffi::OsString;
+use std::path::Path;
 
-use clap::builder::{OsStr, Resettable};
-use clap::{ArgMatches, Command};
+use clap::builder::{OsStr, Resettable, Str};
+use clap::{Arg, ArgMatches, Command};
 use rlhf::Error;
+use rlhf::reward::is_function_path;
+use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
+use rlhf::schema::{Refusals, renamed};
 use rlhf::settings::{PpoConfig, Preset};
 
 use super::args::on_line;
@@ -19,21 +23,35 @@ use super::setting::Setting;
 /// The presets that are commands.
 pub(super) const PRESETS: [Preset; 2] = [Preset::Grpo, Preset::Rloo];
 
-/// TRL's names of flags.
-const NAMES: [(&str, &str); 7] = [
-    ("response_length", "max_completion_length"),
-    ("kl_coef", "beta"),
-    ("cliprange", "epsilon"),
-    ("cliprange_high", "epsilon_high"),
-    ("dual_clip", "delta"),
-    ("num_ppo_epochs", "num_iterations"),
-    ("reward_model_path", "reward_model_name_or_path"),
+/// The names of checks and help texts, and those of the commands: [`GROUP_NAMES`], and the model to train.
+const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
+    let mut names = [(POLICY, MODEL); GROUP_NAMES.len() + 1];
+    let mut at = 0;
+    while at < GROUP_NAMES.len() {
+        names[at] = GROUP_NAMES[at];
+        at += 1;
+    }
+    names
+};
+
+/// Help of the settings that are otherwise described here.
+const HELP: [(&str, &str); 5] = [
+    (
+        MODEL,
+        "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if beta is \
+         not 0",
+    ),
+    ("model_revision", "Branch, tag or commit of `model_name_or_path` on the hub"),
+    ("new_reward_head", "Add a randomly initialized score head to a reward model that has none"),
+    (
+        "advantage_estimator",
+        "How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo` explains the other \
+         estimators, which need no group",
+    ),
+    ("kl_in_loss", "Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards"),
 ];
 
-const MODEL: &str = "model_name_or_path";
-const POLICY: &str = "sft_model_path";
-
-/// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults.
+/// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults and TRL's names, without those that have no effect.
 pub(super) fn command(preset: Preset) -> Command {
     let (name, own) = (preset.command(), preset.settings());
     let only =
@@ -42,25 +60,40 @@ pub(super) fn command(preset: Preset) -> Command {
         let id = arg.get_id().as_str().to_string();
         let of_preset = own.iter().find(|(key, _)| *key == id);
         let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };
-        match (id.as_str(), NAMES.iter().find(|(ours, _)| *ours == id)) {
+        let help = renamed(&arg.get_help().map_or(String::new(), ToString::to_string), &NAMES);
+        let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
+        let arg = arg.help(help);
+        match (id.as_str(), GROUP_NAMES.iter().find(|(ours, _)| *ours == id)) {
             ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
             (POLICY, _) => arg.required(false).hide(true).default_value("."),
-            (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset).help(
-                "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if \
-                 kl_coef is not 0",
-            ),
-            ("model_revision", _) => arg.help("Branch, tag or commit of `model_name_or_path` on the hub"),
-            (_, Some((_, theirs))) => {
-                let help = arg.get_help().map_or(String::new(), ToString::to_string);
-                arg.help(format!("{}. In TRL: --{theirs}", help.trim_end_matches('.')))
-            }
-            _ => arg,
+            (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
+            ("reward", Some((_, theirs))) => called(arg, theirs).value_parser(reward),
+            (_, Some((_, theirs))) => called(arg, theirs),
+            (id, None) => arg.hide(NOT_OF_GROUPS.iter().any(|(name, _)| *name == id)),
         }
     })
 }
 
-/// Returns an error of the command line `words` by the names of its command's flags: `sft_model_path` is none of the commands of
-/// [`PRESETS`].
+/// Returns the flag `arg` by the name `theirs`; its name so far is another one.
+fn called(arg: Arg, theirs: &'static str) -> Arg {
+    let own = arg.get_id().as_str().to_string();
+    let others: Vec<String> = arg.get_all_aliases().unwrap_or_default().into_iter().map(String::from).collect();
+    let others = others.into_iter().filter(|other| other != theirs).chain([own]);
+    others.fold(arg.alias(Resettable::<Str>::Reset), Arg::alias).long(theirs)
+}
+
+/// Reads a reward: a path with dots is a function of Python, as in TRL.
+fn reward(text: &str) -> Result<flags::Word, String> {
+    let is_function = is_function_path(text) && !Path::new(text).exists();
+    Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
+}
+
+/// Has `refusals` name settings as the commands of [`PRESETS`] do.
+pub(super) fn rename(refusals: &mut Refusals) {
+    refusals.rename(&NAMES);
+}
+
+/// Returns an error of a run of the command line `words` by the names of its command's flags.
 pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
     let mut words = words.into_iter().skip(1).filter_map(|word| word.into_string().ok()).peekable();
     // These have the command that they start or plan after their own flags.
@@ -69,7 +102,7 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
     if !command.is_some_and(|name| has(&name)) {
         return error;
     }
-    let renamed = |text: String| text.replace(POLICY, MODEL);
+    let renamed = |text: String| renamed(&text, &NAMES);
     match error {
         Error::Usage(line) => Error::Usage(renamed(line)),
         Error::Refused(lines) => Error::Refused(lines.into_iter().map(renamed).collect()),
@@ -207,12 +240,12 @@ mod tests {
             (config.num_ppo_epochs, config.reward_model_path, config.kl.kl_coef),
             (2, Some("judge".into()), 0.0)
         );
-        let all: Vec<&str> = NAMES.iter().map(|(_, theirs)| *theirs).collect();
         for preset in PRESETS {
             let command = command(preset);
-            for name in &all {
-                let has = |arg: &clap::Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(name));
-                assert!(command.get_arguments().any(has), "{name}");
+            for (ours, theirs) in GROUP_NAMES {
+                let arg = command.get_arguments().find(|arg| arg.get_id() == ours).unwrap();
+                assert_eq!(arg.get_long(), Some(theirs));
+                assert!(arg.get_all_aliases().unwrap().contains(&ours), "{ours}");
             }
         }
     }

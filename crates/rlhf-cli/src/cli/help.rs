@@ -72,40 +72,45 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "grpo",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "reward",
-            "reward_model_path",
             "num_generations",
             "response_length",
+            "temperature",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
             "learning_rate",
-            "loss_type",
             "kl_coef",
             "use_peft",
             "bf16",
             "save_steps",
-            "resume_from_checkpoint",
+            "report_to",
             "config",
         ],
     ),
     (
         "rloo",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "reward",
-            "reward_model_path",
             "num_generations",
             "response_length",
+            "temperature",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
             "learning_rate",
             "kl_coef",
             "use_peft",
             "bf16",
             "save_steps",
-            "resume_from_checkpoint",
+            "report_to",
             "config",
         ],
     ),
@@ -171,7 +176,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 70] = [
+const WORDS: [(&str, &str); 72] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -202,6 +207,7 @@ const WORDS: [(&str, &str); 70] = [
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
     ("max_shard_size", "maximum size of a weights file"),
+    ("max_steps", "optimizer steps [by epochs]"),
     ("memory", "memory to plan for [what is free]"),
     ("missing_eos_penalty", "score penalty without a stop token"),
     ("model_name_or_path", "model: folder or hub name"),
@@ -221,6 +227,7 @@ const WORDS: [(&str, &str); 70] = [
     ("overwrite_output_dir", "replace an existing output folder"),
     ("overwrite_output_file", "replace a file that is no report"),
     ("per_device_train_batch_size", "sequences per micro-batch"),
+    ("report_to", "trackers: wandb, tensorboard, ..."),
     ("response_length", "maximum tokens of a response"),
     ("port", "TCP port; 0 for a free one"),
     ("private", "make a new repository private"),
@@ -324,7 +331,8 @@ fn text(command: &Command) -> String {
             [one] if !["none", "false"].contains(&one) => format!(" [{one}]"),
             _ => String::new(),
         };
-        let head = value.map_or(format!("--{flag}"), |value| format!("--{flag} {value}"));
+        let long = arg.get_long().unwrap_or(flag);
+        let head = value.map_or(format!("--{long}"), |value| format!("--{long} {value}"));
         format!("  {head:<34} {}{default}\n", words(flag))
     };
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
@@ -367,7 +375,7 @@ mod tests {
             assert_eq!(short.contains("OPTIONS COMMAND"), ["launch", "plan"].contains(&name), "{short}");
             let long = parse_words(&[name, "--help"]).unwrap_err();
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
-                let flag = format!("--{}", arg.get_id());
+                let flag = format!("--{}", arg.get_long().unwrap());
                 assert!(long.contains(&flag), "rlhf {name} --help has no {flag}");
                 let (needed, _) = short.split_once("Often used:").unwrap();
                 assert!(!arg.is_required_set() || needed.contains(&flag), "{short}");
@@ -390,7 +398,8 @@ mod tests {
             let flag = |line: &&str| line.trim_start().starts_with("--") || line.trim_start().starts_with("-h");
             let first: Vec<&str> = rest.lines().filter(flag).take(needed.len() + others.len()).collect();
             for (line, flag) in first.iter().zip(needed.iter().chain(*others)) {
-                assert!(line.contains(&format!("--{flag}")), "{line} is not {flag}");
+                let arg = command.get_arguments().find(|arg| arg.get_id() == *flag).unwrap();
+                assert!(line.contains(&format!("--{}", arg.get_long().unwrap())), "{line} is not {flag}");
             }
             let headings = rest.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':'));
             let places: Vec<Option<usize>> = headings

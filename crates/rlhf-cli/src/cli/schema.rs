@@ -13,7 +13,7 @@ use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
-use super::help;
+use super::{groups, help};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
@@ -101,9 +101,13 @@ fn described(command: &Command) -> Value {
             .iter()
             .map(|choice| json!({"name": choice.name, "aliases": choice.aliases, "help": choice.help}))
             .collect();
+        // What has no effect is no setting of the command.
+        if groups::has(name) && flag.is_hide_set() && flag.get_long() == Some(field.name) {
+            return None;
+        }
         Some(json!({
-            "name": field.name,
-            "aliases": field.aliases,
+            "name": flag.get_long().unwrap_or(field.name),
+            "aliases": aliases(&field, flag),
             "help": help_of(&field, flag),
             "heading": field.heading,
             "type": field.kind,
@@ -120,6 +124,12 @@ fn described(command: &Command) -> Value {
     });
     let about = command.get_about().map(ToString::to_string);
     json!({"name": name, "about": about, "settings": settings.collect::<Vec<_>>()})
+}
+
+/// Returns the further names of a setting: those of its description, and its own where the command calls it otherwise.
+fn aliases<'a>(field: &Field, flag: &'a Arg) -> Vec<&'a str> {
+    let named = flag.get_all_aliases().unwrap_or_default();
+    named.into_iter().filter(|alias| field.aliases.contains(alias) || *alias == field.name).collect()
 }
 
 /// Returns the help of a setting, or that of its flag where the command has replaced it.

@@ -7,11 +7,12 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use rlhf::reward::{check_written, is_function_path};
+use rlhf::reward::check_written;
 use rlhf::schema::Refusals;
 use serde_json::{Map, Value};
 
-use super::errors::{Messages, refusal};
+use super::args::is_named;
+use super::errors::{Messages, parsed, refusal};
 use super::flags;
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
@@ -257,7 +258,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
     (Noted("the model's folder decides"), PPO, &["is_encoder_decoder"]),
     (Only(OFF, "the model's folder and use_peft decide"), PPO, &["is_peft_model"]),
-    (Together, GROUPS, &["reward_funcs", "log_completions"]),
+    (Together, GROUPS, &["log_completions"]),
     (
         Noted("generation is rlhf's own"),
         GROUPS,
@@ -330,14 +331,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
 
 /// Flags of the table that are lists in TRL: repeated on the command line, one has the values of all. Of another flag the last value
 /// counts.
-const LISTS: [&str; 6] = [
-    "reward_funcs",
-    "include_for_metrics",
-    "label_names",
-    "lora_target_parameters",
-    "optim_target_modules",
-    "datasets",
-];
+const LISTS: [&str; 5] =
+    ["include_for_metrics", "label_names", "lora_target_parameters", "optim_target_modules", "datasets"];
 
 /// Aliases of our flags, or of those in the table.
 const ALIASES: [(&str, &str); 6] = [
@@ -429,11 +424,7 @@ pub(super) fn has(command: &str, name: &str) -> bool {
 /// Adds the flags to a command, hidden from its help. Flags that the command has already are its own.
 pub(super) fn with_flags(command: Command) -> Command {
     let own = command.get_name().to_string();
-    let is_there = |command: &Command, name: &str| {
-        command
-            .get_arguments()
-            .any(|arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name)))
-    };
+    let is_there = |command: &Command, name: &str| command.get_arguments().any(|arg| is_named(arg, name));
     let names = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&own.as_str())).flat_map(|(.., names)| *names);
     let command = names.fold(command, |command, &name| {
         if is_there(&command, name) {
@@ -518,7 +509,7 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
-    flags.translate_rewards(&given, settings, &mut messages.refusals);
+    flags.check_rewards(settings, &mut messages.refusals);
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_best(&given, settings, &mut messages.refusals);
     flags.translate_schedule(&given, settings, &mut messages.refusals);
@@ -703,8 +694,13 @@ impl Flags<'_> {
 
     /// Returns the start of an error about `given`: its line of the file.
     fn place(&self, given: &Given) -> String {
+        self.placed(given.line)
+    }
+
+    /// Returns the start of an error about line `line` of the file.
+    fn placed(&self, line: u64) -> String {
         match self.path {
-            Some(path) if given.line > 0 => format!("{}:{}: ", path.display(), given.line),
+            Some(path) if line > 0 => format!("{}:{line}: ", path.display()),
             _ => String::new(),
         }
     }
@@ -714,39 +710,21 @@ impl Flags<'_> {
         self.on_line(name) || in_file(settings, name).is_some()
     }
 
-    /// Sets `reward` by `reward_funcs`.
-    fn translate_rewards(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = given.iter().find(|given| given.flag == "reward_funcs" && !given.values.is_empty()) else {
-            return;
-        };
-        if self.is_set("reward", settings) {
-            self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
-        } else {
-            refusals.call("reward", "reward_funcs");
-            let values = self.rewards(given, refusals);
-            settings.push(Setting::new("reward", values));
-        }
-    }
-
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`. A path with dots is a function of Python. Those that are
-    /// malformed are refused.
-    fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
-        let refused = |name: &String| check_written(name).err().and_then(|error| error.refusals().first().cloned());
-        let written = |name: &String| match is_function_path(name) && !Path::new(name).exists() {
-            true => format!("python:{name}"),
-            false => name.clone(),
-        };
-        let mut sound = Vec::new();
-        for name in given.values.iter().map(written) {
-            match refused(&name) {
-                None => sound.push(name),
-                Some(line) => {
-                    let reason = line.strip_prefix("reward = ").unwrap_or(&line);
-                    self.refuse(given, &format!("reward_funcs = {reason}"), refusals);
+    /// Refuses malformed rewards of the file, with their line.
+    fn check_rewards(&self, settings: &[Setting], refusals: &mut Refusals) {
+        let given = settings.iter().filter(|setting| setting.key == "reward" && !self.on_line("reward"));
+        for Setting { line, values, .. } in given {
+            let arg = self.command.get_arguments().find(|arg| arg.get_id() == "reward");
+            let written = |value: &String| arg.and_then(|arg| parsed(arg, value)).unwrap_or_else(|| value.clone());
+            for error in values.iter().filter_map(|value| check_written(&written(value)).err()) {
+                let place = self.placed(*line);
+                let name = refusals.renamed("`reward`");
+                for refusal in error.refusals() {
+                    let reason = refusal.strip_prefix("reward = ").unwrap_or(refusal);
+                    refusals.refuse(format!("{place}{} = {reason}", name.trim_matches('`')), ["reward"]);
                 }
             }
         }
-        sound
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.

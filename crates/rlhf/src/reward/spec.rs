@@ -185,7 +185,9 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     }
     let mut refusals = Refusals::default();
     for text in &settings.reward {
-        refusals.add(parse(text).and_then(|(name, kind, about)| add(&name, kind, about)))?;
+        if let Err(error) = parse(text).and_then(|(name, kind, about)| add(&name, kind, about)) {
+            error.refusals().iter().for_each(|line| refusals.refuse(line, ["reward"]));
+        }
     }
     refusals.end()?;
     Ok(found)
