@@ -124,6 +124,7 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Serve(_)
         | Task::Doctor(_)
         | Task::Schema(_)
+        | Task::Completions(_)
         | Task::Plan(_)
             if !is_main() =>
         {
@@ -140,6 +141,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Serve(config) => cli::serve::serve(config),
         Task::Replay(task) => cli::replay::replay(task),
         Task::Launch(config) => return cli::launch::launch(config),
+        Task::Completions(config) => cli::completions::completions(config),
         Task::Schema(config) => cli::schema::schema(config),
         Task::Doctor(config) => return cli::doctor::doctor(config),
     }?;

@@ -60,6 +60,11 @@ impl Refusals {
         Ok(())
     }
 
+    /// Makes the setting `name` one that is refused already, as a consequence of another refusal.
+    pub fn about_too(&mut self, name: &str) {
+        self.about.push(name.into());
+    }
+
     /// Has the refusals of checks, as [`Refusals::add`] adds them, name settings as the command does: pairs of a name and the command's.
     pub fn rename(&mut self, renames: &'static [(&'static str, &'static str)]) {
         self.renames = renames;
@@ -120,8 +125,11 @@ pub fn subjects(refusal: &str) -> impl Iterator<Item = &str> {
     first.into_iter().chain(second)
 }
 
+/// The setting whose name is a word of English.
+const ENGLISH: &str = "reward";
+
 /// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced where it is a word by itself, and
-/// not a part of a path; one that is a word of English too, such as `reward`, only in backticks and before a value.
+/// not a part of a path; `reward`, which is a word of English too, only in backticks and before a value.
 pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
     let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let mut renamed = String::new();
@@ -137,7 +145,7 @@ pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
         let is_quoted = before.ends_with('`') && after.starts_with('`');
         let is_subject =
             after.starts_with(" = ") || (renamed.is_empty() && before.is_empty() && after.starts_with(": "));
-        let found = names.iter().find(|(name, _)| *name == word && (name.contains('_') || is_quoted || is_subject));
+        let found = names.iter().find(|(name, _)| *name == word && (*name != ENGLISH || is_quoted || is_subject));
         renamed += before;
         renamed += found.map_or(word, |(_, other)| other);
         rest = after;

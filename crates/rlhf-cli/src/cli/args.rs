@@ -11,7 +11,7 @@ use rlhf::schema::{Refusals, is_bool};
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;
 use super::keys::NOT_SETTINGS;
-use super::{openrlhf, trl};
+use super::{hints, trl};
 
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
@@ -184,7 +184,7 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
     }
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
     let flags = command.get_arguments().filter(is_shown).filter_map(Arg::get_long);
-    let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command)).or_else(|| trl::hint(name));
+    let hint = hints::hint(name, &[command]).or_else(|| elsewhere(name, rlhf, command));
     let near = nearest(name, flags).filter(|_| hint.is_none());
     let tip = match (hint, near) {
         (Some(hint), _) => format!("; {hint}"),

@@ -5,18 +5,21 @@ use std::sync::LazyLock;
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig,
-    ServeConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig,
+    SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
 };
 
 use super::launch::LAUNCH;
 use super::plan::PLAN;
 use super::replay::{self, REPLAY};
-use super::{deepspeed_chat, flags, groups, help, trl};
+use super::{deepspeed_chat, flags, groups, help, implied, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
+
+/// The argument of `merge` that is its model.
+pub(super) const FOLDER: &str = "folder";
 
 const EXAMPLES: &str = "\
 Models are Hugging Face folders; data is JSONL, JSON, CSV or Parquet:
@@ -117,7 +120,7 @@ Examples:
 
 const MERGE_HELP: &str = "\
 Example:
-  rlhf merge --model_name_or_path runs/ppo --output_dir merged";
+  rlhf merge runs/ppo --output_dir merged";
 
 const CONVERT_HELP: &str = "\
 config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made
@@ -213,6 +216,14 @@ Examples:
   rlhf schema > schema.json
   rlhf schema grpo sft";
 
+const COMPLETIONS_HELP: &str = "\
+The shell then completes commands and flags after `rlhf`.
+
+Examples:
+  source <(rlhf completions bash)                                       # in ~/.bashrc
+  rlhf completions zsh > \"${fpath[1]}/_rlhf\"
+  rlhf completions fish > ~/.config/fish/completions/rlhf.fish";
+
 const PLAN_HELP: &str = "\
 The flags of plan come before the command, a training command or `generate`, whose own flags and
 file follow. Nothing is loaded: sizes come from config.json, lengths from the data, and rates from
@@ -262,7 +273,12 @@ fn whole() -> Command {
         trl::with_flags(flags::command::<EvaluateConfig>("eval"))
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
-        flags::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flags::command::<MergeConfig>("merge")
+            .mut_arg("model_name_or_path", |model| model.required_unless_present(FOLDER))
+            .arg(Arg::new(FOLDER).value_name("FOLDER").hide(true).help("The adapter, as model_name_or_path"))
+            .override_usage("rlhf merge [OPTIONS] <FOLDER> --output_dir <PATH>")
+            .about("Merge a LoRA adapter into its model")
+            .after_help(MERGE_HELP),
         flags::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
         flags::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flags::command::<ReportConfig>("report")
@@ -281,6 +297,9 @@ fn whole() -> Command {
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(PLAN_HELP),
         flags::command::<SchemaConfig>("schema").about("Describe all settings as JSON").after_help(SCHEMA_HELP),
+        flags::command::<CompletionsConfig>("completions")
+            .about("Print a script that completes commands in a shell")
+            .after_help(COMPLETIONS_HELP),
         flags::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
         flags::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
@@ -305,10 +324,17 @@ fn whole() -> Command {
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
         .mut_subcommands(|command| match command.get_name() {
-            LAUNCH | PLAN | REPLAY => command,
+            LAUNCH | PLAN | REPLAY | "completions" => command,
             _ => command.arg(file.clone()),
         })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
+        .mut_subcommands(|command| match implied::TRAIN.contains(&command.get_name()) {
+            true => command.mut_args(|arg| match arg.get_id().as_str() {
+                "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
+                _ => arg,
+            }),
+            false => command,
+        })
         .mut_subcommands(help::arranged)
 }
 

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
@@ -69,15 +70,26 @@ pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
     Some(Error::Usage(format!("unrecognized subcommand '{name}'; it is a command of the Python package: {instead}")))
 }
 
+/// Returns what to write in place of `word`, if it is a script of TRL.
+pub(super) fn script_of_trl(word: &str) -> Option<String> {
+    let name = Path::new(word).file_name()?.to_str()?.strip_suffix(".py")?;
+    let scripts = [("ppo", "ppo"), ("sft", "sft"), ("reward", "reward"), ("grpo", "grpo"), ("rloo", "rloo")];
+    let (_, command) = scripts.iter().find(|(script, _)| name.starts_with(script))?;
+    Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
+}
+
 /// Trainers that are not here, as their commands are called, and the systems that have them.
 const NO_TRAINERS: [(&[&str], &str); 2] = [
     (&["dpo", "kto", "prm"], "TRL or OpenRLHF"),
     (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
 ];
 
-/// Returns the error for the command `name` of a trainer that is not here.
+/// Returns the error for the command `name` of a trainer that is not here, or that is a script.
 pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
     let name = name.to_str()?;
+    if let Some(hint) = script_of_trl(name) {
+        return Some(Error::Usage(format!("unrecognized subcommand '{name}'; {hint}")));
+    }
     let plain = name.to_ascii_lowercase().replace('-', "_");
     let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
     let trainer = plain.to_ascii_uppercase().replace('_', " ");

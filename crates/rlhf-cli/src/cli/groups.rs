@@ -88,6 +88,15 @@ fn reward(text: &str) -> Result<flags::Word, String> {
     Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
 }
 
+/// Returns `text` with the names of the commands of [`PRESETS`], but for the word `kept`.
+pub(super) fn renamed_in(text: &str, kept: &str) -> String {
+    let quoted = format!("`{kept}`");
+    match text.split_once(&quoted) {
+        Some((before, after)) => format!("{before}{quoted}{}", renamed(after, &NAMES)),
+        None => renamed(text, &NAMES),
+    }
+}
+
 /// Has `refusals` name settings as the commands of [`PRESETS`] do.
 pub(super) fn rename(refusals: &mut Refusals) {
     refusals.rename(&NAMES);
@@ -155,10 +164,9 @@ pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
     }
 }
 
-/// Returns the settings that are parsed: the tokenizer is the policy's, unless `model_name_or_path` is another model.
-pub(super) fn config(mut config: PpoConfig) -> PpoConfig {
-    config.model_name_or_path = config.model_name_or_path.filter(|model| *model != config.sft_model_path);
-    config
+/// Makes the tokenizer the policy's, unless `model_name_or_path` is another model.
+pub(super) fn use_own_tokenizer(config: &mut PpoConfig) {
+    config.model_name_or_path = config.model_name_or_path.take().filter(|model| *model != config.sft_model_path);
 }
 
 #[cfg(test)]

@@ -12,11 +12,12 @@ use rlhf::schema::HEADINGS;
 const COMMON_HEADING: &str = "Common options";
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 22] = [
+const COMMON: [(&str, &[&str], &[&str]); 23] = [
     (
         "sft",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "num_train_epochs",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
@@ -33,8 +34,9 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "reward",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "new_reward_head",
             "num_train_epochs",
             "per_device_train_batch_size",
@@ -51,8 +53,9 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "ppo",
-        &["sft_model_path", "dataset_name", "output_dir"],
+        &["sft_model_path", "dataset_name"],
         &[
+            "output_dir",
             "reward_model_path",
             "reward",
             "total_episodes",
@@ -167,6 +170,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
     ("schema", &[], &["config"]),
+    ("completions", &[], &[]),
     ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",

@@ -4,7 +4,7 @@ use clap::{Arg, Command};
 
 use super::args::is_named;
 use super::errors::{nearest, refusal};
-use super::{openrlhf, trl};
+use super::{hints, trl};
 
 /// Flags that are not keys of a configuration file.
 pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
@@ -72,7 +72,8 @@ impl<'c> Keys<'c> {
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
-        if let Some(hint) = openrlhf::hint(key).or_else(|| trl::hint(key)) {
+        let (commands, name) = self.place(key);
+        if let Some(hint) = hints::hint(name, &commands) {
             return format!("unknown key `{key}`; {hint}");
         }
         let hint = match (self.nearest(key), &self.place(key).0[..]) {

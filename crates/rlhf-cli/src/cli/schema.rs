@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use clap::{Arg, Command};
 use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig, RewardConfig, SchemaConfig,
-    ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig,
+    RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
 };
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -60,6 +60,7 @@ fn fields(name: &str) -> Vec<Field> {
         "chat" => ChatConfig::fields(),
         "serve" => ServeConfig::fields(),
         "plan" => PlanFlags::fields(),
+        "completions" => CompletionsConfig::fields(),
         "doctor" => DoctorConfig::fields(),
         "launch" => LaunchFlags::fields(),
         "schema" => SchemaConfig::fields(),

@@ -13,9 +13,9 @@ use serde_json::{Map, Value};
 
 use super::args::is_named;
 use super::errors::{Messages, parsed, refusal};
-use super::flags;
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
+use super::{flags, mixture};
 
 /// Treatment of a flag.
 #[derive(Debug, Clone, Copy)]
@@ -218,7 +218,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(&["none", "-1"], "outputs of earlier passes are not kept"), TRAIN, &["past_index"]),
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
     (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
-    (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
+    (Together, TRAIN, &[mixture::DATASETS, mixture::OF_OPEN_R1]),
+    (Together, ROLLOUT, &[PROMPT_COLUMN]),
     (Only(&["none", "uint8"], "4-bit weights are stored as bytes"), TRAIN, &["bnb_4bit_quant_storage"]),
     (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
     (
@@ -331,8 +332,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
 
 /// Flags of the table that are lists in TRL: repeated on the command line, one has the values of all. Of another flag the last value
 /// counts.
-const LISTS: [&str; 5] =
-    ["include_for_metrics", "label_names", "lora_target_parameters", "optim_target_modules", "datasets"];
+const LISTS: [&str; 4] = ["include_for_metrics", "label_names", "lora_target_parameters", "optim_target_modules"];
 
 /// Aliases of our flags, or of those in the table.
 const ALIASES: [(&str, &str); 6] = [
@@ -343,25 +343,6 @@ const ALIASES: [(&str, &str); 6] = [
     ("test_split_size", "eval_split_size"),
     ("no_cuda", "use_cpu"),
 ];
-
-/// Names that TRL has, or had, and their place here.
-const HINTS: [(&[&str], &str); 4] = [
-    (&["rloo_k"], "its name is num_generations"),
-    (
-        &["wandb_entity", "wandb_run_group"],
-        "arguments of a tracker are entries of tracker_kwargs: {\"wandb\": {\"entity\": ..., \"group\": ...}}",
-    ),
-    (&["env"], "set the variables in the environment of the command"),
-    (
-        &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
-        "rlhf launch starts ranks: rlhf launch --help",
-    ),
-];
-
-/// Returns the place of a name of TRL that is no flag and no key.
-pub(super) fn hint(name: &str) -> Option<String> {
-    HINTS.iter().find(|(names, _)| names.contains(&name)).map(|(_, hint)| (*hint).to_string())
-}
 
 /// The flag of TRL's `step()` that has the best model pushed: a map of the arguments of `push_to_hub`.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
@@ -378,6 +359,9 @@ const PUSH_ARGUMENTS: [(&str, &str); 5] = [
 /// Arguments of `push_to_hub` that change no byte of the model.
 const OTHER_PUSH_ARGUMENTS: [&str; 6] =
     ["commit_message", "commit_description", "safe_serialization", "use_temp_dir", "tags", "max_shard_size"];
+
+/// The column of open-r1's prompts.
+const PROMPT_COLUMN: &str = "dataset_prompt_column";
 
 /// The arguments of a schedule, a map.
 const SCHEDULE: &str = "lr_scheduler_kwargs";
@@ -454,9 +438,9 @@ pub(super) fn is_list(arg: &Arg) -> bool {
     LISTS.contains(&arg.get_id().as_str())
 }
 
-/// Returns whether the value of the flag is a map.
+/// Returns whether the value of the flag is a map, or a list of maps.
 pub(super) fn takes_map(arg: &Arg) -> bool {
-    [IF_BEST, SCHEDULE].iter().any(|name| arg.get_id() == name)
+    [IF_BEST, SCHEDULE, mixture::DATASETS, mixture::OF_OPEN_R1].iter().any(|name| arg.get_id() == name)
 }
 
 /// Returns whether `fine` contains `value`, or another word for it where it is true or false.
@@ -513,6 +497,8 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_best(&given, settings, &mut messages.refusals);
     flags.translate_schedule(&given, settings, &mut messages.refusals);
+    flags.translate_datasets(&given, settings, &mut messages.refusals);
+    flags.translate_prompt_column(&given, settings, &mut messages.refusals);
     flags.note_paged(settings, &mut messages.notes);
     flags.translate_sharding(&given, settings, messages);
 }
@@ -767,6 +753,51 @@ impl Flags<'_> {
             if !self.is_set(key, settings) {
                 settings.push(Setting::new(key, vec![value]));
             }
+        }
+    }
+
+    /// Sets the datasets by a mixture of them.
+    fn translate_datasets(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let is_mixture = |given: &&Given| [mixture::DATASETS, mixture::OF_OPEN_R1].contains(&given.flag);
+        for given in given.iter().filter(is_mixture).filter(|given| given.word() != "none") {
+            let found = match mixture::settings(&given.values.join(" ")) {
+                Ok(found) => found,
+                Err(message) => {
+                    self.refuse(given, &format!("{}: {message}", given.flag), refusals);
+                    // What it would set is not missing.
+                    refusals.about_too("dataset_name");
+                    continue;
+                }
+            };
+            for setting in found {
+                if self.is_set(&setting.key, settings) {
+                    let message = format!("{} and {} both set it: give one of them", given.flag, setting.key);
+                    self.refuse(given, &message, refusals);
+                } else {
+                    settings.push(setting);
+                }
+            }
+        }
+    }
+
+    /// Sets the column of the prompts as open-r1 does, whose prompts are messages of the user.
+    fn translate_prompt_column(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let column = given.iter().find(|given| given.flag == PROMPT_COLUMN && given.word() != "none");
+        let Some(given) = column else { return };
+        let column = given.shown();
+        if column != "prompt" && self.on_line("dataset_columns") {
+            let message =
+                format!("{PROMPT_COLUMN} and dataset_columns both name columns: write dataset_columns prompt={column}");
+            return self.refuse(given, &message, refusals);
+        }
+        let of_prompt = format!("prompt={column}");
+        match settings.iter_mut().find(|setting| setting.key == "dataset_columns") {
+            _ if column == "prompt" => {}
+            Some(columns) => columns.values.push(of_prompt),
+            None => settings.push(Setting::new("dataset_columns", vec![of_prompt])),
+        }
+        if !self.is_set("apply_chat_template", settings) {
+            settings.push(Setting::new("apply_chat_template", vec!["true".into()]));
         }
     }
 

@@ -268,6 +268,27 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
     is_model.then(|| format!("expected a kind of reward; a model is written as model:{}", public(kind)))
 }
 
+/// Rewards of open-r1 by its names, and what they are here.
+const OPEN_R1: [(&str, &str); 8] = [
+    ("accuracy", "accuracy_reward"),
+    ("format", "think_format_reward"),
+    ("cosine", "get_cosine_scaled_reward"),
+    ("repetition_penalty", "get_repetition_penalty_reward"),
+    ("soft_overlong_punishment", "get_soft_overlong_punishment"),
+    ("reasoning_steps", "a function of yours, python:MODULE.FUNCTION"),
+    ("tag_count", "a function of yours, python:MODULE.FUNCTION"),
+    ("code", "a program of yours, command:LINE"),
+];
+
+/// Returns a hint at what is meant by the unknown kind of reward `kind`.
+fn hint(kind: &str) -> String {
+    match (OPEN_R1.iter().find(|(name, _)| *name == kind), nearest(kind)) {
+        (Some((name, ours)), _) => format!("; `{name}` is open-r1's: here it is {ours}"),
+        (None, Some(near)) => format!("; did you mean `{near}`?"),
+        (None, None) => String::new(),
+    }
+}
+
 /// Returns the kind of reward that `kind` is probably a misspelling of: at most one letter in five differs.
 fn nearest(kind: &str) -> Option<&'static str> {
     let known = NOT_RULES.iter().chain(&KINDS).chain(&trl::KINDS).copied();
@@ -338,7 +359,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
                 public(other),
-                nearest(other).map_or(String::new(), |near| format!("; did you mean `{near}`?"))
+                hint(other)
             ));
         }
     };

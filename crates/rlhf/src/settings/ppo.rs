@@ -79,6 +79,9 @@ pub struct PpoConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
+    /// Separate dataset of prompts for evaluation: a file, a folder or a hub name.
+    #[setting(heading = DATA)]
+    pub eval_dataset_name: Option<PathBuf>,
     /// Maximum length of a prompt.
     #[setting(flatten)]
     #[serde(flatten)]

@@ -36,9 +36,9 @@ pub struct SftConfig {
     /// File of a chat template to use and to save [default: the tokenizer's].
     #[setting(heading = MODELS)]
     pub chat_template_path: Option<PathBuf>,
-    /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
-    #[setting(hide, heading = MODELS)]
-    #[serde(skip)]
+    /// The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the
+    /// tokenizer's].
+    #[setting(heading = MODELS)]
     pub eos_token: Option<String>,
 
     /// Datasets of rows.
