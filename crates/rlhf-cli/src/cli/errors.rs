@@ -184,13 +184,13 @@ mod tests {
         }
         assert_eq!(
             parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
-            "the following required arguments were not provided: --dataset_name <PATH>..., --output_dir <PATH>"
+            "the following required arguments were not provided: --dataset_name <PATH>..."
         );
         let no_file = parse_words(&["pipeline", "--seeed", "1"]).unwrap_err();
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, plan and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
     }
 
@@ -203,6 +203,15 @@ mod tests {
             let expected = format!("there is no {trainer} here: take {systems} for it");
             assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
         }
+    }
+
+    #[test]
+    fn a_script_of_trl_is_said_to_be_a_command() {
+        let error = parse_words(&["launch", "--nproc_per_node", "2", "examples/scripts/ppo/ppo_tldr.py", "--bf16"]);
+        let expected = "launch: examples/scripts/ppo/ppo_tldr.py is a script of Python: write ppo in its place, with the same flags";
+        assert_eq!(error.unwrap_err(), expected);
+        let error = parse_words(&["trl/scripts/grpo.py"]).unwrap_err();
+        assert!(error.ends_with("write grpo in its place, with the same flags"), "{error}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
 };
 
 /// Help of the settings that are otherwise described here.
-const HELP: [(&str, &str); 5] = [
+const HELP: [(&str, &str); 9] = [
     (
         MODEL,
         "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if beta is \
@@ -47,6 +47,20 @@ const HELP: [(&str, &str); 5] = [
         "advantage_estimator",
         "How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo` explains the other \
          estimators, which need no group",
+    ),
+    ("num_ppo_epochs", "Passes over the responses of an update"),
+    (
+        "total_episodes",
+        "Number of responses to train on, rounded up to whole updates, in place of `max_steps` [default: `num_train_epochs` times the \
+         prompts and their responses]",
+    ),
+    (
+        "unsupervised_dataset_name",
+        "Dataset of texts for a language-modelling loss beside the policy's own: a file, a folder or a hub name",
+    ),
+    (
+        "print_answers",
+        "Print and save some of the responses that the run trains on; TRL's log_completions does so every logging_steps updates",
     ),
     ("kl_in_loss", "Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards"),
 ];
@@ -61,6 +75,7 @@ pub(super) fn command(preset: Preset) -> Command {
         let of_preset = own.iter().find(|(key, _)| *key == id);
         let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };
         let help = renamed(&arg.get_help().map_or(String::new(), ToString::to_string), &NAMES);
+        let help = help.replace(", with the presets `grpo` and `rloo`", "");
         let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
         let arg = arg.help(help);
         match (id.as_str(), GROUP_NAMES.iter().find(|(ours, _)| *ours == id)) {

@@ -170,7 +170,7 @@ const COMMON: [(&str, &[&str], &[&str]); 23] = [
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
     ("schema", &[], &["config"]),
-    ("completions", &[], &[]),
+    ("completions", &[], &["config"]),
     ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",

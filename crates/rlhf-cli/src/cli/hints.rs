@@ -299,7 +299,7 @@ const OF_RECIPES: [(&str, &[(&[&str], &str)]); 3] = [
             (&["train_on_prompt"], "completion_only_loss = false of rlhf sft"),
             (&["neat_packing"], "packing of rlhf sft, whose rows do not see each other"),
             (&["mask_history"], "assistant_only_loss of rlhf sft, for all turns of the assistant"),
-            (&["overwrite_cache", "preprocessing_num_workers"], "nothing: data is read anew, by one process"),
+            (&["overwrite_cache"], "nothing: data is read anew, by one process"),
             (&["plot_loss"], "nothing: report.html has the curves"),
             (&["quantization_bit"], "load_in_4bit or load_in_8bit"),
             (&["pure_bf16"], "bf16, and optim = adamw_bf16 for bf16 weights"),

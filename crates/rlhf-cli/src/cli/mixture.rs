@@ -11,7 +11,7 @@ pub(super) const DATASETS: &str = "datasets";
 pub(super) const OF_OPEN_R1: &str = "dataset_mixture";
 
 /// What a mixture is.
-const EXPECTED: &str = "expected a list of datasets such as [{path: DATASET, split: train}]";
+const EXPECTED: &str = "expected none or a list of datasets such as [{path: DATASET, split: train}]";
 
 /// Returns a mixture in JSON as our settings.
 ///
@@ -146,14 +146,17 @@ mod tests {
         for (text, message) in [
             (
                 "datasets: [{path: a, split: x}, {path: b}]\n",
-                "datasets: expected one of the splits for all datasets, dataset_train_split; found x, train",
+                "expected one of the splits for all datasets, dataset_train_split; found x, train",
             ),
-            ("datasets: [{name: a}]\n", "datasets: expected the `path` of each dataset"),
-            ("datasets: [{path: a, revision: b}]\n", "datasets: `revision`: expected path, id,"),
+            ("datasets: [{name: a}]\n", "expected the `path` of each dataset"),
+            ("datasets: [{path: a, revision: b}]\n", "`revision`: expected path, id,"),
             ("datasets: [{path: a}]\ndataset_name: b\n", "datasets and dataset_name both set it: give one of them"),
         ] {
             let error = with_file(text, &words).unwrap_err();
-            assert!(error.starts_with(&format!("run.yaml:1: {message}")) && error.lines().count() == 1, "{error}");
+            assert!(
+                error.starts_with("run.yaml:1: datasets ") && error.contains(message) && error.lines().count() == 1,
+                "{error}"
+            );
         }
         let line = ["--datasets", "[{\"path\": \"a\"}]"];
         assert!(parse_words(&[&words[..], &line].concat()).is_ok());

@@ -176,9 +176,12 @@ mod tests {
                 .get_arguments()
                 .filter(|arg| !arg.is_hide_set() && !["help", "config"].contains(&arg.get_id().as_str()));
             for flag in own.filter(|_| command.get_name() != "replay") {
-                assert!(described.contains(&flag.get_id().to_string()), "{}: {}", command.get_name(), flag.get_id());
+                let name = flag.get_long().unwrap_or(flag.get_id().as_str());
+                assert!(described.contains(&name.to_string()), "{}: {name}", command.get_name());
             }
-            assert!(fields(command.get_name()).iter().all(|field| described.contains(&field.name.to_string())));
+            let all = fields(command.get_name());
+            let all = all.iter().all(|field| described.contains(&field.name.to_string()));
+            assert!(all || groups::has(command.get_name()), "{}", command.get_name());
         }
     }
 
@@ -189,6 +192,9 @@ mod tests {
         assert_eq!(rate["preset_defaults"]["grpo"], json!(1e-6));
         assert_eq!(setting("grpo", "learning_rate")["default"], json!(1e-6));
         assert_eq!(setting("grpo", "model_name_or_path")["required"], json!(true));
+        let length = setting("grpo", "max_completion_length");
+        assert_eq!((&length["default"], &length["aliases"]), (&json!(512), &json!(["response_length"])));
+        assert!(of("grpo").iter().all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path"));
         let steps = setting("sft", "max_steps");
         assert_eq!(
             (&steps["type"], &steps["optional"], &steps["default"]),

@@ -763,7 +763,8 @@ impl Flags<'_> {
             let found = match mixture::settings(&given.values.join(" ")) {
                 Ok(found) => found,
                 Err(message) => {
-                    self.refuse(given, &format!("{}: {message}", given.flag), refusals);
+                    let shown: String = given.shown().chars().take(60).collect();
+                    self.refuse(given, &format!("{} = {shown}: {message}", given.flag), refusals);
                     // What it would set is not missing.
                     refusals.about_too("dataset_name");
                     continue;
@@ -1060,7 +1061,7 @@ mod tests {
             ),
             (&["--reward_funcs", "jsn"], "reward_funcs = jsn: expected one of model"),
             (&["--reward_funcs", "json", "json"], "reward_funcs: `json` is given twice"),
-            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs: `json` is given twice"),
             (&["--beta", "-1"], "beta = -1: expected a number of 0 or more"),
             (
                 &["--cast_lm_head_to_fp32"],
