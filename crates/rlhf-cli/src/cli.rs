@@ -287,3 +287,26 @@ impl Task {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rlhf::settings::MergeConfig;
+
+    use super::Task;
+    use super::testing::parse_words;
+
+    #[test]
+    fn merge_takes_its_model_as_a_word_too() {
+        let expected = Task::Merge(MergeConfig::new("runs/ppo", "out"));
+        for words in [
+            &["merge", "runs/ppo", "--output_dir", "out"][..],
+            &["merge", "--output_dir", "out", "runs/ppo"],
+            &["merge", "--model_name_or_path", "runs/ppo", "--output_dir", "out"],
+        ] {
+            assert_eq!(parse_words(words).unwrap(), expected, "{words:?}");
+        }
+        let both = parse_words(&["merge", "a", "--model", "b", "--output_dir", "out"]).unwrap_err();
+        assert_eq!(both, "model_name_or_path and the argument a are the same setting: give one of them");
+        assert!(parse_words(&["merge", "--output_dir", "out"]).unwrap_err().contains("--model_name_or_path <PATH>"));
+    }
+}

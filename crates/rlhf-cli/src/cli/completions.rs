@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use clap::Command;
+use clap::{Arg, Command};
 use clap_complete::{Shell, generate};
 use rlhf::settings::{self, CompletionsConfig};
 use rlhf::{Error, Result};
@@ -26,7 +26,8 @@ fn script(shell: settings::Shell) -> Vec<u8> {
     };
     // Names of other systems are accepted, but not offered.
     let shown = |command: &Command| {
-        let args = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help").cloned();
+        let is_shown = |arg: &&Arg| arg.get_id() != "help" && (!arg.is_hide_set() || arg.is_positional());
+        let args = command.get_arguments().filter(is_shown).cloned();
         let about = command.get_about().cloned().unwrap_or_default();
         Command::new(command.get_name().to_string()).about(about).disable_help_flag(true).args(args)
     };

@@ -419,4 +419,16 @@ mod tests {
         let error = accelerate(&path).unwrap_err().to_string();
         assert!(error.contains("acc.yaml:1: expected a configuration of accelerate in YAML"), "{error}");
     }
+
+    #[test]
+    fn what_accelerate_writes_by_itself_sets_nothing() {
+        for value in ["1", "auto"] {
+            let map =
+                format!(r#"{{"deepspeed_config": {{"gradient_accumulation_steps": "{value}", "zero_stage": 2}}}}"#);
+            let map: Value = serde_json::from_str(&map).unwrap();
+            let content = content(map.as_object().unwrap(), ACCELERATE);
+            assert_eq!(content.found.iter().map(|found| found.setting).collect::<Vec<_>>(), ["zero_stage"]);
+            assert!(content.unknown.is_empty() && content.refused.is_empty());
+        }
+    }
 }

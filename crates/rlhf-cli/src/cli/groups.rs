@@ -84,7 +84,8 @@ pub(super) fn command(preset: Preset) -> Command {
             (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
             ("reward", Some((_, theirs))) => called(arg, theirs).value_parser(reward),
             (_, Some((_, theirs))) => called(arg, theirs),
-            (id, None) => arg.hide(NOT_OF_GROUPS.iter().any(|(name, _)| *name == id)),
+            (id, None) if NOT_OF_GROUPS.iter().any(|(name, _)| *name == id) => arg.hide(true),
+            _ => arg,
         }
     })
 }
@@ -298,11 +299,74 @@ mod tests {
             let config =
                 PpoConfig { model_name_or_path: tokenizer, ..PpoConfig::with_preset(preset, "m", "r", "d", "o") };
             settings::write_resolved(&config, &path).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains("\nmax_completion_length: 512\n") && !text.contains("vf_coef"), "{text}");
+            assert_eq!(text.contains("\nmodel_name_or_path: m\n"), !text.contains(POLICY), "{text}");
             for command in [preset.command(), "ppo"] {
                 let task = parse_words(&[command, "--config", path.to_str().unwrap()]).unwrap();
                 assert_eq!(task, Task::Ppo(config.clone()));
             }
         }
+    }
+
+    #[test]
+    fn what_has_no_effect_is_not_shown_and_refused_by_the_names_of_the_command() {
+        let usual = PpoConfig::with_preset(Preset::Grpo, "m", "r", "d", "o");
+        let usual = serde_json::to_value(usual).unwrap();
+        for preset in PRESETS {
+            let (long, command) = (parse_words(&[preset.command(), "--help"]).unwrap_err(), command(preset));
+            for (name, only) in NOT_OF_GROUPS {
+                assert!(!long.contains(&format!("--{name}")), "{name}");
+                assert!(command.get_arguments().any(|arg| arg.get_id() == name), "{name}");
+                assert_eq!(usual[name], serde_json::from_str::<serde_json::Value>(only).unwrap(), "{name}");
+            }
+            for (ours, theirs) in GROUP_NAMES {
+                assert!(long.contains(&format!("--{theirs} ")) && !long.contains(&format!("--{ours} ")), "{ours}");
+            }
+            assert!(
+                !["kl_coef`", "response_length", "cliprange", "ppo_epochs"].iter().any(|name| long.contains(name)),
+                "{long}"
+            );
+        }
+        let error = |words: &[&str]| parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
+        for (words, message) in [
+            (
+                &["--vf_coef", "1"][..],
+                "vf_coef = 1 has no effect with advantage_estimator = grpo: there is no value model",
+            ),
+            (&["--min_new_tokens", "600"], "min_new_tokens = 600: expected at most max_completion_length = 512"),
+            (&["--kl_estimator", "abs"], "kl_estimator = abs has no effect with beta = 0: there is no reference model"),
+            (
+                &["--num_generation", "4"],
+                "unexpected argument '--num_generation' found; tip: a similar argument exists: '--num_generations'",
+            ),
+            (
+                &["--max_completion_lenght", "4"],
+                "unexpected argument '--max_completion_lenght' found; tip: a similar argument exists: '--max_completion_length'",
+            ),
+        ] {
+            assert_eq!(error(words), message);
+        }
+        assert!(parse_words(&[&least("rloo")[..], &["--vf_coef", "0.1", "--lam", "0.95"]].concat()).is_ok());
+        let found = parsed(
+            &[&least("grpo")[..], &["--reward_funcs", "a", "b", "c", "--reward_weights", "1", "2", "3"]].concat(),
+        );
+        let error = found.unwrap_err();
+        assert_eq!(error.lines().filter(|line| line.starts_with("reward_funcs = ")).count(), 3, "{error}");
+        assert_eq!(error.lines().count(), 3, "{error}");
+    }
+
+    #[test]
+    fn settings_of_open_r1_name_the_column_of_the_prompts() {
+        let text = "system_prompt: Think.\ndataset_prompt_column: problem\n";
+        let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
+        assert_eq!(
+            (&config.data.dataset_columns[..], config.apply_chat_template),
+            (&["prompt=problem".to_string()][..], true)
+        );
+        assert_eq!(config.system_prompt.as_deref(), Some("Think."));
+        let Task::Ppo(config) = with_file("dataset_prompt_column: prompt\n", &least("grpo")).unwrap() else { panic!() };
+        assert!(config.data.dataset_columns.is_empty() && config.apply_chat_template);
     }
 
     #[test]
