@@ -512,9 +512,9 @@ impl<'a> Builder<'a> {
             HeadNames::Dense { .. } | HeadNames::Score => None,
         };
         let hint = if encoders_head.is_some_and(|head| self.missing.contains(&head)) {
-            ": this is a model without a classifier's head; `rlhf reward` makes one of an encoder"
+            ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
         } else if classifies(&missing) {
-            ": this is a language model, not a reward or value model; `rlhf reward` makes one of it"
+            ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
         } else if classifies(&unexpected) && missing.iter().all(|n| is_head(n)) {
             ": this is a reward or value model, not a language model"
         } else {

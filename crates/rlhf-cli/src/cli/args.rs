@@ -107,9 +107,13 @@ pub(super) fn matches_of(
     Ok(relaxed(command.clone()).try_get_matches_from(args)?)
 }
 
-/// Makes a required flag optional, with "." as its value.
+/// Makes a required flag optional, with "." as its value, or its first choice.
 pub(super) fn not_required(arg: Arg) -> Arg {
-    if arg.is_required_set() { arg.required(false).default_value(".") } else { arg }
+    if !arg.is_required_set() {
+        return arg;
+    }
+    let first = arg.get_possible_values().first().map_or_else(|| ".".into(), |choice| choice.get_name().to_string());
+    arg.required(false).default_value(first)
 }
 
 /// Removes the flag that `error` is about, with its values, from the command line and refuses it, so that the next parse finds

@@ -57,6 +57,8 @@ mod tests {
             }
             assert!(!script.contains("vllm_mode"), "{name}");
         }
+        let missing = parse_words(&["completions"]).unwrap_err();
+        assert_eq!(missing, "the following required arguments were not provided: <SHELL>");
         let error = parse_words(&["completions", "tcsh"]).unwrap_err();
         assert!(error.contains("tcsh") && error.contains("bash"), "{error}");
     }

@@ -160,7 +160,7 @@ const COMMON: [(&str, &[&str], &[&str]); 23] = [
             "config",
         ],
     ),
-    ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("merge", &["output_dir"], &["model_name_or_path", "overwrite_output_dir", "max_shard_size", "config"]),
     ("convert", &[], &["dtype", "max_shard_size", "config"]),
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
@@ -346,7 +346,8 @@ fn text(command: &Command) -> String {
         format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
     };
     let optional = |arg: &Arg| {
-        format!(" [{}]...", arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str()))
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        format!(" [{name}]{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
     };
     let rest = match command.get_positionals().next() {
         Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),

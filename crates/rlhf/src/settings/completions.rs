@@ -8,7 +8,7 @@ use rlhf_base::schema::{Choices, RUN, Settings};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Settings)]
 pub struct CompletionsConfig {
     /// Shell that completes the words.
-    #[setting(positional, heading = RUN)]
+    #[setting(positional, heading = RUN, value_name = "SHELL")]
     pub shell: Shell,
 }
 

@@ -563,7 +563,7 @@ pub(in crate::train) fn read_prompts(
 pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
     if names.is_empty() {
-        let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
+        let message = "no reward: set at least one of `reward_model_path`, `reward`, `reward_command` and `reward_url`";
         return Err(Error::Usage(message.into()));
     }
     if let Some(metric) = &config.eval.metric_for_best_model
