@@ -28,7 +28,7 @@ mod refusals;
 mod values;
 
 pub use refusals::{
-    Refusals, above_zero, all, at_least_one, expect, no_effect, subjects, usage, zero_or_more, zero_to_one,
+    Refusals, above_zero, all, at_least_one, expect, no_effect, renamed, subjects, usage, zero_or_more, zero_to_one,
 };
 pub use rlhf_derive::{Choices, Settings};
 pub use values::{
@@ -41,36 +41,65 @@ use crate::Result;
 // Headings of `--help`.
 /// Models and their tokenizers.
 pub const MODELS: &str = "Models";
-/// Rewards other than a reward model.
-pub const REWARDS: &str = "Rewards";
 /// Datasets.
 pub const DATA: &str = "Data";
-/// Batch sizes, and the length of the run.
-pub const BATCHES: &str = "Batch sizes and length of the run";
-/// The algorithm.
-pub const PPO: &str = "PPO";
-/// The loss of supervised training.
-pub const LOSS: &str = "Loss";
+/// Rewards, and what changes a response's score.
+pub const REWARDS: &str = "Rewards";
 /// Sampling, and the end of a response.
-pub const SAMPLING: &str = "Sampling";
-/// Low-rank adapters.
-pub const LORA: &str = "LoRA";
+pub const SAMPLING: &str = "Generation";
+/// Batch sizes, and the length of the run.
+pub const BATCHES: &str = "Batches and length of the run";
+/// The estimator of the advantages, and groups of responses.
+pub const ADVANTAGES: &str = "Advantages and groups";
+/// The penalty for leaving the reference model, and that model.
+pub const KL: &str = "KL and reference model";
+/// The loss.
+pub const LOSS: &str = "Loss";
+/// The value model of PPO.
+pub const CRITIC: &str = "Value model";
 /// Optimizer and learning rate.
 pub const OPTIMIZER: &str = "Optimizer";
-/// Checkpoints, and resuming.
-pub const CHECKPOINTS: &str = "Checkpoints";
+/// Low-rank adapters.
+pub const LORA: &str = "LoRA";
 /// Evaluation during a run.
 pub const EVALUATION: &str = "Evaluation";
-/// Several ranks.
-pub const DIST: &str = "Several ranks";
+/// The output folder, checkpoints, and resuming.
+pub const CHECKPOINTS: &str = "Output and checkpoints";
+/// Metrics, trackers, samples.
+pub const LOGGING: &str = "Logging";
+/// What stops or warns about a run that goes wrong.
+pub const ALARMS: &str = "Checks and alarms";
+/// Precision, memory and speed.
+pub const SPEED: &str = "Precision, memory and speed";
 /// Uploads to the hub.
 pub const HUB: &str = "Hugging Face hub";
-/// Output, precision, device, reports.
+/// Several ranks.
+pub const DIST: &str = "Several ranks";
+/// Settings of programs that train nothing.
 pub const RUN: &str = "Run";
 
 /// All headings, in the order of `--help`.
-pub const HEADINGS: [&str; 14] =
-    [MODELS, DATA, REWARDS, BATCHES, SAMPLING, PPO, LOSS, OPTIMIZER, LORA, EVALUATION, CHECKPOINTS, HUB, DIST, RUN];
+pub const HEADINGS: [&str; 19] = [
+    MODELS,
+    DATA,
+    REWARDS,
+    SAMPLING,
+    BATCHES,
+    ADVANTAGES,
+    KL,
+    LOSS,
+    CRITIC,
+    OPTIMIZER,
+    LORA,
+    EVALUATION,
+    CHECKPOINTS,
+    LOGGING,
+    ALARMS,
+    SPEED,
+    HUB,
+    DIST,
+    RUN,
+];
 
 /// Default value of an optional flag that is unset.
 pub const NONE: &str = "none";

@@ -37,11 +37,17 @@ const JSON: &str = "tokenizer.json";
 /// The file of a tokenizer's settings.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
+/// The file of special tokens of a folder that older versions of transformers wrote.
+const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+
+/// The name of the token that ends a text.
+const EOS_TOKEN: &str = "eos_token";
+
 /// The files of a tokenizer; the existing ones are saved with every model.
 pub const FILES: [&str; 10] = [
     JSON,
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS_MAP,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -715,22 +721,36 @@ impl Tokenizer {
         self.eos().ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
     }
 
-    /// Checks that `token`, the setting `eos_token`, is the token that ends a text.
+    /// Makes `token`, the setting `eos_token`, the token that ends a text, also in the chat template and in the files that are saved. The
+    /// tokens that ended a text so far still do.
     ///
     /// # Errors
-    /// If it is another one.
-    pub fn check_eos(&self, token: Option<&str>) -> Result<()> {
-        let Some(token) = token else { return Ok(()) };
-        let text = |id: i64| self.inner.as_ref()?.id_to_token(u32::try_from(id).ok()?);
-        let own = self.eos().and_then(text);
-        if own.as_deref() == Some(token) {
+    /// If the tokenizer does not have it; if a file of its special tokens is no JSON object.
+    pub fn set_eos(&mut self, token: &str) -> Result<()> {
+        let id = self.inner.as_ref().and_then(|inner| inner.token_to_id(token)).map(i64::from);
+        let Some(id) = id else {
+            return Err(Error::Usage(format!(
+                "eos_token = {token}: expected a token of the tokenizer in {}, which has no such token",
+                self.dir.display()
+            )));
+        };
+        if self.eos() == Some(id) {
             return Ok(());
         }
-        let own = own.map_or("none".into(), |own| format!("{own:?}"));
-        Err(Error::Usage(format!(
-            "eos_token = {token}: expected the tokenizer's own, which is {own}: to change it, edit `eos_token` in {}",
-            self.dir.join(TOKENIZER_CONFIG).display()
-        )))
+        self.eos.retain(|other| *other != id);
+        self.eos.insert(0, id);
+        self.described.named.insert(EOS_TOKEN.into(), token.into());
+        if !self.files.iter().any(|(name, _)| *name == TOKENIZER_CONFIG) {
+            self.files.push((TOKENIZER_CONFIG, b"{}".to_vec()));
+        }
+        let of_tokens = |name: &str| [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP].contains(&name);
+        for (name, bytes) in self.files.iter_mut().filter(|(name, _)| of_tokens(name)) {
+            let invalid = |error: serde_json::Error| Error::invalid(self.dir.join(&*name), error.to_string());
+            let mut settings: Map<String, Value> = serde_json::from_slice(bytes).map_err(invalid)?;
+            settings.insert(EOS_TOKEN.into(), token.into());
+            *bytes = serde_json::to_vec_pretty(&settings).map_err(invalid)?;
+        }
+        Ok(())
     }
 
     /// Checks that every id of this tokenizer has a row in the embedding of `model`, whose folder is `dir`.

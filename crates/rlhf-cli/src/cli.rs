@@ -7,6 +7,7 @@ mod args;
 mod attack;
 pub(crate) mod chat;
 mod commands;
+pub(crate) mod completions;
 mod config_file;
 pub(crate) mod convert;
 mod deepspeed_chat;
@@ -18,11 +19,13 @@ mod foreign;
 pub(crate) mod generate;
 pub(crate) mod groups;
 mod help;
+mod hints;
+mod implied;
 mod keys;
 pub(crate) mod launch;
 mod layers;
 pub(crate) mod logprobs;
-mod openrlhf;
+mod mixture;
 mod pipeline;
 pub(crate) mod plan;
 pub(crate) mod push;
@@ -48,13 +51,14 @@ use clap::{ArgMatches, Command};
 use rlhf::Result;
 use rlhf::schema::{Refusals, Setting as _};
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig,
-    PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig,
+    MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig,
+    WatchConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
 use self::args::{call_as_written, matches_of, normalize, not_required, on_line, parse_flags};
-use self::commands::{PIPELINE, rlhf_command};
+use self::commands::{FOLDER, PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
@@ -86,6 +90,7 @@ pub(crate) enum Task {
     Watch(WatchConfig),
     Doctor(DoctorConfig),
     Schema(SchemaConfig),
+    Completions(CompletionsConfig),
     Replay(ReplayTask),
     Launch(LaunchTask),
     Plan(PlanTask),
@@ -170,8 +175,12 @@ fn with_settings(
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     call_as_written(command, args, &mut messages.refusals);
     name_nulls(&mut settings);
+    if groups::has(name) {
+        groups::rename(&mut messages.refusals);
+    }
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.
+    let forced = forced.into_iter().chain(folder(command, flags, &mut messages.refusals));
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
@@ -181,6 +190,7 @@ fn with_settings(
     if without_dir {
         settings.push(Setting::new("output_dir", vec![".".into()]));
     }
+    let trains_model = implied::add(name, flags, &mut settings, messages);
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
         let layers = [&[&plain[..]], layers].concat();
         let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, &layers));
@@ -189,6 +199,11 @@ fn with_settings(
         })?;
         let (_, flags) = matches.subcommand().expect("clap matched it");
         let mut task = Task::new(name, flags)?;
+        if let Task::Ppo(config) = &mut task
+            && trains_model
+        {
+            groups::use_own_tokenizer(config);
+        }
         if let (Task::Reward(config), true) = (&mut task, without_dir) {
             config.run.output_dir = PathBuf::new();
         }
@@ -197,10 +212,21 @@ fn with_settings(
     resolve(preset, &settings, |key| on_line(flags, key), build, Task::check, messages)
 }
 
+/// Returns the model that `rlhf merge FOLDER` names.
+fn folder(command: &Command, flags: &ArgMatches, refusals: &mut Refusals) -> Option<Setting> {
+    let name = flags.try_get_one::<String>(FOLDER).ok().flatten().filter(|_| command.get_name() == "merge")?;
+    if on_line(flags, "model_name_or_path") {
+        let line = format!("model_name_or_path and the argument {name} are the same setting: give one of them");
+        refusals.refuse(line, ["model_name_or_path"]);
+        return None;
+    }
+    Some(Setting::new("model_name_or_path", vec![name.clone()]))
+}
+
 /// Returns whether `rlhf reward` only evaluates (`eval_only`) and no `output_dir` is set: it needs none then.
 fn needs_no_output_dir(flags: &ArgMatches, settings: &[Setting]) -> bool {
     let of_file = |key: &str| settings.iter().find(|setting| setting.key == key);
-    let has_dir = flags.contains_id("output_dir") || of_file("output_dir").is_some();
+    let has_dir = on_line(flags, "output_dir") || of_file("output_dir").is_some();
     let of_flag = match flags.value_source("eval_only") {
         Some(ValueSource::CommandLine) => flags::text(flags, "eval_only").and_then(bool::read),
         _ => None,
@@ -215,8 +241,7 @@ impl Task {
         Ok(match name {
             "sft" => Task::Sft(flags::read::<SftConfig>(matches)?),
             "reward" => Task::Reward(flags::read::<RewardConfig>(matches)?),
-            "ppo" => Task::Ppo(flags::read::<PpoConfig>(matches)?),
-            name if groups::has(name) => Task::Ppo(groups::config(flags::read::<PpoConfig>(matches)?)),
+            "ppo" | "grpo" | "rloo" => Task::Ppo(flags::read::<PpoConfig>(matches)?),
             "generate" => Task::Generate(flags::read::<GenerateConfig>(matches)?),
             "logprobs" => Task::Logprobs(flags::read::<LogprobsConfig>(matches)?),
             "score" => Task::Score(flags::read::<ScoreConfig>(matches)?),
@@ -228,6 +253,7 @@ impl Task {
             "serve" => Task::Serve(flags::read::<ServeConfig>(matches)?),
             "watch" => Task::Watch(flags::read::<WatchConfig>(matches)?),
             "schema" => Task::Schema(flags::read::<SchemaConfig>(matches)?),
+            "completions" => Task::Completions(flags::read::<CompletionsConfig>(matches)?),
             "doctor" => Task::Doctor(flags::read::<DoctorConfig>(matches)?),
             "merge" => Task::Merge(flags::read::<MergeConfig>(matches)?),
             _ => unreachable!("{name} is parsed elsewhere"),
@@ -246,7 +272,8 @@ impl Task {
             | Task::Plan(_)
             | Task::Replay(_)
             | Task::Doctor(_)
-            | Task::Schema(_) => Ok(()),
+            | Task::Schema(_)
+            | Task::Completions(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
@@ -258,5 +285,28 @@ impl Task {
             Task::Serve(config) => config.check(),
             Task::Watch(config) => config.check(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rlhf::settings::MergeConfig;
+
+    use super::Task;
+    use super::testing::parse_words;
+
+    #[test]
+    fn merge_takes_its_model_as_a_word_too() {
+        let expected = Task::Merge(MergeConfig::new("runs/ppo", "out"));
+        for words in [
+            &["merge", "runs/ppo", "--output_dir", "out"][..],
+            &["merge", "--output_dir", "out", "runs/ppo"],
+            &["merge", "--model_name_or_path", "runs/ppo", "--output_dir", "out"],
+        ] {
+            assert_eq!(parse_words(words).unwrap(), expected, "{words:?}");
+        }
+        let both = parse_words(&["merge", "a", "--model", "b", "--output_dir", "out"]).unwrap_err();
+        assert_eq!(both, "model_name_or_path and the argument a are the same setting: give one of them");
+        assert!(parse_words(&["merge", "--output_dir", "out"]).unwrap_err().contains("--model_name_or_path <PATH>"));
     }
 }

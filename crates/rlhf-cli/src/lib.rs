@@ -81,7 +81,7 @@ fn start() -> u8 {
             let _ = io::stdout().write_all(text.as_bytes());
             0
         }
-        Err(Stop::Error(error)) => report(&with_own_names(words(), error), is_main()),
+        Err(Stop::Error(error)) => report(&error, is_main()),
     }
 }
 
@@ -126,6 +126,7 @@ fn run_task(task: &Task) -> Result<u8> {
         | Task::Serve(_)
         | Task::Doctor(_)
         | Task::Schema(_)
+        | Task::Completions(_)
         | Task::Plan(_)
             if !is_main() =>
         {
@@ -142,6 +143,7 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Serve(config) => cli::serve::serve(config),
         Task::Replay(task) => cli::replay::replay(task),
         Task::Launch(config) => return cli::launch::launch(config),
+        Task::Completions(config) => cli::completions::completions(config),
         Task::Schema(config) => cli::schema::schema(config),
         Task::Doctor(config) => return cli::doctor::doctor(config),
     }?;

@@ -558,14 +558,27 @@ fn a_policy_is_no_reward_model_without_the_flag_for_a_new_head() {
     let ran = scratch.run(&format!("{line} --new_reward_head"));
     assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
     assert!(ran.stderr.starts_with("warning: other: the reward model has a fresh random head"), "{}", ran.stderr);
-    // And never the model under evaluation.
-    for same in ["--reward_model_path policy", "--reward again=model:./policy"] {
-        let line = format!("{PPO} --new_reward_head --output_dir same {same}");
-        scratch.refuses(&line, 2, &["sft_model_path = policy: the reward model is this same folder"]);
+    // As in TRL's example, whose policy and reward model are one folder; but not in silence either.
+    for (same, out) in
+        [("--reward_model_path policy", "same"), ("--reward_model_path none --reward again=model:./policy", "again")]
+    {
+        let line = format!("{PPO} --output_dir {out} {same}");
+        let words = [
+            "sft_model_path = policy: the reward model is this same folder",
+            "--new_reward_head gives it a score head",
+        ];
+        scratch.refuses(&line, 2, &words);
+        let ran = scratch.run(&format!("{line} --new_reward_head"));
+        assert!(ran.code == 0 && ran.stderr.contains("the reward model has a fresh random head"), "{}", ran.stderr);
     }
-    let line = format!("{REWARD} --model_name_or_path policy --output_dir out_reward");
-    scratch.refuses(&line, 1, &["policy: missing `score.weight`", "--new_reward_head"]);
-    scratch.succeeds(&format!("{line} --new_reward_head"));
+    // A reward model is trained from a language model, as in TRL.
+    let line = format!("{REWARD} --model_name_or_path policy");
+    let ran = scratch.run(&format!("{line} --output_dir noted"));
+    assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
+    assert!(ran.stderr.contains("policy: a model without a score head: it gets a new one"), "{}", ran.stderr);
+    scratch.succeeds(&format!("{line} --new_reward_head --output_dir meant"));
+    let weights = |out: &str| std::fs::read(scratch.path(out).join("model.safetensors")).unwrap();
+    assert_eq!(weights("noted"), weights("meant"));
 }
 
 #[test]
@@ -781,17 +794,24 @@ fn rows_with_an_empty_text_are_left_out_and_counted_and_an_empty_completion_is_l
 // Bad input: settings.
 
 #[test]
-fn an_eos_token_that_is_set_must_be_the_tokenizers_own() {
+fn an_eos_token_that_is_set_ends_texts_of_the_saved_model_and_its_tokenizer() {
     let scratch = Scratch::new();
     for (line, out) in [(SFT, "sft"), (REWARD, "judge")] {
-        let words = ["eos_token = <|im_end|>: expected the tokenizer's own, which is \"<|endoftext|>\": to change it"];
+        let words = ["eos_token = <|im_end|>: expected a token of the tokenizer in ", "which has no such token"];
         scratch.refuses(&format!("{line} --eos_token <|im_end|>"), 2, &words);
-        let own = scratch.run(&format!("{line} --eos_token <|endoftext|> --pad_token <|padding|> --output_dir {out}"));
+        let own = scratch.run(&format!("{line} --eos_token <|padding|> --pad_token <|padding|> --output_dir {out}"));
         assert_eq!(own.code, 0, "{}", own.stderr);
         assert!(own.stderr.contains("without effect here: pad_token (nothing is padded"), "{}", own.stderr);
-        // The settings of the run are those without it.
-        assert!(!scratch.read(&format!("{out}/config.yaml")).contains("eos_token"));
+        assert!(scratch.read(&format!("{out}/config.yaml")).contains("\neos_token: <|padding|>\n"));
+        let json = |name: &str| serde_json::from_str::<Value>(&scratch.read(&format!("{out}/{name}"))).unwrap();
+        assert_eq!(json("tokenizer_config.json")["eos_token"], "<|padding|>");
+        assert_eq!(json("config.json")["eos_token_id"], 1);
     }
+    let generation: Value = serde_json::from_str(&scratch.read("sft/generation_config.json")).unwrap();
+    assert_eq!(generation["eos_token_id"], serde_json::json!([1, 0]), "what ended a text before still does");
+    // The saved model is one of its own.
+    let again = format!("{SFT} --model_name_or_path sft --eos_token <|padding|> --output_dir again");
+    scratch.succeeds(&again);
 }
 
 #[test]

@@ -639,7 +639,6 @@ fn a_run_that_may_not_push_does_not_start_and_one_that_cannot_push_loses_nothing
         ran.is_one_error(name, code, words);
         assert!(!ran.stderr.contains("hf_wrong") && !scratch.path("out").exists(), "{}", ran.stderr);
     }
-    server.run(&scratch, &format!("{SFT} --push_to_hub")).is_one_error(SFT, 2, &["needs hub_model_id"]);
 
     let failing = json!({"route": "commit", "status": 403, "body": "{\"error\": \"Forbidden\"}"});
     server.set(&json!({"faults": vec![failing; 5]}));

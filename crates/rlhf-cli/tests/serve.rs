@@ -354,6 +354,27 @@ fn a_text_ends_before_its_stop_string_in_a_stream_too() {
 }
 
 #[test]
+fn tokens_that_end_a_response_and_a_least_number_of_them_are_those_of_vllm() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch);
+    let complete = |more: Value| {
+        let mut body = json!({"prompt": "The movie", "max_tokens": 8, "temperature": 0, "skip_special_tokens": true});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer: Value = serde_json::from_str(&server.completes("/v1/completions", body).body).unwrap();
+        (answer["usage"]["completion_tokens"].as_u64().unwrap(), answer["choices"][0]["finish_reason"].clone())
+    };
+    let all: Vec<u64> = (0..352).collect();
+    assert_eq!(complete(json!({"stop_token_ids": all})), (1, json!("stop")));
+    assert_eq!(complete(json!({"stop_token_ids": all, "min_tokens": 8})).0, 8);
+    assert_eq!(complete(json!({"ignore_eos": true, "n": 1.0, "stop_token_ids": []})), (8, json!("length")));
+    let answer = server.post("/v1/completions", &json!({"model": "policy", "prompt": "a", "stop_token_ids": [352]}));
+    assert!(answer.status == 400 && answer.body.contains("stop_token_ids = 352"), "{}", answer.body);
+    let answer =
+        server.post("/v1/completions", &json!({"model": "policy", "prompt": "a", "max_tokens": 2, "min_tokens": 3}));
+    assert!(answer.status == 400 && answer.body.contains("`min_tokens`"), "{}", answer.body);
+}
+
+#[test]
 fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch);

@@ -57,6 +57,7 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         save(dir)?;
         tokenizer.save_pretrained(dir)
     })?;
+    announce(&format!("the merged model is in {}", out.display()));
     if is_rounded && config.save_dtype == Dtype::Auto {
         announce(ROUNDED);
     }

@@ -22,6 +22,8 @@ pub(crate) mod checkpoint;
 pub mod ends;
 mod environment;
 pub(crate) mod event;
+#[doc(hidden)] // For the program, which has the same names.
+pub mod group_names;
 pub(crate) mod inputs;
 pub(crate) mod output_dir;
 pub(crate) mod push;

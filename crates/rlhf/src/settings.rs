@@ -6,6 +6,7 @@
 
 mod chat;
 mod check;
+mod completions;
 mod compute;
 mod convert;
 mod doctor;
@@ -33,6 +34,7 @@ mod sft;
 mod watch;
 
 pub use chat::ChatConfig;
+pub use completions::{CompletionsConfig, Shell};
 pub use compute::ComputeConfig;
 pub use convert::ConvertConfig;
 pub use doctor::DoctorConfig;

@@ -15,6 +15,8 @@ pub struct Refusals {
     about: Vec<String>,
     /// Settings, and the names by which the user has set them.
     called: Vec<(String, String)>,
+    /// Settings that the command calls otherwise than the checks.
+    renames: &'static [(&'static str, &'static str)],
 }
 
 impl Refusals {
@@ -31,7 +33,7 @@ impl Refusals {
     /// Returns an empty collection for a part of the same settings: consequences of what is refused here are not refused there
     /// either.
     pub fn about(&self) -> Self {
-        Self { about: self.about.clone(), ..Self::default() }
+        Self { about: self.about.clone(), renames: self.renames, ..Self::default() }
     }
 
     /// Adds one line, which refuses the settings `about`.
@@ -50,12 +52,27 @@ impl Refusals {
         if lines.is_empty() {
             return Err(error);
         }
-        for line in lines {
-            if !self.about.iter().any(|name| names(line, name)) {
-                self.refuse(line, subjects(line));
-            }
+        // Several lines of one error may be about one setting.
+        let about = self.about.clone();
+        for line in lines.iter().filter(|line| !about.iter().any(|name| names(line, name))) {
+            self.refuse(renamed(line, self.renames), subjects(line));
         }
         Ok(())
+    }
+
+    /// Makes the setting `name` one that is refused already, as a consequence of another refusal.
+    pub fn about_too(&mut self, name: &str) {
+        self.about.push(name.into());
+    }
+
+    /// Has the refusals of checks, as [`Refusals::add`] adds them, name settings as the command does: pairs of a name and the command's.
+    pub fn rename(&mut self, renames: &'static [(&'static str, &'static str)]) {
+        self.renames = renames;
+    }
+
+    /// Returns `text` with the command's names of settings.
+    pub fn renamed(&self, text: &str) -> String {
+        renamed(text, self.renames)
     }
 
     /// Makes errors about the setting `name` start with `written`, the name by which the user has set it.
@@ -106,6 +123,39 @@ pub fn subjects(refusal: &str) -> impl Iterator<Item = &str> {
     let both = refusal.split_once(" exclude each other").map_or("", |(both, _)| both);
     let second = both.rsplit_once(" and ").and_then(|(_, text)| subject(text).map(|end| &text[..end]));
     first.into_iter().chain(second)
+}
+
+/// The setting whose name is a word of English.
+const ENGLISH: &str = "reward";
+
+/// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced where it is a word by itself, and
+/// not a part of a path; `reward`, which is a word of English too, only in backticks and before a value.
+pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let mut renamed = String::new();
+    let mut rest = text;
+    while let Some(start) = rest.find(|c: char| c.is_ascii_alphabetic()) {
+        // A word starts at its first character that is none of a path.
+        let start = rest[..start]
+            .rfind(|c: char| !is_part(c))
+            .map_or(0, |at| at + rest[at..].chars().next().map_or(1, char::len_utf8));
+        let end = rest[start..].find(|c: char| !is_part(c)).map_or(rest.len(), |end| start + end);
+        let word = rest[start..end].trim_end_matches('.');
+        let (before, after) = (&rest[..start], &rest[start + word.len()..]);
+        let is_quoted = before.ends_with('`') && after.starts_with('`');
+        let is_subject =
+            after.starts_with(" = ") || (renamed.is_empty() && before.is_empty() && after.starts_with(": "));
+        let found = names.iter().find(|(name, _)| *name == word && (*name != ENGLISH || is_quoted || is_subject));
+        renamed += before;
+        renamed += found.map_or(word, |(_, other)| other);
+        rest = after;
+        if word.is_empty() {
+            let next = rest.chars().next().map_or(0, char::len_utf8);
+            renamed += &rest[..next];
+            rest = &rest[next..];
+        }
+    }
+    renamed + rest
 }
 
 /// Returns whether `line` contains `name` as a word.
@@ -166,6 +216,21 @@ mod tests {
         let expected =
             ["beta = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"];
         assert_eq!(refusals.end().unwrap_err().refusals(), expected);
+    }
+
+    #[test]
+    fn a_name_is_replaced_where_it_is_a_word_and_no_part_of_a_path() {
+        let names = [("kl_coef", "beta"), ("reward", "reward_funcs"), ("sft_model_path", "model_name_or_path")];
+        for (text, expected) in [
+            ("kl_coef = 1: expected kl_coef.", "beta = 1: expected beta."),
+            ("reward = x: expected a reward, `reward`", "reward_funcs = x: expected a reward, `reward_funcs`"),
+            ("runs/kl_coef/x: kl_coef_end ../kl_coef (kl_coef=0)", "runs/kl_coef/x: kl_coef_end ../kl_coef (beta=0)"),
+            ("sft_model_path = \u{e9}... sft_model_path", "model_name_or_path = \u{e9}... model_name_or_path"),
+            ("...", "..."),
+            ("", ""),
+        ] {
+            assert_eq!(renamed(text, &names), expected);
+        }
     }
 
     #[test]

@@ -381,6 +381,12 @@ impl ModelConfig {
         config
     }
 
+    /// Sets the token that ends a text.
+    pub(super) fn set_eos(&mut self, eos: i64) {
+        self.shape.eos_token_ids = vec![eos];
+        self.raw.insert("eos_token_id".into(), json!(eos));
+    }
+
     fn with_tokens(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.clone();
         let pad = families::pad_of_positions(&self.shape).or(pad);

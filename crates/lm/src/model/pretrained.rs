@@ -66,6 +66,11 @@ impl<H: ModelHead> PretrainedModel<H> {
         &self.body.config
     }
 
+    /// Sets the token that ends a text in the model's configuration.
+    pub fn set_eos(&mut self, eos: i64) {
+        self.body.config.set_eos(eos);
+    }
+
     /// The format of quantized weights of linear layers, if there are any.
     pub fn quantization(&self) -> Option<Quantization> {
         self.body.quantization()

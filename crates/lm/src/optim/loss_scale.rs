@@ -1,6 +1,6 @@
 //! Dynamic loss scaling: a factor, adapted during training, keeps small gradients of f16 from rounding to 0.
 
-use rlhf_base::schema::{RUN, Settings, above_zero, all, at_least_one, defaults, expect, no_effect};
+use rlhf_base::schema::{SPEED, Settings, above_zero, all, at_least_one, defaults, expect, no_effect};
 use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -13,17 +13,17 @@ const MOST_SCALE_POWER: usize = 100;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct LossScaleConfig {
     /// Initial loss scale with `fp16`, as a power of 2.
-    #[setting(heading = RUN, default = 16)]
+    #[setting(heading = SPEED, default = 16)]
     pub initial_scale_power: usize,
     /// Consecutive optimizer steps without an overflow after which the loss scale is doubled.
-    #[setting(heading = RUN, default = 1000)]
+    #[setting(heading = SPEED, default = 1000)]
     pub loss_scale_window: usize,
     /// Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips its optimizer
     /// step.
-    #[setting(heading = RUN, default = 2)]
+    #[setting(heading = SPEED, default = 2)]
     pub hysteresis: usize,
     /// Smallest loss scale.
-    #[setting(heading = RUN, default = 1.0)]
+    #[setting(heading = SPEED, default = 1.0)]
     pub min_loss_scale: f64,
 }
 
@@ -64,10 +64,10 @@ impl LossScaleConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct Fp16Config {
     /// With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub align_overflow: bool,
     /// Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
-    #[setting(heading = RUN, default = true)]
+    #[setting(heading = SPEED, default = true)]
     pub compute_fp32_loss: bool,
 }
 

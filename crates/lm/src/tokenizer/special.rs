@@ -1,13 +1,10 @@
 //! Special tokens: those that a tokenizer's files name, and the tokens that these files add to its `tokenizer.json`.
 
-use super::{TOKENIZER_CONFIG, generates_from_an_encoder, read_if_present};
+use super::{SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, generates_from_an_encoder, read_if_present};
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
 use tokenizers::{AddedToken, Tokenizer};
-
-/// The file of special tokens of a folder that older versions of transformers wrote.
-const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 
 /// The file of added tokens of such a folder.
 const ADDED_TOKENS: &str = "added_tokens.json";

@@ -11,7 +11,7 @@ use rlhf::schema::{Refusals, is_bool};
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;
 use super::keys::NOT_SETTINGS;
-use super::{openrlhf, trl};
+use super::{hints, trl};
 
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
@@ -107,9 +107,13 @@ pub(super) fn matches_of(
     Ok(relaxed(command.clone()).try_get_matches_from(args)?)
 }
 
-/// Makes a required flag optional, with "." as its value.
+/// Makes a required flag optional, with "." as its value, or its first choice.
 pub(super) fn not_required(arg: Arg) -> Arg {
-    if arg.is_required_set() { arg.required(false).default_value(".") } else { arg }
+    if !arg.is_required_set() {
+        return arg;
+    }
+    let first = arg.get_possible_values().first().map_or_else(|| ".".into(), |choice| choice.get_name().to_string());
+    arg.required(false).default_value(first)
 }
 
 /// Removes the flag that `error` is about, with its values, from the command line and refuses it, so that the next parse finds
@@ -183,8 +187,8 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
         return (line, ids.chain(shown).collect());
     }
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
-    let flags = command.get_arguments().filter(is_shown).map(|arg| arg.get_id().as_str());
-    let hint = openrlhf::hint(name).or_else(|| elsewhere(name, rlhf, command)).or_else(|| trl::hint(name));
+    let flags = command.get_arguments().filter(is_shown).filter_map(Arg::get_long);
+    let hint = hints::hint(name, &[command]).or_else(|| elsewhere(name, rlhf, command));
     let near = nearest(name, flags).filter(|_| hint.is_none());
     let tip = match (hint, near) {
         (Some(hint), _) => format!("; {hint}"),
@@ -224,7 +228,7 @@ fn flag_name(shown: &str) -> &str {
 }
 
 /// Returns whether `name` is the name of a flag, or one of its aliases.
-fn is_named(arg: &Arg, name: &str) -> bool {
+pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
     arg.get_id() == name
         || arg.get_long() == Some(name)
         || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))

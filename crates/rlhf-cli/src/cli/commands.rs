@@ -5,24 +5,26 @@ use std::sync::LazyLock;
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig,
-    ServeConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig,
+    SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
 };
 
 use super::launch::LAUNCH;
 use super::plan::PLAN;
 use super::replay::{self, REPLAY};
-use super::{deepspeed_chat, flags, groups, help, trl};
+use super::{deepspeed_chat, flags, groups, help, implied, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
 
+/// The argument of `merge` that is its model.
+pub(super) const FOLDER: &str = "folder";
+
 const EXAMPLES: &str = "\
 Models are Hugging Face folders; data is JSONL, JSON, CSV or Parquet:
   rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft
-  rlhf reward --model_name_or_path runs/sft --new_reward_head \\
-      --dataset_name pairs.jsonl --output_dir runs/reward
+  rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward
   rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos
   rlhf generate --model_name_or_path runs/ppo \"The film was\"
@@ -34,8 +36,7 @@ Example:
 
 const REWARD_HELP: &str = "\
 Example:
-  rlhf reward --model_name_or_path runs/sft --new_reward_head \\
-      --dataset_name pairs.jsonl --output_dir runs/reward";
+  rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward";
 
 const PPO_HELP: &str = "\
 Example:
@@ -43,16 +44,16 @@ Example:
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos";
 
 const GRPO_HELP: &str = "\
-The flags of `rlhf ppo` with the defaults and names of TRL's GRPOTrainer: a GRPOConfig file is a
---config.
+Names and defaults are those of TRL's GRPOTrainer, and a file of its GRPOConfig is a --config. The
+names of `rlhf ppo` are accepted too.
 
 Example:
-  rlhf grpo --model_name_or_path runs/sft --reward accuracy_reward \\
+  rlhf grpo --model_name_or_path runs/sft --reward_funcs accuracy_reward \\
       --dataset_name problems.jsonl --output_dir runs/grpo --max_completion_length 256";
 
 const RLOO_HELP: &str = "\
-The flags of `rlhf ppo` with the defaults and names of TRL's RLOOTrainer: an RLOOConfig file is a
---config.
+Names and defaults are those of TRL's RLOOTrainer, and a file of its RLOOConfig is a --config. The
+names of `rlhf ppo` are accepted too.
 
 Example:
   rlhf rloo --model_name_or_path runs/sft --reward_model_name_or_path runs/reward \\
@@ -117,7 +118,7 @@ Examples:
 
 const MERGE_HELP: &str = "\
 Example:
-  rlhf merge --model_name_or_path runs/ppo --output_dir merged";
+  rlhf merge runs/ppo --output_dir merged";
 
 const CONVERT_HELP: &str = "\
 config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made
@@ -213,6 +214,14 @@ Examples:
   rlhf schema > schema.json
   rlhf schema grpo sft";
 
+const COMPLETIONS_HELP: &str = "\
+The shell then completes commands and flags after `rlhf`.
+
+Examples:
+  source <(rlhf completions bash)                                       # in ~/.bashrc
+  rlhf completions zsh > \"${fpath[1]}/_rlhf\"
+  rlhf completions fish > ~/.config/fish/completions/rlhf.fish";
+
 const PLAN_HELP: &str = "\
 The flags of plan come before the command, a training command or `generate`, whose own flags and
 file follow. Nothing is loaded: sizes come from config.json, lengths from the data, and rates from
@@ -262,7 +271,12 @@ fn whole() -> Command {
         trl::with_flags(flags::command::<EvaluateConfig>("eval"))
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
-        flags::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flags::command::<MergeConfig>("merge")
+            .mut_arg("model_name_or_path", |model| model.required(false).required_unless_present(FOLDER))
+            .arg(Arg::new(FOLDER).value_name("FOLDER").hide(true).help("The adapter, as model_name_or_path"))
+            .override_usage("rlhf merge [OPTIONS] <FOLDER> --output_dir <PATH>")
+            .about("Merge a LoRA adapter into its model")
+            .after_help(MERGE_HELP),
         flags::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
         flags::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flags::command::<ReportConfig>("report")
@@ -281,6 +295,9 @@ fn whole() -> Command {
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(PLAN_HELP),
         flags::command::<SchemaConfig>("schema").about("Describe all settings as JSON").after_help(SCHEMA_HELP),
+        flags::command::<CompletionsConfig>("completions")
+            .about("Print a script that completes commands in a shell")
+            .after_help(COMPLETIONS_HELP),
         flags::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
         flags::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
@@ -309,12 +326,21 @@ fn whole() -> Command {
             _ => command.arg(file.clone()),
         })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
+        .mut_subcommands(|command| match implied::TRAIN.contains(&command.get_name()) {
+            true => command.mut_args(|arg| match arg.get_id().as_str() {
+                "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
+                _ => arg,
+            }),
+            false => command,
+        })
         .mut_subcommands(help::arranged)
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
+
+    use rlhf::run::group_names::NOT_OF_GROUPS;
 
     use super::*;
     use crate::cli::Task;
@@ -373,7 +399,7 @@ mod tests {
             flags("ppo"),
             sorted(&format!(
                 "{of_groups} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
-                 new_reward_head {rewards} {data} \
+                 new_reward_head {rewards} {data} eval_dataset_name \
                  max_prompt_length long_prompts \
                  apply_chat_template system_prompt preset per_device_generation_batch_size generation_batches \
                  train_batch_size per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
@@ -395,16 +421,19 @@ mod tests {
                  ds3_gather_for_generation {eval} {run}"
             ))
         );
-        // `model_name_or_path` is the policy there, and the preset is the command's.
+        // `model_name_or_path` is the policy there, the preset is the command's, and there is no value model.
         let of_ppo = flags("ppo");
-        let of_ppo: Vec<&str> = of_ppo.split(' ').filter(|name| !["sft_model_path", "preset"].contains(name)).collect();
+        let is_there = |name: &&str| {
+            !["sft_model_path", "preset"].contains(name) && !NOT_OF_GROUPS.iter().any(|(other, _)| other == name)
+        };
+        let of_ppo: Vec<&str> = of_ppo.split(' ').filter(is_there).collect();
         for name in ["grpo", "rloo"] {
             assert_eq!(flags(name), of_ppo.join(" "));
         }
         assert_eq!(
             flags("sft"),
             sorted(&format!(
-                "preset model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
+                "preset model_name_or_path model_revision config_name tokenizer_name chat_template_path eos_token {data} eval_dataset_name \
                  dataset_text_field max_length packing {steps} \
                  completion_only_loss assistant_only_loss {lora} {optimizer} {eval} {run}"
             ))
@@ -412,7 +441,7 @@ mod tests {
         assert_eq!(
             flags("reward"),
             sorted(&format!(
-                "preset model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
+                "preset model_name_or_path model_revision new_reward_head reward_format eos_token {data} eval_dataset_name \
                  num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
                  eval_only {eval} {run}"
             ))
@@ -472,6 +501,7 @@ mod tests {
             sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
         );
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
+        assert_eq!(flags("completions"), sorted("shell config help"));
         assert_eq!(flags("doctor"), sorted("json offline no_self_test config help"));
         assert_eq!(flags("plan"), sorted("json memory nproc_per_node nnodes calibrate help"));
         assert_eq!(flags("replay"), sorted("run update output_dir help"));

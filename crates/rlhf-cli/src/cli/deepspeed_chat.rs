@@ -14,7 +14,7 @@ use rlhf::schema::{Choices as _, Setting as _};
 
 use super::errors::Messages;
 use super::setting::Setting;
-use super::{flags, openrlhf, trl};
+use super::{flags, hints, trl};
 
 /// Treatment of a flag.
 enum To {
@@ -175,7 +175,7 @@ pub(super) fn translate(
             let line = match to {
                 Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; with other presets use {ours}"),
                 Together | Passed | Only(..) => {
-                    let hint = openrlhf::hint(name).map_or(String::new(), |hint| format!("; {hint}"));
+                    let hint = hints::hint(name, &[]).map_or(String::new(), |hint| format!("; {hint}"));
                     format!("{name} is a flag of --preset deepspeed-chat only{hint}")
                 }
             };

@@ -2,13 +2,14 @@
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
 use rlhf::Error;
 use rlhf::schema::Refusals;
 
-use super::help;
+use super::{flags, help};
 
 /// Reasons for which parsing returns no task.
 #[derive(Debug)]
@@ -69,19 +70,37 @@ pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
     Some(Error::Usage(format!("unrecognized subcommand '{name}'; it is a command of the Python package: {instead}")))
 }
 
+/// Returns what to write in place of `word`, if it is a script of TRL.
+pub(super) fn script_of_trl(word: &str) -> Option<String> {
+    let name = Path::new(word).file_name()?.to_str()?.strip_suffix(".py")?;
+    let scripts = [("ppo", "ppo"), ("sft", "sft"), ("reward", "reward"), ("grpo", "grpo"), ("rloo", "rloo")];
+    let (_, command) = scripts.iter().find(|(script, _)| name.starts_with(script))?;
+    Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
+}
+
 /// Trainers that are not here, as their commands are called, and the systems that have them.
 const NO_TRAINERS: [(&[&str], &str); 2] = [
     (&["dpo", "kto", "prm"], "TRL or OpenRLHF"),
     (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
 ];
 
-/// Returns the error for the command `name` of a trainer that is not here.
+/// Returns the error for the command `name` of a trainer that is not here, or that is a script.
 pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
     let name = name.to_str()?;
+    if let Some(hint) = script_of_trl(name) {
+        return Some(Error::Usage(format!("unrecognized subcommand '{name}'; {hint}")));
+    }
     let plain = name.to_ascii_lowercase().replace('-', "_");
     let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
     let trainer = plain.to_ascii_uppercase().replace('_', " ");
     Some(Error::Usage(format!("unrecognized subcommand '{name}'; there is no {trainer} here: take {systems} for it")))
+}
+
+/// Returns `value` as `arg` reads it; none if it does not accept it.
+pub(super) fn parsed(arg: &Arg, value: &str) -> Option<String> {
+    let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
+    let matches = Command::new("probe").no_binary_name(true).arg(probe).try_get_matches_from(["--", value]).ok()?;
+    flags::text(&matches, "value").map(String::from)
 }
 
 /// Returns what `arg` expects, if it does not accept `value`.
@@ -165,13 +184,13 @@ mod tests {
         }
         assert_eq!(
             parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
-            "the following required arguments were not provided: --dataset_name <PATH>..., --output_dir <PATH>"
+            "the following required arguments were not provided: --dataset_name <PATH>..."
         );
         let no_file = parse_words(&["pipeline", "--seeed", "1"]).unwrap_err();
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, plan and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
     }
 
@@ -184,6 +203,15 @@ mod tests {
             let expected = format!("there is no {trainer} here: take {systems} for it");
             assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
         }
+    }
+
+    #[test]
+    fn a_script_of_trl_is_said_to_be_a_command() {
+        let error = parse_words(&["launch", "--nproc_per_node", "2", "examples/scripts/ppo/ppo_tldr.py", "--bf16"]);
+        let expected = "launch: examples/scripts/ppo/ppo_tldr.py is a script of Python: write ppo in its place, with the same flags";
+        assert_eq!(error.unwrap_err(), expected);
+        let error = parse_words(&["trl/scripts/grpo.py"]).unwrap_err();
+        assert!(error.ends_with("write grpo in its place, with the same flags"), "{error}");
     }
 
     #[test]

@@ -12,7 +12,9 @@ use serde_json::{Map, Value};
 enum To {
     /// Another name of our setting.
     Ours(&'static str),
-    /// The same, for a field of the loss scale: it counts only where `fp16` is set.
+    /// The same, but one of these values stands for the setting as it is.
+    OursUnless(&'static str, &'static [&'static str]),
+    /// Another name of our setting, for a field of the loss scale: it counts only where `fp16` is set.
     OfFp16(&'static str),
     /// Our setting, by the word that the file has; `None` leaves the setting. Other words are refused.
     Words(&'static str, &'static [(&'static str, Option<&'static str>)]),
@@ -21,7 +23,7 @@ enum To {
     /// Without a counterpart, and named unless it has one of these values.
     Unless(&'static [&'static str]),
 }
-use To::{OfFp16, Ours, Pair, Unless, Words};
+use To::{OfFp16, Ours, OursUnless, Pair, Unless, Words};
 
 const CPU_OR_NONE: &[(&str, Option<&str>)] = &[("cpu", Some("true")), ("none", None)];
 const ADAM: &[(&str, Option<&str>)] = &[("adamw", None), ("adam", None), ("fusedadam", None), ("cpuadam", None)];
@@ -65,7 +67,8 @@ const ACCELERATE: &[(&str, To)] = &[
     ("deepspeed_config.zero_stage", Ours("zero_stage")),
     ("deepspeed_config.offload_optimizer_device", Words("offload_optimizer", CPU_OR_NONE)),
     ("deepspeed_config.offload_param_device", Unless(&["none"])),
-    ("deepspeed_config.gradient_accumulation_steps", Ours("gradient_accumulation_steps")),
+    // `accelerate config` always writes it, and the trainer's own flag wins.
+    ("deepspeed_config.gradient_accumulation_steps", OursUnless("gradient_accumulation_steps", &["1"])),
     ("deepspeed_config.gradient_clipping", Ours("max_grad_norm")),
     ("deepspeed_config.deepspeed_config_file", Ours(DEEPSPEED_FILE)),
     (
@@ -256,6 +259,8 @@ fn content(map: &Map<String, Value>, keys: &[(&str, To)]) -> Content {
         let found = |setting, value: &str| Found { key: key.clone(), setting, value: value.into(), of_fp16: false };
         match keys.iter().find(|(name, _)| *name == key).map(|(_, to)| *to) {
             Some(Ours(setting)) => content.found.push(found(setting, &text(value))),
+            Some(OursUnless(_, fine)) if fine.contains(&word.as_str()) => {}
+            Some(OursUnless(setting, _)) => content.found.push(found(setting, &text(value))),
             Some(OfFp16(setting)) => content.found.push(Found { of_fp16: true, ..found(setting, &text(value)) }),
             Some(Words(_, [])) => {}
             Some(Words(setting, words)) => match words.iter().find(|(name, _)| *name == word) {
@@ -413,5 +418,17 @@ mod tests {
         std::fs::write(&path, "- 1\n").unwrap();
         let error = accelerate(&path).unwrap_err().to_string();
         assert!(error.contains("acc.yaml:1: expected a configuration of accelerate in YAML"), "{error}");
+    }
+
+    #[test]
+    fn what_accelerate_writes_by_itself_sets_nothing() {
+        for value in ["1", "auto"] {
+            let map =
+                format!(r#"{{"deepspeed_config": {{"gradient_accumulation_steps": "{value}", "zero_stage": 2}}}}"#);
+            let map: Value = serde_json::from_str(&map).unwrap();
+            let content = content(map.as_object().unwrap(), ACCELERATE);
+            assert_eq!(content.found.iter().map(|found| found.setting).collect::<Vec<_>>(), ["zero_stage"]);
+            assert!(content.unknown.is_empty() && content.refused.is_empty());
+        }
     }
 }

@@ -4,10 +4,14 @@
 //! `model_name_or_path` is the model of the tokenizer, as for `rlhf ppo`.
 
 use std::ffi::OsString;
+use std::path::Path;
 
-use clap::builder::{OsStr, Resettable};
-use clap::{ArgMatches, Command};
+use clap::builder::{OsStr, Resettable, Str};
+use clap::{Arg, ArgMatches, Command};
 use rlhf::Error;
+use rlhf::reward::is_function_path;
+use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
+use rlhf::schema::{Refusals, renamed};
 use rlhf::settings::{PpoConfig, Preset};
 
 use super::args::on_line;
@@ -19,21 +23,49 @@ use super::setting::Setting;
 /// The presets that are commands.
 pub(super) const PRESETS: [Preset; 2] = [Preset::Grpo, Preset::Rloo];
 
-/// TRL's names of flags.
-const NAMES: [(&str, &str); 7] = [
-    ("response_length", "max_completion_length"),
-    ("kl_coef", "beta"),
-    ("cliprange", "epsilon"),
-    ("cliprange_high", "epsilon_high"),
-    ("dual_clip", "delta"),
-    ("num_ppo_epochs", "num_iterations"),
-    ("reward_model_path", "reward_model_name_or_path"),
+/// The names of checks and help texts, and those of the commands: [`GROUP_NAMES`], and the model to train.
+const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
+    let mut names = [(POLICY, MODEL); GROUP_NAMES.len() + 1];
+    let mut at = 0;
+    while at < GROUP_NAMES.len() {
+        names[at] = GROUP_NAMES[at];
+        at += 1;
+    }
+    names
+};
+
+/// Help of the settings that are otherwise described here.
+const HELP: [(&str, &str); 9] = [
+    (
+        MODEL,
+        "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if beta is \
+         not 0",
+    ),
+    ("model_revision", "Branch, tag or commit of `model_name_or_path` on the hub"),
+    ("new_reward_head", "Add a randomly initialized score head to a reward model that has none"),
+    (
+        "advantage_estimator",
+        "How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo` explains the other \
+         estimators, which need no group",
+    ),
+    ("num_ppo_epochs", "Passes over the responses of an update"),
+    (
+        "total_episodes",
+        "Number of responses to train on, rounded up to whole updates, in place of `max_steps` [default: `num_train_epochs` times the \
+         prompts and their responses]",
+    ),
+    (
+        "unsupervised_dataset_name",
+        "Dataset of texts for a language-modelling loss beside the policy's own: a file, a folder or a hub name",
+    ),
+    (
+        "print_answers",
+        "Print and save some of the responses that the run trains on; TRL's log_completions does so every logging_steps updates",
+    ),
+    ("kl_in_loss", "Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards"),
 ];
 
-const MODEL: &str = "model_name_or_path";
-const POLICY: &str = "sft_model_path";
-
-/// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults.
+/// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults and TRL's names, without those that have no effect.
 pub(super) fn command(preset: Preset) -> Command {
     let (name, own) = (preset.command(), preset.settings());
     let only =
@@ -42,25 +74,51 @@ pub(super) fn command(preset: Preset) -> Command {
         let id = arg.get_id().as_str().to_string();
         let of_preset = own.iter().find(|(key, _)| *key == id);
         let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };
-        match (id.as_str(), NAMES.iter().find(|(ours, _)| *ours == id)) {
+        let help = renamed(&arg.get_help().map_or(String::new(), ToString::to_string), &NAMES);
+        let help = help.replace(", with the presets `grpo` and `rloo`", "");
+        let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
+        let arg = arg.help(help);
+        match (id.as_str(), GROUP_NAMES.iter().find(|(ours, _)| *ours == id)) {
             ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
             (POLICY, _) => arg.required(false).hide(true).default_value("."),
-            (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset).help(
-                "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if \
-                 kl_coef is not 0",
-            ),
-            ("model_revision", _) => arg.help("Branch, tag or commit of `model_name_or_path` on the hub"),
-            (_, Some((_, theirs))) => {
-                let help = arg.get_help().map_or(String::new(), ToString::to_string);
-                arg.help(format!("{}. In TRL: --{theirs}", help.trim_end_matches('.')))
-            }
+            (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
+            ("reward", Some((_, theirs))) => called(arg, theirs).value_parser(reward),
+            (_, Some((_, theirs))) => called(arg, theirs),
+            (id, None) if NOT_OF_GROUPS.iter().any(|(name, _)| *name == id) => arg.hide(true),
             _ => arg,
         }
     })
 }
 
-/// Returns an error of the command line `words` by the names of its command's flags: `sft_model_path` is none of the commands of
-/// [`PRESETS`].
+/// Returns the flag `arg` by the name `theirs`; its name so far is another one.
+fn called(arg: Arg, theirs: &'static str) -> Arg {
+    let own = arg.get_id().as_str().to_string();
+    let others: Vec<String> = arg.get_all_aliases().unwrap_or_default().into_iter().map(String::from).collect();
+    let others = others.into_iter().filter(|other| other != theirs).chain([own]);
+    others.fold(arg.alias(Resettable::<Str>::Reset), Arg::alias).long(theirs)
+}
+
+/// Reads a reward: a path with dots is a function of Python, as in TRL.
+fn reward(text: &str) -> Result<flags::Word, String> {
+    let is_function = is_function_path(text) && !Path::new(text).exists();
+    Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
+}
+
+/// Returns `text` with the names of the commands of [`PRESETS`], but for the word `kept`.
+pub(super) fn renamed_in(text: &str, kept: &str) -> String {
+    let quoted = format!("`{kept}`");
+    match text.split_once(&quoted) {
+        Some((before, after)) => format!("{before}{quoted}{}", renamed(after, &NAMES)),
+        None => renamed(text, &NAMES),
+    }
+}
+
+/// Has `refusals` name settings as the commands of [`PRESETS`] do.
+pub(super) fn rename(refusals: &mut Refusals) {
+    refusals.rename(&NAMES);
+}
+
+/// Returns an error of a run of the command line `words` by the names of its command's flags.
 pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
     let mut words = words.into_iter().skip(1).filter_map(|word| word.into_string().ok()).peekable();
     // These have the command that they start or plan after their own flags.
@@ -69,7 +127,7 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
     if !command.is_some_and(|name| has(&name)) {
         return error;
     }
-    let renamed = |text: String| text.replace(POLICY, MODEL);
+    let renamed = |text: String| renamed(&text, &NAMES);
     match error {
         Error::Usage(line) => Error::Usage(renamed(line)),
         Error::Refused(lines) => Error::Refused(lines.into_iter().map(renamed).collect()),
@@ -122,10 +180,9 @@ pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
     }
 }
 
-/// Returns the settings that are parsed: the tokenizer is the policy's, unless `model_name_or_path` is another model.
-pub(super) fn config(mut config: PpoConfig) -> PpoConfig {
-    config.model_name_or_path = config.model_name_or_path.filter(|model| *model != config.sft_model_path);
-    config
+/// Makes the tokenizer the policy's, unless `model_name_or_path` is another model.
+pub(super) fn use_own_tokenizer(config: &mut PpoConfig) {
+    config.model_name_or_path = config.model_name_or_path.take().filter(|model| *model != config.sft_model_path);
 }
 
 #[cfg(test)]
@@ -207,12 +264,12 @@ mod tests {
             (config.num_ppo_epochs, config.reward_model_path, config.kl.kl_coef),
             (2, Some("judge".into()), 0.0)
         );
-        let all: Vec<&str> = NAMES.iter().map(|(_, theirs)| *theirs).collect();
         for preset in PRESETS {
             let command = command(preset);
-            for name in &all {
-                let has = |arg: &clap::Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(name));
-                assert!(command.get_arguments().any(has), "{name}");
+            for (ours, theirs) in GROUP_NAMES {
+                let arg = command.get_arguments().find(|arg| arg.get_id() == ours).unwrap();
+                assert_eq!(arg.get_long(), Some(theirs));
+                assert!(arg.get_all_aliases().unwrap().contains(&ours), "{ours}");
             }
         }
     }
@@ -242,11 +299,74 @@ mod tests {
             let config =
                 PpoConfig { model_name_or_path: tokenizer, ..PpoConfig::with_preset(preset, "m", "r", "d", "o") };
             settings::write_resolved(&config, &path).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains("\nmax_completion_length: 512\n") && !text.contains("vf_coef"), "{text}");
+            assert_eq!(text.contains("\nmodel_name_or_path: m\n"), !text.contains(POLICY), "{text}");
             for command in [preset.command(), "ppo"] {
                 let task = parse_words(&[command, "--config", path.to_str().unwrap()]).unwrap();
                 assert_eq!(task, Task::Ppo(config.clone()));
             }
         }
+    }
+
+    #[test]
+    fn what_has_no_effect_is_not_shown_and_refused_by_the_names_of_the_command() {
+        let usual = PpoConfig::with_preset(Preset::Grpo, "m", "r", "d", "o");
+        let usual = serde_json::to_value(usual).unwrap();
+        for preset in PRESETS {
+            let (long, command) = (parse_words(&[preset.command(), "--help"]).unwrap_err(), command(preset));
+            for (name, only) in NOT_OF_GROUPS {
+                assert!(!long.contains(&format!("--{name}")), "{name}");
+                assert!(command.get_arguments().any(|arg| arg.get_id() == name), "{name}");
+                assert_eq!(usual[name], serde_json::from_str::<serde_json::Value>(only).unwrap(), "{name}");
+            }
+            for (ours, theirs) in GROUP_NAMES {
+                assert!(long.contains(&format!("--{theirs} ")) && !long.contains(&format!("--{ours} ")), "{ours}");
+            }
+            assert!(
+                !["kl_coef`", "response_length", "cliprange", "ppo_epochs"].iter().any(|name| long.contains(name)),
+                "{long}"
+            );
+        }
+        let error = |words: &[&str]| parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
+        for (words, message) in [
+            (
+                &["--vf_coef", "1"][..],
+                "vf_coef = 1 has no effect with advantage_estimator = grpo: there is no value model",
+            ),
+            (&["--min_new_tokens", "600"], "min_new_tokens = 600: expected at most max_completion_length = 512"),
+            (&["--kl_estimator", "abs"], "kl_estimator = abs has no effect with beta = 0: there is no reference model"),
+            (
+                &["--num_generation", "4"],
+                "unexpected argument '--num_generation' found; tip: a similar argument exists: '--num_generations'",
+            ),
+            (
+                &["--max_completion_lenght", "4"],
+                "unexpected argument '--max_completion_lenght' found; tip: a similar argument exists: '--max_completion_length'",
+            ),
+        ] {
+            assert_eq!(error(words), message);
+        }
+        assert!(parse_words(&[&least("rloo")[..], &["--vf_coef", "0.1", "--lam", "0.95"]].concat()).is_ok());
+        let found = parsed(
+            &[&least("grpo")[..], &["--reward_funcs", "a", "b", "c", "--reward_weights", "1", "2", "3"]].concat(),
+        );
+        let error = found.unwrap_err();
+        assert_eq!(error.lines().filter(|line| line.starts_with("reward_funcs = ")).count(), 3, "{error}");
+        assert_eq!(error.lines().count(), 3, "{error}");
+    }
+
+    #[test]
+    fn settings_of_open_r1_name_the_column_of_the_prompts() {
+        let text = "system_prompt: Think.\ndataset_prompt_column: problem\n";
+        let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
+        assert_eq!(
+            (&config.data.dataset_columns[..], config.apply_chat_template),
+            (&["prompt=problem".to_string()][..], true)
+        );
+        assert_eq!(config.system_prompt.as_deref(), Some("Think."));
+        let Task::Ppo(config) = with_file("dataset_prompt_column: prompt\n", &least("grpo")).unwrap() else { panic!() };
+        assert!(config.data.dataset_columns.is_empty() && config.apply_chat_template);
     }
 
     #[test]

@@ -12,11 +12,12 @@ use rlhf::schema::HEADINGS;
 const COMMON_HEADING: &str = "Common options";
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 22] = [
+const COMMON: [(&str, &[&str], &[&str]); 23] = [
     (
         "sft",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "num_train_epochs",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
@@ -33,8 +34,9 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "reward",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "new_reward_head",
             "num_train_epochs",
             "per_device_train_batch_size",
@@ -51,8 +53,9 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "ppo",
-        &["sft_model_path", "dataset_name", "output_dir"],
+        &["sft_model_path", "dataset_name"],
         &[
+            "output_dir",
             "reward_model_path",
             "reward",
             "total_episodes",
@@ -72,40 +75,45 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ),
     (
         "grpo",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "reward",
-            "reward_model_path",
             "num_generations",
             "response_length",
+            "temperature",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
             "learning_rate",
-            "loss_type",
             "kl_coef",
             "use_peft",
             "bf16",
             "save_steps",
-            "resume_from_checkpoint",
+            "report_to",
             "config",
         ],
     ),
     (
         "rloo",
-        &["model_name_or_path", "dataset_name", "output_dir"],
+        &["model_name_or_path", "dataset_name"],
         &[
+            "output_dir",
             "reward",
-            "reward_model_path",
             "num_generations",
             "response_length",
+            "temperature",
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
             "learning_rate",
             "kl_coef",
             "use_peft",
             "bf16",
             "save_steps",
-            "resume_from_checkpoint",
+            "report_to",
             "config",
         ],
     ),
@@ -152,7 +160,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
             "config",
         ],
     ),
-    ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("merge", &["output_dir"], &["model_name_or_path", "overwrite_output_dir", "max_shard_size", "config"]),
     ("convert", &[], &["dtype", "max_shard_size", "config"]),
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
@@ -162,6 +170,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
     ("schema", &[], &["config"]),
+    ("completions", &[], &["config"]),
     ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",
@@ -171,7 +180,7 @@ const COMMON: [(&str, &[&str], &[&str]); 22] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 70] = [
+const WORDS: [(&str, &str); 72] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -202,6 +211,7 @@ const WORDS: [(&str, &str); 70] = [
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
     ("max_shard_size", "maximum size of a weights file"),
+    ("max_steps", "optimizer steps [by epochs]"),
     ("memory", "memory to plan for [what is free]"),
     ("missing_eos_penalty", "score penalty without a stop token"),
     ("model_name_or_path", "model: folder or hub name"),
@@ -221,6 +231,7 @@ const WORDS: [(&str, &str); 70] = [
     ("overwrite_output_dir", "replace an existing output folder"),
     ("overwrite_output_file", "replace a file that is no report"),
     ("per_device_train_batch_size", "sequences per micro-batch"),
+    ("report_to", "trackers: wandb, tensorboard, ..."),
     ("response_length", "maximum tokens of a response"),
     ("port", "TCP port; 0 for a free one"),
     ("private", "make a new repository private"),
@@ -324,7 +335,8 @@ fn text(command: &Command) -> String {
             [one] if !["none", "false"].contains(&one) => format!(" [{one}]"),
             _ => String::new(),
         };
-        let head = value.map_or(format!("--{flag}"), |value| format!("--{flag} {value}"));
+        let long = arg.get_long().unwrap_or(flag);
+        let head = value.map_or(format!("--{long}"), |value| format!("--{long} {value}"));
         format!("  {head:<34} {}{default}\n", words(flag))
     };
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
@@ -334,7 +346,8 @@ fn text(command: &Command) -> String {
         format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
     };
     let optional = |arg: &Arg| {
-        format!(" [{}]...", arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str()))
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        format!(" [{name}]{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
     };
     let rest = match command.get_positionals().next() {
         Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
@@ -367,7 +380,7 @@ mod tests {
             assert_eq!(short.contains("OPTIONS COMMAND"), ["launch", "plan"].contains(&name), "{short}");
             let long = parse_words(&[name, "--help"]).unwrap_err();
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
-                let flag = format!("--{}", arg.get_id());
+                let flag = format!("--{}", arg.get_long().unwrap());
                 assert!(long.contains(&flag), "rlhf {name} --help has no {flag}");
                 let (needed, _) = short.split_once("Often used:").unwrap();
                 assert!(!arg.is_required_set() || needed.contains(&flag), "{short}");
@@ -390,7 +403,8 @@ mod tests {
             let flag = |line: &&str| line.trim_start().starts_with("--") || line.trim_start().starts_with("-h");
             let first: Vec<&str> = rest.lines().filter(flag).take(needed.len() + others.len()).collect();
             for (line, flag) in first.iter().zip(needed.iter().chain(*others)) {
-                assert!(line.contains(&format!("--{flag}")), "{line} is not {flag}");
+                let arg = command.get_arguments().find(|arg| arg.get_id() == *flag).unwrap();
+                assert!(line.contains(&format!("--{}", arg.get_long().unwrap())), "{line} is not {flag}");
             }
             let headings = rest.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':'));
             let places: Vec<Option<usize>> = headings

@@ -2,8 +2,9 @@
 
 use clap::{Arg, Command};
 
+use super::args::is_named;
 use super::errors::{nearest, refusal};
-use super::{openrlhf, trl};
+use super::{hints, trl};
 
 /// Flags that are not keys of a configuration file.
 pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
@@ -34,8 +35,7 @@ impl<'c> Keys<'c> {
     fn flags(&self, key: &str) -> impl Iterator<Item = &'c Arg> {
         let (commands, name) = self.place(key);
         let flags = commands.into_iter().flat_map(Command::get_arguments);
-        let alias = move |arg: &Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
-        flags.filter(move |arg| (arg.get_id() == name || alias(arg)) && !NOT_SETTINGS.contains(&name))
+        flags.filter(move |arg| is_named(arg, name) && !NOT_SETTINGS.contains(&name))
     }
 
     /// Returns the flag that a key stands for.
@@ -63,14 +63,17 @@ impl<'c> Keys<'c> {
     pub(super) fn nearest(&self, key: &str) -> Option<&'c str> {
         let (commands, name) = self.place(key);
         let flags = commands.into_iter().flat_map(|command| command.get_arguments()).filter(|arg| !arg.is_hide_set());
-        let flags = flags.map(|arg| arg.get_id().as_str()).filter(|name| !NOT_SETTINGS.contains(name));
+        let flags = flags
+            .map(|arg| arg.get_long().unwrap_or(arg.get_id().as_str()))
+            .filter(|name| !NOT_SETTINGS.contains(name));
         let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
         nearest(name, flags.chain(sections))
     }
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
-        if let Some(hint) = openrlhf::hint(key).or_else(|| trl::hint(key)) {
+        let (commands, name) = self.place(key);
+        if let Some(hint) = hints::hint(name, &commands) {
             return format!("unknown key `{key}`; {hint}");
         }
         let hint = match (self.nearest(key), &self.place(key).0[..]) {

@@ -21,7 +21,7 @@ use rlhf::{Error, Result};
 pub(crate) use self::ranks::end_with_launcher;
 use self::ranks::{End, Ranks, Start, events};
 use super::args::{normalize, on_line, parse_flags, split_at_command};
-use super::errors::Messages;
+use super::errors::{Messages, script_of_trl};
 use super::foreign::{self, LaunchFile};
 use super::{Parsed, Stop, Task, flags};
 
@@ -117,7 +117,10 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
         other if Path::new(other).file_name().is_some_and(|name| name == "rlhf") => usage(format!(
             "launch: expected one of {commands}, found `{other}`: each rank runs rlhf itself; leave the program's name out"
         )),
-        _ => usage(format!("launch: expected one of {commands}, found `{name}`")),
+        other => match script_of_trl(other) {
+            Some(hint) => usage(format!("launch: {hint}")),
+            None => usage(format!("launch: expected one of {commands}, found `{name}`")),
+        },
     }
 }
 

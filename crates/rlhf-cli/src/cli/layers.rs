@@ -79,7 +79,8 @@ pub(super) fn resolve<C>(
             return Ok(config);
         };
         let setting = preset.remove(place);
-        messages.notes.push(format!("`{}` of the preset is left out: {line}", setting.key));
+        let note = format!("`{}` of the preset is left out: {line}", setting.key);
+        messages.notes.push(messages.refusals.renamed(&note));
         config = build(&[&preset, settings], &mut Refusals::default())?;
     }
 }

@@ -5,15 +5,15 @@ use std::io::{self, Write};
 use clap::{Arg, Command};
 use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
-    ChatConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig, RewardConfig, SchemaConfig,
-    ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig,
+    RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
 };
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
-use super::help;
+use super::{groups, help};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
@@ -60,6 +60,7 @@ fn fields(name: &str) -> Vec<Field> {
         "chat" => ChatConfig::fields(),
         "serve" => ServeConfig::fields(),
         "plan" => PlanFlags::fields(),
+        "completions" => CompletionsConfig::fields(),
         "doctor" => DoctorConfig::fields(),
         "launch" => LaunchFlags::fields(),
         "schema" => SchemaConfig::fields(),
@@ -101,9 +102,13 @@ fn described(command: &Command) -> Value {
             .iter()
             .map(|choice| json!({"name": choice.name, "aliases": choice.aliases, "help": choice.help}))
             .collect();
+        // What has no effect is no setting of the command.
+        if groups::has(name) && flag.is_hide_set() && flag.get_long() == Some(field.name) {
+            return None;
+        }
         Some(json!({
-            "name": field.name,
-            "aliases": field.aliases,
+            "name": flag.get_long().unwrap_or(field.name),
+            "aliases": aliases(&field, flag),
             "help": help_of(&field, flag),
             "heading": field.heading,
             "type": field.kind,
@@ -120,6 +125,12 @@ fn described(command: &Command) -> Value {
     });
     let about = command.get_about().map(ToString::to_string);
     json!({"name": name, "about": about, "settings": settings.collect::<Vec<_>>()})
+}
+
+/// Returns the further names of a setting: those of its description, and its own where the command calls it otherwise.
+fn aliases<'a>(field: &Field, flag: &'a Arg) -> Vec<&'a str> {
+    let named = flag.get_all_aliases().unwrap_or_default();
+    named.into_iter().filter(|alias| field.aliases.contains(alias) || *alias == field.name).collect()
 }
 
 /// Returns the help of a setting, or that of its flag where the command has replaced it.
@@ -165,9 +176,12 @@ mod tests {
                 .get_arguments()
                 .filter(|arg| !arg.is_hide_set() && !["help", "config"].contains(&arg.get_id().as_str()));
             for flag in own.filter(|_| command.get_name() != "replay") {
-                assert!(described.contains(&flag.get_id().to_string()), "{}: {}", command.get_name(), flag.get_id());
+                let name = flag.get_long().unwrap_or(flag.get_id().as_str());
+                assert!(described.contains(&name.to_string()), "{}: {name}", command.get_name());
             }
-            assert!(fields(command.get_name()).iter().all(|field| described.contains(&field.name.to_string())));
+            let all = fields(command.get_name());
+            let all = all.iter().all(|field| described.contains(&field.name.to_string()));
+            assert!(all || groups::has(command.get_name()), "{}", command.get_name());
         }
     }
 
@@ -178,6 +192,9 @@ mod tests {
         assert_eq!(rate["preset_defaults"]["grpo"], json!(1e-6));
         assert_eq!(setting("grpo", "learning_rate")["default"], json!(1e-6));
         assert_eq!(setting("grpo", "model_name_or_path")["required"], json!(true));
+        let length = setting("grpo", "max_completion_length");
+        assert_eq!((&length["default"], &length["aliases"]), (&json!(512), &json!(["response_length"])));
+        assert!(of("grpo").iter().all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path"));
         let steps = setting("sft", "max_steps");
         assert_eq!(
             (&steps["type"], &steps["optional"], &steps["default"]),

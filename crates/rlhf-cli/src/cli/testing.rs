@@ -67,6 +67,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "convert" => vec![command, "a.gguf", "o"],
         "report" | "watch" => vec![command, "run"],
         "replay" => vec![command, "run", "--update", "1"],
+        "completions" => vec![command, "bash"],
         "chat" | "serve" => vec![command, "policy"],
         "launch" | "doctor" | "schema" => vec![command],
         "plan" => [&["plan"], &PPO[..]].concat(),

@@ -7,14 +7,15 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use rlhf::reward::{check_written, is_function_path};
+use rlhf::reward::check_written;
 use rlhf::schema::Refusals;
 use serde_json::{Map, Value};
 
-use super::errors::{Messages, refusal};
-use super::flags;
+use super::args::is_named;
+use super::errors::{Messages, parsed, refusal};
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
+use super::{flags, mixture};
 
 /// Treatment of a flag.
 #[derive(Debug, Clone, Copy)]
@@ -217,7 +218,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(&["none", "-1"], "outputs of earlier passes are not kept"), TRAIN, &["past_index"]),
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
     (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
-    (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
+    (Together, TRAIN, &[mixture::DATASETS, mixture::OF_OPEN_R1]),
+    (Together, ROLLOUT, &[PROMPT_COLUMN]),
     (Only(&["none", "uint8"], "4-bit weights are stored as bytes"), TRAIN, &["bnb_4bit_quant_storage"]),
     (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
     (
@@ -257,7 +259,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
     (Noted("the model's folder decides"), PPO, &["is_encoder_decoder"]),
     (Only(OFF, "the model's folder and use_peft decide"), PPO, &["is_peft_model"]),
-    (Together, GROUPS, &["reward_funcs", "log_completions"]),
+    (Together, GROUPS, &["log_completions"]),
     (
         Noted("generation is rlhf's own"),
         GROUPS,
@@ -330,14 +332,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
 
 /// Flags of the table that are lists in TRL: repeated on the command line, one has the values of all. Of another flag the last value
 /// counts.
-const LISTS: [&str; 6] = [
-    "reward_funcs",
-    "include_for_metrics",
-    "label_names",
-    "lora_target_parameters",
-    "optim_target_modules",
-    "datasets",
-];
+const LISTS: [&str; 4] = ["include_for_metrics", "label_names", "lora_target_parameters", "optim_target_modules"];
 
 /// Aliases of our flags, or of those in the table.
 const ALIASES: [(&str, &str); 6] = [
@@ -348,25 +343,6 @@ const ALIASES: [(&str, &str); 6] = [
     ("test_split_size", "eval_split_size"),
     ("no_cuda", "use_cpu"),
 ];
-
-/// Names that TRL has, or had, and their place here.
-const HINTS: [(&[&str], &str); 4] = [
-    (&["rloo_k"], "its name is num_generations"),
-    (
-        &["wandb_entity", "wandb_run_group"],
-        "arguments of a tracker are entries of tracker_kwargs: {\"wandb\": {\"entity\": ..., \"group\": ...}}",
-    ),
-    (&["env"], "set the variables in the environment of the command"),
-    (
-        &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
-        "rlhf launch starts ranks: rlhf launch --help",
-    ),
-];
-
-/// Returns the place of a name of TRL that is no flag and no key.
-pub(super) fn hint(name: &str) -> Option<String> {
-    HINTS.iter().find(|(names, _)| names.contains(&name)).map(|(_, hint)| (*hint).to_string())
-}
 
 /// The flag of TRL's `step()` that has the best model pushed: a map of the arguments of `push_to_hub`.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
@@ -383,6 +359,9 @@ const PUSH_ARGUMENTS: [(&str, &str); 5] = [
 /// Arguments of `push_to_hub` that change no byte of the model.
 const OTHER_PUSH_ARGUMENTS: [&str; 6] =
     ["commit_message", "commit_description", "safe_serialization", "use_temp_dir", "tags", "max_shard_size"];
+
+/// The column of open-r1's prompts.
+const PROMPT_COLUMN: &str = "dataset_prompt_column";
 
 /// The arguments of a schedule, a map.
 const SCHEDULE: &str = "lr_scheduler_kwargs";
@@ -429,11 +408,7 @@ pub(super) fn has(command: &str, name: &str) -> bool {
 /// Adds the flags to a command, hidden from its help. Flags that the command has already are its own.
 pub(super) fn with_flags(command: Command) -> Command {
     let own = command.get_name().to_string();
-    let is_there = |command: &Command, name: &str| {
-        command
-            .get_arguments()
-            .any(|arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name)))
-    };
+    let is_there = |command: &Command, name: &str| command.get_arguments().any(|arg| is_named(arg, name));
     let names = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&own.as_str())).flat_map(|(.., names)| *names);
     let command = names.fold(command, |command, &name| {
         if is_there(&command, name) {
@@ -463,9 +438,9 @@ pub(super) fn is_list(arg: &Arg) -> bool {
     LISTS.contains(&arg.get_id().as_str())
 }
 
-/// Returns whether the value of the flag is a map.
+/// Returns whether the value of the flag is a map, or a list of maps.
 pub(super) fn takes_map(arg: &Arg) -> bool {
-    [IF_BEST, SCHEDULE].iter().any(|name| arg.get_id() == name)
+    [IF_BEST, SCHEDULE, mixture::DATASETS, mixture::OF_OPEN_R1].iter().any(|name| arg.get_id() == name)
 }
 
 /// Returns whether `fine` contains `value`, or another word for it where it is true or false.
@@ -518,10 +493,12 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
-    flags.translate_rewards(&given, settings, &mut messages.refusals);
+    flags.check_rewards(settings, &mut messages.refusals);
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_best(&given, settings, &mut messages.refusals);
     flags.translate_schedule(&given, settings, &mut messages.refusals);
+    flags.translate_datasets(&given, settings, &mut messages.refusals);
+    flags.translate_prompt_column(&given, settings, &mut messages.refusals);
     flags.note_paged(settings, &mut messages.notes);
     flags.translate_sharding(&given, settings, messages);
 }
@@ -703,8 +680,13 @@ impl Flags<'_> {
 
     /// Returns the start of an error about `given`: its line of the file.
     fn place(&self, given: &Given) -> String {
+        self.placed(given.line)
+    }
+
+    /// Returns the start of an error about line `line` of the file.
+    fn placed(&self, line: u64) -> String {
         match self.path {
-            Some(path) if given.line > 0 => format!("{}:{}: ", path.display(), given.line),
+            Some(path) if line > 0 => format!("{}:{line}: ", path.display()),
             _ => String::new(),
         }
     }
@@ -714,39 +696,21 @@ impl Flags<'_> {
         self.on_line(name) || in_file(settings, name).is_some()
     }
 
-    /// Sets `reward` by `reward_funcs`.
-    fn translate_rewards(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = given.iter().find(|given| given.flag == "reward_funcs" && !given.values.is_empty()) else {
-            return;
-        };
-        if self.is_set("reward", settings) {
-            self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
-        } else {
-            refusals.call("reward", "reward_funcs");
-            let values = self.rewards(given, refusals);
-            settings.push(Setting::new("reward", values));
-        }
-    }
-
-    /// Returns the rewards that `reward_funcs` names, as values of `reward`. A path with dots is a function of Python. Those that are
-    /// malformed are refused.
-    fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
-        let refused = |name: &String| check_written(name).err().and_then(|error| error.refusals().first().cloned());
-        let written = |name: &String| match is_function_path(name) && !Path::new(name).exists() {
-            true => format!("python:{name}"),
-            false => name.clone(),
-        };
-        let mut sound = Vec::new();
-        for name in given.values.iter().map(written) {
-            match refused(&name) {
-                None => sound.push(name),
-                Some(line) => {
-                    let reason = line.strip_prefix("reward = ").unwrap_or(&line);
-                    self.refuse(given, &format!("reward_funcs = {reason}"), refusals);
+    /// Refuses malformed rewards of the file, with their line.
+    fn check_rewards(&self, settings: &[Setting], refusals: &mut Refusals) {
+        let given = settings.iter().filter(|setting| setting.key == "reward" && !self.on_line("reward"));
+        for Setting { line, values, .. } in given {
+            let arg = self.command.get_arguments().find(|arg| arg.get_id() == "reward");
+            let written = |value: &String| arg.and_then(|arg| parsed(arg, value)).unwrap_or_else(|| value.clone());
+            for error in values.iter().filter_map(|value| check_written(&written(value)).err()) {
+                let place = self.placed(*line);
+                let name = refusals.renamed("`reward`");
+                for refusal in error.refusals() {
+                    let reason = refusal.strip_prefix("reward = ").unwrap_or(refusal);
+                    refusals.refuse(format!("{place}{} = {reason}", name.trim_matches('`')), ["reward"]);
                 }
             }
         }
-        sound
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -789,6 +753,52 @@ impl Flags<'_> {
             if !self.is_set(key, settings) {
                 settings.push(Setting::new(key, vec![value]));
             }
+        }
+    }
+
+    /// Sets the datasets by a mixture of them.
+    fn translate_datasets(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let is_mixture = |given: &&Given| [mixture::DATASETS, mixture::OF_OPEN_R1].contains(&given.flag);
+        for given in given.iter().filter(is_mixture).filter(|given| given.word() != "none") {
+            let found = match mixture::settings(&given.values.join(" ")) {
+                Ok(found) => found,
+                Err(message) => {
+                    let shown: String = given.shown().chars().take(60).collect();
+                    self.refuse(given, &format!("{} = {shown}: {message}", given.flag), refusals);
+                    // What it would set is not missing.
+                    refusals.about_too("dataset_name");
+                    continue;
+                }
+            };
+            for setting in found {
+                if self.is_set(&setting.key, settings) {
+                    let message = format!("{} and {} both set it: give one of them", given.flag, setting.key);
+                    self.refuse(given, &message, refusals);
+                } else {
+                    settings.push(setting);
+                }
+            }
+        }
+    }
+
+    /// Sets the column of the prompts as open-r1 does, whose prompts are messages of the user.
+    fn translate_prompt_column(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let column = given.iter().find(|given| given.flag == PROMPT_COLUMN && given.word() != "none");
+        let Some(given) = column else { return };
+        let column = given.shown();
+        if column != "prompt" && self.on_line("dataset_columns") {
+            let message =
+                format!("{PROMPT_COLUMN} and dataset_columns both name columns: write dataset_columns prompt={column}");
+            return self.refuse(given, &message, refusals);
+        }
+        let of_prompt = format!("prompt={column}");
+        match settings.iter_mut().find(|setting| setting.key == "dataset_columns") {
+            _ if column == "prompt" => {}
+            Some(columns) => columns.values.push(of_prompt),
+            None => settings.push(Setting::new("dataset_columns", vec![of_prompt])),
+        }
+        if !self.is_set("apply_chat_template", settings) {
+            settings.push(Setting::new("apply_chat_template", vec!["true".into()]));
         }
     }
 
@@ -1051,7 +1061,7 @@ mod tests {
             ),
             (&["--reward_funcs", "jsn"], "reward_funcs = jsn: expected one of model"),
             (&["--reward_funcs", "json", "json"], "reward_funcs: `json` is given twice"),
-            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs: `json` is given twice"),
             (&["--beta", "-1"], "beta = -1: expected a number of 0 or more"),
             (
                 &["--cast_lm_head_to_fp32"],

@@ -19,11 +19,13 @@ const MOST_CHOICES: u64 = 128;
 const MOST_LOGPROBS: u64 = 20;
 /// Most stop strings.
 const MOST_STOPS: usize = 16;
+/// The number above which not every whole number is a double.
+const EXACT: f64 = 9_007_199_254_740_992.0;
 /// Most bytes of a value that an error quotes.
 const QUOTED: usize = 80;
 
 /// Parameters that change no response.
-const WITHOUT_EFFECT: [&str; 8] = [
+const WITHOUT_EFFECT: [&str; 13] = [
     "user",
     "metadata",
     "store",
@@ -32,6 +34,12 @@ const WITHOUT_EFFECT: [&str; 8] = [
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    // Of vLLM.
+    "priority",
+    "request_id",
+    "cache_salt",
+    "spaces_between_special_tokens",
+    "include_reasoning",
 ];
 
 /// The test of a value that changes nothing.
@@ -172,6 +180,12 @@ pub(super) struct Request {
     /// Responses to each prompt.
     pub(super) n: usize,
     pub(super) stop: Vec<String>,
+    /// Further tokens that end a response.
+    pub(super) stop_token_ids: Vec<i64>,
+    /// Whether the model's own end of a text does not end a response.
+    pub(super) ignore_eos: bool,
+    /// Tokens before which nothing ends a response.
+    pub(super) min_tokens: usize,
     pub(super) seed: Option<u64>,
     /// Number of alternatives of each token; `None` for no log-probabilities.
     pub(super) logprobs: Option<usize>,
@@ -231,6 +245,9 @@ impl Request {
             repetition_penalty: fields.number("repetition_penalty")?,
             n,
             stop: fields.stop()?,
+            stop_token_ids: fields.tokens("stop_token_ids")?,
+            ignore_eos: fields.flag("ignore_eos")?,
+            min_tokens: fields.min_tokens(max_tokens)?,
             seed: fields.seed()?,
             logprobs: if chat { fields.chat_logprobs()? } else { fields.whole("logprobs", 0..=MOST_LOGPROBS)? },
             echo: !chat && fields.flag("echo")?,
@@ -279,16 +296,35 @@ impl Fields {
 
     /// -1 is another word for 0: all tokens.
     fn top_k(&mut self) -> Result<Option<usize>, ApiError> {
-        if self.0.get("top_k").and_then(Value::as_i64) == Some(-1) {
+        if self.0.get("top_k").and_then(Value::as_f64) == Some(-1.0) {
             self.0.remove("top_k");
             return Ok(Some(0));
         }
         self.whole("top_k", 0..=u64::from(u32::MAX))
     }
 
+    fn tokens(&mut self, name: &str) -> Result<Vec<i64>, ApiError> {
+        let Some(found) = self.take(name) else { return Ok(Vec::new()) };
+        let ids = found.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
+        ids.ok_or_else(|| wrong(name, "a list of token ids", &found))
+    }
+
+    fn min_tokens(&mut self, most: Option<usize>) -> Result<usize, ApiError> {
+        let least = self.whole("min_tokens", 0..=u64::from(u32::MAX))?.unwrap_or(0);
+        match most.filter(|most| least > *most) {
+            Some(most) => {
+                let message = format!("`min_tokens`: expected at most the {most} of `max_tokens`, found {least}");
+                Err(ApiError::invalid("min_tokens", message))
+            }
+            None => Ok(least),
+        }
+    }
+
     fn whole(&mut self, name: &str, within: std::ops::RangeInclusive<u64>) -> Result<Option<usize>, ApiError> {
         let Some(found) = self.take(name) else { return Ok(None) };
-        let number = found.as_u64().filter(|number| within.contains(number));
+        // A client may write 1 as 1.0.
+        let rounded = found.as_f64().filter(|number| number.fract() == 0.0 && (0.0..EXACT).contains(number));
+        let number = found.as_u64().or(rounded.map(|number| number as u64)).filter(|number| within.contains(number));
         let number = number.and_then(|number| usize::try_from(number).ok());
         let expected = format!("a whole number from {} to {}", within.start(), within.end());
         number.map(Some).ok_or_else(|| wrong(name, &expected, &found))
@@ -402,9 +438,29 @@ impl Fields {
             value.as_object().is_some_and(Map::is_empty) || value.as_array().is_some_and(Vec::is_empty) || value == ""
         };
         let no_tools: Neutral = |value| value == "none" || value == "auto";
-        let common: [(&str, Neutral); 3] =
-            [("presence_penalty", zero), ("frequency_penalty", zero), ("logit_bias", empty)];
-        let of_chat: [(&str, Neutral); 6] = [
+        let off: Neutral = |value| *value == false;
+        let on: Neutral = |value| *value == true;
+        let common: [(&str, Neutral); 15] = [
+            ("presence_penalty", zero),
+            ("frequency_penalty", zero),
+            ("logit_bias", empty),
+            ("skip_special_tokens", on),
+            ("detokenize", on),
+            ("include_stop_str_in_output", off),
+            ("return_tokens_as_token_ids", off),
+            ("return_token_ids", off),
+            ("use_beam_search", off),
+            ("early_stopping", off),
+            ("length_penalty", |value| value.as_f64() == Some(1.0)),
+            ("allowed_token_ids", empty),
+            ("bad_words", empty),
+            ("logits_processors", empty),
+            ("mm_processor_kwargs", empty),
+        ];
+        let of_chat: [(&str, Neutral); 8] = [
+            ("echo", off),
+            // The template writes the special tokens.
+            ("add_special_tokens", off),
             ("tools", empty),
             ("functions", empty),
             ("tool_choice", no_tools),
@@ -412,7 +468,7 @@ impl Fields {
             ("response_format", |value| value["type"] == "text"),
             ("modalities", |value| *value == json!(["text"])),
         ];
-        let of_text: [(&str, Neutral); 1] = [("suffix", empty)];
+        let of_text: [(&str, Neutral); 2] = [("suffix", empty), ("add_special_tokens", on)];
         let own = if chat { &of_chat[..] } else { &of_text[..] };
         for (name, is_neutral) in common.iter().chain(own) {
             if self.take(name).is_some_and(|value| !is_neutral(&value)) {
@@ -420,7 +476,7 @@ impl Fields {
             }
         }
         match self.take("best_of") {
-            Some(found) if found.as_u64() != Some(n as u64) => {
+            Some(found) if found.as_f64() != Some(n as f64) => {
                 Err(ApiError::invalid("best_of", format!("`best_of` is not supported by this server, but as n = {n}")))
             }
             _ => Ok(()),
@@ -562,6 +618,20 @@ mod tests {
             ("stream_options", json!(null), json!({"include_usage": true})),
             ("reasoning_effort", json!(null), json!("low")),
             ("echo", json!(null), json!(true)),
+            ("echo", json!(false), json!(true)),
+            ("skip_special_tokens", json!(true), json!(false)),
+            ("ignore_eos", json!(false), json!(1)),
+            ("min_tokens", json!(0), json!(-1)),
+            ("min_tokens", json!(3.0), json!(0.5)),
+            ("stop_token_ids", json!([]), json!("a")),
+            ("stop_token_ids", json!([5]), json!([0.5])),
+            ("n", json!(1.0), json!(1.5)),
+            ("top_k", json!(-1.0), json!(-2)),
+            ("include_stop_str_in_output", json!(false), json!(true)),
+            ("use_beam_search", json!(false), json!(true)),
+            ("length_penalty", json!(1), json!(2)),
+            ("bad_words", json!([]), json!(["a"])),
+            ("add_special_tokens", json!(false), json!(true)),
             ("typo", json!(null), json!(1)),
         ] {
             let accepted = parse(Endpoint::Chat, json!({"messages": messages, name: neutral, "user": "me"}));

@@ -153,6 +153,9 @@ impl Engine {
             repetition_penalty: request.repetition_penalty,
         };
         settings.responses.stop_strings.clone_from(&request.stop);
+        settings.responses.stop_token_ids.clone_from(&request.stop_token_ids);
+        settings.ignore_eos = request.ignore_eos;
+        settings.min_new_tokens = Some(request.min_tokens);
         let (resolved, _) = settings.for_model(&self.model, &self.tokenizer, &self.dir).map_err(refused)?;
         let generation = GenerationConfig {
             max_new_tokens,

@@ -144,7 +144,7 @@ impl Models {
             }
             PlannedRun::Reward(config) => {
                 let own = &config.model_name_or_path;
-                let main = classifier(own, Some(config.model_revision.as_str()), config.new_reward_head, true)?;
+                let main = classifier(own, Some(config.model_revision.as_str()), true, true)?;
                 Ok(alone(main, own))
             }
             PlannedRun::Ppo(config) => {

@@ -159,7 +159,7 @@ impl Rows {
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
         let of_models = prompt_limit(models.policy(), models.context(), config.response_length)?;
         let limit = PromptLimit::new(&config.prompt_length, of_models)?;
-        let (prompts, lens, notes) = match Sources::find(&config.data, None) {
+        let (prompts, lens, notes) = match Sources::find(&config.data, config.eval_dataset_name.as_deref()) {
             Ok(sources) => {
                 check_held_out(&config.eval, &sources, &config.data)?;
                 let (prompts, lens) = read_prompts(&sources, config, models, limit)?;

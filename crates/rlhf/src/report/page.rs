@@ -9,6 +9,7 @@ use super::samples::{Cut, Frame, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{Mark, verdict};
 use crate::run::ends::{MOST_VALUES, words};
+use crate::run::group_names::written;
 use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
 use crate::terminal::{about, date};
 use rlhf_base::Result;
@@ -602,7 +603,10 @@ fn defaults(run: &Run) -> Vec<Setting> {
         Some(Kind::Sft(preset)) => serde_json::to_value(SftConfig::with_preset(preset, "", "", "")),
         None => return Vec::new(),
     };
-    config.ok().and_then(|config| config.as_object().map(settings_of)).unwrap_or_default()
+    config
+        .ok()
+        .and_then(|config| config.as_object().map(|settings| settings_of(&written(settings.clone()))))
+        .unwrap_or_default()
 }
 
 /// Returns whether a run has another value of a setting than its default, if that is known.

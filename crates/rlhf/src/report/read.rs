@@ -4,6 +4,7 @@
 
 use super::samples::{self, Frame, Prompt};
 use crate::run::checkpoint::UNFINISHED;
+use crate::run::group_names::{written, written_name};
 use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length, read_start};
 use crate::terminal::without_programs;
 use rlhf_base::files;
@@ -203,7 +204,14 @@ impl Run {
 
     /// Returns the value of a setting.
     pub fn setting(&self, name: &str) -> Option<&str> {
-        self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.value.as_str())
+        let named = |name: &str| self.settings.iter().find(|setting| setting.name == name);
+        named(name).or_else(|| named(written_name(name))).map(|setting| setting.value.as_str())
+    }
+
+    /// Returns the name that the run's files have for the setting `name`.
+    pub(crate) fn name_of<'n>(&self, name: &'n str) -> &'n str {
+        let theirs = written_name(name);
+        if self.settings.iter().any(|setting| setting.name == theirs) { theirs } else { name }
     }
 
     /// Returns the value of a setting for others: without the arguments of programs, and the passwords and queries of addresses.
@@ -373,6 +381,8 @@ fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
     };
     match serde_saphyr::from_str::<Map<String, Value>>(&text) {
         Ok(settings) => {
+            // Those of an older run have other names in its file.
+            let settings = written(settings);
             if settings.len() > MOST_SETTINGS {
                 notes.push(format!("{CONFIG}: the first {MOST_SETTINGS} of {} settings are read", settings.len()));
             }

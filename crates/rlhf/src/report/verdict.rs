@@ -269,13 +269,14 @@ fn entropy(run: &Run) -> Option<Finding> {
 
 fn length(run: &Run) -> Option<Finding> {
     let Ends { first, last, .. } = Ends::of(run, "val/response_length")?;
-    let limit = run.setting("response_length").and_then(|limit| limit.parse::<f64>().ok());
+    let name = run.name_of("response_length");
+    let limit = run.setting(name).and_then(|limit| limit.parse::<f64>().ok());
     let words = format!("Responses have {} tokens at the end, {} at the start", short(last), short(first));
     let long = limit.filter(|limit| last >= CUT * limit);
-    let at = limit.map(|limit| format!(" at response_length = {limit}")).unwrap_or_default();
+    let at = limit.map(|limit| format!(" at {name} = {limit}")).unwrap_or_default();
     Some(match cut_share(run) {
         Some(share) if share >= CUT_SHARE => {
-            let remedy = if share >= MOST_CUT { "; a longer response_length lets them end" } else { "" };
+            let remedy = if share >= MOST_CUT { format!("; a longer {name} lets them end") } else { String::new() };
             let percent = format!("{:.0}", 100.0 * share);
             finding(Mark::Bad, format!("{words}: {percent} % are cut{at} at the end{remedy}."))
         }

@@ -15,12 +15,12 @@ pub(crate) const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
 /// Rewards beside, or in place of, the reward model; the score is their weighted sum.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RewardSourcesConfig {
-    /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; repeat the flag for several. Kinds: length:target=40, regex:EXPRESSION,
+    /// Rewards, each as KIND:ARGUMENT or NAME=KIND:ARGUMENT. Kinds: length:target=40, regex:EXPRESSION,
     /// words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3, model:FOLDER, command:LINE,
     /// url:ADDRESS, python:MODULE.FUNCTION; and TRL's accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment,
     /// get_repetition_penalty_reward, get_cosine_scaled_reward, with their arguments as KEY=VALUE. Those that read a
     /// column take optional=true: rows without it get no score.
-    #[setting(heading = REWARDS)]
+    #[setting(alias = "reward_funcs", heading = REWARDS, several)]
     #[serde(serialize_with = "rewards_without_queries")]
     pub reward: Vec<String>,
     /// Command line of a program that scores responses: JSON lines in, JSON lines out.

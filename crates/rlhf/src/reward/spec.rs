@@ -11,7 +11,7 @@ use super::{
     ScoreTransform,
 };
 use rlhf_base::safe_text::beginning;
-use rlhf_base::schema::{all, defaults, no_effect};
+use rlhf_base::schema::{Refusals, all, defaults, no_effect};
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_lm::model::ModelOptions;
@@ -183,10 +183,13 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     if let Some(url) = &settings.reward_url {
         add("url", Kind::Url(url.clone()), SERVICE.into())?;
     }
+    let mut refusals = Refusals::default();
     for text in &settings.reward {
-        let (name, kind, about) = parse(text)?;
-        add(&name, kind, about)?;
+        if let Err(error) = parse(text).and_then(|(name, kind, about)| add(&name, kind, about)) {
+            error.refusals().iter().for_each(|line| refusals.refuse(line, ["reward"]));
+        }
     }
+    refusals.end()?;
     Ok(found)
 }
 
@@ -265,6 +268,27 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
     is_model.then(|| format!("expected a kind of reward; a model is written as model:{}", public(kind)))
 }
 
+/// Rewards of open-r1 by its names, and what they are here.
+const OPEN_R1: [(&str, &str); 8] = [
+    ("accuracy", "accuracy_reward"),
+    ("format", "think_format_reward"),
+    ("cosine", "get_cosine_scaled_reward"),
+    ("repetition_penalty", "get_repetition_penalty_reward"),
+    ("soft_overlong_punishment", "get_soft_overlong_punishment"),
+    ("reasoning_steps", "a function of yours, python:MODULE.FUNCTION"),
+    ("tag_count", "a function of yours, python:MODULE.FUNCTION"),
+    ("code", "a program of yours, command:LINE"),
+];
+
+/// Returns a hint at what is meant by the unknown kind of reward `kind`.
+fn hint(kind: &str) -> String {
+    match (OPEN_R1.iter().find(|(name, _)| *name == kind), nearest(kind)) {
+        (Some((name, ours)), _) => format!("; `{name}` is open-r1's: here it is {ours}"),
+        (None, Some(near)) => format!("; did you mean `{near}`?"),
+        (None, None) => String::new(),
+    }
+}
+
 /// Returns the kind of reward that `kind` is probably a misspelling of: at most one letter in five differs.
 fn nearest(kind: &str) -> Option<&'static str> {
     let known = NOT_RULES.iter().chain(&KINDS).chain(&trl::KINDS).copied();
@@ -335,7 +359,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
                 KINDS.join(", "),
                 trl::KINDS.join(", "),
                 public(other),
-                nearest(other).map_or(String::new(), |near| format!("; did you mean `{near}`?"))
+                hint(other)
             ));
         }
     };

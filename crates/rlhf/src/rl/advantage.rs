@@ -4,7 +4,7 @@ use super::settings::WhitenAdvantages;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
 use rlhf_base::Result;
-use rlhf_base::schema::{Choices, PPO, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
+use rlhf_base::schema::{ADVANTAGES, Choices, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
 use serde::Serialize;
 use tch::Tensor;
 use tch_ext::{on_device, to_host};
@@ -18,26 +18,26 @@ pub struct AdvantageConfig {
     /// Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is
     /// loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares
     /// with a greedy response, `reinforce` is REINFORCE++.
-    #[setting(heading = PPO, default = "gae")]
+    #[setting(heading = ADVANTAGES, default = "gae")]
     pub advantage_estimator: AdvantageEstimator,
     /// Responses to each prompt, which make a group. Batch sizes count responses.
-    #[setting(alias = "n_samples_per_prompt", heading = PPO, default = 1)]
+    #[setting(alias = "n_samples_per_prompt", heading = ADVANTAGES, default = 1)]
     pub num_generations: usize,
     /// Standard deviation by which the advantages of `grpo` are divided: that of each group, that of the whole update, or none.
-    #[setting(heading = PPO, default = "group")]
+    #[setting(heading = ADVANTAGES, default = "group")]
     pub scale_rewards: ScaleRewards,
     /// Normalize the advantages of `rloo` to mean 0 and standard deviation 1 over the responses of an update.
-    #[setting(heading = PPO)]
+    #[setting(heading = ADVANTAGES)]
     pub normalize_advantages: bool,
     /// Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by
     /// itself within its group first, and normalizes the weighted sums over the update (GDPO).
-    #[setting(heading = PPO, default = "sum_then_normalize")]
+    #[setting(heading = ADVANTAGES, default = "sum_then_normalize")]
     pub multi_objective_aggregation: Aggregation,
     /// Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`].
-    #[setting(heading = PPO)]
+    #[setting(heading = ADVANTAGES)]
     pub lam_policy: Option<f64>,
     /// Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05).
-    #[setting(heading = PPO)]
+    #[setting(heading = ADVANTAGES)]
     pub lam_policy_alpha: Option<f64>,
 }
 

@@ -2,7 +2,9 @@
 
 use crate::rl::math;
 use rlhf_base::metrics::Metrics;
-use rlhf_base::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more};
+use rlhf_base::schema::{
+    ADVANTAGES, REWARDS, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more,
+};
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
@@ -11,21 +13,21 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct GroupFilterConfig {
     /// Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO).
-    #[setting(alias = "filter_groups", heading = PPO)]
+    #[setting(alias = "filter_groups", heading = ADVANTAGES)]
     pub dynamic_sampling: bool,
     /// Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering).
-    #[setting(heading = PPO, delimiter = ',', several)]
+    #[setting(heading = ADVANTAGES, delimiter = ',', several)]
     pub dynamic_filtering_reward_range: Vec<f64>,
     /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still
     /// missing then are taken from those that were replaced.
-    #[setting(heading = PPO, default = 10)]
+    #[setting(heading = ADVANTAGES, default = 10)]
     pub max_num_gen_batches: usize,
     /// Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong
     /// penalty, DAPO).
-    #[setting(heading = PPO)]
+    #[setting(heading = REWARDS)]
     pub overlong_buffer_len: Option<usize>,
     /// Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
-    #[setting(heading = PPO, default = 1.0)]
+    #[setting(heading = REWARDS, default = 1.0)]
     pub overlong_penalty_factor: f64,
 }
 

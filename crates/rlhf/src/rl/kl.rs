@@ -1,7 +1,7 @@
 //! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
-use rlhf_base::schema::{Choice, Choices, PPO, Settings, above_zero, all, defaults, no_effect, usage, zero_or_more};
+use rlhf_base::schema::{Choice, Choices, KL, Settings, above_zero, all, defaults, no_effect, usage, zero_or_more};
 use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -13,28 +13,28 @@ const MOST_ERROR: f64 = 0.2;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct KlConfig {
     /// Coefficient of the KL penalty per token.
-    #[setting(aliases = ["init_kl_coef", "beta"], heading = PPO, default = 0.05)]
+    #[setting(aliases = ["init_kl_coef", "beta"], heading = KL, default = 0.05)]
     pub kl_coef: f64,
     /// Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary.
-    #[setting(alias = "kl_penalty", heading = PPO, default = "k1")]
+    #[setting(alias = "kl_penalty", heading = KL, default = "k1")]
     pub kl_estimator: KlEstimator,
     /// Add the KL penalty to the policy's loss instead of the rewards.
-    #[setting(heading = PPO)]
+    #[setting(heading = KL)]
     pub kl_in_loss: bool,
     /// Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled.
-    #[setting(heading = PPO)]
+    #[setting(heading = KL)]
     pub use_bias_correction_kl: bool,
     /// Adapt the KL coefficient after each update, so that the KL per response approaches `target`.
-    #[setting(heading = PPO)]
+    #[setting(heading = KL)]
     pub adap_kl_ctrl: bool,
     /// Target KL per response of `adap_kl_ctrl`, in nats.
-    #[setting(heading = PPO, default = 6.0)]
+    #[setting(heading = KL, default = 6.0)]
     pub target: f64,
     /// Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
-    #[setting(heading = PPO, default = 10000.0)]
+    #[setting(heading = KL, default = 10000.0)]
     pub horizon: f64,
     /// KL coefficient of the last update; it changes linearly from `kl_coef`.
-    #[setting(heading = PPO)]
+    #[setting(heading = KL)]
     pub kl_coef_end: Option<f64>,
 }
 

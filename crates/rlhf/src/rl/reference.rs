@@ -1,6 +1,6 @@
 //! Updates of the reference model towards the policy, as in TR-DPO.
 
-use rlhf_base::schema::{PPO, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
+use rlhf_base::schema::{KL, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::CausalLm;
 use serde::Serialize;
@@ -10,13 +10,13 @@ use tch::{Kind, Tensor};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SyncConfig {
     /// Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
-    #[setting(heading = PPO)]
+    #[setting(heading = KL)]
     pub sync_ref_model: bool,
     /// Share of the policy in the updated reference model; 1 replaces it by the policy.
-    #[setting(heading = PPO, default = 0.6)]
+    #[setting(heading = KL, default = 0.6)]
     pub ref_model_mixup_alpha: f64,
     /// Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one.
-    #[setting(heading = PPO, default = 512)]
+    #[setting(heading = KL, default = 512)]
     pub ref_model_sync_steps: usize,
 }
 

@@ -6,7 +6,7 @@ use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use rlhf_base::Result;
 use rlhf_base::schema::{
-    Choice, Choices, PPO, Settings, above_zero, all, defaults, expect, no_effect, usage, zero_or_more,
+    CRITIC, Choice, Choices, LOSS, Settings, above_zero, all, defaults, expect, no_effect, usage, zero_or_more,
 };
 
 /// Further terms and limits of the policy's loss.
@@ -16,67 +16,67 @@ pub struct LossConfig {
     /// the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the
     /// responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of
     /// their own.
-    #[setting(heading = PPO, default = "bnpo")]
+    #[setting(heading = LOSS, default = "bnpo")]
     pub loss_type: LossType,
     /// Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product,
     /// the ratio of the whole response.
-    #[setting(heading = PPO, default = "token")]
+    #[setting(heading = LOSS, default = "token")]
     pub importance_sampling_level: ImportanceLevel,
     /// Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`].
-    #[setting(alias = "epsilon_high", heading = PPO)]
+    #[setting(alias = "epsilon_high", heading = LOSS)]
     pub cliprange_high: Option<f64>,
     /// Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
-    #[setting(alias = "delta", heading = PPO)]
+    #[setting(alias = "delta", heading = LOSS)]
     pub dual_clip: Option<f64>,
     /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
-    #[setting(heading = PPO, default = 0.0)]
+    #[setting(heading = LOSS, default = 0.0)]
     pub entropy_coef: f64,
     /// Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most
     /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub use_adaptive_entropy: bool,
     /// Minimum coefficient of `use_adaptive_entropy`.
-    #[setting(heading = PPO, default = 0.0)]
+    #[setting(heading = LOSS, default = 0.0)]
     pub entropy_coef_min: f64,
     /// Maximum coefficient of `use_adaptive_entropy`.
-    #[setting(heading = PPO, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0)]
     pub entropy_coef_max: f64,
     /// Change of the coefficient of `use_adaptive_entropy` in an optimizer step.
-    #[setting(heading = PPO, default = 0.005)]
+    #[setting(heading = LOSS, default = 0.005)]
     pub entropy_coef_delta: f64,
     /// Target of `use_adaptive_entropy`: mean entropy per token, in nats; near that of the first updates.
-    #[setting(heading = PPO, default = 0.2)]
+    #[setting(heading = LOSS, default = 0.2)]
     pub entropy_target: f64,
     /// Stop an update's epochs after one whose last mini-batch has a KL per token to the sampling policy above 1.5 times this.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub target_kl: Option<f64>,
     /// Skip the optimizer step of a mini-batch whose mean probability ratio is above this.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub ratio_threshold: Option<f64>,
     /// Share of the tokens, those of the highest entropy, that the policy's objective trains; takes one further forward pass if below 1.
-    #[setting(heading = PPO, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0)]
     pub top_entropy_quantile: f64,
     /// Leave out responses with a negative advantage whose mean KL per token from the sampling policy is above this; takes one further
     /// forward pass.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub off_policy_mask_threshold: Option<f64>,
     /// Temperature of the loss `sapo` where the advantage is positive.
-    #[setting(heading = PPO, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0)]
     pub sapo_temperature_pos: f64,
     /// Temperature of the loss `sapo` where the advantage is negative.
-    #[setting(heading = PPO, default = 1.05)]
+    #[setting(heading = LOSS, default = 1.05)]
     pub sapo_temperature_neg: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is positive.
-    #[setting(heading = PPO, default = 2.0)]
+    #[setting(heading = LOSS, default = 2.0)]
     pub vespo_k_pos: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is positive.
-    #[setting(heading = PPO, default = 3.0)]
+    #[setting(heading = LOSS, default = 3.0)]
     pub vespo_lambda_pos: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is negative.
-    #[setting(heading = PPO, default = 3.0)]
+    #[setting(heading = LOSS, default = 3.0)]
     pub vespo_k_neg: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is negative.
-    #[setting(heading = PPO, default = 2.0)]
+    #[setting(heading = LOSS, default = 2.0)]
     pub vespo_lambda_neg: f64,
 }
 
@@ -243,17 +243,17 @@ impl LossConfig {
 pub struct MaskConfig {
     /// Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used
     /// again.
-    #[setting(heading = PPO, default = 0)]
+    #[setting(heading = LOSS, default = 0)]
     pub min_response_length: usize,
     /// Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub mask_truncated_completions: bool,
     /// Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it
     /// where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is.
-    #[setting(heading = PPO, default = "always")]
+    #[setting(heading = LOSS, default = "always")]
     pub eos_in_loss: EosInLoss,
     /// Train the value after a response's last token too. Only with a `score_position` after that token.
-    #[setting(heading = PPO, default = true)]
+    #[setting(heading = CRITIC, default = true)]
     pub last_value_in_loss: bool,
 }
 

@@ -3,7 +3,7 @@
 
 use crate::data::{Cursor, Dataset, Files};
 use rlhf_base::dist::World;
-use rlhf_base::schema::{DATA, PPO, Settings, above_zero, all, defaults, no_effect};
+use rlhf_base::schema::{LOSS, Settings, above_zero, all, defaults, no_effect};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{Batch, CausalLm};
 use rlhf_lm::optim::micro_batch::micro_batches;
@@ -22,13 +22,13 @@ const SEED: u64 = 1 << 32;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct UnsupervisedConfig {
     /// Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
-    #[setting(heading = DATA)]
+    #[setting(heading = LOSS)]
     pub unsupervised_dataset_name: Option<PathBuf>,
     /// Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
-    #[setting(heading = DATA)]
+    #[setting(heading = LOSS)]
     pub unsupervised_dataset_config_name: Option<String>,
     /// Coefficient of the language-modelling loss.
-    #[setting(heading = PPO, default = 27.8)]
+    #[setting(heading = LOSS, default = 27.8)]
     pub unsup_coef: f64,
 }
 

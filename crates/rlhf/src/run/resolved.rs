@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::run::group_names::{read_back, written};
 use crate::terminal::without_programs;
 use rlhf_base::{Error, Result, files};
 
@@ -22,8 +23,13 @@ pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by r
 /// Errors: [`Error::Io`]; [`Error::Invalid`] if a path among the settings is not UTF-8.
 pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
-    let settings = serde_saphyr::to_string(config)
-        .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
+    let unwritten =
+        |error: String| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}"));
+    let settings = match serde_json::to_value(config).map_err(|error| unwritten(error.to_string()))? {
+        Value::Object(settings) => Value::Object(written(settings)),
+        other => other,
+    };
+    let settings = serde_saphyr::to_string(&settings).map_err(|error| unwritten(error.to_string()))?;
     let text = format!("{RESOLVED}{}; null: none, or left to the run.\n{settings}", env!("CARGO_PKG_VERSION"));
     rlhf_base::weights::write_text(path, &text)
 }
@@ -31,7 +37,10 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
 /// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.
 pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
     let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| text.starts_with(RESOLVED))?;
-    serde_saphyr::from_str(&text).ok()
+    match serde_saphyr::from_str(&text).ok()? {
+        Value::Object(settings) => Some(Value::Object(read_back(settings))),
+        other => Some(other),
+    }
 }
 
 /// Returns whether the run in the folder `dir` has a line of metrics of an update: one of step 0 is an evaluation before the first.

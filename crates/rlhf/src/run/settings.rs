@@ -13,7 +13,8 @@ use rlhf_base::dist::{DistConfig, ZeroStage};
 use rlhf_base::offload::Offload;
 use rlhf_base::offload::settings::OffloadConfig;
 use rlhf_base::schema::{
-    ByteSize, CHECKPOINTS, EVALUATION, RUN, Setting, Settings, all, at_least_one, expect, no_effect, optional, usage,
+    BATCHES, ByteSize, CHECKPOINTS, EVALUATION, LOGGING, SPEED, Setting, Settings, all, at_least_one, expect,
+    no_effect, optional, usage,
 };
 use rlhf_lm::model::{Dtype, Precision, QuantizationConfig};
 use rlhf_lm::optim::loss_scale::LossScaleConfig;
@@ -23,48 +24,48 @@ use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RunConfig {
     /// Folder for the model, the metrics and the resolved configuration.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     pub output_dir: PathBuf,
     /// Replace the run in `output_dir`.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
     pub overwrite_output_dir: bool,
     /// Seed of everything random.
-    #[setting(heading = RUN, default = 42)]
+    #[setting(heading = BATCHES, default = 42)]
     pub seed: u64,
     /// Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub bf16: bool,
     /// Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub fp16: bool,
     /// The loss scale of `fp16`.
     #[setting(flatten)]
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
     /// Dtype to load models in; `auto` is that of their files. Trained weights are converted to float32.
-    #[setting(heading = RUN, default = "auto")]
+    #[setting(heading = SPEED, default = "auto")]
     pub dtype: Dtype,
     /// Quantization of frozen weights.
     #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[setting(heading = RUN, default = Device::Auto)]
+    #[setting(heading = SPEED, default = Device::Auto)]
     pub device: Device,
     /// Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints and adapters do not
     /// depend on it.
-    #[setting(heading = RUN, default = "auto")]
+    #[setting(heading = CHECKPOINTS, default = "auto")]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[setting(heading = RUN, default = "50GB")]
+    #[setting(heading = CHECKPOINTS, default = "50GB")]
     pub max_shard_size: ByteSize,
     /// Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub gradient_checkpointing: bool,
     /// Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change the result
     /// [default: by the available memory].
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub max_tokens_per_micro_batch: Option<MicroBatchLimit>,
     /// Offloaded parts.
     #[setting(flatten)]
@@ -75,13 +76,13 @@ pub struct RunConfig {
     #[serde(flatten)]
     pub tracking: TrackingConfig,
     /// Number of threads for tensor operations [default: one per core].
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub num_threads: Option<usize>,
     /// Hide the progress bar.
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub disable_tqdm: bool,
     /// Do not write `report.html`, a page that shows the run, at its end.
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub no_report: bool,
     /// Checkpoints and resuming.
     #[setting(flatten)]

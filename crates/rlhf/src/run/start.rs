@@ -237,6 +237,15 @@ mod tests {
     use serde_json::json;
 
     #[test]
+    fn a_checkpoint_of_transformers_is_said_to_be_one() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("trainer_state.json"), r#"{"global_step": 5, "log_history": [], "max_steps": 9}"#)
+            .unwrap();
+        let error = Saved::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains(": a checkpoint of transformers, whose optimizer rlhf does not read"), "{error}");
+    }
+
+    #[test]
     fn without_a_complete_checkpoint_no_run_starts_again_by_itself() {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), None, &[2]);

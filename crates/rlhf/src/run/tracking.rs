@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use rlhf_base::Result;
-use rlhf_base::schema::{Choices, JsonObject, NONE, RUN, Setting, Settings, no_effect, usage};
+use rlhf_base::schema::{Choices, JsonObject, LOGGING, NONE, Setting, Settings, no_effect, usage};
 
 /// Reports of a run beside the files of its output folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -14,24 +14,24 @@ pub struct TrackingConfig {
     /// Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program
     /// that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed
     /// [default: none].
-    #[setting(alias = "log_with", heading = RUN, several)]
+    #[setting(alias = "log_with", heading = LOGGING, several)]
     pub report_to: Vec<ReportTo>,
     /// Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as
     /// `train/objective/kl` and `eval/loss`.
-    #[setting(heading = RUN, default = "plain")]
+    #[setting(heading = LOGGING, default = "plain")]
     pub tensorboard_tags: TensorboardTags,
     /// Name of the run in trackers [default: the name of `output_dir`].
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub run_name: Option<String>,
     /// Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, else
     /// rlhf].
-    #[setting(alias = "tracker_project_name", heading = RUN)]
+    #[setting(alias = "tracker_project_name", heading = LOGGING)]
     pub project: Option<String>,
     /// Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity": "team"}}'.
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub tracker_kwargs: Option<JsonObject>,
     /// Upload the model in `output_dir` to the trackers at the end of the run.
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub log_model: bool,
 }
 

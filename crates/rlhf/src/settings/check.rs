@@ -136,7 +136,7 @@ impl PpoConfig {
             check_token_id(self.stop_token_id),
             self.rewards.check(),
             crate::reward::specs(self).and_then(|rewards| self.rewards.check_outside(&rewards)),
-            self.data.check(None),
+            self.data.check(self.eval_dataset_name.as_deref()),
             self.prompt_length.check(),
             self.check_adapters(),
             self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),

@@ -4,24 +4,24 @@ use serde::Serialize;
 
 use rlhf_base::Result;
 use rlhf_base::device::{Device, check_threads, use_threads};
-use rlhf_base::schema::{RUN, Settings};
+use rlhf_base::schema::{SPEED, Settings};
 use rlhf_lm::model::{Dtype, ModelOptions, QuantizationConfig};
 
 /// Device and precision of commands that use models without training.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ComputeConfig {
     /// Dtype of the model's weights and computation; `auto` is that of its files.
-    #[setting(heading = RUN, default = "auto")]
+    #[setting(heading = SPEED, default = "auto")]
     pub dtype: Dtype,
     /// Quantization of the weights.
     #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[setting(heading = RUN, default = Device::Auto)]
+    #[setting(heading = SPEED, default = Device::Auto)]
     pub device: Device,
     /// Number of threads for tensor operations [default: one per core].
-    #[setting(heading = RUN)]
+    #[setting(heading = SPEED)]
     pub num_threads: Option<usize>,
 }
 

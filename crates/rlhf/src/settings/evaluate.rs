@@ -12,8 +12,8 @@ use crate::data::SplitConfig;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
 use rlhf_base::Result;
 use rlhf_base::schema::{
-    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect, no_effect,
-    usage,
+    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect,
+    no_effect, usage,
 };
 
 /// Maximum number of concurrent requests to a judge; each has a thread.
@@ -91,7 +91,7 @@ pub struct EvaluateConfig {
     #[serde(skip)] // Consent to lose results is given for one evaluation.
     pub overwrite_output_dir: bool,
     /// Sequences per forward pass; affects memory and speed only.
-    #[setting(heading = RUN, default = 32)]
+    #[setting(heading = SPEED, default = 32)]
     pub batch_size: usize,
     /// Computation.
     #[setting(flatten)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use rlhf_base::schema::{ByteSize, MODELS, RUN, Settings, defaults};
+use rlhf_base::schema::{ByteSize, CHECKPOINTS, MODELS, Settings, defaults};
 use rlhf_lm::model::Dtype;
 
 /// Settings of `rlhf merge`.
@@ -17,18 +17,18 @@ pub struct MergeConfig {
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Folder for the merged model.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     pub output_dir: PathBuf,
     /// Replace the run or the merged model in `output_dir`.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
     /// Dtype of the weights; `auto` is that of the base. From a base in fewer bits, `float32` keeps the sum whole: rounded to bfloat16
     /// it may differ by half a unit in a logit.
-    #[setting(heading = RUN, default = "auto")]
+    #[setting(heading = CHECKPOINTS, default = "auto")]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[setting(heading = RUN, default = "50GB")]
+    #[setting(heading = CHECKPOINTS, default = "50GB")]
     pub max_shard_size: ByteSize,
 }
 

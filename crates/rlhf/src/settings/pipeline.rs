@@ -10,10 +10,10 @@ use rlhf_base::schema::{CHECKPOINTS, RUN, Settings};
 #[derive(Debug, Clone, PartialEq, Settings)]
 pub struct PipelineFlags {
     /// Folder for the folders of the stages: 1-sft, 2-reward and 3-ppo.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     pub output_dir: PathBuf,
     /// Replace the runs in the folders of the stages.
-    #[setting(heading = RUN)]
+    #[setting(heading = CHECKPOINTS)]
     pub overwrite_output_dir: bool,
     /// Stages to skip: sft, reward, ppo. The models in their folders are used as they are.
     #[setting(heading = RUN, delimiter = ',', several)]

@@ -20,8 +20,8 @@ use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::PpoDistConfig;
 use rlhf_base::schema::{
-    BATCHES, DATA, EVALUATION, LORA, MODELS, OPTIMIZER, PPO, RUN, SAMPLING, Settings, defaults, defaults_with,
-    steps_or_minus_one,
+    ADVANTAGES, BATCHES, CRITIC, DATA, EVALUATION, LOGGING, LOSS, MODELS, OPTIMIZER, REWARDS, SAMPLING, SPEED,
+    Settings, defaults, defaults_with, steps_or_minus_one,
 };
 use rlhf_lm::generate::settings::{SamplingConfig, StopToken};
 use rlhf_lm::model::{ModelOptions, PeftConfig};
@@ -57,14 +57,14 @@ pub struct PpoConfig {
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text.
-    #[setting(aliases = ["reward_model", "reward_model_name_or_path"], heading = MODELS)]
+    #[setting(aliases = ["reward_model", "reward_model_name_or_path"], heading = REWARDS)]
     pub reward_model_path: Option<PathBuf>,
     /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[setting(heading = MODELS)]
+    #[setting(heading = REWARDS)]
     pub reward_label: Option<String>,
     /// Model that the value model starts from: a folder or a hub name [default: the reward model, or if its tokenizer is not the
     /// policy's, the policy with a new head].
-    #[setting(heading = MODELS)]
+    #[setting(heading = CRITIC)]
     pub value_model_path: Option<PathBuf>,
     /// Add a randomly initialized score head to a reward or value model that has none.
     #[setting(heading = MODELS)]
@@ -79,6 +79,9 @@ pub struct PpoConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
+    /// Separate dataset of prompts for evaluation: a file, a folder or a hub name.
+    #[setting(heading = DATA)]
+    pub eval_dataset_name: Option<PathBuf>,
     /// Maximum length of a prompt.
     #[setting(flatten)]
     #[serde(flatten)]
@@ -115,7 +118,7 @@ pub struct PpoConfig {
     #[setting(heading = BATCHES, default = 1)]
     pub num_mini_batches: usize,
     /// Sequences of a rank per forward pass without gradients.
-    #[setting(heading = BATCHES, default = 64)]
+    #[setting(heading = SPEED, default = 64)]
     pub local_rollout_forward_batch_size: usize,
     /// Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
     #[setting(alias = "steps", heading = BATCHES)]
@@ -124,7 +127,7 @@ pub struct PpoConfig {
     #[setting(heading = BATCHES, default = 3.0)]
     pub num_train_epochs: f64,
     /// Approximate number of sample tables to show during the run; one more at its end. 0 for none.
-    #[setting(heading = BATCHES, default = 10)]
+    #[setting(heading = LOGGING, default = 10)]
     pub num_sample_generations: usize,
 
     /// Maximum tokens of a response.
@@ -145,30 +148,30 @@ pub struct PpoConfig {
     pub sampling: SamplingConfig,
 
     /// PPO epochs: passes over the responses of an update.
-    #[setting(aliases = ["ppo_epochs", "num_iterations"], heading = PPO, default = 4)]
+    #[setting(aliases = ["ppo_epochs", "num_iterations"], heading = BATCHES, default = 4)]
     pub num_ppo_epochs: usize,
     /// Penalty subtracted from the score of a response without a stop token.
-    #[setting(heading = PPO)]
+    #[setting(heading = REWARDS)]
     pub missing_eos_penalty: Option<f64>,
     /// Replace the score of a response without a stop token by `penalty_reward_value`.
-    #[setting(heading = PPO)]
+    #[setting(heading = REWARDS)]
     pub non_eos_penalty: bool,
     /// Score of a response without a stop token, with `non_eos_penalty`.
-    #[setting(heading = PPO, default = -1.0)]
+    #[setting(heading = REWARDS, default = -1.0)]
     pub penalty_reward_value: f64,
     /// Position of the score: the one after the stop token, or the response's last token.
-    #[setting(heading = PPO, default = "after_stop")]
+    #[setting(heading = REWARDS, default = "after_stop")]
     pub score_position: ScorePosition,
     /// The KL to the reference model.
     #[setting(flatten)]
     #[serde(flatten)]
     pub kl: KlConfig,
     /// Scale the rewards of an update to variance 1.
-    #[setting(heading = PPO)]
+    #[setting(heading = REWARDS)]
     pub whiten_rewards: bool,
     /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`,
     /// `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`.
-    #[setting(heading = PPO, default = "batch")]
+    #[setting(heading = ADVANTAGES, default = "batch")]
     pub whiten_advantages: WhitenAdvantages,
     /// The estimator of the advantages, and groups of responses.
     #[setting(flatten)]
@@ -183,29 +186,29 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub sync: SyncConfig,
     /// Discount factor of the rewards.
-    #[setting(heading = PPO, default = 1.0)]
+    #[setting(heading = ADVANTAGES, default = 1.0)]
     pub gamma: f64,
     /// Lambda of generalized advantage estimation (GAE).
-    #[setting(heading = PPO, default = 0.95)]
+    #[setting(heading = ADVANTAGES, default = 0.95)]
     pub lam: f64,
     /// Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
-    #[setting(alias = "epsilon", heading = PPO, default = 0.2)]
+    #[setting(alias = "epsilon", heading = LOSS, default = 0.2)]
     pub cliprange: f64,
     /// Clip range of the value loss: the new value is clipped to the old one plus or minus this.
-    #[setting(heading = PPO, default = 0.2)]
+    #[setting(heading = CRITIC, default = 0.2)]
     pub cliprange_value: f64,
     /// Coefficient of the value loss.
-    #[setting(heading = PPO, default = 0.1)]
+    #[setting(heading = CRITIC, default = 0.1)]
     pub vf_coef: f64,
     /// Further terms and limits of the policy's loss.
     #[setting(flatten)]
     #[serde(flatten)]
     pub loss: LossConfig,
     /// Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
-    #[setting(heading = PPO)]
+    #[setting(heading = REWARDS)]
     pub clip_reward_value: Option<f64>,
     /// Clip a response's whole score to between these two numbers, LOW,HIGH.
-    #[setting(heading = PPO, delimiter = ',', several)]
+    #[setting(heading = REWARDS, delimiter = ',', several)]
     pub reward_clip_range: Vec<f64>,
     /// The responses and tokens that are trained on.
     #[setting(flatten)]
@@ -372,7 +375,7 @@ pub struct GenerationBatchesConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct LegacyConfig {
     /// Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both.
-    #[setting(heading = MODELS)]
+    #[setting(heading = CRITIC)]
     pub value_head: bool,
     /// Compute log-probabilities of the policy's own distribution, without `temperature`.
     #[setting(heading = SAMPLING)]
@@ -388,7 +391,7 @@ pub struct LegacyConfig {
     #[setting(heading = BATCHES)]
     pub mini_batch_size: Option<usize>,
     /// Stop an update's epochs at `target_kl`, which is 1 then unless it is set.
-    #[setting(heading = PPO)]
+    #[setting(heading = LOSS)]
     pub early_stopping: bool,
 }
 
@@ -396,16 +399,16 @@ pub struct LegacyConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ValuePeftConfig {
     /// Train LoRA adapters of the value model [default: `use_peft`].
-    #[setting(heading = LORA)]
+    #[setting(heading = CRITIC)]
     pub value_use_peft: Option<bool>,
     /// Rank of the value model's adapters [default: `lora_r`].
-    #[setting(heading = LORA)]
+    #[setting(heading = CRITIC)]
     pub value_lora_r: Option<usize>,
     /// Linear layers of the value model that get an adapter [default: `lora_target_modules`].
-    #[setting(heading = LORA, delimiter = ',', several)]
+    #[setting(heading = CRITIC, delimiter = ',', several)]
     pub value_lora_target_modules: Vec<String>,
     /// Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head].
-    #[setting(heading = LORA, delimiter = ',', several)]
+    #[setting(heading = CRITIC, delimiter = ',', several)]
     pub value_lora_modules_to_save: Vec<String>,
 }
 
@@ -413,22 +416,22 @@ pub struct ValuePeftConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ValueConfig {
     /// Number of updates at the start that train only the value model.
-    #[setting(heading = OPTIMIZER, default = 0)]
+    #[setting(heading = CRITIC, default = 0)]
     pub value_warmup_updates: usize,
     /// Peak learning rate of the value model [default: `learning_rate`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = CRITIC)]
     pub value_learning_rate: Option<f64>,
     /// Learning-rate schedule of the value model [default: `lr_scheduler_type`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = CRITIC)]
     pub value_lr_scheduler_type: Option<LrSchedulerType>,
     /// Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = CRITIC)]
     pub value_lr_warmup_steps: Option<usize>,
     /// Weight decay of the value model [default: `weight_decay`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = CRITIC)]
     pub value_weight_decay: Option<f64>,
     /// Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = CRITIC)]
     pub value_max_grad_norm: Option<f64>,
 }
 
@@ -458,17 +461,17 @@ impl ValueConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RolloutLogConfig {
     /// Print and save some of the responses that the run trains on.
-    #[setting(heading = BATCHES)]
+    #[setting(heading = LOGGING)]
     pub print_answers: bool,
     /// Updates between two prints of `print_answers`.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = LOGGING, default = 1)]
     pub print_answers_interval: usize,
     /// Write all responses of every update to `output_dir/rollouts`, one Parquet file per update: tokens, scores, log-probabilities,
     /// values and advantages.
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub log_rollouts: bool,
     /// Number of newest updates whose rollouts are kept, with `log_rollouts` [default: all].
-    #[setting(heading = RUN)]
+    #[setting(heading = LOGGING)]
     pub rollouts_limit: Option<usize>,
 }
 

@@ -12,8 +12,8 @@ use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
 use rlhf_base::schema::{
-    BATCHES, Choices, DATA, EVALUATION, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults_with, expect,
-    steps_or_minus_one, zero_or_more,
+    BATCHES, Choices, DATA, EVALUATION, LOGGING, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults_with,
+    expect, steps_or_minus_one, zero_or_more,
 };
 use rlhf_lm::model::{ClassifierFormat, PeftConfig};
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
@@ -35,9 +35,9 @@ pub struct RewardConfig {
     /// model's folder].
     #[setting(heading = MODELS)]
     pub reward_format: Option<ClassifierFormat>,
-    /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
-    #[setting(hide, heading = MODELS)]
-    #[serde(skip)]
+    /// The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the
+    /// tokenizer's].
+    #[setting(heading = MODELS)]
     pub eos_token: Option<String>,
 
     /// Datasets of rows.
@@ -79,7 +79,7 @@ pub struct RewardConfig {
     #[setting(heading = BATCHES, parse = steps_or_minus_one)]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
-    #[setting(heading = BATCHES, default = 10)]
+    #[setting(heading = LOGGING, default = 10)]
     pub logging_steps: usize,
 
     /// Scores of a pair to compare: those of the two texts, or, as in DeepSpeed-Chat, those at every token from the first

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::compute::ComputeConfig;
 use crate::data::SplitConfig;
 use rlhf_base::Result;
-use rlhf_base::schema::{DATA, RUN, Settings, all, at_least_one};
+use rlhf_base::schema::{DATA, SPEED, Settings, all, at_least_one};
 
 /// Input, output and computation of `generate`, `logprobs` and `score`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -28,7 +28,7 @@ pub struct RowsConfig {
     pub overwrite_output_file: bool,
 
     /// Sequences per forward pass; affects memory and speed only.
-    #[setting(heading = RUN, default = 32)]
+    #[setting(heading = SPEED, default = 32)]
     pub batch_size: usize,
     /// Computation.
     #[setting(flatten)]

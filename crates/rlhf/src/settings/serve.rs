@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use rlhf_base::Result;
-use rlhf_base::schema::{MODELS, RUN, SAMPLING, Settings, all, at_least_one, defaults, expect};
+use rlhf_base::schema::{MODELS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect};
 
 /// Settings of `rlhf serve`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -29,7 +29,7 @@ pub struct ServeConfig {
     #[setting(heading = SAMPLING, default = 1024)]
     pub max_new_tokens: usize,
     /// Responses decoded together; affects memory and speed only.
-    #[setting(heading = RUN, default = 32)]
+    #[setting(heading = SPEED, default = 32)]
     pub batch_size: usize,
     /// Computation.
     #[setting(flatten)]

@@ -12,8 +12,8 @@ use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
 use rlhf_base::schema::{
-    BATCHES, DATA, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults, defaults_with, steps_or_minus_one,
-    usage,
+    BATCHES, DATA, LOGGING, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults, defaults_with,
+    steps_or_minus_one, usage,
 };
 use rlhf_lm::model::PeftConfig;
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
@@ -36,9 +36,9 @@ pub struct SftConfig {
     /// File of a chat template to use and to save [default: the tokenizer's].
     #[setting(heading = MODELS)]
     pub chat_template_path: Option<PathBuf>,
-    /// The token that ends a text; must be the tokenizer's own. TRL's setting of this name can change it.
-    #[setting(hide, heading = MODELS)]
-    #[serde(skip)]
+    /// The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the
+    /// tokenizer's].
+    #[setting(heading = MODELS)]
     pub eos_token: Option<String>,
 
     /// Datasets of rows.
@@ -83,7 +83,7 @@ pub struct SftConfig {
     #[setting(heading = BATCHES, parse = steps_or_minus_one)]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
-    #[setting(heading = BATCHES, default = 10)]
+    #[setting(heading = LOGGING, default = 10)]
     pub logging_steps: usize,
 
     /// In rows with a prompt and a completion, train on the completion only.

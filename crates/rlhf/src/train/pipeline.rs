@@ -359,7 +359,7 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
             let others = [(own, &ppo.model_name_or_path), ("value_model_path", &ppo.value_model_path)];
             let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
-            (&ppo.data, None, models.collect())
+            (&ppo.data, ppo.eval_dataset_name.as_deref(), models.collect())
         }
         _ => return Ok(inputs),
     };
@@ -513,7 +513,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
 fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     ppo::check_eval_prompts(config)?;
     ppo::check_sync(config, &World::of_process())?;
-    let sources = Sources::find(&config.data, None)?;
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let specs = specs(config)?;
     ppo::check_rewards(config, specs.iter().map(Spec::name))?;

@@ -87,6 +87,10 @@ fn load_run<'a>(
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
     warnings.extend(roundings(model_dir, config.run.dtype, &model));
+    let adds_head = model.has_new_head() && !config.new_reward_head;
+    let drawn =
+        format!("{}: a model without a score head: it gets a new one, with random weights", model_dir.display());
+    warnings.extend(adds_head.then_some(drawn));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let words = Words {
@@ -130,8 +134,10 @@ fn load_run<'a>(
 /// Loads the model in `dir` for training, and adds the adapter and the format that the settings have.
 fn load_trained(config: &RewardConfig, dir: &Path) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
-    let new_head = config.new_reward_head.then_some(config.run.seed);
-    let (mut model, tokenizer, pads) = load(config, dir, new_head, options)?;
+    // As in TRL, a language model gets a head; one that is there is kept.
+    let (mut model, tokenizer, pads) = load(config, dir, Some(config.run.seed), options)?;
+    let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
+    eos.into_iter().for_each(|eos| model.set_eos(eos));
     // An adapter that is there already is merged, also below a new one.
     model.prepare(config.optimizer.optim.trains(config.peft.use_peft))?;
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
@@ -191,12 +197,12 @@ fn load(
 /// Sets up the tokenizer by the settings.
 ///
 /// # Errors
-/// If they name another token for the end of a text.
+/// If it has no `eos_token` of the settings.
 pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &RewardConfig) -> Result<()> {
     // Prompt and response are one text to a reward model.
     tokenizer.set_encoder_decoder(false);
     tokenizer.set_chat_variables(config.data.chat_template.variables());
-    tokenizer.check_eos(config.eos_token.as_deref())
+    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
 }
 
 /// Returns the padding, where the loss has pads, for a model of this shape in the folder `dir`.

@@ -61,6 +61,8 @@ fn load_run<'a>(
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let Parts { mut model, tokenizer, model_dir, files, warning } = load(config)?;
+    let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
+    eos.into_iter().for_each(|eos| model.set_eos(eos));
 
     let max_length = max_row_length(config, model.config())?;
     let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Sft)?;
@@ -191,7 +193,7 @@ fn load(config: &SftConfig) -> Result<Parts> {
 /// Loads the tokenizer that the settings name, with their chat template. Returns it with a warning if the model has another one.
 ///
 /// # Errors
-/// If a tokenizer or the template is missing or malformed, or the settings name another token for the end of a text.
+/// If a tokenizer or the template is missing or malformed, or the tokenizer has no `eos_token` of the settings.
 pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(Tokenizer, Option<String>)> {
     let (own, model) = (folders.tokenizer.as_deref(), folders.model.as_deref());
     let mut tokenizer = match (own, model) {
@@ -207,13 +209,13 @@ pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(T
 /// Sets up the tokenizer by the settings, whatever the model is: the chat template with its variables.
 ///
 /// # Errors
-/// If the template is missing or malformed, or the settings name another token for the end of a text.
+/// If the template is missing or malformed, or the tokenizer has no `eos_token` of the settings.
 pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &SftConfig) -> Result<()> {
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
     tokenizer.set_chat_variables(config.data.chat_template.variables());
-    tokenizer.check_eos(config.eos_token.as_deref())
+    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
 }
 
 /// Sets up the tokenizer for a model of this shape; `dir` is the model's folder, if it has one.

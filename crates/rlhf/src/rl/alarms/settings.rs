@@ -4,25 +4,25 @@ use serde::Serialize;
 
 use rlhf_base::Result;
 use rlhf_base::metrics::WarningKind;
-use rlhf_base::schema::{OPTIMIZER, RUN, Settings, at_least_one, no_effect, usage};
+use rlhf_base::schema::{ALARMS, Settings, at_least_one, no_effect, usage};
 
 /// Checks of a PPO run: those at its start, steps that are skipped, and alarms.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct AlarmConfig {
     /// Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not
     /// finite.
-    #[setting(heading = OPTIMIZER, default = 3)]
+    #[setting(heading = ALARMS, default = 3)]
     pub max_skipped_updates: usize,
     /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
-    #[setting(heading = RUN)]
+    #[setting(heading = ALARMS)]
     pub no_checks: bool,
     /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
     /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
     /// checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn].
-    #[setting(heading = RUN, delimiter = ',')]
+    #[setting(heading = ALARMS, delimiter = ',')]
     pub on_alarm: Vec<String>,
     /// Rollbacks of a run, at most; the next alarm with that action stops it.
-    #[setting(heading = RUN, default = MAX_ROLLBACKS)]
+    #[setting(heading = ALARMS, default = MAX_ROLLBACKS)]
     pub max_rollbacks: usize,
 }
 

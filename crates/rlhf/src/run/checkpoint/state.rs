@@ -97,6 +97,11 @@ impl State {
     /// # Errors
     /// As [`State::read`].
     pub(super) fn of(path: &Path, json: Value) -> Result<Self> {
+        if json.get("log_history").is_some() && json.get("num_updates").is_none() {
+            let message = "a checkpoint of transformers, whose optimizer rlhf does not read: expected one of rlhf; to train its model \
+                           further, name the folder as the model to train, without resume_from_checkpoint";
+            return Err(Error::invalid(path, message));
+        }
         let state: Self = serde_json::from_value(json)
             .map_err(|e| Error::invalid(path, format!("expected the state of a run: {e}")))?;
         let (found, most) = (state.update, state.num_updates);

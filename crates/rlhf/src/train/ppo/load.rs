@@ -275,7 +275,7 @@ impl Loaded {
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
         let rewards = rewards.iter().filter_map(Spec::model_path);
         asked.download(&world, &paths_read(config, rewards), || {
-            Sources::find(&config.data, None)?;
+            Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
             Folders::find(config, &mut Inputs::default()).map(drop)
         })?;
         world.agree(Self::load(config, more, &asked))
@@ -286,7 +286,7 @@ impl Loaded {
         // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
         // Cheap checks first: weights may be gigabytes.
-        let sources = Sources::find(&config.data, None)?;
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let mut inputs = Inputs::default();
         let Folders { policy: dir, value: value_dir, tokenizer, specs } = Folders::find(config, &mut inputs)?;
@@ -563,7 +563,7 @@ pub(in crate::train) fn read_prompts(
 pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
     if names.is_empty() {
-        let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
+        let message = "no reward: set at least one of `reward_model_path`, `reward`, `reward_command` and `reward_url`";
         return Err(Error::Usage(message.into()));
     }
     if let Some(metric) = &config.eval.metric_for_best_model
@@ -579,10 +579,13 @@ pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = 
 
 /// Refuses the `policy`, a folder or a name, as its own reward model.
 pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: &Path) -> Result<()> {
+    // As in TRL, the user may want one model with a random score head.
     match rewards.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy)) {
+        _ if config.new_reward_head => Ok(()),
         Some(same) => Err(Error::Usage(format!(
             "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
-             responses, as `rlhf reward` does, not the one that writes them",
+             responses, as `rlhf reward` does, not the one that writes them; as TRL does, --new_reward_head gives it a score head with random \
+             weights",
             config.sft_model_path.display(),
             same.display()
         ))),
@@ -642,6 +645,7 @@ fn paths_read<'p>(config: &'p PpoConfig, rewards: impl Iterator<Item = &'p Path>
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let mut paths: Vec<&Path> = vec![&config.sft_model_path];
     paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
+    paths.extend(config.eval_dataset_name.as_deref());
     paths.extend(optional.into_iter().flatten().chain(rewards));
     paths
 }

@@ -1,7 +1,12 @@
-//! Names of OpenRLHF's `train_ppo_ray` that are not names of `rlhf`: an error about one names the flag to use instead.
+//! Names of other systems that are no names of `rlhf`: an error about one says what to write instead.
 //!
-//! Both forms of a name are there: that of its releases until 0.9 (`eps_clip`) and the one with a section (`actor.eps_clip`). Names that
-//! mean the same here, such as `dual_clip` and `overlong_buffer_len`, are not in the table.
+//! Of OpenRLHF both forms are there: that of its releases until 0.9 (`eps_clip`) and the one with a section (`actor.eps_clip`). Names that
+//! mean the same here, such as `dual_clip` and `overlong_buffer_len`, are in no table; those that are translated are in `trl.rs` and
+//! `deepspeed_chat.rs`.
+
+use clap::Command;
+
+use super::groups;
 
 const RANKS: &str = "ranks are those of rlhf launch, and each of them generates by itself";
 const COMPLETE: &str = "checkpoints are complete, and the model is in output_dir";
@@ -10,7 +15,7 @@ const TRACKERS: &str =
 const ONE_POLICY: &str = "an update trains on what its own policy sampled";
 const PASSES: &str = "rows are packed, and max_tokens_per_micro_batch is the size of a pass";
 
-/// Names, and what to use instead.
+/// Names of OpenRLHF's `train_ppo_ray`, and what to use instead.
 const NAMES: &[(&[&str], &str)] = &[
     (&["pretrain", "actor.model_name_or_path"], "sft_model_path; model_name_or_path of rlhf grpo and rlhf rloo"),
     (&["reward_pretrain", "reward.model_name_or_path"], "reward_model_path"),
@@ -111,7 +116,7 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["agent_func_path", "train.agent_func_path"], "nothing: a response is one turn"),
 ];
 
-/// Names without a counterpart, by the reason for which there is none.
+/// Names of OpenRLHF without a counterpart, by the reason for which there is none.
 const NONE: &[(&[&str], &str)] = &[
     (
         &[
@@ -234,14 +239,152 @@ const NONE: &[(&[&str], &str)] = &[
     ),
 ];
 
-/// Returns what to use instead of OpenRLHF's flag `name`, for an error message.
-pub(super) fn hint(name: &str) -> Option<String> {
-    let ours = NAMES.iter().find(|(names, _)| names.contains(&name));
-    if let Some((_, ours)) = ours {
-        return Some(format!("`{name}` is OpenRLHF's: here it is {ours}"));
-    }
-    let none = NONE.iter().find(|(names, _)| names.contains(&name));
-    none.map(|(_, why)| format!("`{name}` is OpenRLHF's, and there is none here: {why}"))
+/// Names of recipes of open-r1, of LLaMA-Factory and of verl, and what to use instead.
+const OF_RECIPES: [(&str, &[(&[&str], &str)]); 3] = [
+    (
+        "open-r1",
+        &[
+            (&["accuracy"], "a reward: reward_funcs accuracy_reward"),
+            (&["chat_template"], "chat_template_path of rlhf sft, a file"),
+            (&["hub_model_revision"], "hub_revision"),
+            (&["push_to_hub_revision"], "push_to_hub with hub_revision"),
+            (&["overwrite_hub_revision"], "nothing: a push adds a commit to the branch"),
+            (&["benchmarks"], "rlhf eval, after the run"),
+            (&["callbacks"], "push_to_hub, report_to, on_alarm: each is a setting"),
+            (
+                &[
+                    "cosine_min_value_wrong",
+                    "cosine_max_value_wrong",
+                    "cosine_min_value_correct",
+                    "cosine_max_value_correct",
+                    "cosine_max_len",
+                ],
+                "an argument of the reward: get_cosine_scaled_reward:KEY=VALUE",
+            ),
+            (
+                &["repetition_n_grams", "repetition_max_penalty"],
+                "an argument of the reward: get_repetition_penalty_reward:KEY=VALUE",
+            ),
+            (
+                &["max_completion_len", "soft_punish_cache"],
+                "an argument of the reward: get_soft_overlong_punishment:KEY=VALUE",
+            ),
+            (
+                &[
+                    "code_language",
+                    "code_provider",
+                    "parallel_code_exec_per_proc",
+                    "e2b_router_url",
+                    "morph_router_url",
+                ],
+                "a matter of your own reward, reward_command or python:MODULE.FUNCTION",
+            ),
+        ],
+    ),
+    (
+        "LLaMA-Factory",
+        &[
+            (&["stage"], "the command: rlhf sft, rlhf reward or rlhf ppo"),
+            (&["finetuning_type"], "use_peft; without it all weights are trained"),
+            (&["lora_target"], "lora_target_modules"),
+            (&["additional_target"], "lora_modules_to_save"),
+            (&["adapter_name_or_path"], "model_name_or_path: the folder of an adapter is a model"),
+            (&["dataset", "dataset_dir"], "dataset_name, a file, a folder or a hub name"),
+            (&["template"], "nothing: the chat template is the tokenizer's, or chat_template_path of rlhf sft"),
+            (
+                &["cutoff_len"],
+                "max_length of rlhf sft and rlhf reward; elsewhere max_prompt_length and response_length",
+            ),
+            (&["val_size"], "eval_split_size"),
+            (&["train_on_prompt"], "completion_only_loss = false of rlhf sft"),
+            (&["neat_packing"], "packing of rlhf sft, whose rows do not see each other"),
+            (&["mask_history"], "assistant_only_loss of rlhf sft, for all turns of the assistant"),
+            (&["overwrite_cache"], "nothing: data is read anew, by one process"),
+            (&["plot_loss"], "nothing: report.html has the curves"),
+            (&["quantization_bit"], "load_in_4bit or load_in_8bit"),
+            (&["pure_bf16"], "bf16, and optim = adamw_bf16 for bf16 weights"),
+            (&["flash_attn", "use_unsloth", "enable_liger_kernel"], "nothing: it changes memory and speed only"),
+            (&["ppo_buffer_size"], "train_batch_size"),
+            (&["ppo_score_norm"], "use_score_scaling"),
+            (&["ppo_target"], "target, with adap_kl_ctrl"),
+            (&["ppo_whiten_rewards"], "whiten_rewards"),
+            (&["export_dir"], "output_dir of rlhf merge"),
+            (&["pissa_init", "pissa_convert"], "nothing: adapters start as LoRA's"),
+        ],
+    ),
+    (
+        "verl",
+        &[
+            (&["data.train_files"], "dataset_name"),
+            (&["data.val_files"], "eval_dataset_name"),
+            (&["data.prompt_key"], "dataset_columns prompt=COLUMN"),
+            (&["data.train_batch_size"], "generation_batch_size of rlhf grpo and rlhf rloo, which counts responses"),
+            (&["data.max_prompt_length"], "max_prompt_length"),
+            (&["data.max_response_length"], "response_length"),
+            (&["actor_rollout_ref.model.path"], "model_name_or_path"),
+            (&["critic.model.path"], "value_model_path"),
+            (&["reward_model.model.path"], "reward_model_path"),
+            (&["actor_rollout_ref.actor.optim.lr"], "learning_rate"),
+            (&["actor_rollout_ref.actor.clip_ratio"], "cliprange"),
+            (&["actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"], "kl_coef"),
+            (
+                &["actor_rollout_ref.actor.ppo_mini_batch_size"],
+                "per_device_train_batch_size and gradient_accumulation_steps",
+            ),
+            (&["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"], "per_device_train_batch_size"),
+            (&["actor_rollout_ref.actor.ppo_epochs"], "num_ppo_epochs"),
+            (&["actor_rollout_ref.rollout.n"], "num_generations"),
+            (&["actor_rollout_ref.rollout.temperature"], "temperature"),
+            (&["algorithm.adv_estimator"], "the command: rlhf grpo, rlhf rloo or rlhf ppo"),
+            (&["trainer.total_epochs"], "num_train_epochs"),
+            (&["trainer.save_freq"], "save_steps"),
+            (&["trainer.test_freq"], "eval_steps"),
+            (&["trainer.default_local_dir"], "output_dir"),
+            (&["trainer.logger"], "report_to"),
+            (&["trainer.project_name"], "project"),
+            (&["trainer.experiment_name"], "run_name"),
+        ],
+    ),
+];
+
+/// Names that TRL and its launcher have, or had, and their place here.
+const OF_TRL: [(&[&str], &str); 4] = [
+    (&["rloo_k"], "its name is num_generations"),
+    (
+        &["wandb_entity", "wandb_run_group"],
+        "arguments of a tracker are entries of tracker_kwargs: {\"wandb\": {\"entity\": ..., \"group\": ...}}",
+    ),
+    (&["env"], "set the variables in the environment of the command"),
+    (
+        &["num_processes", "num_machines", "machine_rank", "main_process_ip"],
+        "rlhf launch starts ranks: rlhf launch --help",
+    ),
+];
+
+/// Returns what to use instead of another system's flag `name`, for an error message about one of these `commands`: it calls settings as
+/// they do.
+pub(super) fn hint(name: &str, commands: &[&Command]) -> Option<String> {
+    let of_groups = !commands.is_empty() && commands.iter().all(|command| groups::has(command.get_name()));
+    let hint = of_openrlhf(name).or_else(|| of_recipes(name)).or_else(|| of_trl(name))?;
+    Some(if of_groups { groups::renamed_in(&hint, name) } else { hint })
+}
+
+fn find<'t>(table: &[(&[&str], &'t str)], name: &str) -> Option<&'t str> {
+    table.iter().find(|(names, _)| names.contains(&name)).map(|(_, ours)| *ours)
+}
+
+fn of_openrlhf(name: &str) -> Option<String> {
+    let ours = find(NAMES, name).map(|ours| format!("`{name}` is OpenRLHF's: here it is {ours}"));
+    ours.or_else(|| Some(format!("`{name}` is OpenRLHF's, and there is none here: {}", find(NONE, name)?)))
+}
+
+fn of_recipes(name: &str) -> Option<String> {
+    let (system, ours) = OF_RECIPES.iter().find_map(|(system, table)| Some((system, find(table, name)?)))?;
+    Some(format!("`{name}` is {system}'s: here it is {ours}"))
+}
+
+fn of_trl(name: &str) -> Option<String> {
+    find(&OF_TRL, name).map(String::from)
 }
 
 #[cfg(test)]
@@ -283,7 +426,7 @@ mod tests {
     #[test]
     fn a_name_that_only_begins_like_one_of_openrlhf_is_not_said_to_be_its() {
         for name in ["vllm_dtype", "wandb_entity", "wandb_log_unique_prompts", "ckpt.best", "actor.num_layers"] {
-            assert_eq!(hint(name), None);
+            assert_eq!(of_openrlhf(name), None);
         }
         let error = parse_words(&[&least("grpo")[..], &["--wandb_entity", "team"]].concat()).unwrap_err();
         let expected =
@@ -305,5 +448,55 @@ mod tests {
                 assert!(keys.flag(word).is_some(), "{word} is no flag");
             }
         }
+        let trains = ["sft", "reward", "ppo", "grpo"].map(|name| rlhf.find_subcommand(name).unwrap());
+        let keys = Keys { top: trains.to_vec(), sections: Vec::new() };
+        for (names, ours) in OF_RECIPES.iter().flat_map(|(_, table)| *table) {
+            for name in *names {
+                assert!(keys.flag(name).is_none(), "{name} is a flag");
+                assert!(find(NAMES, name).is_none(), "{name} is in two tables");
+            }
+            let words =
+                ours.split([' ', ',', ';', ':']).filter(|word| word.contains('_') && word.to_lowercase() == *word);
+            for word in
+                words.filter(|word| !["accuracy_reward", "adamw_bf16"].contains(word) && !word.starts_with("get_"))
+            {
+                assert!(keys.flag(word).is_some(), "{word} is no flag");
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_of_a_recipe_is_refused_with_the_name_of_the_command() {
+        let error = |command: &str, words: &[&str]| parse_words(&[&least(command)[..], words].concat()).unwrap_err();
+        for (command, words, expected) in [
+            (
+                "sft",
+                &["--cutoff_len", "5"][..],
+                "'--cutoff_len' found; `cutoff_len` is LLaMA-Factory's: here it is max_length of",
+            ),
+            (
+                "grpo",
+                &["--val_size", "0.1"],
+                "'--val_size' found; `val_size` is LLaMA-Factory's: here it is eval_split_size",
+            ),
+            ("grpo", &["--eps_clip", "0.1"], "'--eps_clip' found; `eps_clip` is OpenRLHF's: here it is epsilon"),
+            (
+                "grpo",
+                &["--data.max_response_length", "9"],
+                "`data.max_response_length` is verl's: here it is max_completion_length",
+            ),
+            (
+                "ppo",
+                &["--data.max_response_length", "9"],
+                "`data.max_response_length` is verl's: here it is response_length",
+            ),
+        ] {
+            let error = error(command, words);
+            assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
+        }
+        let error = parse_words(&[&least("grpo")[..], &["--reward_funcs", "accuracy", "format"]].concat()).unwrap_err();
+        let lines: Vec<&str> = error.lines().collect();
+        assert!(lines[0].ends_with("; `accuracy` is open-r1's: here it is accuracy_reward"), "{error}");
+        assert!(lines[1].starts_with("reward_funcs = format: ") && lines.len() == 2, "{error}");
     }
 }
