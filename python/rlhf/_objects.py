@@ -1,0 +1,102 @@
+"""Models and tokenizers as objects: saved once into the folder of a run's inputs, and given their trained weights after it."""
+
+import glob
+import os
+import warnings
+from typing import Any
+
+from rlhf._data import path_or_name
+from rlhf._errors import Unsupported
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def place_model(value: Any, folder: str, what: str, keep: bool) -> str:
+    """The path or name of a model; an object is saved into `folder`, unless it is there already and to be kept."""
+    if is_text(value):
+        return path_or_name(value)
+    if not hasattr(value, "save_pretrained"):
+        kind = type(value).__name__
+        hint = "a function of the completions as a reward runs in this process" if "reward" in what else "save it and pass the folder"
+        raise Unsupported(f"{what}: expected a path, a name or a model of transformers or PEFT, found {kind}; {hint}")
+    if not (keep and os.path.exists(os.path.join(folder, "config.json"))):
+        value.save_pretrained(folder)
+    return os.path.abspath(folder)
+
+
+def place_tokenizer(value: Any, folder: str) -> str:
+    """The folder of a tokenizer, or its path or name."""
+    if is_text(value):
+        return path_or_name(value)
+    # A processor of several kinds of data has one.
+    value = getattr(value, "tokenizer", value)
+    if not hasattr(value, "save_pretrained"):
+        raise TypeError(f"processing_class: expected a tokenizer of transformers or a path, found {type(value).__name__}")
+    value.save_pretrained(folder)
+    return os.path.abspath(folder)
+
+
+def source_of(model: Any) -> str | None:
+    """The path or name that a model object was loaded from."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    return str(name) or None
+
+
+def is_same(policy: Any, reference: Any) -> bool:
+    """Whether a reference model has the policy's weights."""
+    if is_text(policy) or is_text(reference):
+        names = [str(value) if is_text(value) else source_of(value) for value in (policy, reference)]
+        return names[0] is not None and (names[0] == names[1] or path_or_name(names[0]) == path_or_name(names[1] or ""))
+    if policy is reference:
+        return True
+    try:
+        import torch
+
+        own, other = policy.state_dict(), reference.state_dict()
+        return own.keys() == other.keys() and all(torch.equal(own[name].cpu(), other[name].cpu()) for name in own)
+    except (ImportError, AttributeError):
+        return source_of(policy) == source_of(reference)
+
+
+def load_back(model: Any, folder: str) -> None:
+    """Gives a model object the weights that training has left in `folder`; warns where that is not possible."""
+    if is_text(model):
+        return
+    name = type(model).__name__
+    try:
+        problem = load_into(model, folder)
+    except Exception as error:
+        problem = " ".join(str(error).split())
+    if problem:
+        warnings.warn(f"{name}: the object that was passed does not have the trained weights ({problem}); they are in {folder}", stacklevel=3)
+
+
+def load_into(model: Any, folder: str) -> str:
+    """Does so; returns why not."""
+    if not hasattr(model, "load_state_dict"):
+        return "it has no load_state_dict"
+    from safetensors.torch import load_file
+
+    adapter = os.path.join(folder, "adapter_model.safetensors")
+    if os.path.exists(adapter):
+        if not hasattr(model, "peft_config"):
+            return "it is the base of the adapter that was trained"
+        from peft import set_peft_model_state_dict  # type: ignore[import-not-found,unused-ignore]
+
+        set_peft_model_state_dict(model, load_file(adapter))
+        return ""
+    if hasattr(model, "peft_config"):
+        return "its adapter was merged"
+    missing: set[str] = set(model.state_dict())
+    for path in sorted(glob.glob(os.path.join(folder, "model*.safetensors"))):
+        weights = load_file(path)
+        unexpected = model.load_state_dict(weights, strict=False).unexpected_keys
+        if unexpected:
+            return f"no parameter `{unexpected[0]}`"
+        missing -= set(weights)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    missing -= tied
+    return f"`{sorted(missing)[0]}` is not saved" if missing and not tied else ""
