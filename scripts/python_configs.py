@@ -46,19 +46,20 @@ RENAMED = {
 }
 RENAMED["rloo"] = RENAMED["grpo"]
 
-# Settings that are arguments of trainers, fields of `ModelConfig` and `ScriptArguments`, or the package's own.
-ELSEWHERE = {
-    "attn_implementation bnb_4bit_quant_storage bnb_4bit_quant_type config_name dataset_config dataset_name dataset_streaming dataset_test_split",
-    "dataset_train_split dtype eval_only ignore_bias_buffers load_in_4bit load_in_8bit lora_alpha lora_dropout lora_modules_to_save lora_r",
-    "lora_target_modules lora_target_parameters lora_task_type model_name_or_path model_revision resume_from_checkpoint reward reward_command",
-    "reward_funcs reward_model_path reward_url sft_model_path use_bnb_nested_quant use_dora use_peft use_rslora value_model_path",
-    "datasets test_split_size streaming torch_dtype model_name reward_model query_dataset device_map",
-    # Of TRL's step(), which the package does not have.
-    "accelerator_kwargs compare_steps exp_name forward_batch_size global_backward_batch_size global_batch_size is_encoder_decoder",
-    "is_peft_model optimize_cuda_cache optimize_device_cache project_kwargs push_to_hub_if_best_kwargs task_name total_ppo_epochs",
-    "backward_batch_size steps tokenizer_name eval_dataset_name",
-}
-ELSEWHERE = {name for line in ELSEWHERE for name in line.split()}
+# Settings that are arguments of trainers, fields of `ModelConfig` and `ScriptArguments`, or the package's
+# own; and those of TRL's step(), which the package does not have.
+ELSEWHERE = set(
+    """
+    accelerator_kwargs attn_implementation backward_batch_size bnb_4bit_quant_storage bnb_4bit_quant_type compare_steps
+    config_name dataset_config dataset_name dataset_streaming dataset_test_split dataset_train_split datasets device_map dtype
+    eval_dataset_name eval_only exp_name forward_batch_size global_backward_batch_size global_batch_size ignore_bias_buffers
+    is_encoder_decoder is_peft_model load_in_4bit load_in_8bit lora_alpha lora_dropout lora_modules_to_save lora_r
+    lora_target_modules lora_target_parameters lora_task_type model_name model_name_or_path model_revision optimize_cuda_cache
+    optimize_device_cache project_kwargs push_to_hub_if_best_kwargs query_dataset resume_from_checkpoint reward reward_command
+    reward_funcs reward_model reward_model_path reward_url sft_model_path steps streaming task_name test_split_size tokenizer_name
+    torch_dtype total_ppo_epochs use_bnb_nested_quant use_dora use_peft use_rslora value_model_path
+    """.split()
+)
 
 # TRL's defaults for settings of the program, where they differ. A pair: the class's default, and the one that is not passed on, as it
 # asks for what the program does anyway.
@@ -145,7 +146,7 @@ OF_OTHERS = {
     "ignore_data_skip": ("bool", False),
     "include_for_metrics": ("list[str] | None", None),
     "include_inputs_for_metrics": ("bool", False),
-    "include_num_input_tokens_seen": ("None | str | bool", "no"),
+    "include_num_input_tokens_seen": ("str", "no"),
     "include_tokens_per_second": ("bool", False),
     "label_names": ("list[str] | None", None),
     "label_smoothing_factor": ("float", 0.0),
@@ -251,8 +252,14 @@ class Field:
     def key(self):
         return (self.name, self.annotation, repr(self.default), self.help, repr(self.passed), self.aliases)
 
+    def differs(self):
+        """Whether the class's default is to be passed on."""
+        return self.passed != self.default or type(self.passed) is not type(self.default)
+
     def lines(self):
-        more = "" if self.passed == self.default and type(self.passed) is type(self.default) else f', "program": {self.passed!r}'
+        flags = [f"--{alias}" for alias in self.aliases]
+        # transformers' parser takes these.
+        more = f', "aliases": {json.dumps(flags)}' if flags else ""
         # argparse formats help texts.
         help = json.dumps(self.help.replace("%", "%%"), ensure_ascii=False)
         return f'    {self.name}: {self.annotation} = field(default={self.default!r}, metadata={{"help": {help}{more}}})\n'
@@ -321,8 +328,12 @@ def fields(command, described):
             found[setting["name"]] = of_other(command, setting)
     # These are of transformers, and the program has settings of its own for them.
     if "model_init_kwargs" not in found:
-        found["model_init_kwargs"] = Field("model_init_kwargs", *OF_OTHERS["model_init_kwargs"], "Of TRL: `revision`, `dtype` and a quantization", None)
-    help = "Number of ranks on this machine, which the program starts [default: those of the launcher that has started this process, else one]"
+        found["model_init_kwargs"] = Field(
+            "model_init_kwargs", *OF_OTHERS["model_init_kwargs"], "Of TRL: `revision`, `dtype` and a quantization", None
+        )
+    help = (
+        "Number of ranks on this machine, which the program starts [default: those of the launcher that has started this process, else one]"
+    )
     found["num_processes"] = Field("num_processes", "int | None", None, help, None)
     taken = set(found)
     for field in found.values():
@@ -365,7 +376,9 @@ def klass(name, base, about, own, decorated, command=None, listed=None):
         lines.append('    """' + textwrap.indent(text, "    ").lstrip() + '\n    """\n\n')
         lines.append(f"    _command = {command!r}\n")
         aliases = {alias: field.name for field in listed for alias in field.aliases}
-        lines.append(f"    _names = {aliases!r}\n\n")
+        lines.append(f"    _names = {aliases!r}\n")
+        usual = {field.name: field.passed for field in listed if field.differs()}
+        lines.append(f"    _usual = {usual!r}\n\n")
     else:
         lines.append(f'    """{about}"""\n\n')
     lines += [field.lines() for field in own]

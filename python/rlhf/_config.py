@@ -1,5 +1,6 @@
 """What the configuration classes of `_configs.py` have in common: other names of a setting, and the file for the program."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,13 +28,20 @@ class Config:
     _command: ClassVar[str] = ""
     # Other names of fields.
     _names: ClassVar[dict[str, str]] = {}
+    # What the program does by itself, where a field's default is something else.
+    _usual: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # transformers' parser passes maps as JSON.
-            if "dict[" in str(field.type) and isinstance(value, str) and value.lstrip().startswith("{"):
+            # transformers' parser passes maps as JSON, and numbers that may be a word as texts.
+            if not isinstance(value, str):
+                continue
+            if "dict[" in str(field.type) and value.lstrip().startswith("{"):
                 setattr(self, field.name, json.loads(value))
+            elif "float" in str(field.type):
+                with contextlib.suppress(ValueError):
+                    setattr(self, field.name, float(value))
 
     def __getattr__(self, name: str) -> Any:
         # Called only where there is no attribute of the name.
@@ -95,16 +103,13 @@ def with_names(config: T) -> T:
         for name, value in named.items():
             field = name if name in fields else config._names.get(name)
             if field is None:
-                raise TypeError(
-                    f"{config.__name__}: unknown setting `{name}`{nearest(name, known_names(config))}"
-                    + HINTS.get(name, "")
-                )
+                raise TypeError(f"{config.__name__}: unknown setting `{name}`{nearest(name, known_names(config))}" + HINTS.get(name, ""))
             if field in given:
                 raise TypeError(f"{config.__name__}: `{name}` and `{field}` are the same setting: give one of them")
             given[field] = value
         made(self, *args, **given)
 
-    config.__init__ = init  # type: ignore[method-assign,misc]
+    setattr(config, "__init__", init)  # noqa: B010 - a type checker sees the names of the fields
     return config
 
 
@@ -120,7 +125,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         if field.name in SECRETS or field.name in OF_THE_PACKAGE:
             continue
         value = getattr(config, field.name)
-        usual = field.metadata.get("program", field.default)
+        usual = config._usual.get(field.name, field.default)
         if value is None and (usual is None or field.name not in NONE_IS_A_VALUE):
             continue
         if value == usual and isinstance(value, bool) == isinstance(usual, bool):

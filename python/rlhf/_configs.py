@@ -53,27 +53,27 @@ class _Training(_Config):
     offload: list[str] | None = field(default=None, metadata={"help": "Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both. On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more time. Without a value: optimizer: none, optimizer, models, all"})
     offload_dir: str | None = field(default=None, metadata={"help": "Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default: `output_dir`]"})
     offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
-    report_to: None | str | list[str] = field(default='none', metadata={"help": "Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed"})
+    report_to: None | str | list[str] = field(default='none', metadata={"help": "Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed", "aliases": ["--log_with"]})
     tensorboard_tags: str = field(default='plain', metadata={"help": "Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as `train/objective/kl` and `eval/loss`: plain, trl"})
     run_name: str | None = field(default=None, metadata={"help": "Name of the run in trackers [default: the name of `output_dir`]"})
-    project: str | None = field(default=None, metadata={"help": "Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, else rlhf]"})
+    project: str | None = field(default=None, metadata={"help": "Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, else rlhf]", "aliases": ["--tracker_project_name"]})
     tracker_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{\"wandb\": {\"entity\": \"team\"}}'"})
     log_model: bool = field(default=False, metadata={"help": "Upload the model in `output_dir` to the trackers at the end of the run"})
     num_threads: int | None = field(default=None, metadata={"help": "Number of threads for tensor operations [default: one per core]"})
     disable_tqdm: bool | None = field(default=None, metadata={"help": "Hide the progress bar"})
     no_report: bool = field(default=False, metadata={"help": "Do not write `report.html`, a page that shows the run, at its end"})
-    save_steps: float | str | None = field(default=500, metadata={"help": "Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and after the last. If unset, only a run that stops early saves one", "program": None})
+    save_steps: float | str | None = field(default=500, metadata={"help": "Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and after the last. If unset, only a run that stops early saves one"})
     save_total_limit: int | None = field(default=None, metadata={"help": "Number of newest checkpoints to keep [default: all]"})
     resume_with_changed_inputs: bool = field(default=False, metadata={"help": "Resume even if data or models have changed since the run started"})
     push_to_hub: bool = field(default=False, metadata={"help": "Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN"})
-    hub_model_id: str | None = field(default=None, metadata={"help": "Repository to push to, such as me/my-model; created if it does not exist"})
+    hub_model_id: str | None = field(default=None, metadata={"help": "Repository to push to, such as me/my-model; created if it does not exist", "aliases": ["--push_to_hub_model_id"]})
     hub_revision: str | None = field(default=None, metadata={"help": "Branch to push to, created if it does not exist [default: main]"})
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private [default: as its owner has set, usually public]"})
     hub_strategy: str = field(default='every_save', metadata={"help": "When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best model: end, every_save, best"})
     hub_always_push: bool = field(default=False, metadata={"help": "Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out"})
-    hub_token: str | None = field(default=None, metadata={"help": "Access token with write access [default: HF_TOKEN, which no list of processes shows]"})
+    hub_token: str | None = field(default=None, metadata={"help": "Access token with write access [default: HF_TOKEN, which no list of processes shows]", "aliases": ["--push_to_hub_token"]})
     zero_stage: str = field(default='0', metadata={"help": "Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0 nothing: 0, 1, 2, 3"})
-    dist_timeout: int = field(default=1800, metadata={"help": "Maximum seconds that a rank waits for the others"})
+    dist_timeout: int = field(default=1800, metadata={"help": "Maximum seconds that a rank waits for the others", "aliases": ["--ddp_timeout"]})
     logging_strategy: str = field(default='steps', metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     logging_dir: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     logging_first_step: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
@@ -81,7 +81,7 @@ class _Training(_Config):
     log_on_each_node: bool = field(default=True, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     log_level: str = field(default='passive', metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     log_level_replica: str = field(default='warning', metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
-    include_num_input_tokens_seen: None | str | bool = field(default='no', metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
+    include_num_input_tokens_seen: str = field(default='no', metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     include_tokens_per_second: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     include_for_metrics: list[str] | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
     include_inputs_for_metrics: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to"})
@@ -150,9 +150,9 @@ class _Training(_Config):
     mp_parameters: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it has no meaning for this program"})
     jit_mode_eval: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it has no meaning for this program"})
     use_ipex: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it has no meaning for this program"})
-    eval_strategy: str = field(default='no', metadata={"help": "Of TRL or transformers"})
+    eval_strategy: str = field(default='no', metadata={"help": "Of TRL or transformers", "aliases": ["--evaluation_strategy"]})
     save_strategy: str = field(default='steps', metadata={"help": "Of TRL or transformers"})
-    use_cpu: bool = field(default=False, metadata={"help": "Of TRL or transformers"})
+    use_cpu: bool = field(default=False, metadata={"help": "Of TRL or transformers", "aliases": ["--no_cuda"]})
     trust_remote_code: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: code that comes with a model is never run"})
     adafactor: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: set optim = adafactor"})
     optim_args: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the optimizer's settings are flags of their own"})
@@ -192,7 +192,7 @@ class _Supervised(_Training):
     num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs over the dataset; no effect if `max_steps` is set"})
     max_steps: int = field(default=-1, metadata={"help": "Number of optimizer steps"})
     logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two logged lines of metrics"})
-    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice", "program": None})
+    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     activation_offloading: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
@@ -255,7 +255,7 @@ class _Rollouts(_Training):
     multi_objective_aggregation: str = field(default='sum_then_normalize', metadata={"help": "Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by itself within its group first, and normalizes the weighted sums over the update (GDPO): sum_then_normalize, normalize_then_sum"})
     lam_policy: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`]"})
     lam_policy_alpha: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05)"})
-    dynamic_sampling: bool = field(default=False, metadata={"help": "Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO)"})
+    dynamic_sampling: bool = field(default=False, metadata={"help": "Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO)", "aliases": ["--filter_groups"]})
     dynamic_filtering_reward_range: list[float] | None = field(default=None, metadata={"help": "Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering)"})
     max_num_gen_batches: int = field(default=10, metadata={"help": "Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still missing then are taken from those that were replaced"})
     overlong_buffer_len: int | None = field(default=None, metadata={"help": "Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong penalty, DAPO)"})
@@ -337,13 +337,13 @@ class _Rollouts(_Training):
 class _Groups(_Rollouts):
     """What trainers on groups of responses have."""
 
-    max_completion_length: int = field(default=512, metadata={"help": "Maximum tokens of a response. In TRL: --max_completion_length"})
+    max_completion_length: int = field(default=512, metadata={"help": "Maximum tokens of a response. In TRL: --max_completion_length", "aliases": ["--response_length"]})
     stop_token: str | None = field(default='eos', metadata={"help": "Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`: eos"})
     temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling and of all log-probabilities"})
-    num_iterations: int = field(default=1, metadata={"help": "PPO epochs: passes over the responses of an update. In TRL: --num_iterations"})
-    epsilon: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this. In TRL: --epsilon"})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]. In TRL: --epsilon_high"})
-    delta: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3. In TRL: --delta"})
+    num_iterations: int = field(default=1, metadata={"help": "PPO epochs: passes over the responses of an update. In TRL: --num_iterations", "aliases": ["--num_ppo_epochs", "--ppo_epochs"]})
+    epsilon: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this. In TRL: --epsilon", "aliases": ["--cliprange"]})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]. In TRL: --epsilon_high", "aliases": ["--cliprange_high"]})
+    delta: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3. In TRL: --delta", "aliases": ["--dual_clip"]})
     learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or true: prompts are drawn in a random order"})
@@ -587,7 +587,7 @@ class SFTConfig(_Supervised):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         log_level_replica (`str`, *optional*, defaults to `'warning'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
-        include_num_input_tokens_seen (`None | str | bool`, *optional*, defaults to `'no'`):
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         include_tokens_per_second (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
@@ -830,6 +830,7 @@ class SFTConfig(_Supervised):
 
     _command = 'sft'
     _names = {'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'max_grad_norm': None, 'save_steps': None}
 
     chat_template_path: str | None = field(default=None, metadata={"help": "File of a chat template to use and to save [default: the tokenizer's]"})
     dataset_text_field: str = field(default='text', metadata={"help": "Column with a text to train on as a whole"})
@@ -1061,7 +1062,7 @@ class RewardConfig(_Supervised):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         log_level_replica (`str`, *optional*, defaults to `'warning'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
-        include_num_input_tokens_seen (`None | str | bool`, *optional*, defaults to `'no'`):
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         include_tokens_per_second (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
@@ -1295,6 +1296,7 @@ class RewardConfig(_Supervised):
 
     _command = 'reward'
     _names = {'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'max_grad_norm': None, 'save_steps': None}
 
     new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a model that has none"})
     reward_format: str | None = field(default=None, metadata={"help": "Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of the model's folder]: transformers, deepspeed-chat"})
@@ -1831,7 +1833,7 @@ class PPOConfig(_Rollouts):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         log_level_replica (`str`, *optional*, defaults to `'warning'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
-        include_num_input_tokens_seen (`None | str | bool`, *optional*, defaults to `'no'`):
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         include_tokens_per_second (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
@@ -2073,25 +2075,26 @@ class PPOConfig(_Rollouts):
 
     _command = 'ppo'
     _names = {'reward_model_name_or_path': 'reward_model_path', 'max_completion_length': 'response_length', 'num_iterations': 'num_ppo_epochs', 'ppo_epochs': 'num_ppo_epochs', 'beta': 'kl_coef', 'init_kl_coef': 'kl_coef', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'epsilon': 'cliprange', 'epsilon_high': 'cliprange_high', 'delta': 'dual_clip', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'save_steps': None}
 
     sft_model_path: str = field(default='EleutherAI/pythia-160m', metadata={"help": "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model"})
-    reward_model_path: str | None = field(default='EleutherAI/pythia-160m', metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text"})
+    reward_model_path: str | None = field(default='EleutherAI/pythia-160m', metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text", "aliases": ["--reward_model_name_or_path"]})
     preset: str = field(default='trl', metadata={"help": "Defaults and batch sizes of another trainer. `trl`: TRL's PPOTrainer today. `trl-ppov2`: TRL 0.9 to 0.11, where `num_mini_batches` multiplies the size of an update. `trl-legacy`: TRL's older trainer with `step()` and a value head on the policy. `deepspeed-chat`: DeepSpeed-Chat's third step. `grpo` and `rloo`: TRL's GRPOTrainer and RLOOTrainer, without a value model: trl, trl-ppov2, trl-legacy, deepspeed-chat, grpo, rloo"})
-    response_length: int = field(default=53, metadata={"help": "Maximum tokens of a response"})
+    response_length: int = field(default=53, metadata={"help": "Maximum tokens of a response", "aliases": ["--max_completion_length"]})
     stop_token: str | None = field(default=None, metadata={"help": "Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`: eos"})
     temperature: float = field(default=0.7, metadata={"help": "Temperature of sampling and of all log-probabilities"})
-    num_ppo_epochs: int = field(default=4, metadata={"help": "PPO epochs: passes over the responses of an update"})
-    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token"})
-    kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full"})
+    num_ppo_epochs: int = field(default=4, metadata={"help": "PPO epochs: passes over the responses of an update", "aliases": ["--num_iterations", "--ppo_epochs"]})
+    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token", "aliases": ["--beta", "--init_kl_coef"]})
+    kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
     kl_in_loss: bool = field(default=False, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
     advantage_estimator: str = field(default='gae', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
-    num_generations: int = field(default=1, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses"})
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this"})
+    num_generations: int = field(default=1, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
+    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this", "aliases": ["--epsilon"]})
     loss_type: str = field(default='bnpo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='token', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
-    cliprange_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]"})
-    dual_clip: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3"})
+    cliprange_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]", "aliases": ["--epsilon_high"]})
+    dual_clip: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3", "aliases": ["--delta"]})
     learning_rate: float = field(default=3e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=None, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
@@ -2614,7 +2617,7 @@ class GRPOConfig(_Groups):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         log_level_replica (`str`, *optional*, defaults to `'warning'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
-        include_num_input_tokens_seen (`None | str | bool`, *optional*, defaults to `'no'`):
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         include_tokens_per_second (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
@@ -2923,13 +2926,14 @@ class GRPOConfig(_Groups):
 
     _command = 'grpo'
     _names = {'response_length': 'max_completion_length', 'num_ppo_epochs': 'num_iterations', 'ppo_epochs': 'num_iterations', 'init_kl_coef': 'beta', 'kl_coef': 'beta', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'cliprange': 'epsilon', 'cliprange_high': 'epsilon_high', 'dual_clip': 'delta', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'save_steps': None}
 
-    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta"})
-    kl_estimator: str = field(default='k3', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full"})
+    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta", "aliases": ["--init_kl_coef", "--kl_coef"]})
+    kl_estimator: str = field(default='k3', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
     kl_in_loss: bool = field(default=True, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
     use_bias_correction_kl: bool = field(default=True, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
     advantage_estimator: str = field(default='grpo', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
-    num_generations: int = field(default=8, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses"})
+    num_generations: int = field(default=8, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
     loss_type: str = field(default='dapo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='token', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
     vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Of TRL or transformers; it has no effect here: the model that generates is the one that is trained"})
@@ -3451,7 +3455,7 @@ class RLOOConfig(_Groups):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         log_level_replica (`str`, *optional*, defaults to `'warning'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
-        include_num_input_tokens_seen (`None | str | bool`, *optional*, defaults to `'no'`):
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
         include_tokens_per_second (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
@@ -3745,13 +3749,14 @@ class RLOOConfig(_Groups):
 
     _command = 'rloo'
     _names = {'response_length': 'max_completion_length', 'num_ppo_epochs': 'num_iterations', 'ppo_epochs': 'num_iterations', 'init_kl_coef': 'beta', 'kl_coef': 'beta', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'cliprange': 'epsilon', 'cliprange_high': 'epsilon_high', 'dual_clip': 'delta', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'save_steps': None}
 
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta"})
-    kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full"})
+    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta", "aliases": ["--init_kl_coef", "--kl_coef"]})
+    kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
     kl_in_loss: bool = field(default=False, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
     advantage_estimator: str = field(default='rloo', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
-    num_generations: int = field(default=2, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses"})
+    num_generations: int = field(default=2, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
     loss_type: str = field(default='grpo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='sequence_product', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
     token_level_kl: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: the KL is that of a whole response"})

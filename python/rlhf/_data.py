@@ -29,7 +29,9 @@ def rows(dataset: Any, what: str) -> Iterator[Row]:
             names = [str(name) for name in dataset]
             return (dict(zip(names, values, strict=True)) for values in zip(*dataset.values(), strict=True))
         splits = ", ".join(map(str, dataset))
-        raise Unsupported(f"{what}: expected one dataset, found a map of several ({splits}): choose one, as in dataset[{next(iter(dataset))!r}]")
+        raise Unsupported(
+            f"{what}: expected one dataset, found a map of several ({splits}): choose one, as in dataset[{next(iter(dataset))!r}]"
+        )
     if isinstance(dataset, Iterable):
         return iter(dataset)
     raise TypeError(f"{what}: expected a dataset, a list of maps, a data frame, a path or a name, found {type(dataset).__name__}")
@@ -98,13 +100,13 @@ class Data:
             return
         path = os.path.abspath(os.fspath(dataset))
         if not os.path.isfile(path):
-            raise Unsupported(f"{what} = {os.fspath(dataset)}: expected a file or a dataset object beside another dataset, found a folder or a name")
+            raise Unsupported(
+                f"{what} = {os.fspath(dataset)}: expected a file or a dataset object beside another dataset, found a folder or a name"
+            )
         ending = os.path.basename(path).partition(".")[2]
         os.symlink(path, os.path.join(self.folder, f"{split}.{ending}"))
 
-    def settings(
-        self, train: Any, evaluation: Any, separate: bool, convert: "Callable[[Row], Row] | None" = None
-    ) -> dict[str, Any]:
+    def settings(self, train: Any, evaluation: Any, separate: bool, convert: "Callable[[Row], Row] | None" = None) -> dict[str, Any]:
         """Writes the datasets, and returns the settings that name them.
 
         Args:
@@ -125,5 +127,5 @@ class Data:
 
 def path_or_name(value: Any) -> str:
     """An absolute path if there is one; else a name on the hub, as it is."""
-    text = os.fspath(value)
+    text = str(os.fspath(value))
     return os.path.abspath(text) if os.path.exists(text) or text.startswith((".", "/", "~")) else text

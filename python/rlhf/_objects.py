@@ -53,7 +53,7 @@ def is_same(policy: Any, reference: Any) -> bool:
     if policy is reference:
         return True
     try:
-        import torch
+        import torch  # type: ignore[import-not-found,unused-ignore]
 
         own, other = policy.state_dict(), reference.state_dict()
         return own.keys() == other.keys() and all(torch.equal(own[name].cpu(), other[name].cpu()) for name in own)
@@ -71,32 +71,45 @@ def load_back(model: Any, folder: str) -> None:
     except Exception as error:
         problem = " ".join(str(error).split())
     if problem:
-        warnings.warn(f"{name}: the object that was passed does not have the trained weights ({problem}); they are in {folder}", stacklevel=3)
+        warnings.warn(
+            f"{name}: the object that was passed does not have the trained weights ({problem}); they are in {folder}", stacklevel=3
+        )
+
+
+def is_fresh(model: Any) -> bool:
+    """Whether the adapter of a PEFT model is as it is made: it adds nothing to the base."""
+    return all(not bool(tensor.any()) for name, tensor in model.state_dict().items() if "lora_B." in name)
 
 
 def load_into(model: Any, folder: str) -> str:
     """Does so; returns why not."""
     if not hasattr(model, "load_state_dict"):
         return "it has no load_state_dict"
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # type: ignore[import-not-found,unused-ignore]
 
     adapter = os.path.join(folder, "adapter_model.safetensors")
     if os.path.exists(adapter):
         if not hasattr(model, "peft_config"):
             return "it is the base of the adapter that was trained"
+        if not is_fresh(model):
+            return "its adapter was merged into its base before a new one was trained"
         from peft import set_peft_model_state_dict  # type: ignore[import-not-found,unused-ignore]
 
         set_peft_model_state_dict(model, load_file(adapter))
         return ""
     if hasattr(model, "peft_config"):
         return "its adapter was merged"
-    missing: set[str] = set(model.state_dict())
+    weights: dict[str, Any] = {}
     for path in sorted(glob.glob(os.path.join(folder, "model*.safetensors"))):
-        weights = load_file(path)
-        unexpected = model.load_state_dict(weights, strict=False).unexpected_keys
-        if unexpected:
-            return f"no parameter `{unexpected[0]}`"
-        missing -= set(weights)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    missing -= tied
-    return f"`{sorted(missing)[0]}` is not saved" if missing and not tied else ""
+        weights.update(load_file(path))
+    own = model.state_dict()
+    if not weights.keys() <= own.keys():
+        # Files have other names than modules in some families; transformers knows both.
+        weights = type(model).from_pretrained(folder).state_dict()
+    problems = model.load_state_dict(weights, strict=False)
+    if problems.unexpected_keys:
+        return f"no parameter `{problems.unexpected_keys[0]}`"
+    # A parameter that is tied to another one is saved once.
+    places = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
+    missing = [name for name in problems.missing_keys if own[name].data_ptr() not in places]
+    return f"`{missing[0]}` is not saved" if missing else ""

@@ -76,6 +76,4 @@ def start(arguments: list[str], more: dict[str, str], **streams: Any) -> "subpro
     """Starts a command of the program, in a session of its own: Ctrl-C reaches this process alone, which passes it on."""
     program, environ = command()
     environ = environment(without_ranks(environ), more)
-    return subprocess.Popen(
-        [*program, *arguments], env=environ, stdin=subprocess.DEVNULL, start_new_session=True, **streams
-    )
+    return subprocess.Popen([*program, *arguments], env=environ, stdin=subprocess.DEVNULL, start_new_session=True, **streams)

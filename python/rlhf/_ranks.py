@@ -18,8 +18,8 @@ class Ranks:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world)))
         if self.world > 1 and local != self.world:
             raise Unsupported(
-                f"{self.world} processes on {self.world // max(local, 1)} machines: expected one machine; for several, start the program there: "
-                "rlhf launch --nnodes N --node_rank K --master_addr HOST COMMAND --config FILE"
+                f"{self.world} processes on {self.world // max(local, 1)} machines: expected one machine; for several, start the "
+                "program there: rlhf launch --nnodes N --node_rank K --master_addr HOST COMMAND --config FILE"
             )
         if self.world > 1 and num_processes not in (None, self.world):
             raise ValueError(f"num_processes = {num_processes}: expected {self.world}, as the launcher has started, or none")

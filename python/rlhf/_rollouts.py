@@ -124,7 +124,9 @@ class PPOTrainer(Rollouts):
             raise ValueError("PPOTrainer: model: expected a path, a name or a model, found none")
         _translate.check_collator(data_collator)
         if ref_model is not None and not is_same(model, ref_model):
-            raise Unsupported("ref_model: expected a copy of model, or None, found another model; the reference is the policy before its first update")
+            raise Unsupported(
+                "ref_model: expected a copy of model, or None, found another model; the reference is the policy before its first update"
+            )
         self.ref_model = ref_model
         # A module of torch says in its error what to use instead.
         is_model = reward_model is None or is_text(reward_model) or hasattr(reward_model, "save_pretrained")
@@ -134,7 +136,9 @@ class PPOTrainer(Rollouts):
         if self.reward_model is None and not given:
             raise ValueError("PPOTrainer: reward_model: expected a model or a reward function, found none")
         self.reward_funcs, self.value_model = given, value_model
-        super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers)
+        super().__init__(
+            model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
+        )
 
     @property
     def policy_model(self) -> Any:
@@ -199,7 +203,9 @@ class GRPOTrainer(Rollouts):
             raise ValueError(f"{type(self).__name__}: reward_funcs: expected a reward function or model, found none")
         self.reward_funcs, self._reward_tokenizers = reward_funcs, reward_processing_classes
         processing_class = processing_class if processing_class is not None else tokenizer
-        super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers)
+        super().__init__(
+            model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
+        )
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
         return {**self._data(), **self._policy(resumes), **self._rewards(self.reward_funcs, self._reward_tokenizers, resumes)}

@@ -78,7 +78,7 @@ class Run:
         if "call" in message:
             connection.reply(self.score(connection.reward, message))
             return
-        handle: "Callable[[Connection, Message], None] | None" = getattr(self, f"on_{message['event']}", None)
+        handle: Callable[[Connection, Message], None] | None = getattr(self, f"on_{message['event']}", None)
         if handle is not None:
             handle(connection, message)
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from rlhf._errors import Unsupported
@@ -46,7 +46,7 @@ class ModelConfig:
         model_revision (`str`, *optional*, defaults to `"main"`): branch, tag or commit on the hub.
         dtype (`str`, *optional*, defaults to `"float32"`): dtype in which transformers loads it.
         attn_implementation (`str`, *optional*): of transformers; the program has its own attention.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): code that comes with a model is never run.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): must be false; code that comes with a model is never run.
         use_peft (`bool`, *optional*, defaults to `False`): whether to train adapters; the other `lora_` settings are those of PEFT.
         load_in_8bit (`bool`, *optional*, defaults to `False`): whether frozen weights have 8 bits.
         load_in_4bit (`bool`, *optional*, defaults to `False`): whether frozen weights have 4 bits.
@@ -56,7 +56,6 @@ class ModelConfig:
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub"})
     dtype: str | None = field(default="float32", metadata={"help": "Dtype in which transformers loads the model"})
     attn_implementation: str | None = field(default=None, metadata={"help": "Of transformers; the program has its own attention"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Code that comes with a model is never run"})
     use_peft: bool = field(default=False, metadata={"help": "Whether to train adapters"})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters"})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, before the division by their rank"})
@@ -72,12 +71,20 @@ class ModelConfig:
     bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "Data type of 4 bits: nf4 or fp4"})
     use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Whether the scales of 4-bit weights are quantized too"})
     bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Of bitsandbytes; 4-bit weights are stored as bytes"})
+    # Newer versions of TRL have it among a trainer's settings, whose parser may not have it twice.
+    trust_remote_code: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trust_remote_code: bool) -> None:
+        if trust_remote_code:
+            raise Unsupported("trust_remote_code: expected False: code that comes with a model is never run")
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit exclude each other: set one of them")
         # A parser of command lines gives one name as a list.
-        if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1 and self.lora_target_modules[0] == "all-linear":
+        if (
+            isinstance(self.lora_target_modules, list)
+            and len(self.lora_target_modules) == 1
+            and self.lora_target_modules[0] == "all-linear"
+        ):
             self.lora_target_modules = "all-linear"  # type: ignore[assignment]
 
 
@@ -209,7 +216,9 @@ class TrlParser:
                 if not part.init:
                     continue
                 if part.name in self._of:
-                    raise ValueError(f"{kind.__name__} and {self._of[part.name].__name__} both have `{part.name}`: expected different names")
+                    raise ValueError(
+                        f"{kind.__name__} and {self._of[part.name].__name__} both have `{part.name}`: expected different names"
+                    )
                 self._of[part.name] = kind
                 self._add(kind, part)
 
@@ -250,9 +259,7 @@ class TrlParser:
 
             name = next(iter(unknown), "") or rest[0].lstrip("-").partition("=")[0]
             self.parser.error(f"unknown argument `{name}`{nearest(name.replace('-', '_'), list(self._of))}")
-        made = tuple(
-            kind(**{name: value for name, value in given.items() if self._of[name] is kind}) for kind in self.dataclass_types
-        )
+        made = tuple(kind(**{name: value for name, value in given.items() if self._of[name] is kind}) for kind in self.dataclass_types)
         if not return_remaining_strings:
             return made
         return (*made, rest + [word for key, value in unknown.items() for word in (f"--{key}", str(value))])

@@ -16,7 +16,7 @@ class Interrupts:
         self.count = 0
         # Whether code of the user is running, which a second request interrupts.
         self.in_user_code = False
-        self._process: "subprocess.Popen[bytes] | None" = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
     def watch(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:

@@ -79,7 +79,7 @@ class Trainer:
         }
         if self.args.max_steps is not None and self.args.max_steps > 0:
             self._settings["max_steps"] = self.args.max_steps
-        self.output_dir = os.path.abspath(self.args.output_dir)
+        self.output_dir: str = os.path.abspath(self.args.output_dir)
         # Paths in the settings of a run stay valid where it is resumed, so that they are beside its folder, which must be empty at first.
         self.inputs = f"{self.output_dir}.inputs"
         self.ranks = Ranks(self.args.num_processes)
@@ -100,7 +100,8 @@ class Trainer:
         elif isinstance(args, Mapping):
             args = self._config(**args)
         elif not isinstance(args, self._config):
-            raise TypeError(f"{type(self).__name__}: args: expected {self._config.__name__} of rlhf, found {type(args).__module__}.{type(args).__name__}")
+            found = f"{type(args).__module__}.{type(args).__name__}"
+            raise TypeError(f"{type(self).__name__}: args: expected {self._config.__name__} of rlhf, found {found}")
         if args.output_dir is None:
             args.output_dir = "trainer_output"
         result: Config = args
@@ -296,7 +297,7 @@ class Trainer:
         """Does nothing: `output_dir` has the card since the model is there."""
 
     def push_to_hub(self, commit_message: str = "End of training", blocking: bool = True, **named: Any) -> str:
-        """Uploads the trained model, to `args.hub_model_id` or a repository with the name of `output_dir`; returns what the program says."""
+        """Uploads the trained model to `args.hub_model_id`; returns what the program says."""
         named.pop("dataset_name", None)
         token = named.pop("token", None) or self.args.hub_token
         name = named.pop("repo_id", None) or self.args.hub_model_id

@@ -1,6 +1,5 @@
 """Objects of PEFT, transformers and TRL as settings of the program."""
 
-import os
 from typing import Any
 
 from rlhf._errors import Unsupported
@@ -17,7 +16,15 @@ def of_peft(peft_config: Any) -> dict[str, Any]:
     for name, fine in (("bias", "none"), ("init_lora_weights", True)):
         if get(name, fine) not in (fine, None):
             raise Unsupported(f"peft_config: {name} = {get(name)}: expected {fine}")
-    for name in ("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters", "exclude_modules", "trainable_token_indices"):
+    for name in (
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_parameters",
+        "exclude_modules",
+        "trainable_token_indices",
+    ):
         if get(name):
             raise Unsupported(f"peft_config: {name}: expected none; the program chooses layers by target_modules")
     targets = get("target_modules")
@@ -134,7 +141,13 @@ def check_overridden(own: type, base: type) -> None:
 
 
 # Collators that pad or mask as the program does without them.
-COLLATORS = ("DataCollatorWithPadding", "DefaultDataCollator", "DataCollatorForLanguageModeling", "DataCollatorForPreference", "RewardDataCollatorWithPadding")
+COLLATORS = (
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForPreference",
+    "RewardDataCollatorWithPadding",
+)
 
 
 def check_collator(collator: Any) -> None:
@@ -143,7 +156,3 @@ def check_collator(collator: Any) -> None:
         return
     hint = "completion_only_loss or assistant_only_loss in args set what is trained on" if "Completion" in name else "pass prepared rows"
     raise Unsupported(f"data_collator: {name}: nothing is padded or collated in this process; {hint}")
-
-
-def absolute(path: Any) -> str:
-    return os.path.abspath(os.fspath(path))

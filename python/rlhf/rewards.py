@@ -27,8 +27,8 @@ class Rule:
 
     def __call__(self, *arguments: Any, **named: Any) -> list[float | None]:
         raise NotImplementedError(
-            f"{self.__name__}: the program computes this reward: pass it as an entry of reward_funcs; `rlhf score --reward {self.__rlhf_rule__}` "
-            "scores rows with it"
+            f"{self.__name__}: the program computes this reward: pass it as an entry of reward_funcs; "
+            f"`rlhf score --reward {self.__rlhf_rule__}` scores rows with it"
         )
 
 
@@ -64,19 +64,19 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 
 def get_cosine_scaled_reward(
+    max_len: int,
     min_value_wrong: float = -1.0,
     max_value_wrong: float = -0.5,
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
-    max_len: int = 1000,
 ) -> Rule:
-    """`accuracy_reward`, scaled along a cosine by the length of the response."""
+    """`accuracy_reward`, scaled along a cosine by the length of the response in tokens, up to `max_len`."""
     numbers = {
+        "max_len": max_len,
         "min_value_wrong": min_value_wrong,
         "max_value_wrong": max_value_wrong,
         "min_value_correct": min_value_correct,
         "max_value_correct": max_value_correct,
-        "max_len": max_len,
     }
     written = ",".join(f"{name}={value}" for name, value in numbers.items())
     return rule(f"get_cosine_scaled_reward:{written}", "cosine_scaled_reward")

@@ -7,6 +7,7 @@ where a run is started may have too.
 import json
 import os
 import socket
+from typing import Any
 
 
 class Failed(RuntimeError):
@@ -16,12 +17,12 @@ class Failed(RuntimeError):
     __rlhf_quiet__ = True
 
 
-def plain(value):
+def plain(value: Any) -> None:
     """What is no data of a row stays here: the functions that log, the state of the run."""
-    return None
+    return
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if not name.startswith("reward_") or not name[7:].isdigit():
         raise AttributeError(name)
     connection = socket.socket(socket.AF_UNIX)
@@ -29,7 +30,7 @@ def __getattr__(name):
     lines = connection.makefile("rw", encoding="utf-8", newline="\n")
     lines.write(json.dumps({"reward": int(name[7:])}) + "\n")
 
-    def reward(trainer_state=None, log_metric=None, log_extra=None, **named):
+    def reward(trainer_state: Any, log_metric: Any, log_extra: Any, **named: Any) -> Any:
         lines.write(json.dumps({"call": named, "step": trainer_state.global_step}, default=plain) + "\n")
         lines.flush()
         line = lines.readline()
