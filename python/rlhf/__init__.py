@@ -32,6 +32,17 @@ _NAMES = {
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+# Names of TRL that are not here, with what there is instead.
+_ABSENT = {
+    "AutoModelForCausalLMWithValueHead": "; PPOTrainer takes the language model, and its critic as value_model",
+    "DataCollatorForCompletionOnlyLM": "; SFTConfig(completion_only_loss=True) trains on completions",
+    "DPOConfig": "; rlhf has no DPO: TRL or OpenRLHF has it",
+    "DPOTrainer": "; rlhf has no DPO: TRL or OpenRLHF has it",
+    "KTOTrainer": "; rlhf has no KTO: TRL has it",
+    "LogCompletionsCallback": "; samples are in output_dir/samples, and each run shows some",
+    "RichProgressCallback": "; each run shows its progress",
+    "create_reference_model": "; the program makes the reference model: pass ref_model=None",
+}
 __all__ = ["__version__", "rewards", *sorted(_MODULES)]
 
 if TYPE_CHECKING:
@@ -74,7 +85,8 @@ def __getattr__(name: str) -> Any:
     if module is None:
         from rlhf._errors import nearest
 
-        raise AttributeError(f"module 'rlhf' has no attribute {name!r}{nearest(name, list(_MODULES))}")
+        hint = _ABSENT.get(name) or nearest(name, list(_MODULES))
+        raise AttributeError(f"module 'rlhf' has no attribute {name!r}{hint}")
     found = getattr(importlib.import_module(f"rlhf.{module}"), name)
     globals()[name] = found
     return found

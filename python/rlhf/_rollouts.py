@@ -18,6 +18,7 @@ class Rollouts(Trainer):
     """What the three have in common."""
 
     _separate_eval = False
+    _best_metric = "eval/score"
 
     def _rewards(self, given: Any, tokenizers: Any, resumes: bool) -> dict[str, Any]:
         """The settings of rewards, and the functions that this process calls."""

@@ -1,6 +1,7 @@
 """One run of the program, as a trainer sees it: its events become the state, the calls of callbacks and of reward functions."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,10 @@ from rlhf._errors import RunError
 from rlhf._output import Output
 from rlhf._rewards import Function, Loop
 
+# A flag of the program's command line.
+FLAG = re.compile(r"(?<![\w-])--([a-z_0-9]+)")
+# The line of `rlhf launch` about a rank, which has said why.
+LAUNCHER = re.compile(r"rank \d+ (exited|was killed)")
 # Phases in which the program is not at an update.
 BETWEEN = ("saving", "evaluating", "samples", "checking", "")
 
@@ -164,8 +169,21 @@ class Run:
         evaluation = {name: value for name, value in logs.items() if name.startswith(("eval_", "eval/"))}
         if evaluation:
             self.call("on_evaluate", metrics=evaluation)
+            self.compare(evaluation)
         if self.display is not None:
             self.display.log(logs)
+
+    def compare(self, evaluation: dict[str, float]) -> None:
+        """Records the best value so far of the metric that chooses the best model, for callbacks that stop early."""
+        metric = getattr(self.args, "metric_for_best_model", None)
+        value = evaluation.get(metric) if metric else None
+        if value is None or metric is None:
+            return
+        greater = getattr(self.args, "greater_is_better", None)
+        greater = not metric.endswith(("loss", "kl")) if greater is None else greater
+        best = self.state.best_metric
+        if best is None or (value > best if greater else value < best):
+            self.state.best_metric = value
 
     def on_samples(self, connection: Connection, message: Message) -> None:
         self.samples = message["samples"]
@@ -192,5 +210,13 @@ class Run:
         self.error = self.error or message["message"] or ""
 
     def on_error(self, connection: Connection, message: Message) -> None:
+        line = in_python(message["message"])
+        if self.error and LAUNCHER.match(line):
+            return
         # The program reports one line for each setting that it refuses.
-        self.error = f"{self.error}\n{message['message']}" if self.error and not self.outcome else message["message"]
+        self.error = f"{self.error}\n{line}" if self.error and not self.outcome else line
+
+
+def in_python(line: str) -> str:
+    """A line of the program with its flags as names of settings, unless it has a whole command line."""
+    return line if "rlhf " in line else FLAG.sub(r"\1", line)

@@ -169,7 +169,8 @@ class RewardTrainer(Trainer):
     def _load(self) -> Any:
         from transformers import AutoModelForSequenceClassification  # type: ignore[import-not-found,unused-ignore]
 
-        return AutoModelForSequenceClassification.from_pretrained(self.output_dir if self._is_trained() else self._model, num_labels=1)
+        path = self._trained("model") if self._is_trained() else self._model
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss, accuracy and margin of the trained model on pairs: `eval_dataset`, or those of the trainer."""

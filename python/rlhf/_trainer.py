@@ -49,6 +49,8 @@ class Trainer:
     _config: ClassVar[type[Config]] = Config
     # Whether the command has `eval_dataset_name`.
     _separate_eval: ClassVar[bool] = True
+    # The metric of the best model, where the settings name none.
+    _best_metric: ClassVar[str] = "eval_loss"
 
     def __init__(
         self,
@@ -77,6 +79,9 @@ class Trainer:
             **_translate.of_quantization(quantization_config),
             **_translate.of_peft(peft_config if peft_config is not None else active_peft_config(model)),
         }
+        # The program keeps both models, and this class takes the best one where transformers' does.
+        if self._settings.pop("load_best_model_at_end", False):
+            self._settings.setdefault("metric_for_best_model", self._best_metric)
         if self.args.max_steps is not None and self.args.max_steps > 0:
             self._settings["max_steps"] = self.args.max_steps
         self.output_dir: str = os.path.abspath(self.args.output_dir)
@@ -169,7 +174,7 @@ class Trainer:
         if run.raised is not None:
             raise run.raised
         if self.state.global_step:
-            load_back(self._model, self.output_dir)
+            load_back(self._model, self._trained("train"))
         losses = [logs["loss"] for logs in self.state.log_history if logs.get("loss") is not None]
         loss = sum(losses) / len(losses) if losses else 0.0
         metrics = {"train_runtime": round(time.monotonic() - began, 4), "train_loss": loss, "epoch": self.state.epoch or 0.0}
@@ -223,7 +228,7 @@ class Trainer:
         return self._loaded
 
     def _load(self) -> Any:
-        path = self.output_dir if self._is_trained() else str(self._model)
+        path = self._trained("model") if self._is_trained() else str(self._model)
         if os.path.exists(os.path.join(path, "adapter_config.json")):
             from peft import AutoPeftModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
 
@@ -239,7 +244,8 @@ class Trainer:
         """The folder of the trained model."""
         if not self._is_trained():
             raise RunError(f"{what}: expected a trained model in {self.output_dir}, found none; call train() first")
-        return self.output_dir
+        best = os.path.join(self.output_dir, "best")
+        return best if self.args.load_best_model_at_end and os.path.isdir(best) else self.output_dir
 
     def is_world_process_zero(self) -> bool:
         """Whether this process is the one that drives the run."""

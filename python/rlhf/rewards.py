@@ -15,24 +15,28 @@ __all__ = [
 
 
 class Rule:
-    """A reward that the program computes. It cannot be called in this process: `rlhf score` scores rows with it."""
+    """A reward that the program computes in a run; some can be called in this process too."""
 
-    def __init__(self, name: str, written: str) -> None:
+    def __init__(self, name: str, written: str, function: Callable[..., Any] | None = None) -> None:
         self.__name__ = name
         # What the setting `reward` has for it.
         self.__rlhf_rule__ = written
+        self._function = function
 
     def __repr__(self) -> str:
         return f"<reward {self.__rlhf_rule__}>"
 
     def __call__(self, *arguments: Any, **named: Any) -> list[float | None]:
-        raise NotImplementedError(
-            f"{self.__name__}: the program computes this reward: pass it as an entry of reward_funcs; "
-            f"`rlhf score --reward {self.__rlhf_rule__}` scores rows with it"
-        )
+        if self._function is None:
+            raise NotImplementedError(
+                f"{self.__name__}: the program computes this reward: pass it as an entry of reward_funcs; "
+                f"`rlhf score --reward {self.__rlhf_rule__}` scores rows with it"
+            )
+        scores: list[float | None] = self._function(*arguments, **named)
+        return scores
 
 
-def rule(written: str, name: "str | None" = None) -> Rule:
+def rule(written: str, name: str | None = None) -> Rule:
     """A reward of the program as it is written for `--reward`, such as `length:target=40` or `regex:^<answer>`.
 
     Args:
@@ -42,10 +46,16 @@ def rule(written: str, name: "str | None" = None) -> Rule:
     return Rule(name or written.partition(":")[0], written)
 
 
+def has_think_format(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Whether each response begins with `<think>`, has no second one, and has `</think>` after it."""
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+
+
 accuracy_reward = rule("accuracy_reward")
 """1 for an answer that equals the column `solution` as mathematics, else 0."""
 
-think_format_reward = rule("think_format_reward")
+think_format_reward = Rule("think_format_reward", "think_format_reward", has_think_format)
 """1 for a response that reasons within `<think>` and `</think>`, else 0."""
 
 reasoning_accuracy_reward = rule("reasoning_accuracy_reward")
@@ -55,12 +65,27 @@ reasoning_accuracy_reward = rule("reasoning_accuracy_reward")
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Rule:
     """A penalty that grows over the last `soft_punish_cache` tokens before `max_completion_len`, from DAPO."""
     written = f"get_soft_overlong_punishment:max_completion_len={max_completion_len},soft_punish_cache={soft_punish_cache}"
-    return rule(written, "soft_overlong_punishment_reward")
+    begin = max_completion_len - soft_punish_cache
+
+    def penalty(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [0.0 if n <= begin else -1.0 if n > max_completion_len else (begin - n) / soft_punish_cache for n in lengths]
+
+    return Rule("soft_overlong_punishment_reward", written, penalty)
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Rule:
-    """A penalty on repeated groups of `ngram_size` tokens, at most `max_penalty`."""
-    return rule(f"get_repetition_penalty_reward:ngram_size={ngram_size},max_penalty={max_penalty}", "repetition_penalty_reward")
+    """A penalty on repeated groups of `ngram_size` tokens: their share, times `max_penalty`."""
+    written = f"get_repetition_penalty_reward:ngram_size={ngram_size},max_penalty={max_penalty}"
+
+    def penalty(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        scores = []
+        for ids in completion_ids:
+            groups = [tuple(ids[at : at + ngram_size]) for at in range(len(ids) - ngram_size + 1)]
+            scores.append(max_penalty * (1 - len(set(groups)) / len(groups)) if groups else 0.0)
+        return scores
+
+    return Rule("repetition_penalty_reward", written, penalty)
 
 
 def get_cosine_scaled_reward(

@@ -144,7 +144,7 @@ impl<'w> Reporter<'w> {
     /// Ends the trackers' runs with the run's outcome, and waits for them for a limited time.
     pub(crate) fn end(&mut self, outcome: Outcome, message: Option<&str>) {
         self.trackers.iter_mut().for_each(|trackers| trackers.end(outcome, message));
-        self.driver.iter().for_each(|driver| driver.end(outcome, message));
+        self.driver.iter().for_each(|driver| driver.end(outcome.name(), message));
     }
 
     /// Adds a sink of the caller's. A break ends this run after its current update, as
