@@ -335,6 +335,8 @@ def fields(command, described):
         "Number of ranks on this machine, which the program starts [default: those of the launcher that has started this process, else one]"
     )
     found["num_processes"] = Field("num_processes", "int | None", None, help, None)
+    help = "For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint"
+    found["resume_from_checkpoint"] = Field("resume_from_checkpoint", "str | None", None, help, None)
     taken = set(found)
     for field in found.values():
         field.aliases = tuple(name for name in field.aliases if name not in taken and name not in ELSEWHERE)

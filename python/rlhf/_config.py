@@ -135,7 +135,16 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 # Settings that the trainers translate themselves.
-OF_THE_PACKAGE = ("output_dir", "model_init_kwargs", "num_processes", "sft_model_path", "reward_model_path", "max_steps", "report_to")
+OF_THE_PACKAGE = (
+    "output_dir",
+    "model_init_kwargs",
+    "num_processes",
+    "sft_model_path",
+    "reward_model_path",
+    "max_steps",
+    "report_to",
+    "resume_from_checkpoint",
+)
 
 
 def plain(name: str, value: Any) -> Any:

@@ -182,6 +182,7 @@ class _Training(_Config):
     save_safetensors: bool | None = field(default=True, metadata={"help": "Of TRL or transformers; expected none or true: weights are written as safetensors"})
     use_mps_device: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: device selects where to compute"})
     num_processes: int | None = field(default=None, metadata={"help": "Number of ranks on this machine, which the program starts [default: those of the launcher that has started this process, else one]"})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint"})
 
 
 @dataclass
@@ -826,6 +827,8 @@ class SFTConfig(_Supervised):
         num_processes (`int`, *optional*):
             Number of ranks on this machine, which the program starts [default: those of the launcher that has started
             this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
     """
 
     _command = 'sft'
@@ -1292,6 +1295,8 @@ class RewardConfig(_Supervised):
         num_processes (`int`, *optional*):
             Number of ranks on this machine, which the program starts [default: those of the launcher that has started
             this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
     """
 
     _command = 'reward'
@@ -2071,6 +2076,8 @@ class PPOConfig(_Rollouts):
         num_processes (`int`, *optional*):
             Number of ranks on this machine, which the program starts [default: those of the launcher that has started
             this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
     """
 
     _command = 'ppo'
@@ -2922,6 +2929,8 @@ class GRPOConfig(_Groups):
         num_processes (`int`, *optional*):
             Number of ranks on this machine, which the program starts [default: those of the launcher that has started
             this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
     """
 
     _command = 'grpo'
@@ -3745,6 +3754,8 @@ class RLOOConfig(_Groups):
         num_processes (`int`, *optional*):
             Number of ranks on this machine, which the program starts [default: those of the launcher that has started
             this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
     """
 
     _command = 'rloo'

@@ -8,8 +8,6 @@ from typing import Any
 from rlhf._errors import Unsupported
 
 Row = Mapping[str, Any]
-# The endings of files that the program reads.
-FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 def is_name(dataset: Any) -> bool:
@@ -103,8 +101,10 @@ class Data:
             raise Unsupported(
                 f"{what} = {os.fspath(dataset)}: expected a file or a dataset object beside another dataset, found a folder or a name"
             )
-        ending = os.path.basename(path).partition(".")[2]
-        os.symlink(path, os.path.join(self.folder, f"{split}.{ending}"))
+        stem, ending = os.path.splitext(path)
+        if ending in (".gz", ".zst"):
+            ending = os.path.splitext(stem)[1] + ending
+        os.symlink(path, os.path.join(self.folder, f"{split}{ending}"))
 
     def settings(self, train: Any, evaluation: Any, separate: bool, convert: "Callable[[Row], Row] | None" = None) -> dict[str, Any]:
         """Writes the datasets, and returns the settings that name them.

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shutil
 import warnings
 from typing import Any
 
@@ -21,7 +22,9 @@ def place_model(value: Any, folder: str, what: str, keep: bool) -> str:
         kind = type(value).__name__
         hint = "a function of the completions as a reward runs in this process" if "reward" in what else "save it and pass the folder"
         raise Unsupported(f"{what}: expected a path, a name or a model of transformers or PEFT, found {kind}; {hint}")
-    if not (keep and os.path.exists(os.path.join(folder, "config.json"))):
+    if not (keep and any(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "adapter_config.json"))):
+        # What an earlier run has left there may have other shards.
+        shutil.rmtree(folder, ignore_errors=True)
         value.save_pretrained(folder)
     return os.path.abspath(folder)
 

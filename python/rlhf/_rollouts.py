@@ -14,6 +14,10 @@ from rlhf._rewards import Rewards
 from rlhf._trainer import Trainer, copy_tokenizer
 
 
+# Seconds.
+DAY = 86400
+
+
 class Rollouts(Trainer):
     """What the three have in common."""
 
@@ -31,7 +35,11 @@ class Rollouts(Trainer):
 
         rewards = Rewards(given, place)
         self._functions = rewards.functions
-        return {"reward": rewards.written} if rewards.written else {}
+        settings: dict[str, Any] = {"reward": rewards.written} if rewards.written else {}
+        if rewards.functions and "reward_timeout" not in self._settings:
+            # A function of this process takes as long as it takes, as in TRL.
+            settings["reward_timeout"] = DAY
+        return settings
 
     def _policy(self, resumes: bool) -> dict[str, Any]:
         """The policy, and the model or folder of its tokenizer."""

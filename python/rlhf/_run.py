@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,8 @@ class Run:
         self.loop = Loop()
         self.rows_per_update = self.rows = 0
         self.begun_step = 0
-        self.began = time.monotonic()
+        self.process = os.getpid()
+        self.has_begun = False
 
     def drive(self, arguments: list[str], environ: dict[str, str]) -> None:
         """Runs the program to its end. Raises what ended it early."""
@@ -74,6 +74,8 @@ class Run:
             raise self.raised
         if self.interrupts.count and code != 0:
             raise KeyboardInterrupt(f"stopped as requested; {resume}" if self.state.max_steps else "stopped as requested")
+        if code == 0 and not self.has_begun:
+            raise RunError("the program ended without a run; RLHF_PROGRAM may name one of another version than this package")
         if code != 0:
             raise RunError(self.error or _program.last_line("\n".join(tail)) or _program.ended(code))
 
@@ -94,10 +96,14 @@ class Run:
             return {"error": "the run ends because of an exception in code of the trainer's process"}
         try:
             with self.interrupts.user_code():
-                return function.call(message["call"], self.state, self.loop)
+                reply = function.call(message["call"], self.state, self.loop)
         except BaseException as error:
             self.raised = error
-            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+            reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+        if os.getpid() != self.process:
+            # A child that the function has forked, and that has returned from it too.
+            os._exit(0)
+        return reply
 
     def call(self, hook: str, **more: Any) -> None:
         """Calls a hook; an exception in it ends the run after its update."""
@@ -111,6 +117,7 @@ class Run:
 
     def on_begin(self, connection: Connection, message: Message) -> None:
         state = self.state
+        self.has_begun = True
         state.max_steps, state.global_step = message["total"], message["done"]
         self.rows_per_update, self.rows = message["rows_per_update"], message["rows"]
         # The program has removed the lines after the checkpoint that it continues from.

@@ -90,7 +90,8 @@ class Trainer:
         self.ranks = Ranks(self.args.num_processes)
         self.callback_handler = Handler(callbacks)
         self.state, self.control = TrainerState(), TrainerControl()
-        self.is_world_process_zero_ = self.ranks.drives()
+        self.accelerator = Accelerator(self.ranks)
+        self.hub_model_id = self.args.hub_model_id
         self._functions: list[Function] = []
         self._runs = 0
         self._samples: list[dict[str, Any]] = []
@@ -132,6 +133,8 @@ class Trainer:
         """
         if trial is not None:
             raise Unsupported("trial: hyperparameters are not searched; make one trainer for each")
+        if str(resume_from_checkpoint).lower() in ("true", "false"):
+            resume_from_checkpoint = str(resume_from_checkpoint).lower() == "true"
         resume_from_checkpoint = resume_from_checkpoint or None
         self._runs += 1
         if not self.ranks.drives():
@@ -282,6 +285,9 @@ class Trainer:
         if os.path.isdir(base):
             shutil.copytree(base, os.path.join(target, "base_model"), dirs_exist_ok=True)
 
+    def end(self) -> None:
+        """Does nothing: the program has ended its trackers and ranks when `train()` returns."""
+
     def save_state(self) -> None:
         """Writes `state` to `trainer_state.json` beside the inputs."""
         self.state.save_to_json(os.path.join(self.inputs, "trainer_state.json"))
@@ -336,6 +342,23 @@ class Trainer:
         if not os.path.exists(path):
             _program.call(["report", self.output_dir], "report")
         return Report(path)
+
+
+class Accelerator:
+    """What scripts ask accelerate's class of the same name for."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.process_index = self.local_process_index = ranks.rank
+        self.num_processes = ranks.count
+        self.is_main_process = self.is_local_main_process = ranks.drives()
+
+    def print(self, *words: Any, **named: Any) -> None:
+        """Prints in one process."""
+        if self.is_main_process:
+            print(*words, **named)
+
+    def wait_for_everyone(self) -> None:
+        """Does nothing: `train()` returns in all processes together."""
 
 
 class Report:

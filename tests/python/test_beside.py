@@ -6,6 +6,7 @@ PYTHON is that of an environment with these packages, and PROGRAM the built `rlh
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,33 @@ class Samples(Case):
     def test_ppo_tldr(self):
         line = "--learning_rate 3e-6 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --local_rollout_forward_batch_size 16"
         self.run_sample("ppo_tldr.py", *self.arguments(f"{line} --non_eos_penalty --stop_token eos"))
+
+    def test_scripts_of_trl_with_the_import_changed(self):
+        try:
+            import trl
+        except ImportError:
+            self.skipTest("no trl")
+        import json
+
+        folder = self.folder / "data"
+        for name, rows in (("texts", TEXTS), ("pairs", support.PAIRS), ("problems", [{**row, "solution": "$3$"} for row in PROMPTS])):
+            (folder / name).mkdir(parents=True)
+            for split in ("train", "test"):
+                (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rollouts = "--num_generations 2 --max_completion_length 5 --reward_funcs accuracy_reward think_format_reward"
+        for name, data, words in (
+            ("sft", "texts", "--eval_strategy steps --eval_steps 2"),
+            ("reward", "pairs", "--eval_strategy steps --eval_steps 2"),
+            ("grpo", "problems", rollouts),
+            ("rloo", "problems", f"{rollouts} --use_peft --lora_target_modules query_key_value"),
+        ):
+            source = (Path(trl.__file__).parent / "scripts" / f"{name}.py").read_text()
+            script = self.folder / f"{name}.py"
+            script.write_text(re.sub(r"(?m)^(\s*from )trl\b", r"\1rlhf", source))
+            words += f" --model_name_or_path {POLICY} --dataset_name {folder / data} --output_dir {self.folder / 'runs' / name}"
+            words += " --max_steps 2 --per_device_train_batch_size 4"
+            out = self.run_sample(script, *words.split())
+            self.assertIn("Training completed.", out, name)
 
     def test_basic_training(self):
         self.run_sample("basic_training.py", POLICY, REWARD, self.folder)
