@@ -66,7 +66,7 @@ def is_same(policy: Any, reference: Any) -> bool:
 
 def load_back(model: Any, folder: str) -> None:
     """Gives a model object the weights that training has left in `folder`; warns where that is not possible."""
-    if is_text(model):
+    if model is None or is_text(model):
         return
     name = type(model).__name__
     try:
@@ -75,7 +75,7 @@ def load_back(model: Any, folder: str) -> None:
         problem = " ".join(str(error).split())
     if problem:
         warnings.warn(
-            f"{name}: the object that was passed does not have the trained weights ({problem}); they are in {folder}", stacklevel=3
+            f"{name}: the object that was passed does not have the trained weights ({problem}); they are in {folder}", stacklevel=4
         )
 
 

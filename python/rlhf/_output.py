@@ -28,6 +28,10 @@ def is_usable(stream: Any) -> bool:
     return stream is not None and not getattr(stream, "closed", False)
 
 
+# The beginnings of lines that are no part of what a table shows.
+TO_BE_SEEN = ("warning", "note", "error", "! ", "stopp")
+
+
 class Output:
     """The streams of a program."""
 
@@ -63,6 +67,9 @@ class Output:
             text = line.decode("utf-8", "replace")
             if keeps and text.strip():
                 self.tail = [*self.tail[-20:], text.rstrip()]
+            # Beside the table of a notebook.
+            if self._silent and not text.startswith(TO_BE_SEEN):
+                continue
             # A stream may be closed while the program writes.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 target.write(text)

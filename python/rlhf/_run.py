@@ -70,7 +70,8 @@ class Run:
         """Raises the reason for an end that is not that of a complete run, nor one that a callback asked for."""
         resume = f"trainer.train(resume_from_checkpoint=True) continues after update {self.state.global_step} of {self.state.max_steps}"
         if self.raised is not None:
-            _signals.say(f"stopped by {type(self.raised).__name__} in your code; {resume}" if self.state.global_step else "stopped")
+            if self.state.global_step:
+                _signals.say(f"stopped by {type(self.raised).__name__} in your code; {resume}")
             raise self.raised
         if self.interrupts.count and code != 0:
             raise KeyboardInterrupt(f"stopped as requested; {resume}" if self.state.max_steps else "stopped as requested")

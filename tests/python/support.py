@@ -9,6 +9,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "tests" / "golden" / "models"
@@ -85,6 +86,34 @@ def untimed(metrics):
     return {
         name: value for name, value in metrics.items() if not name.startswith(clocks) and name not in ("eps", "step_time", "time", *added)
     }
+
+
+# In place of the settings of real runs.
+SHORT = {"per_device_train_batch_size": 4, "num_threads": 1, "num_sample_generations": 0, "num_generations": 2}
+
+
+def short(kind):
+    """A configuration whose runs are short, whatever a page sets."""
+    made = kind.__init__
+
+    def init(self, *args, **named):
+        made(self, *args, **named)
+        length = {"total_episodes": 4} if kind.__name__ == "PPOConfig" else {"max_steps": 2}
+        for name, value in {**SHORT, **length, "max_completion_length": 5, "response_length": 5}.items():
+            if name in kind.__dataclass_fields__:
+                setattr(self, name, value)
+
+    return mock.patch.object(kind, "__init__", init)
+
+
+def short_runs():
+    """Within it, all configurations are those of short runs."""
+    import rlhf
+
+    stack = contextlib.ExitStack()
+    for kind in (rlhf.SFTConfig, rlhf.RewardConfig, rlhf.PPOConfig, rlhf.GRPOConfig, rlhf.RLOOConfig):
+        stack.enter_context(short(kind))
+    return stack
 
 
 class Case(unittest.TestCase):

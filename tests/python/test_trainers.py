@@ -18,6 +18,7 @@ import time
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -354,6 +355,17 @@ except rlhf.RunError as error:
                 thread.join()
         self.assertEqual({name: result.global_step for name, result in results.items()}, {"grpo": 2, "sft": 2})
 
+    def test_a_reader_of_the_output_that_is_gone(self):
+        text = """
+trainer = rlhf.SFTTrainer(support.POLICY, support.supervised(rlhf.SFTConfig, "out"), train_dataset=support.TEXTS)
+print(trainer.train().global_step, file=sys.stderr)
+"""
+        process = self.script(text)
+        process.stdout.close()
+        self.assertIn("2", process.stderr.read().splitlines())
+        process.stderr.close()
+        process.wait(60)
+
     def test_a_fork_after_import(self):
         text = """
 import os
@@ -597,6 +609,34 @@ class Results(Case):
         )
         trainer.train()
         self.assertTrue((self.folder / "sft/model.safetensors").exists())
+
+    def test_a_push_passes_the_token_in_the_environment(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "out", hub_token="hf_secret"), train_dataset=TEXTS)
+        (self.folder / "out").mkdir()
+        (self.folder / "out/config.json").write_text("{}")
+        with self.assertRaisesRegex(ValueError, "push_to_hub: expected hub_model_id in args, such as me/my-model, found none"):
+            trainer.push_to_hub()
+        trainer.args.hub_model_id = "me/model"
+        # A program that prints what it is given.
+        program = self.folder / "program"
+        program.write_text('#!/bin/sh\necho "$@ token=$HF_TOKEN"\n')
+        program.chmod(0o755)
+        with mock.patch.dict(os.environ, RLHF_PROGRAM=str(program)):
+            told = trainer.push_to_hub("mine", dataset_name="d")
+        self.assertEqual(told, f"push {self.folder}/out me/model --commit_message mine token=hf_secret")
+
+    def test_the_best_model_is_the_one_of_the_trainer(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        more = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1.0, "max_steps": 3}
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "out", **more), train_dataset=TEXTS, eval_dataset=TEXTS[:2])
+        trainer.train()
+        trainer.save_model(str(self.folder / "copy"))
+        self.assertEqual(self.bytes_of(self.folder / "copy"), self.bytes_of(self.folder / "out/best"))
+        losses = [logs["eval_loss"] for logs in trainer.state.log_history if logs["step"] > 0]
+        self.assertEqual(trainer.state.best_global_step, 1 + losses.index(min(losses)))
 
     def test_a_reward_model_evaluates_and_predicts(self):
         from rlhf import RewardConfig, RewardTrainer
