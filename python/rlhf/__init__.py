@@ -5,7 +5,8 @@
 No torch is needed: the program trains in a process of its own. The command is `rlhf`; `python -m rlhf` is the same.
 """
 
-from typing import TYPE_CHECKING, Any
+# As that of typing, whose import takes longer than the rest of a start of the command.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
@@ -76,10 +77,13 @@ if TYPE_CHECKING:
     from rlhf._sft import SFTTrainer as SFTTrainer
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        # A module of the package, which each start of the command asks for; its import follows.
+        raise AttributeError(f"module 'rlhf' has no attribute {name!r}")
     import importlib
 
-    if name in ("rewards", "experimental"):
+    if name in ("rewards", "experimental", "trainer", "scripts"):
         return importlib.import_module(f"rlhf.{name}")
     module = _MODULES.get(name)
     if module is None:

@@ -13,7 +13,6 @@ from rlhf._objects import is_same, is_text, place_tokenizer
 from rlhf._rewards import Rewards
 from rlhf._trainer import Trainer, copy_tokenizer
 
-
 # Seconds.
 DAY = 86400
 

@@ -2,8 +2,8 @@
 
     PYTHON tests/python/test_notebooks.py PROGRAM [unittest's arguments]
 
-PYTHON is that of an environment with nbclient and ipykernel, and PROGRAM the built `rlhf`. RLHF_WHOLE=1 leaves the runs as long as they are.
-No network.
+PYTHON is that of an environment with nbclient and ipykernel, and PROGRAM the built `rlhf`. RLHF_WHOLE=1 leaves the runs as long as they
+are. No network.
 """
 
 import os
