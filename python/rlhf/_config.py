@@ -46,6 +46,9 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         # Called only where there is no attribute of the name.
         field = type(self)._names.get(name)
+        if name.startswith("_"):
+            # Asked for by copy, pickle and others.
+            raise AttributeError(name)
         if field is None:
             raise AttributeError(f"{type(self).__name__} has no setting `{name}`{nearest(name, known_names(type(self)))}")
         return getattr(self, field)

@@ -27,11 +27,8 @@ def command() -> tuple[list[str], dict[str, str]]:
 
 
 def environment(base: dict[str, str], more: dict[str, str]) -> dict[str, str]:
-    """The environment of a run: rewards and trackers are imported by this Python, with what it has on its path."""
-    # The package may be one that is not installed, such as that of a checkout.
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = [here, *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**base, "RLHF_PYTHON": sys.executable or "python3", "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), **more}
+    """The environment of the program: rewards and trackers are imported by this Python."""
+    return {**base, "RLHF_PYTHON": sys.executable or "python3", **more}
 
 
 def without_ranks(environ: dict[str, str]) -> dict[str, str]:

@@ -157,7 +157,7 @@ class Objects(Case):
     def test_scores_as_tensors_and_callbacks_of_transformers(self):
         import torch
         from rlhf import GRPOTrainer
-        from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: F401
+        from transformers import TrainerCallback
 
         class Stop(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
@@ -169,6 +169,17 @@ class Objects(Case):
 
         trainer = GRPOTrainer(POLICY, scores, grpo(self.folder / "out", max_steps=3), PROMPTS, callbacks=[Stop()])
         self.assertEqual(trainer.train().global_step, 1)
+
+    def test_early_stopping_of_transformers(self):
+        from rlhf import SFTConfig, SFTTrainer
+        from transformers import EarlyStoppingCallback
+
+        # With such a learning rate the loss rises.
+        more = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False, "max_steps": 9}
+        config = supervised(SFTConfig, self.folder / "out", learning_rate=1.0, load_best_model_at_end=True, **more)
+        stop = EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = SFTTrainer(POLICY, config, train_dataset=TEXTS, eval_dataset=TEXTS[:4], callbacks=[stop])
+        self.assertLess(trainer.train().global_step, 9)
 
     def test_transformers_parses_the_configurations(self):
         import rlhf
