@@ -129,6 +129,11 @@ def metadata(number: str) -> str:
         ("Requires-Python", ">=3.10"),
         ("Provides-Extra", "torch"),
         ("Requires-Dist", 'torch==2.11.0; extra == "torch"'),
+        # For objects of these packages, beside which no torch of a certain version is needed.
+        ("Provides-Extra", "datasets"),
+        ("Requires-Dist", 'datasets; extra == "datasets"'),
+        ("Provides-Extra", "transformers"),
+        ("Requires-Dist", 'transformers; extra == "transformers"'),
         ("Description-Content-Type", "text/markdown"),
     ]
     return "".join(f"{name}: {value}\n" for name, value in fields) + "\n" + (SOURCES / "README.md").read_text(encoding="utf-8")

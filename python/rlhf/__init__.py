@@ -1,7 +1,100 @@
-"""RLHF for language models: the program `rlhf`, its libtorch, and this small package, which starts it.
+"""RLHF for language models: TRL's trainers, which train with the program `rlhf`, and the command that starts it.
 
-The command is `rlhf`; `python -m rlhf` is the same.
+    from rlhf import GRPOConfig, GRPOTrainer
+
+No torch is needed: the program trains in a process of its own. The command is `rlhf`; `python -m rlhf` is the same.
 """
 
+# As that of typing, whose import takes longer than the rest of a start of the command.
+TYPE_CHECKING = False
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+
+# The modules of the names, which are imported when they are used: each start of the command imports this one.
+_NAMES = {
+    "_configs": ("GRPOConfig", "PPOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"),
+    "_rollouts": ("GRPOTrainer", "PPOTrainer", "RLOOTrainer"),
+    "_sft": ("RewardTrainer", "SFTTrainer"),
+    "_callbacks": ("TrainerCallback", "TrainerControl", "TrainerState"),
+    "_errors": ("RunError", "Unsupported"),
+    "_scripts": (
+        "BitsAndBytesConfig",
+        "DatasetMixtureConfig",
+        "LoraConfig",
+        "ModelConfig",
+        "SIMPLE_CHAT_TEMPLATE",
+        "ScriptArguments",
+        "TrlParser",
+        "get_dataset",
+        "get_kbit_device_map",
+        "get_peft_config",
+        "get_quantization_config",
+        "init_zero_verbose",
+    ),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+# Names of TRL that are not here, with what there is instead.
+_ABSENT = {
+    "AutoModelForCausalLMWithValueHead": "; PPOTrainer takes the language model, and its critic as value_model",
+    "DataCollatorForCompletionOnlyLM": "; SFTConfig(completion_only_loss=True) trains on completions",
+    "DPOConfig": "; rlhf has no DPO: TRL or OpenRLHF has it",
+    "DPOTrainer": "; rlhf has no DPO: TRL or OpenRLHF has it",
+    "KTOTrainer": "; rlhf has no KTO: TRL has it",
+    "LogCompletionsCallback": "; samples are in output_dir/samples, and each run shows some",
+    "RichProgressCallback": "; each run shows its progress",
+    "create_reference_model": "; the program makes the reference model: pass ref_model=None",
+}
+__all__ = ["__version__", "rewards", *sorted(_MODULES)]
+
+if TYPE_CHECKING:
+    from rlhf import rewards as rewards
+    from rlhf._callbacks import TrainerCallback as TrainerCallback
+    from rlhf._callbacks import TrainerControl as TrainerControl
+    from rlhf._callbacks import TrainerState as TrainerState
+    from rlhf._configs import GRPOConfig as GRPOConfig
+    from rlhf._configs import PPOConfig as PPOConfig
+    from rlhf._configs import RewardConfig as RewardConfig
+    from rlhf._configs import RLOOConfig as RLOOConfig
+    from rlhf._configs import SFTConfig as SFTConfig
+    from rlhf._errors import RunError as RunError
+    from rlhf._errors import Unsupported as Unsupported
+    from rlhf._rollouts import GRPOTrainer as GRPOTrainer
+    from rlhf._rollouts import PPOTrainer as PPOTrainer
+    from rlhf._rollouts import RLOOTrainer as RLOOTrainer
+    from rlhf._scripts import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
+    from rlhf._scripts import BitsAndBytesConfig as BitsAndBytesConfig
+    from rlhf._scripts import DatasetMixtureConfig as DatasetMixtureConfig
+    from rlhf._scripts import LoraConfig as LoraConfig
+    from rlhf._scripts import ModelConfig as ModelConfig
+    from rlhf._scripts import ScriptArguments as ScriptArguments
+    from rlhf._scripts import TrlParser as TrlParser
+    from rlhf._scripts import get_dataset as get_dataset
+    from rlhf._scripts import get_kbit_device_map as get_kbit_device_map
+    from rlhf._scripts import get_peft_config as get_peft_config
+    from rlhf._scripts import get_quantization_config as get_quantization_config
+    from rlhf._scripts import init_zero_verbose as init_zero_verbose
+    from rlhf._sft import RewardTrainer as RewardTrainer
+    from rlhf._sft import SFTTrainer as SFTTrainer
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        # A module of the package, which each start of the command asks for; its import follows.
+        raise AttributeError(f"module 'rlhf' has no attribute {name!r}")
+    import importlib
+
+    if name in ("rewards", "experimental", "trainer", "scripts"):
+        return importlib.import_module(f"rlhf.{name}")
+    module = _MODULES.get(name)
+    if module is None:
+        from rlhf._errors import nearest
+
+        hint = _ABSENT.get(name) or nearest(name, list(_MODULES))
+        raise AttributeError(f"module 'rlhf' has no attribute {name!r}{hint}")
+    found = getattr(importlib.import_module(f"rlhf.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,7 +20,7 @@ use std::time::Duration;
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
-use rlhf::run::{Console, announce, clear_bar};
+use rlhf::run::{Console, announce, clear_bar, report_error};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
 use rlhf::signals::{STOPPING, below_interrupt, is_complete, kill_programs, request_stop_on_signals, stopping_signals};
@@ -249,7 +249,10 @@ fn report(error: &Error, speaks: bool) -> u8 {
         // The user asked for it.
         [] if matches!(error, Error::Stopped { code, .. } if stopping_signals().any(|signal| i32::from(*code) == 128 + signal)) =>
         {
-            let _ = writeln!(io::stderr(), "{}", one_line(first_line(&error.to_string())));
+            let message = error.to_string();
+            let line = one_line(first_line(&message));
+            report_error(&line);
+            let _ = writeln!(io::stderr(), "{line}");
             error.exit_code()
         }
         [] => fail(&error.to_string(), error.exit_code()),
@@ -265,6 +268,7 @@ fn report(error: &Error, speaks: bool) -> u8 {
 /// Prints one line of an error, and returns `code`.
 fn fail(message: &str, code: u8) -> u8 {
     let message = one_line(first_line(message));
+    report_error(&message);
     let _ = writeln!(io::stderr(), "{}", Stream::Err.labelled("error", Colour::Red, &message));
     code
 }

@@ -13,7 +13,7 @@ use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
-use super::{groups, help};
+use super::{groups, help, trl};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
@@ -124,7 +124,8 @@ fn described(command: &Command) -> Value {
         }))
     });
     let about = command.get_about().map(ToString::to_string);
-    json!({"name": name, "about": about, "settings": settings.collect::<Vec<_>>()})
+    let settings: Vec<Value> = settings.collect();
+    json!({"name": name, "about": about, "settings": settings, "of_other_systems": trl::described(command)})
 }
 
 /// Returns the further names of a setting: those of its description, and its own where the command calls it otherwise.

@@ -9,7 +9,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use rlhf::reward::check_written;
 use rlhf::schema::Refusals;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::args::is_named;
 use super::errors::{Messages, parsed, refusal};
@@ -425,6 +425,31 @@ pub(super) fn with_flags(command: Command) -> Command {
         // `mut_arg` would move the flag to the end of the list.
         command.mut_args(|arg| if arg.get_id() == name { arg.alias(alias) } else { arg })
     })
+}
+
+/// Describes the names of TRL and transformers that a command accepts beside its own settings, for `rlhf schema`.
+pub(super) fn described(command: &Command) -> Vec<Value> {
+    let own = command.get_name();
+    let added = |name: &str| command.get_arguments().any(|arg| arg.get_id() == name && is_added(arg));
+    let rows = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&own));
+    let named = rows.flat_map(|(to, _, names)| names.iter().map(move |&name| (to, name)));
+    let described = named.filter(|(_, name)| added(name)).map(|(to, name)| {
+        let (values, why) = match *to {
+            Noted(why) => (None, why),
+            Only(values, why) => (Some(values), why),
+            Together => (None, ""),
+        };
+        let aliases = ALIASES.iter().filter(|(_, of)| *of == name).map(|(alias, _)| *alias);
+        json!({
+            "name": name,
+            "aliases": aliases.collect::<Vec<_>>(),
+            "list": LISTS.contains(&name),
+            "has_effect": !matches!(to, Noted(_)),
+            "values": values,
+            "help": why,
+        })
+    });
+    described.collect()
 }
 
 /// Returns whether [`with_flags`] added the flag.

@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
+/// The environment variable with the driver's socket, which the bridge to its functions needs.
+const DRIVER: &str = "RLHF_DRIVER";
 /// Number of bytes of a line of standard error that are kept.
 const MAX_STDERR_LINE: usize = 4096;
 /// Number of lines at the end of standard error that are shown when the program fails.
@@ -301,9 +303,12 @@ impl Program {
             }
         };
         let mut command = Command::new(program);
-        // It may be `rlhf score`, which is no rank.
+        // It may be `rlhf score`, which is no rank and has no driver.
         for name in VARIABLES {
             command.env_remove(name);
+        }
+        if matches!(source, Source::Shell(_)) {
+            command.env_remove(DRIVER);
         }
         let mut child = command
             .args(["-c", &script])

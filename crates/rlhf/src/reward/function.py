@@ -175,8 +175,15 @@ def arguments(batch):
     return {**named, "prompts": prompts, "completions": completions, "completion_ids": ids}
 
 
+def is_reported(error):
+    """Returns whether an exception is that of a function in another process, which reports it: the bridge of rlhf's Python package."""
+    return getattr(error, "__rlhf_quiet__", False)
+
+
 def may_succeed(error):
     """Returns whether another call may succeed: after an error of a connection or of a package, not after one of the function itself."""
+    if is_reported(error):
+        return False
     if isinstance(error, json.JSONDecodeError):
         return True  # Of a reply, most often.
     if isinstance(error, LASTING):
@@ -263,6 +270,8 @@ class Caller:
             is_list = not isinstance(result, (str, bytes, dict))
             found = list(result) if is_list and hasattr(result, "__iter__") else None
         except BaseException as error:
+            if is_reported(error):
+                raise Failure(str(error))
             print_traceback(error)
             raise Failure(described(error, self.home), retry=may_succeed(error))
         if found is None:

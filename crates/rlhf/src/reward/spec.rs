@@ -305,7 +305,8 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
         return usage(format!("reward = {}: {meant}", public(text)));
     }
-    let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    // A function of Python without a name is called <lambda>.
+    let sound = |c: char| c.is_ascii_alphanumeric() || "_-.<>".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
         return usage(format!("reward = {found}: expected a name of letters, digits, _, - and ., found another"));

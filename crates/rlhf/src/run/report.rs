@@ -5,6 +5,7 @@ use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
 use crate::run::sinks::alarms::AlarmFile;
 use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::sinks::driver::{Asked, Driver};
 use crate::run::sinks::jsonl::Jsonl;
 use crate::run::sinks::rollouts::RolloutFiles;
 use crate::run::sinks::samples::SampleFiles;
@@ -27,6 +28,7 @@ pub(crate) struct Reporter<'w> {
     files: Option<Files>,
     tensorboard: Option<TensorBoardSink>,
     trackers: Option<Trackers>,
+    driver: Option<Driver>,
     watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
 }
@@ -79,14 +81,16 @@ impl<'w> Reporter<'w> {
         };
         let trackers = Some(Trackers::new(run, command, reached, console));
         let console = ConsoleOutput::open(dir, console, run.disable_tqdm, total, reached.updates);
-        Ok(Self { console, dir: dir.into(), files: Some(files), tensorboard, trackers, watcher: None, stopped: false })
+        let files = Some(files);
+        Ok(Self { console, dir: dir.into(), files, tensorboard, trackers, driver: None, watcher: None, stopped: false })
     }
 
     /// A reporter that writes and prints nothing, for the ranks beside the first.
     pub(crate) fn silent(run: &RunConfig, total: usize, reached: Reached) -> Self {
         let console = ConsoleOutput::open(&run.output_dir, Console::Silent, true, total, reached.updates);
         let dir = run.output_dir.clone();
-        Self { console, dir, files: None, tensorboard: None, trackers: None, watcher: None, stopped: false }
+        let (files, tensorboard, trackers) = (None, None, None);
+        Self { console, dir, files, tensorboard, trackers, driver: None, watcher: None, stopped: false }
     }
 
     /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms. `settings` are
@@ -115,9 +119,32 @@ impl<'w> Reporter<'w> {
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.settings(&settings))
     }
 
+    /// Adds the driver of the run.
+    pub(crate) fn drive(&mut self, driver: Driver) {
+        self.console.tell_phases(driver.lines());
+        self.driver = Some(driver);
+    }
+
+    /// Tells the driver, if there is one, that update `step` is complete, and returns what it asks for. A driver that is gone asks for
+    /// the end of the run: nobody would read its results.
+    pub(crate) fn ask(&mut self, step: usize) -> Asked {
+        let Some(driver) = &mut self.driver else { return Asked::default() };
+        driver.ask(step).unwrap_or_else(|| {
+            self.driver = None;
+            self.console.warn("the program that drives this run is gone: the run stops after this update");
+            Asked { stop: true, ..Asked::default() }
+        })
+    }
+
+    /// Ends the run after its current update.
+    pub(crate) fn stop(&mut self) {
+        self.stopped = true;
+    }
+
     /// Ends the trackers' runs with the run's outcome, and waits for them for a limited time.
     pub(crate) fn end(&mut self, outcome: Outcome, message: Option<&str>) {
         self.trackers.iter_mut().for_each(|trackers| trackers.end(outcome, message));
+        self.driver.iter().for_each(|driver| driver.end(outcome.name(), message));
     }
 
     /// Adds a sink of the caller's. A break ends this run after its current update, as
@@ -147,6 +174,7 @@ impl<'w> Reporter<'w> {
         self.trackers.iter_mut().for_each(|trackers| trackers.receive(event));
         self.console.receive(event);
         self.notify_watcher(event);
+        self.driver.iter().for_each(|driver| driver.receive(event));
         written
     }
 
@@ -156,6 +184,7 @@ impl<'w> Reporter<'w> {
         self.trackers.iter_mut().for_each(|trackers| trackers.receive(&event));
         self.console.receive(&event);
         self.notify_watcher(&event);
+        self.driver.iter().for_each(|driver| driver.receive(&event));
     }
 
     /// Reports that `dir` holds the final model; the console has its own words for the end of a run.
@@ -163,6 +192,7 @@ impl<'w> Reporter<'w> {
         let event = Event::Saved { dir };
         self.trackers.iter_mut().for_each(|trackers| trackers.receive(&event));
         self.notify_watcher(&event);
+        self.driver.iter().for_each(|driver| driver.receive(&event));
     }
 
     /// Flushes the metrics to the disk, before a checkpoint counts on them.

@@ -36,6 +36,7 @@ use crate::run::resolved::resolved_settings;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::sinks::driver::Driver;
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::{Found, Start};
 use crate::terminal::{self, without_programs};
@@ -48,7 +49,7 @@ use rlhf_base::{Error, Result};
 use rlhf_hub::push::Repository;
 use rlhf_lm::model::Dtype;
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -328,6 +329,10 @@ pub(crate) struct Session<'w> {
     logging_steps: usize,
     /// The ranks of the run, which stop together.
     world: World,
+    /// Whether another program drives the run.
+    is_driven: bool,
+    /// Whether it has asked for a checkpoint after the current update.
+    save_asked: bool,
     /// Compare the ranks after each update, for tests: `RLHF_CHECK_RANKS=1`.
     compares_ranks: bool,
     /// Whether the run pushes its model to the hub, on any rank.
@@ -385,6 +390,13 @@ impl<'w> Session<'w> {
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
+        let begin = json!({
+            "command": spec.command, "output_dir": run.output_dir, "done": done, "total": num_updates,
+            "rows_per_update": spec.epochs.per_update, "rows": spec.epochs.len,
+        });
+        let driver = world.on_main(|| Driver::connect(&begin))?.flatten();
+        let is_driven = world.any(driver.is_some())?;
+        driver.into_iter().for_each(|driver| report.drive(driver));
         let pusher = world.on_main(|| pusher(run, repository))?.flatten();
         let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
         world.on_main(|| checkpoints.tidy(done))?;
@@ -401,6 +413,8 @@ impl<'w> Session<'w> {
             epochs: spec.epochs,
             logging_steps,
             world,
+            is_driven,
+            save_asked: false,
             compares_ranks,
             pushes,
             pusher,
@@ -462,6 +476,24 @@ impl<'w> Session<'w> {
         Due { evaluation, comparison, line, checkpoint }
     }
 
+    /// Tells the driver of the run, if there is one, that the trainee's next update is complete, before it counts. Returns what is `due`
+    /// after it, with what the driver asks for; an evaluation only where the run `can_evaluate`.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn ask(&mut self, trainee: &impl Trainee, due: Due, can_evaluate: bool) -> Result<Due> {
+        if !self.is_driven {
+            return Ok(due);
+        }
+        let asked = self.world.broadcast(self.report.ask(trainee.progress().done + 1))?;
+        if asked.stop {
+            self.report.stop();
+        }
+        self.save_asked = asked.save;
+        let evaluates = asked.evaluate && can_evaluate;
+        Ok(Due { evaluation: due.evaluation || evaluates, line: due.line || evaluates, ..due })
+    }
+
     /// Counts the trainee's update as done, compares its `metrics`, if it has a line, with the best model's, and takes a
     /// snapshot. Returns a warning about a missing metric.
     ///
@@ -516,7 +548,7 @@ impl<'w> Session<'w> {
     pub(crate) fn save_due(&mut self, trainee: &mut impl Trainee, due: Due) -> Result<()> {
         self.console().phase("saving");
         self.write_best(trainee)?;
-        if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
+        if due.checkpoint || std::mem::take(&mut self.save_asked) { self.save_checkpoint(trainee) } else { Ok(()) }
     }
 
     /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before that if the last rollback has
@@ -1001,7 +1033,6 @@ mod tests {
     use crate::run::resolved::write_resolved;
     use crate::run::settings::Resume;
     use rlhf_base::schema::defaults;
-    use serde_json::json;
 
     /// A trainee whose weights are the sum of the numbers of its updates.
     struct Counter {
@@ -1143,6 +1174,8 @@ mod tests {
             eval_steps: None,
             epochs: Epochs { per_update: 1, len: 9 },
             world: World::single(),
+            is_driven: false,
+            save_asked: false,
             logging_steps: 1,
             compares_ranks: false,
             pushes: false,

@@ -2,6 +2,7 @@
 
 pub(crate) mod alarms;
 pub(crate) mod console;
+pub(crate) mod driver;
 pub(crate) mod jsonl;
 pub(crate) mod rollouts;
 pub(crate) mod samples;

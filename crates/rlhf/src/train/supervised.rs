@@ -293,6 +293,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
             let due = session.due(self);
             let lr = self.update()?;
             timed += 1;
+            let due = session.ask(self, due, self.task.has_eval_rows())?;
             session.console().advance(self.sums.watched());
             let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
             let (mut line, mut emitted) = (None, Ok(()));

@@ -4,6 +4,7 @@ use crate::run::ends::{ends_of, metric_of, words};
 use crate::run::event::{Conversation, Event, Sample};
 use crate::run::output_dir::METRICS;
 use crate::run::settings::is_eval_metric;
+use crate::run::sinks::driver::Outgoing;
 use crate::terminal::{self, Colour, Stream};
 use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle, WeakProgressBar};
@@ -70,6 +71,7 @@ pub(crate) struct ConsoleOutput {
     bar: ProgressBar,
     status: Arc<Mutex<BarStatus>>,
     began: Instant,
+    driver: Option<Arc<Outgoing>>,
 }
 
 impl ConsoleOutput {
@@ -102,7 +104,12 @@ impl ConsoleOutput {
             // The clock moves during a long update too.
             bar.enable_steady_tick(Duration::from_millis(500));
         }
-        Self { dir: dir.to_path_buf(), console, bar, status, began }
+        Self { dir: dir.to_path_buf(), console, bar, status, began, driver: None }
+    }
+
+    /// Tells a driver what the run is doing, too.
+    pub(crate) fn tell_phases(&mut self, driver: Arc<Outgoing>) {
+        self.driver = Some(driver);
     }
 
     /// Writes an event: metrics for a program, tables of responses for a terminal, warnings, saved folders.
@@ -136,6 +143,7 @@ impl ConsoleOutput {
     /// Shows on the progress bar what the run is doing.
     pub(crate) fn phase(&self, phase: &'static str) {
         unpoisoned(&self.status).phase = phase;
+        self.driver.iter().for_each(|driver| driver.phase(phase));
         self.bar.tick();
     }
 

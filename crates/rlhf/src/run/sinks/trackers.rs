@@ -46,7 +46,7 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Finished => "finished",
             Self::Stopped => "stopped",

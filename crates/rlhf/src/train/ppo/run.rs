@@ -114,6 +114,7 @@ impl PpoTrainer {
         let due = session.due(self);
         let outcome = self.one_update(&|phase| session.console().phase(phase))?;
         let UpdateOutcome { mut metrics, shown, rollout } = outcome;
+        let due = session.ask(self, due, !self.eval_prompts.is_empty())?;
         let step = self.progress.done + 1;
         let episode = step * self.plan.batch_size;
         let evaluated: Result<Option<Evaluation>> = match due.evaluation {

@@ -1,0 +1,120 @@
+"""A run in a notebook: one bar with its phase and the time left, a table of the metrics that matter, and samples."""
+
+import html
+import importlib
+import time
+from typing import Any
+
+from rlhf._callbacks import TrainerState
+
+# The metrics that matter, by command: the first of each row that a run has, and its name for people.
+METRICS = {
+    "sft": (("loss",), ("mean_token_accuracy",), ("eval_loss",), ("grad_norm",), ("learning_rate",)),
+    "reward": (("loss",), ("accuracy",), ("margin",), ("eval_loss",), ("eval_accuracy",)),
+    "ppo": (("objective/scores", "reward"), ("objective/kl",), ("objective/entropy", "entropy"), ("val/num_eos_tokens",), ("eval/score",)),
+    "grpo": (("reward", "objective/scores"), ("reward_std",), ("kl", "objective/kl"), ("completions/mean_length",), ("eval/score",)),
+}
+METRICS["rloo"] = METRICS["grpo"]
+# Rows of the table: the first and the last ones.
+ROWS = 10
+# Seconds between two drawings.
+LEAST = 0.3
+
+
+class Display:
+    """What a notebook shows of a run; redrawn in place."""
+
+    def __init__(self, command: str, hides_bar: bool = False) -> None:
+        self.metrics = METRICS[command]
+        self.hides_bar = hides_bar
+        self.lines: list[dict[str, Any]] = []
+        self.shown_samples: list[dict[str, Any]] = []
+        self.state = TrainerState()
+        self.now = "starting"
+        self.first: tuple[float, int] | None = None
+        self.drawn = 0.0
+        self.display = importlib.import_module("IPython.display")
+        self.handle = self.display.display(self.display.HTML(self.page()), display_id=True)
+
+    def begin(self, state: TrainerState) -> None:
+        self.state, self.first = state, (time.monotonic(), state.global_step)
+        self.draw(force=True)
+
+    def phase(self, phase: str) -> None:
+        self.now = phase
+        self.draw()
+
+    def step(self, state: TrainerState) -> None:
+        self.state = state
+        self.draw()
+
+    def log(self, logs: dict[str, Any]) -> None:
+        self.lines.append(logs)
+        self.draw()
+
+    def samples(self, samples: list[dict[str, Any]]) -> None:
+        self.shown_samples = samples[:3]
+        self.draw()
+
+    def close(self) -> None:
+        """Shows the end."""
+        self.now = "done" if self.state.global_step == self.state.max_steps > 0 else "stopped"
+        self.draw(force=True)
+
+    def draw(self, force: bool = False) -> None:
+        if self.handle is not None and (force or time.monotonic() - self.drawn > LEAST):
+            self.drawn = time.monotonic()
+            self.handle.update(self.display.HTML(self.page()))
+
+    def page(self) -> str:
+        """The whole as HTML."""
+        return "".join([self.bar(), self.table(), self.sample_table()])
+
+    def bar(self) -> str:
+        if self.hides_bar:
+            return ""
+        done, total = self.state.global_step, self.state.max_steps
+        bar = f'<progress value="{done}" max="{max(total, 1)}" style="width: 300px"></progress>'
+        return f"<div>{bar} {done}/{total} {html.escape(self.now)}{self.left()}</div>"
+
+    def left(self) -> str:
+        """The time that is left."""
+        if self.first is None or self.state.global_step <= self.first[1] or self.now == "done":
+            return ""
+        began, at = self.first
+        seconds = (time.monotonic() - began) / (self.state.global_step - at) * (self.state.max_steps - self.state.global_step)
+        return f", {int(seconds) // 60}:{int(seconds) % 60:02} left"
+
+    def table(self) -> str:
+        columns = [next((name for name in names if any(name in logs for logs in self.lines)), None) for names in self.metrics]
+        names = ["step", *(name for name in columns if name is not None)]
+        lines = self.lines if len(self.lines) <= ROWS else [self.lines[0], *self.lines[1 - ROWS :]]
+        if not lines:
+            return ""
+        cells = [[number(logs.get(name)) for name in names] for logs in lines]
+        return table(names, cells)
+
+    def sample_table(self) -> str:
+        if not self.shown_samples:
+            return ""
+        cells = [[text(row.get("prompt")), text(row.get("response")), number(row.get("score"))] for row in self.shown_samples]
+        return table(["prompt", "response", "score"], cells)
+
+
+def table(names: list[str], cells: list[list[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def number(value: Any) -> str:
+    """A number of a table; nothing for one that is missing."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def text(value: Any) -> str:
+    """A text of a table, cut."""
+    found = str(value if value is not None else "")
+    return found if len(found) <= 200 else f"{found[:200]}..."

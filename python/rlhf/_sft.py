@@ -1,0 +1,213 @@
+"""`SFTTrainer` and `RewardTrainer`: training on given responses."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf import _configs, _program, _translate
+from rlhf._data import is_name, path_or_name, write
+from rlhf._errors import RunError, Unsupported
+from rlhf._objects import is_text, source_of
+from rlhf._trainer import Trainer, copy_tokenizer
+
+
+class SFTTrainer(Trainer):
+    """Fine-tunes a language model on texts or demonstrations, with the arguments of TRL's class of the same name.
+
+    Example:
+
+        from rlhf import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer("models/base", args=SFTConfig("runs/sft"), train_dataset=rows)
+        trainer.train()
+    """
+
+    _config = _configs.SFTConfig
+
+    def __init__(
+        self,
+        model: Any,
+        args: "_configs.SFTConfig | Mapping[str, Any] | None" = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = None,
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Any = None,
+        *,
+        tokenizer: Any = None,
+        model_init: Any = None,
+        config_name: "str | None" = None,
+    ) -> None:
+        """`config_name` starts from random weights of the shape in a `config.json`; `model` is None then."""
+        _translate.refuse(
+            {
+                "compute_loss_func": compute_loss_func,
+                "compute_metrics": compute_metrics,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+                "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+                "model_init": model_init,
+            }
+        )
+        _translate.check_collator(data_collator)
+        self._formatting, self._config_name = formatting_func, config_name
+        super().__init__(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class if processing_class is not None else tokenizer,
+            callbacks,
+            peft_config,
+            quantization_config,
+            optimizers,
+        )
+
+    def _inputs(self, resumes: bool) -> dict[str, Any]:
+        settings = self._data(self._format if self._formatting is not None else None)
+        tokenizer = self._place_tokenizer()
+        if tokenizer is not None:
+            settings["tokenizer_name"] = tokenizer
+        if self._config_name is not None:
+            return {**settings, "config_name": path_or_name(self._config_name)}
+        return {**settings, "model_name_or_path": self._place_model(self._model, "model", resumes, self.processing_class)}
+
+    def _format(self, row: Any) -> Any:
+        """A row as `formatting_func` writes it."""
+        text = self._formatting(row)
+        if isinstance(text, list):
+            if len(text) != 1:
+                raise Unsupported(f"formatting_func: expected one text for a row, found a list of {len(text)}")
+            text = text[0]
+        return {self.args.dataset_text_field: text} if isinstance(text, str) else text
+
+
+class RewardTrainer(Trainer):
+    """Trains a reward model on pairs of a chosen and a rejected response, with the arguments of TRL's class of the same name.
+
+    A language model gets a new score head.
+    """
+
+    _config = _configs.RewardConfig
+
+    def __init__(
+        self,
+        model: Any,
+        args: "_configs.RewardConfig | Mapping[str, Any] | None" = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = None,
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        model_init: Any = None,
+    ) -> None:
+        _translate.refuse(
+            {
+                "compute_metrics": compute_metrics,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+                "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+                "model_init": model_init,
+            }
+        )
+        _translate.check_collator(data_collator)
+        super().__init__(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class if processing_class is not None else tokenizer,
+            callbacks,
+            peft_config,
+            quantization_config,
+            optimizers,
+        )
+
+    def _inputs(self, resumes: bool) -> dict[str, Any]:
+        path = self._place_model(self._model, "model", resumes, self.processing_class)
+        if is_text(self._model) and self.processing_class is not None:
+            path = self._with_tokenizer(path)
+        settings = {**self._data(), "model_name_or_path": path}
+        if not has_head(path):
+            settings["new_reward_head"] = True
+        return settings
+
+    def _with_tokenizer(self, path: str) -> str:
+        """A folder with the model's files and the tokenizer that was passed, where that is another one."""
+        source = path_or_name(str(source_of(self.processing_class) or self.processing_class))
+        if source == path:
+            return path
+        if not os.path.isdir(path):
+            raise Unsupported(f"processing_class: expected the tokenizer of {path}, found that of {source}; pass the model as a folder")
+        folder = os.path.join(self.inputs, "model")
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(path):
+            link = os.path.join(folder, name)
+            if not name.startswith(("tokenizer", "special_tokens", "vocab", "merges")) and not os.path.lexists(link):
+                os.symlink(os.path.join(path, name), link)
+        if is_text(self.processing_class):
+            copy_tokenizer(source, folder)
+        else:
+            self.processing_class.save_pretrained(folder)
+        return folder
+
+    def _load(self) -> Any:
+        from transformers import AutoModelForSequenceClassification  # type: ignore[import-not-found,unused-ignore]
+
+        path = self._trained("model") if self._is_trained() else self._model
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss, accuracy and margin of the trained model on pairs: `eval_dataset`, or those of the trainer."""
+        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if rows is None:
+            raise Unsupported("evaluate: expected eval_dataset here or in the trainer, found none")
+        place = path_or_name(rows) if is_name(rows) else os.path.join(self.inputs, "evaluate.jsonl")
+        if not is_name(rows):
+            os.makedirs(self.inputs, exist_ok=True)
+            write(rows, place, "eval_dataset")
+        model = self._trained("evaluate")
+        output = _program.call(
+            ["reward", "--eval_only", "--model_name_or_path", model, "--dataset_name", place, "--output_dir", f"{self.inputs}/evaluate"],
+            "evaluate",
+        )
+        found = json.loads(output)
+        return {name if name.startswith(metric_key_prefix) else f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> list[float]:
+        """The scores of rows with `text`, `messages`, or `prompt` and `completion`, by the trained model."""
+        folder = self._trained("predict")
+        place = path_or_name(test_dataset) if is_name(test_dataset) else os.path.join(self.inputs, "predict.jsonl")
+        if not is_name(test_dataset):
+            os.makedirs(self.inputs, exist_ok=True)
+            write(test_dataset, place, "test_dataset")
+        output = _program.call(["score", "--model_name_or_path", folder, "--dataset_name", place], "predict")
+        return [json.loads(line)["score"] for line in output.splitlines() if line.strip()]
+
+
+def has_head(path: str) -> bool:
+    """Whether the folder of a model, if it is one, has a classifier; of a name on the hub it is not known, and it is taken as one."""
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            names = json.load(file).get("architectures") or []
+    except OSError:
+        # An adapter, or a name.
+        return True
+    except ValueError as error:
+        raise RunError(f"{path}/config.json: {error}") from None
+    return not any("CausalLM" in name or "LMHead" in name for name in names)

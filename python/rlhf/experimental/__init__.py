@@ -1,0 +1,1 @@
+"""Modules by the names that TRL has for what it tries out."""

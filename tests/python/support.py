@@ -1,0 +1,140 @@
+"""What the tests of the Python package share: the program, tiny models and rows."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODELS = ROOT / "tests" / "golden" / "models"
+POLICY = str(MODELS / "gpt_neox")
+REWARD = str(MODELS / "gpt_neox_cls")
+PROMPTS = [{"prompt": f"w{number} it", "answer": str(number)} for number in range(8)]
+TEXTS = [{"text": f"w{number} it is {number}"} for number in range(12)]
+PAIRS = [{"prompt": f"w{number}", "chosen": " it is", "rejected": f" {number}"} for number in range(12)]
+# Small enough for a second; `num_sample_generations` = 0 as each table calls the reward.
+ROLLOUTS = {
+    "per_device_train_batch_size": 4,
+    "num_sample_generations": 0,
+    "max_completion_length": 5,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "save_strategy": "no",
+    "no_report": True,
+    "num_threads": 1,
+}
+
+
+def use(program):
+    """Makes the package start a program, and importable from the checkout."""
+    os.environ["RLHF_PROGRAM"] = str(Path(program).resolve())
+    os.environ["OMP_NUM_THREADS"] = "1"
+    python = str(ROOT / "python")
+    sys.path.insert(0, python)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [python, os.environ.get("PYTHONPATH")]))
+
+
+def grpo(output, **more):
+    """Settings of a short run of GRPO."""
+    import rlhf
+
+    return rlhf.GRPOConfig(str(output), **{"num_generations": 2, **ROLLOUTS, **more})
+
+
+def ppo(output, **more):
+    """Settings of a short run of PPO."""
+    import rlhf
+
+    rest = {name: value for name, value in ROLLOUTS.items() if name not in ("max_completion_length", "max_steps")}
+    return rlhf.PPOConfig(str(output), **{"response_length": 5, "num_ppo_epochs": 1, **rest, **more})
+
+
+def supervised(config, output, **more):
+    """Settings of a short run of SFT or of a reward model."""
+    settings = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "no_report": True,
+        "num_threads": 1,
+    }
+    return config(str(output), **{**settings, **more})
+
+
+def brief(completions, **kwargs):
+    """A reward that prefers short responses."""
+    return [-float(len(text)) for text in completions]
+
+
+def lines(folder):
+    """The metrics of a run, without its times."""
+    text = (Path(folder) / "metrics.jsonl").read_text()
+    return [untimed(json.loads(line)) for line in text.splitlines()]
+
+
+def untimed(metrics):
+    """Metrics without those that a clock decides, and without the names that the package adds."""
+    clocks = ("time/", "tokens_per_second/", "memory/")
+    added = ("learning_rate", "epoch") if "episode" in metrics else ()
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(clocks) and name not in ("eps", "step_time", "time", *added)
+    }
+
+
+# In place of the settings of real runs.
+SHORT = {"per_device_train_batch_size": 4, "num_threads": 1, "num_sample_generations": 0, "num_generations": 2}
+
+
+def short(kind):
+    """A configuration whose runs are short, whatever a page sets."""
+    made = kind.__init__
+
+    def init(self, *args, **named):
+        made(self, *args, **named)
+        length = {"total_episodes": 4} if kind.__name__ == "PPOConfig" else {"max_steps": 2}
+        for name, value in {**SHORT, **length, "max_completion_length": 5, "response_length": 5}.items():
+            if name in kind.__dataclass_fields__:
+                setattr(self, name, value)
+
+    return mock.patch.object(kind, "__init__", init)
+
+
+def short_runs():
+    """Within it, all configurations are those of short runs."""
+    import rlhf
+
+    stack = contextlib.ExitStack()
+    for kind in (rlhf.SFTConfig, rlhf.RewardConfig, rlhf.PPOConfig, rlhf.GRPOConfig, rlhf.RLOOConfig):
+        stack.enter_context(short(kind))
+    return stack
+
+
+class Case(unittest.TestCase):
+    """A test with a folder, in which the package's output is kept from the terminal."""
+
+    def setUp(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="rlhf-test-"))
+        self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
+        self.out, self.err = io.StringIO(), io.StringIO()
+        stack = contextlib.ExitStack()
+        stack.enter_context(contextlib.redirect_stdout(self.out))
+        stack.enter_context(contextlib.redirect_stderr(self.err))
+        self.addCleanup(stack.close)
+
+    def bytes_of(self, folder, name="model.safetensors"):
+        return (Path(folder) / name).read_bytes()
+
+
+def main(doc):
+    """Runs the tests of a file: `FILE PROGRAM [unittest's arguments]`."""
+    if len(sys.argv) < 2:
+        sys.exit(doc)
+    use(sys.argv.pop(1))
+    unittest.main(module="__main__", verbosity=1)

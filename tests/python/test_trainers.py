@@ -1,0 +1,654 @@
+"""Tests of the Python package's trainers, without torch, transformers or datasets.
+
+    python3 tests/python/test_trainers.py PROGRAM [unittest's arguments]
+
+PROGRAM is the built `rlhf`; a debug build will do. Standard library only; no network.
+"""
+
+import asyncio
+import functools
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import support
+from support import PAIRS, POLICY, PROMPTS, REWARD, ROOT, TEXTS, Case, brief, grpo, lines, ppo, supervised, untimed
+
+
+class TheSameNumbers(Case):
+    """Through Python, weights and metrics are those of the command line, to the bit."""
+
+    def command(self, *words):
+        done = subprocess.run([os.environ["RLHF_PROGRAM"], *map(str, words)], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def rows(self, rows):
+        path = self.folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def check(self, trainer, name="model.safetensors"):
+        ours, theirs = self.folder / "python", self.folder / "line"
+        self.assertEqual(self.bytes_of(ours, name), self.bytes_of(theirs, name))
+        self.assertEqual(lines(ours), lines(theirs))
+        self.assertEqual([untimed(logs) for logs in trainer.state.log_history], lines(theirs))
+
+    def test_sft(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "python"), train_dataset=TEXTS)
+        result = trainer.train()
+        words = "--per_device_train_batch_size 4 --max_steps 2 --logging_steps 1 --no_report --num_threads 1 --max_grad_norm 1".split()
+        self.command(
+            "sft", "--model_name_or_path", POLICY, "--dataset_name", self.rows(TEXTS), "--output_dir", self.folder / "line", *words
+        )
+        # The logs of SFT have an epoch of their own.
+        trainer.state.log_history = [dict(logs) for logs in trainer.state.log_history]
+        self.check(trainer)
+        self.assertEqual(result.global_step, 2)
+        self.assertAlmostEqual(result.training_loss, sum(line["loss"] for line in lines(self.folder / "python")) / 2)
+
+    def test_grpo_with_a_function(self):
+        from rlhf import GRPOTrainer
+
+        trainer = GRPOTrainer(POLICY, brief, grpo(self.folder / "python"), PROMPTS)
+        trainer.train()
+        (self.folder / "my_rewards.py").write_text(
+            "def brief(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+        )
+        words = "--per_device_train_batch_size 4 --num_sample_generations 0 --max_completion_length 5 --max_steps 2 --learning_rate 1e-3"
+        words += " --no_report --num_threads 1 --num_generations 2 --reward python:my_rewards.brief"
+        os.environ["PYTHONPATH"] = f"{self.folder}{os.pathsep}{os.environ['PYTHONPATH']}"
+        self.command(
+            "grpo",
+            "--model_name_or_path",
+            POLICY,
+            "--dataset_name",
+            self.rows(PROMPTS),
+            "--output_dir",
+            self.folder / "line",
+            *words.split(),
+        )
+        self.check(trainer)
+
+    def test_ppo_with_a_reward_model(self):
+        from rlhf.experimental.ppo import PPOTrainer
+
+        config = ppo(self.folder / "python", total_episodes=8)
+        trainer = PPOTrainer(args=config, model=POLICY, ref_model=None, reward_model=REWARD, value_model=REWARD, train_dataset=PROMPTS)
+        trainer.train()
+        words = "--per_device_train_batch_size 4 --num_sample_generations 0 --response_length 5 --num_ppo_epochs 1 --total_episodes 8"
+        words += f" --learning_rate 1e-3 --no_report --num_threads 1 --reward_model_path {REWARD} --value_model_path {REWARD}"
+        self.command(
+            "ppo", "--sft_model_path", POLICY, "--dataset_name", self.rows(PROMPTS), "--output_dir", self.folder / "line", *words.split()
+        )
+        self.check(trainer)
+
+
+class Rewards(Case):
+    """Reward functions run in this process, as TRL calls them."""
+
+    def train(self, functions, rows=PROMPTS, **more):
+        from rlhf import GRPOTrainer
+
+        trainer = GRPOTrainer(POLICY, functions, grpo(self.folder / "out", **{"max_steps": 1, **more}), rows)
+        trainer.train()
+        return trainer
+
+    def test_functions_of_all_kinds_with_columns_state_and_logs(self):
+        calls = []
+
+        def noted(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra):
+            calls.append((os.getpid(), threading.current_thread(), prompts, answer, trainer_state.global_step, trainer_state.max_steps))
+            log_metric("longest", max(map(len, completion_ids)))
+            log_extra("seen", answer)
+            return [None if number == "3" else 1.0 for number in answer]
+
+        class Judge:
+            def score(self, completions, **kwargs):
+                return [2] * len(completions)
+
+            def __call__(self, completions, **kwargs):
+                return tuple(3.0 for _ in completions)
+
+        async def later(completions, **kwargs):
+            await asyncio.sleep(0.001)
+            return [4.0] * len(completions)
+
+        def scaled(completions, factor, **kwargs):
+            return [factor * 1.0] * len(completions)
+
+        functions = [
+            noted,
+            Judge().score,
+            Judge(),
+            later,
+            functools.partial(scaled, factor=5),
+            lambda completions, **kw: [6.0] * len(completions),
+        ]
+        trainer = self.train(functions, reward_weights=[1, 1, 1, 1, 1, 0.5])
+        logs = trainer.state.log_history[-1]
+        names = ["noted", "score", "Judge", "later", "scaled", "<lambda>"]
+        found = [logs[f"rewards/{name}/mean"] for name in names]
+        self.assertEqual(found[1:], [2.0, 3.0, 4.0, 5.0, 6.0])
+        self.assertEqual(logs["reward/noted/longest"], 5.0)
+        pid, thread, prompts, answer, step, total = calls[-1]
+        self.assertEqual((pid, thread, step, total), (os.getpid(), threading.current_thread(), 0, 1))
+        self.assertEqual((len(prompts), len(answer)), (4, 4))
+        self.assertTrue(all(prompt == f"w{number} it" for prompt, number in zip(prompts, answer, strict=True)))
+
+    def test_conversations_are_lists_of_messages(self):
+        import rlhf
+
+        seen = []
+
+        def polite(prompts, completions, **kwargs):
+            seen.extend([prompts[0], completions[0]])
+            return [1.0] * len(completions)
+
+        # A tiny tokenizer with a template.
+        tokenizer = self.folder / "tokenizer"
+        tokenizer.mkdir()
+        (tokenizer / "tokenizer.json").write_bytes(Path(POLICY, "tokenizer.json").read_bytes())
+        config = json.loads(Path(POLICY, "tokenizer_config.json").read_text())
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": rlhf.SIMPLE_CHAT_TEMPLATE}))
+        rows = [{"prompt": [{"role": "user", "content": f"w{number}"}]} for number in range(8)]
+        trainer = rlhf.GRPOTrainer(POLICY, polite, grpo(self.folder / "out", max_steps=1), rows, processing_class=str(tokenizer))
+        trainer.train()
+        self.assertEqual(seen[0][0]["role"], "user")
+        self.assertEqual(seen[1][0]["role"], "assistant")
+
+    def test_an_exception_is_the_users_own_and_the_run_can_be_resumed(self):
+        from rlhf import GRPOTrainer
+
+        broken = [True]
+
+        def fragile(completions, trainer_state, **kwargs):
+            if trainer_state.global_step == 2 and broken[0]:
+                raise KeyError("lost")
+            return [float(len(text)) for text in completions]
+
+        trainer = GRPOTrainer(POLICY, fragile, grpo(self.folder / "out", max_steps=3), PROMPTS)
+        try:
+            self.fail(trainer.train())
+        except KeyError as error:
+            self.assertIn("fragile", [frame.name for frame in traceback.extract_tb(error.__traceback__)])
+        self.assertNotIn("Traceback", self.err.getvalue())
+        self.assertEqual(trainer.state.global_step, 2)
+        broken[0] = False
+        result = trainer.train(resume_from_checkpoint=True)
+        self.assertEqual(result.global_step, 3)
+        self.assertEqual([logs["step"] for logs in trainer.state.log_history], [1, 2, 3])
+        whole = GRPOTrainer(POLICY, fragile, grpo(self.folder / "whole", max_steps=3), PROMPTS)
+        whole.train()
+        self.assertEqual(self.bytes_of(self.folder / "out"), self.bytes_of(self.folder / "whole"))
+
+    def test_results_that_are_no_scores_are_named(self):
+        from rlhf import GRPOTrainer
+
+        for result, kind, expected in (
+            (3.0, TypeError, "reward `odd`: expected a list with one score per completion, found float"),
+            ([1.0], ValueError, "reward `odd`: expected 4 scores, one per completion, found 1"),
+            (["a"] * 4, TypeError, "reward `odd`: expected a number or None, found str"),
+        ):
+
+            def odd(completions, result=result, **kwargs):
+                return result
+
+            with self.assertRaises(kind) as caught:
+                GRPOTrainer(POLICY, odd, grpo(self.folder / f"out{kind.__name__}{len(expected)}", max_steps=1), PROMPTS).train()
+            self.assertEqual(str(caught.exception), expected)
+
+    def test_rules_and_models_are_computed_by_the_program(self):
+        from rlhf import rewards
+
+        rule = rewards.get_soft_overlong_punishment(max_completion_len=5, soft_punish_cache=2)
+        trainer = self.train([rule, rewards.rule("length:target=4"), REWARD])
+        names = {name for name in trainer.state.log_history[-1] if name.startswith("rewards/") and name.endswith("/mean")}
+        self.assertEqual(names, {"rewards/soft_overlong_punishment_reward/mean", "rewards/length/mean", "rewards/gpt_neox_cls/mean"})
+        with self.assertRaisesRegex(TypeError, "reward_funcs: expected a function, a model, a path or a name, found int"):
+            self.train([3])
+
+
+class Callbacks(Case):
+    """transformers' hooks, in their order, with what they can ask for."""
+
+    def test_the_hooks_of_a_run_and_what_they_ask_for(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        calls = []
+
+        class Noted:
+            def __getattr__(self, name):
+                if not name.startswith("on_"):
+                    raise AttributeError(name)
+
+                def hook(args, state, control, **kwargs):
+                    calls.append((name, state.global_step))
+                    if name == "on_step_end":
+                        control.should_save = state.global_step == 1
+                        control.should_evaluate = state.global_step == 2
+                        control.should_training_stop = state.global_step == 3
+                    if name == "on_evaluate":
+                        assert kwargs["metrics"]["eval_loss"] > 0
+                    return control
+
+                return hook
+
+        config = supervised(SFTConfig, self.folder / "out", max_steps=9, logging_steps=9)
+        trainer = SFTTrainer(POLICY, config, train_dataset=TEXTS, eval_dataset=TEXTS[:2], callbacks=[Noted()])
+        result = trainer.train()
+        self.assertEqual(result.global_step, 3)
+        steps = [call for call in calls if call[0] not in ("on_epoch_begin", "on_epoch_end")]
+        self.assertEqual(steps[:5], [("on_init_end", 0), ("on_train_begin", 0), ("on_step_begin", 0), ("on_step_end", 1), ("on_save", 1)])
+        self.assertEqual(steps[5:9], [("on_step_begin", 1), ("on_step_end", 2), ("on_log", 2), ("on_evaluate", 2)])
+        self.assertEqual(calls[-1], ("on_train_end", 3))
+        self.assertTrue((self.folder / "out/checkpoint-1").is_dir())
+        self.assertGreater(trainer.evaluate()["eval_loss"], 0)
+
+    def test_an_exception_of_a_callback_ends_the_run_after_its_update(self):
+        from rlhf import RewardConfig, RewardTrainer, TrainerCallback
+
+        class Fails(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                raise LookupError("mine")
+
+        trainer = RewardTrainer(REWARD, supervised(RewardConfig, self.folder / "out"), train_dataset=PAIRS, callbacks=[Fails])
+        with self.assertRaisesRegex(LookupError, "mine"):
+            trainer.train()
+        self.assertTrue((self.folder / "out/checkpoint-1").is_dir())
+
+
+class Ends(Case):
+    """Runs that end early, and processes in unusual states."""
+
+    def script(self, text, **more):
+        """Starts a script in a process of its own."""
+        head = f"import sys\nsys.path[:0] = [{str(ROOT / 'python')!r}, {str(Path(__file__).parent)!r}]\nimport rlhf, support\n"
+        path = self.folder / "script.py"
+        path.write_text(head + text)
+        return subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder, **more)
+
+    LONG = """
+import time
+def slow(completions, trainer_state, **kwargs):
+    print("at", trainer_state.global_step, flush=True)
+    time.sleep(0.5)
+    return [1.0 * i for i, _ in enumerate(completions)]
+trainer = rlhf.GRPOTrainer(support.POLICY, slow, support.grpo("out", max_steps=40), support.PROMPTS)
+"""
+
+    def test_ctrl_c_finishes_the_update_and_says_how_to_resume(self):
+        process = self.script(self.LONG + "trainer.train()")
+        for line in process.stdout:
+            if line.startswith("at 1"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        self.assertIn(
+            "KeyboardInterrupt: stopped as requested; trainer.train(resume_from_checkpoint=True) continues after update 2 of 40", err
+        )
+        self.assertTrue((self.folder / "out/checkpoint-2").is_dir())
+
+    def test_a_killed_program_is_one_line(self):
+        text = self.LONG.replace(
+            "time.sleep(0.5)", "import os, signal; os.kill(int(open('pid').read()), signal.SIGKILL) if trainer_state.global_step else 0"
+        )
+        text += """
+import subprocess
+class Popen(subprocess.Popen):
+    def __init__(self, *a, **k):
+        super().__init__(*a, **k)
+        open("pid", "w").write(str(self.pid))
+subprocess.Popen = Popen
+try:
+    trainer.train()
+except rlhf.RunError as error:
+    print("found:", error)
+"""
+        out, err = self.script(text).communicate(timeout=60)
+        self.assertIn("found: the program was killed by SIGKILL; the system does so where memory runs out", out, err)
+
+    def test_a_killed_script_leaves_no_program(self):
+        process = self.script(self.LONG + "trainer.train()")
+        for line in process.stdout:
+            if line.startswith("at 1"):
+                break
+        process.kill()
+        process.communicate(timeout=60)
+        for _ in range(300):
+            if (self.folder / "out/model.safetensors").exists():
+                break
+            time.sleep(0.1)
+        self.assertTrue((self.folder / "out/model.safetensors").exists(), "the program has saved what it had")
+
+    def test_two_trainers_in_threads_and_a_closed_output(self):
+        from rlhf import GRPOTrainer, SFTConfig, SFTTrainer
+
+        results = {}
+
+        def run(name, trainer):
+            results[name] = trainer.train()
+
+        closed = io.StringIO()
+        closed.close()
+        with redirect_stdout(closed):
+            trainers = {
+                "grpo": GRPOTrainer(POLICY, brief, grpo(self.folder / "a"), PROMPTS),
+                "sft": SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "b"), train_dataset=TEXTS),
+            }
+            threads = [threading.Thread(target=run, args=item) for item in trainers.items()]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual({name: result.global_step for name, result in results.items()}, {"grpo": 2, "sft": 2})
+
+    def test_a_reader_of_the_output_that_is_gone(self):
+        text = """
+trainer = rlhf.SFTTrainer(support.POLICY, support.supervised(rlhf.SFTConfig, "out"), train_dataset=support.TEXTS)
+print(trainer.train().global_step, file=sys.stderr)
+"""
+        process = self.script(text)
+        process.stdout.close()
+        self.assertIn("2", process.stderr.read().splitlines())
+        process.stderr.close()
+        process.wait(60)
+
+    def test_a_fork_after_import(self):
+        text = """
+import os
+trainer = rlhf.SFTTrainer(support.POLICY, support.supervised(rlhf.SFTConfig, "out"), train_dataset=support.TEXTS)
+child = os.fork()
+if child == 0:
+    trainer.args.output_dir = "other"
+    print(rlhf.SFTTrainer(support.POLICY, trainer.args, train_dataset=support.TEXTS).train().global_step, flush=True)
+    os._exit(0)
+print(trainer.train().global_step, flush=True)
+os.waitpid(child, 0)
+"""
+        out, err = self.script(text).communicate(timeout=60)
+        self.assertEqual([line for line in out.splitlines() if not line.startswith("{")], ["2", "2"], err)
+
+    def test_errors_of_the_program_are_exceptions_with_its_lines(self):
+        from rlhf import GRPOTrainer, RunError
+
+        for config, rows, expected in (
+            (grpo(self.folder / "a", beta=-1), PROMPTS, r"beta = -1: expected .*|kl_coef = -1: expected .*"),
+            (grpo(self.folder / "b"), [{"question": "w"}], r"row 1|line 1"),
+            (grpo(self.folder / "c", trust_remote_code=True), PROMPTS, "trust_remote_code"),
+        ):
+            with self.assertRaisesRegex(RunError, expected):
+                GRPOTrainer(POLICY, brief, config, rows).train()
+        with self.assertRaisesRegex(RunError, "/nowhere"):
+            GRPOTrainer("/nowhere", brief, grpo(self.folder / "d"), PROMPTS).train()
+
+    def test_several_ranks(self):
+        from rlhf import GRPOTrainer
+
+        # The rows of all ranks are scored in this process.
+        trainer = GRPOTrainer(
+            POLICY, brief, grpo(self.folder / "out", max_steps=1, num_processes=2, per_device_train_batch_size=2), PROMPTS
+        )
+        self.assertEqual(trainer.train().global_step, 1)
+
+
+class Arguments(Case):
+    """Configurations, datasets, and what cannot be honoured."""
+
+    def test_a_configuration_has_trls_names_and_defaults(self):
+        import rlhf
+
+        config = rlhf.GRPOConfig("out", kl_coef=0.1, max_completion_length=7)
+        self.assertEqual((config.beta, config.kl_coef, config.response_length, config.output_dir), (0.1, 0.1, 7, "out"))
+        config.kl_coef = 0.2
+        self.assertEqual(config.beta, 0.2)
+        defaults = {
+            rlhf.GRPOConfig: {
+                "learning_rate": 1e-6,
+                "beta": 0.0,
+                "num_generations": 8,
+                "max_completion_length": 512,
+                "temperature": 1.0,
+                "epsilon": 0.2,
+            },
+            rlhf.RLOOConfig: {"beta": 0.05, "num_generations": 2},
+            rlhf.PPOConfig: {"learning_rate": 3e-6, "kl_coef": 0.05, "response_length": 53, "temperature": 0.7, "num_ppo_epochs": 4},
+            rlhf.SFTConfig: {
+                "learning_rate": 2e-5,
+                "max_length": 1024,
+                "max_grad_norm": 1.0,
+                "per_device_train_batch_size": 8,
+                "save_steps": 500,
+            },
+            rlhf.RewardConfig: {"learning_rate": 1e-4, "max_length": 1024, "max_grad_norm": 1.0},
+        }
+        for kind, expected in defaults.items():
+            config = kind()
+            self.assertEqual({name: getattr(config, name) for name in expected}, expected, kind.__name__)
+
+    def test_a_wrong_name_is_an_error_with_the_nearest(self):
+        import rlhf
+
+        for named, expected in (
+            ({"max_completion_len": 3}, "GRPOConfig: unknown setting `max_completion_len`; did you mean `max_completion_length`?"),
+            ({"beta": 1, "kl_coef": 1}, "GRPOConfig: `kl_coef` and `beta` are the same setting: give one of them"),
+            ({"reward_funcs": 1}, "`reward_funcs` is an argument of the trainer"),
+        ):
+            with self.assertRaises(TypeError) as caught:
+                rlhf.GRPOConfig(**named)
+            self.assertIn(expected, str(caught.exception))
+        with self.assertRaisesRegex(AttributeError, "GRPOConfig has no setting `bta`; did you mean `beta`"):
+            print(rlhf.GRPOConfig().bta)
+        with self.assertRaisesRegex(AttributeError, "has no attribute 'GRPOTrainr'; did you mean `GRPOTrainer`"):
+            print(rlhf.GRPOTrainr)
+
+    def test_the_classes_are_those_that_the_program_describes(self):
+        done = subprocess.run(
+            [sys.executable, ROOT / "scripts/python_configs.py", os.environ["RLHF_PROGRAM"], "--check"], capture_output=True, text=True
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_what_cannot_be_honoured_is_refused_in_one_line(self):
+        import rlhf
+
+        class Mine(rlhf.GRPOTrainer):
+            def compute_loss(self, *args):
+                return 0
+
+        class Module:
+            def forward(self):
+                pass
+
+            def parameters(self):
+                return []
+
+            def __call__(self):
+                pass
+
+        sft = functools.partial(rlhf.SFTTrainer, POLICY, train_dataset=TEXTS)
+        for make, expected in (
+            (
+                lambda: Mine(POLICY, brief, train_dataset=PROMPTS),
+                "Mine.compute_loss: it would not be called: the program computes the loss",
+            ),
+            (lambda: sft(optimizers=(object(), None)), "optimizers: the program has the optimizer: set optim, learning_rate"),
+            (lambda: sft(compute_metrics=len), "compute_metrics: the metrics of an evaluation are in state.log_history"),
+            (lambda: rlhf.GRPOTrainer(POLICY, brief, train_dataset=PROMPTS, tools=[len]), "tools: responses call no tools"),
+            (
+                lambda: rlhf.GRPOTrainer(POLICY, Module(), grpo(self.folder / "out"), PROMPTS).train(),
+                "pass a function of the completions that calls it",
+            ),
+            (
+                lambda: rlhf.PPOTrainer(model=POLICY, ref_model="other", reward_model=REWARD, train_dataset=PROMPTS),
+                "ref_model: expected a copy",
+            ),
+        ):
+            with self.assertRaises(rlhf.Unsupported) as caught:
+                make()
+            self.assertIn(expected, str(caught.exception))
+            self.assertNotIn("\n", str(caught.exception))
+
+    def test_rows_of_all_kinds(self):
+        from rlhf._data import Data, rows, write
+
+        class Frame:
+            columns = ("prompt", "n")
+
+            def itertuples(self, index, name):
+                return iter([("a", 1), ("b", 2)])
+
+        class Polars:
+            def iter_rows(self, named):
+                return iter([{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}])
+
+        expected = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+        for given in (expected, iter(expected), {"prompt": ["a", "b"], "n": [1, 2]}, Frame(), Polars()):
+            self.assertEqual(list(rows(given, "train_dataset")), expected)
+        path = str(self.folder / "rows.jsonl")
+        for given, expected in (
+            ([], "train_dataset: expected rows, found none"),
+            (
+                [{"prompt": "a", "image": object()}],
+                "train_dataset: row 1: column `image`: expected texts, numbers, lists and maps, found object",
+            ),
+            ([3], "train_dataset: row 1: expected a map of columns, found int"),
+            (
+                {"train": object(), "test": object()},
+                "expected one dataset, found a map of several (train, test): choose one, as in dataset['train']",
+            ),
+        ):
+            with self.assertRaises(Exception) as caught:
+                write(given, path, "train_dataset")
+            self.assertIn(expected, str(caught.exception))
+        settings = Data(str(self.folder)).settings(PROMPTS, PROMPTS[:2], separate=False)
+        self.assertEqual(sorted(os.listdir(settings["dataset_name"][0])), ["test.jsonl", "train.jsonl"])
+
+    def test_import_is_quick_and_needs_nothing(self):
+        code = "import sys, time; t = time.perf_counter(); import rlhf; print(time.perf_counter() - t); assert 'torch' not in sys.modules"
+        best = min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(3))
+        self.assertLess(best, 0.1)
+
+    def test_secrets_are_in_no_file_and_no_command_line(self):
+        import rlhf
+
+        config = grpo(self.folder / "out", hub_token="hf_secret", max_steps=1)
+        seen = []
+
+        def spy(completions, **kwargs):
+            seen.append(
+                "".join(
+                    Path(f"/proc/{pid}/cmdline").read_text()
+                    for pid in os.listdir("/proc")
+                    if pid.isdigit() and os.path.exists(f"/proc/{pid}/cmdline")
+                )
+            )
+            return [1.0] * len(completions)
+
+        rlhf.GRPOTrainer(POLICY, spy, config, PROMPTS).train()
+        self.assertNotIn("hf_secret", "".join(seen))
+        self.assertNotIn("hf_secret", repr(config.to_dict()))
+        for folder in (self.folder / "out", self.folder / "out.inputs"):
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    self.assertNotIn(b"hf_secret", path.read_bytes(), path)
+
+    def test_the_arguments_of_scripts(self):
+        from rlhf import GRPOConfig, ModelConfig, ScriptArguments, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+
+        parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+        path = self.folder / "run.json"
+        path.write_text(json.dumps({"beta": 0.5, "dataset_name": "d", "env": {"RLHF_TEST_ENV": "1"}}))
+        words = (
+            f"--config {path} --output_dir o --learning-rate 1e-5 --use_peft --lora_target_modules q_proj v_proj --kl_coef 0.1 --bf16 false"
+        )
+        script, args, model = parser.parse_args_and_config(words.split())
+        self.assertEqual((script.dataset_name, args.beta, args.learning_rate, args.bf16), ("d", 0.1, 1e-5, False))
+        self.assertEqual(os.environ.pop("RLHF_TEST_ENV"), "1")
+        self.assertEqual(get_peft_config(model).target_modules, ["q_proj", "v_proj"])
+        self.assertIsNone(get_quantization_config(model))
+        self.assertIsNone(get_kbit_device_map())
+        with self.assertRaises(SystemExit):
+            parser.parse_args_and_config(["--bta", "1"])
+        self.assertIn("unknown argument `bta`; did you mean `beta`?", self.err.getvalue())
+
+
+class Results(Case):
+    """What a trainer has after a run."""
+
+    def test_completions_a_copy_of_the_model_and_the_report(self):
+        from rlhf import RunError, SFTConfig, SFTTrainer
+        from rlhf.experimental.ppo import PPOTrainer
+
+        trainer = PPOTrainer(args=ppo(self.folder / "out", total_episodes=4), model=POLICY, reward_model=brief, train_dataset=PROMPTS)
+        with self.assertRaisesRegex(RunError, "save_model: expected a trained model in .*; call train\\(\\) first"):
+            trainer.save_model(str(self.folder / "copy"))
+        trainer.train()
+        trainer.save_model(str(self.folder / "copy"))
+        self.assertEqual(self.bytes_of(self.folder / "copy"), self.bytes_of(self.folder / "out"))
+        self.assertTrue((self.folder / "copy/tokenizer.json").exists())
+        self.assertEqual(len(trainer.generate_completions()), 8)
+        self.assertIn("iframe", trainer.report()._repr_html_())
+        trainer = SFTTrainer(
+            None,
+            supervised(SFTConfig, self.folder / "sft"),
+            train_dataset=TEXTS,
+            processing_class=POLICY,
+            config_name=f"{POLICY}/config.json",
+        )
+        trainer.train()
+        self.assertTrue((self.folder / "sft/model.safetensors").exists())
+
+    def test_a_push_passes_the_token_in_the_environment(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "out", hub_token="hf_secret"), train_dataset=TEXTS)
+        (self.folder / "out").mkdir()
+        (self.folder / "out/config.json").write_text("{}")
+        with self.assertRaisesRegex(ValueError, "push_to_hub: expected hub_model_id in args, such as me/my-model, found none"):
+            trainer.push_to_hub()
+        trainer.args.hub_model_id = "me/model"
+        # A program that prints what it is given.
+        program = self.folder / "program"
+        program.write_text('#!/bin/sh\necho "$@ token=$HF_TOKEN"\n')
+        program.chmod(0o755)
+        with mock.patch.dict(os.environ, RLHF_PROGRAM=str(program)):
+            told = trainer.push_to_hub("mine", dataset_name="d")
+        self.assertEqual(told, f"push {self.folder}/out me/model --commit_message mine token=hf_secret")
+
+    def test_the_best_model_is_the_one_of_the_trainer(self):
+        from rlhf import SFTConfig, SFTTrainer
+
+        more = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1.0, "max_steps": 3}
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "out", **more), train_dataset=TEXTS, eval_dataset=TEXTS[:2])
+        trainer.train()
+        trainer.save_model(str(self.folder / "copy"))
+        self.assertEqual(self.bytes_of(self.folder / "copy"), self.bytes_of(self.folder / "out/best"))
+        losses = [logs["eval_loss"] for logs in trainer.state.log_history if logs["step"] > 0]
+        self.assertEqual(trainer.state.best_global_step, 1 + losses.index(min(losses)))
+
+    def test_a_reward_model_evaluates_and_predicts(self):
+        from rlhf import RewardConfig, RewardTrainer
+
+        # A language model gets a new head.
+        trainer = RewardTrainer(POLICY, supervised(RewardConfig, self.folder / "out"), train_dataset=PAIRS, eval_dataset=PAIRS[:4])
+        trainer.train()
+        self.assertIn("eval_accuracy", trainer.evaluate())
+        scores = trainer.predict([{"prompt": "w1", "completion": " it"}, {"prompt": "w2", "completion": " is"}])
+        self.assertEqual(len(scores), 2)
+        self.assertTrue(all(isinstance(score, float) for score in scores))
+
+
+if __name__ == "__main__":
+    support.main(__doc__)
