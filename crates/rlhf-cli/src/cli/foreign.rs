@@ -258,9 +258,8 @@ fn content(map: &Map<String, Value>, keys: &[(&str, To)]) -> Content {
         }
         let found = |setting, value: &str| Found { key: key.clone(), setting, value: value.into(), of_fp16: false };
         match keys.iter().find(|(name, _)| *name == key).map(|(_, to)| *to) {
-            Some(Ours(setting)) => content.found.push(found(setting, &text(value))),
             Some(OursUnless(_, fine)) if fine.contains(&word.as_str()) => {}
-            Some(OursUnless(setting, _)) => content.found.push(found(setting, &text(value))),
+            Some(Ours(setting) | OursUnless(setting, _)) => content.found.push(found(setting, &text(value))),
             Some(OfFp16(setting)) => content.found.push(Found { of_fp16: true, ..found(setting, &text(value)) }),
             Some(Words(_, [])) => {}
             Some(Words(setting, words)) => match words.iter().find(|(name, _)| *name == word) {

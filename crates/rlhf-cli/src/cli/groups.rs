@@ -99,6 +99,7 @@ fn called(arg: Arg, theirs: &'static str) -> Arg {
 }
 
 /// Reads a reward: a path with dots is a function of Python, as in TRL.
+#[expect(clippy::unnecessary_wraps, reason = "the form of a parser of clap")]
 fn reward(text: &str) -> Result<flags::Word, String> {
     let is_function = is_function_path(text) && !Path::new(text).exists();
     Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))

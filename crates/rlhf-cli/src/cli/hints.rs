@@ -239,8 +239,11 @@ const NONE: &[(&[&str], &str)] = &[
     ),
 ];
 
+/// Names, and what to use instead.
+type Hint = (&'static [&'static str], &'static str);
+
 /// Names of recipes of open-r1, of LLaMA-Factory and of verl, and what to use instead.
-const OF_RECIPES: [(&str, &[(&[&str], &str)]); 3] = [
+const OF_RECIPES: [(&str, &[Hint]); 3] = [
     (
         "open-r1",
         &[
