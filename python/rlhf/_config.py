@@ -30,6 +30,8 @@ class Config:
     _names: ClassVar[dict[str, str]] = {}
     # What the program does by itself, where a field's default is something else.
     _usual: ClassVar[dict[str, Any]] = {}
+    # The types of the fields: transformers' parser changes those of dataclasses.
+    _types: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -37,9 +39,9 @@ class Config:
             # transformers' parser passes maps as JSON, and numbers that may be a word as texts.
             if not isinstance(value, str):
                 continue
-            if "dict[" in str(field.type) and value.lstrip().startswith("{"):
+            if "dict[" in type(self)._types[field.name] and value.lstrip().startswith("{"):
                 setattr(self, field.name, json.loads(value))
-            elif "float" in str(field.type):
+            elif "float" in type(self)._types[field.name]:
                 with contextlib.suppress(ValueError):
                     setattr(self, field.name, float(value))
 
@@ -98,6 +100,7 @@ def known_names(config: type[Config]) -> list[str]:
 def with_names(config: T) -> T:
     """Lets a configuration be made with the other names of its settings; an unknown name is an error with the nearest one."""
     made = config.__init__
+    config._types = {field.name: str(field.type) for field in dataclasses.fields(config)}
     fields = {field.name for field in dataclasses.fields(config)}
 
     @wraps(made)
