@@ -267,6 +267,18 @@ PARTS = (
         commands=(f"python3 tests/wheel/test_wheel.py {PROGRAM}",),
     ),
     Part(
+        "python",
+        "the trainers of the Python package: the code of their pages, with datasets, transformers and PEFT, TRL's own scripts, notebooks",
+        paths=("python/", "docs/python/", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
+               f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
+        turn=0,
+        commands=(
+            f"python3 tests/python/test_snippets.py {PROGRAM}",
+            *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_notebooks")),
+        ),
+        python=("interop",),
+    ),
+    Part(
         "rustdoc",
         "documentation of the crates, without warnings",
         paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/hub/src/lib.rs", "crates/derive/src/lib.rs",
@@ -333,6 +345,8 @@ ALWAYS = (
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every step::golden::every"),
     ("examples in the docs", f"{BUILD} --doc"),
+    ("reference pages", f"python3 scripts/reference.py {PROGRAM} --check"),
+    ("Python", f"python3 tests/python/test_trainers.py {PROGRAM}"),
 )
 
 

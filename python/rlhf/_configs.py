@@ -52,7 +52,6 @@ class _Training(_Config):
     max_tokens_per_micro_batch: str | None = field(default=None, metadata={"help": "Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change the result [default: by the available memory]"})
     offload: list[str] | None = field(default=None, metadata={"help": "Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both. On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more time. Without a value: optimizer: none, optimizer, models, all"})
     offload_dir: str | None = field(default=None, metadata={"help": "Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default: `output_dir`]"})
-    offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
     report_to: None | str | list[str] = field(default='none', metadata={"help": "Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed", "aliases": ["--log_with"]})
     tensorboard_tags: str = field(default='plain', metadata={"help": "Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as `train/objective/kl` and `eval/loss`: plain, trl"})
     run_name: str | None = field(default=None, metadata={"help": "Name of the run in trackers [default: the name of `output_dir`]"})
@@ -181,6 +180,7 @@ class _Training(_Config):
     past_index: int = field(default=-1, metadata={"help": "Of TRL or transformers; expected none or -1: outputs of earlier passes are not kept"})
     save_safetensors: bool | None = field(default=True, metadata={"help": "Of TRL or transformers; expected none or true: weights are written as safetensors"})
     use_mps_device: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: device selects where to compute"})
+    dataset_mixture: str | None = field(default=None, metadata={"help": "Of TRL or transformers"})
     num_processes: int | None = field(default=None, metadata={"help": "Number of ranks on this machine, which the program starts [default: those of the launcher that has started this process, else one]"})
     resume_from_checkpoint: str | None = field(default=None, metadata={"help": "For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint"})
 
@@ -189,11 +189,13 @@ class _Training(_Config):
 class _Supervised(_Training):
     """What trainers on given responses have."""
 
+    eos_token: str | None = field(default=None, metadata={"help": "The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the tokenizer's]"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches of each rank per optimizer step"})
     num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs over the dataset; no effect if `max_steps` is set"})
     max_steps: int = field(default=-1, metadata={"help": "Number of optimizer steps"})
     logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two logged lines of metrics"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     activation_offloading: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
@@ -205,8 +207,6 @@ class _Rollouts(_Training):
     """What trainers on sampled responses have."""
 
     reward_label: str | None = field(default=None, metadata={"help": "Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE"})
-    new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a reward or value model that has none"})
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model, command, url, `reward` [default: 1]"})
     reward_normalize: list[str] | None = field(default=None, metadata={"help": "Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts their running mean first"})
     reward_scale: list[str] | None = field(default=None, metadata={"help": "Factor of a reward's scores, as NAME=X; applied after `reward_normalize`"})
     reward_clip: list[str] | None = field(default=None, metadata={"help": "Clip a reward's scores to [-X, X], as NAME=X; applied after `reward_scale` and before `reward_weights`"})
@@ -216,21 +216,13 @@ class _Rollouts(_Training):
     reward_concurrency: int = field(default=4, metadata={"help": "Concurrent requests to a reward service"})
     reward_timeout: float = field(default=120.0, metadata={"help": "Timeout in seconds for the next score of a reward program, or for a request to a service"})
     reward_retries: int = field(default=3, metadata={"help": "Retries after a reward program or service fails, before the run ends with an error"})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `response_length`]"})
     long_prompts: str = field(default='error', metadata={"help": "Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side: error, drop, truncate_left, truncate_right"})
     apply_chat_template: bool = field(default=False, metadata={"help": "Put a prompt that is a string into the chat template, as a user message"})
     system_prompt: str | None = field(default=None, metadata={"help": "System message of every conversation that has none"})
-    per_device_generation_batch_size: int | None = field(default=None, metadata={"help": "Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` mini-batches]"})
-    generation_batches: int = field(default=1, metadata={"help": "Generation batches per update, with `per_device_generation_batch_size`"})
-    generation_batch_size: int | None = field(default=None, metadata={"help": "Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step]"})
-    steps_per_generation: int | None = field(default=None, metadata={"help": "Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default: `gradient_accumulation_steps`]"})
-    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs` over the prompts]"})
     train_batch_size: int | None = field(default=None, metadata={"help": "Responses per update, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the number of ranks]"})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Maximum sequences of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with `train_batch_size`]"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches of each rank per update: an update samples this times `per_device_train_batch_size` responses per rank"})
-    num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update"})
     local_rollout_forward_batch_size: int = field(default=64, metadata={"help": "Sequences of a rank per forward pass without gradients"})
-    total_episodes: int | None = field(default=None, metadata={"help": "Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts]"})
     num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs over the prompts; no effect if `total_episodes` is set"})
     num_sample_generations: int = field(default=10, metadata={"help": "Approximate number of sample tables to show during the run; one more at its end. 0 for none"})
     stop_token_id: int | None = field(default=None, metadata={"help": "Truncate responses after the token with this id"})
@@ -244,30 +236,18 @@ class _Rollouts(_Training):
     missing_eos_penalty: float | None = field(default=None, metadata={"help": "Penalty subtracted from the score of a response without a stop token"})
     non_eos_penalty: bool = field(default=False, metadata={"help": "Replace the score of a response without a stop token by `penalty_reward_value`"})
     penalty_reward_value: float = field(default=-1.0, metadata={"help": "Score of a response without a stop token, with `non_eos_penalty`"})
-    score_position: str = field(default='after_stop', metadata={"help": "Position of the score: the one after the stop token, or the response's last token: after_stop, last_token"})
     adap_kl_ctrl: bool = field(default=False, metadata={"help": "Adapt the KL coefficient after each update, so that the KL per response approaches `target`"})
     target: float = field(default=6.0, metadata={"help": "Target KL per response of `adap_kl_ctrl`, in nats"})
     horizon: float = field(default=10000.0, metadata={"help": "Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster"})
-    kl_coef_end: float | None = field(default=None, metadata={"help": "KL coefficient of the last update; it changes linearly from `kl_coef`"})
-    whiten_rewards: bool = field(default=False, metadata={"help": "Scale the rewards of an update to variance 1"})
-    whiten_advantages: str = field(default='batch', metadata={"help": "Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`, `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`: batch, mini_batch, none"})
     scale_rewards: str = field(default='group', metadata={"help": "Standard deviation by which the advantages of `grpo` are divided: that of each group, that of the whole update, or none: group, batch, none"})
     normalize_advantages: bool = field(default=False, metadata={"help": "Normalize the advantages of `rloo` to mean 0 and standard deviation 1 over the responses of an update"})
     multi_objective_aggregation: str = field(default='sum_then_normalize', metadata={"help": "Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by itself within its group first, and normalizes the weighted sums over the update (GDPO): sum_then_normalize, normalize_then_sum"})
-    lam_policy: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`]"})
-    lam_policy_alpha: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05)"})
     dynamic_sampling: bool = field(default=False, metadata={"help": "Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO)", "aliases": ["--filter_groups"]})
     dynamic_filtering_reward_range: list[float] | None = field(default=None, metadata={"help": "Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering)"})
     max_num_gen_batches: int = field(default=10, metadata={"help": "Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still missing then are taken from those that were replaced"})
-    overlong_buffer_len: int | None = field(default=None, metadata={"help": "Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong penalty, DAPO)"})
-    overlong_penalty_factor: float = field(default=1.0, metadata={"help": "Penalty of a response of `response_length` tokens, with `overlong_buffer_len`"})
     sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps"})
     ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in the updated reference model; 1 replaces it by the policy"})
     ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one"})
-    gamma: float = field(default=1.0, metadata={"help": "Discount factor of the rewards"})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation (GAE)"})
-    cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value loss: the new value is clipped to the old one plus or minus this"})
-    vf_coef: float = field(default=0.1, metadata={"help": "Coefficient of the value loss"})
     entropy_coef: float = field(default=0.0, metadata={"help": "Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss"})
     use_adaptive_entropy: bool = field(default=False, metadata={"help": "Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value"})
     entropy_coef_min: float = field(default=0.0, metadata={"help": "Minimum coefficient of `use_adaptive_entropy`"})
@@ -286,67 +266,61 @@ class _Rollouts(_Training):
     vespo_lambda_neg: float = field(default=2.0, metadata={"help": "Decay of the ratio in the loss `vespo` where the advantage is negative"})
     clip_reward_value: float | None = field(default=None, metadata={"help": "Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward"})
     reward_clip_range: list[float] | None = field(default=None, metadata={"help": "Clip a response's whole score to between these two numbers, LOW,HIGH"})
-    min_response_length: int = field(default=0, metadata={"help": "Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used again"})
-    mask_truncated_completions: bool = field(default=False, metadata={"help": "Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups"})
     eos_in_loss: str = field(default='always', metadata={"help": "Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is: always, unless_pad, never"})
-    last_value_in_loss: bool = field(default=True, metadata={"help": "Train the value after a response's last token too. Only with a `score_position` after that token"})
-    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name"})
     unsupervised_dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split"})
     unsup_coef: float = field(default=27.8, metadata={"help": "Coefficient of the language-modelling loss"})
     enable_ema: bool = field(default=False, metadata={"help": "Maintain a moving average of the policy's weights, and save it in the folder `ema`"})
     ema_beta: float = field(default=0.992, metadata={"help": "Decay of the moving average per optimizer step"})
-    value_head: bool = field(default=False, metadata={"help": "Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both"})
     raw_logprobs: bool = field(default=False, metadata={"help": "Compute log-probabilities of the policy's own distribution, without `temperature`"})
     num_shared_layers: int | None = field(default=None, metadata={"help": "Number of lower layers that are frozen and shared with the reference model, so that memory holds them once"})
-    batch_size: int | None = field(default=None, metadata={"help": "Responses per update, with the preset `trl-legacy` [default: 128]"})
-    mini_batch_size: int | None = field(default=None, metadata={"help": "Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an optimizer step [default: `batch_size` divided by `gradient_accumulation_steps`]"})
     early_stopping: bool = field(default=False, metadata={"help": "Stop an update's epochs at `target_kl`, which is 1 then unless it is set"})
     use_score_scaling: bool = field(default=False, metadata={"help": "Divide scores by the running standard deviation of all scores of the run"})
     use_score_norm: bool = field(default=False, metadata={"help": "With `use_score_scaling`, subtract the running mean of all scores of the run first"})
     score_clip: float | None = field(default=None, metadata={"help": "Clip scores to plus or minus this value, after `use_score_scaling`"})
-    value_use_peft: bool | None = field(default=None, metadata={"help": "Train LoRA adapters of the value model [default: `use_peft`]"})
-    value_lora_r: int | None = field(default=None, metadata={"help": "Rank of the value model's adapters [default: `lora_r`]"})
-    value_lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Linear layers of the value model that get an adapter [default: `lora_target_modules`]"})
-    value_lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head]"})
-    value_warmup_updates: int = field(default=0, metadata={"help": "Number of updates at the start that train only the value model"})
-    value_learning_rate: float | None = field(default=None, metadata={"help": "Peak learning rate of the value model [default: `learning_rate`]"})
-    value_lr_scheduler_type: str | None = field(default=None, metadata={"help": "Learning-rate schedule of the value model [default: `lr_scheduler_type`]: linear, cosine, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup"})
-    value_lr_warmup_steps: int | None = field(default=None, metadata={"help": "Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`]"})
-    value_weight_decay: float | None = field(default=None, metadata={"help": "Weight decay of the value model [default: `weight_decay`]"})
-    value_max_grad_norm: float | None = field(default=None, metadata={"help": "Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`]"})
     max_skipped_updates: int = field(default=3, metadata={"help": "Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not finite"})
     no_checks: bool = field(default=False, metadata={"help": "Skip the checks at the start of the run: first probability ratio, first KL, and decoding"})
     on_alarm: list[str] | None = field(default=None, metadata={"help": "Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn]"})
     max_rollbacks: int = field(default=3, metadata={"help": "Rollbacks of a run, at most; the next alarm with that action stops it"})
-    align_overflow: bool = field(default=False, metadata={"help": "With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow"})
     compute_fp32_loss: bool = field(default=True, metadata={"help": "Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused"})
-    print_answers: bool = field(default=False, metadata={"help": "Print and save some of the responses that the run trains on"})
     print_answers_interval: int = field(default=1, metadata={"help": "Updates between two prints of `print_answers`"})
     log_rollouts: bool = field(default=False, metadata={"help": "Write all responses of every update to `output_dir/rollouts`, one Parquet file per update: tokens, scores, log-probabilities, values and advantages"})
     rollouts_limit: int | None = field(default=None, metadata={"help": "Number of newest updates whose rollouts are kept, with `log_rollouts` [default: all]"})
     enable_test_mode: bool = field(default=False, metadata={"help": "Stop after the update `test_stop_step`; learning rates are those of the whole run"})
     test_stop_step: int = field(default=0, metadata={"help": "Last update of `enable_test_mode`, counted from 0"})
     num_eval_prompts: int = field(default=128, metadata={"help": "Maximum prompts in an evaluation: the first of the split"})
-    actor_zero_stage: str | None = field(default=None, metadata={"help": "`zero_stage` of the policy and of the reference model [default: `zero_stage`]: 0, 1, 2, 3"})
-    critic_zero_stage: str | None = field(default=None, metadata={"help": "`zero_stage` of the value model [default: `zero_stage`]: 0, 1, 2, 3"})
     ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather the policy's whole parameters once for the generation of an update where they are sharded; `false` gathers them layer by layer for each token, with less memory and more time"})
     logging_steps: float = field(default=10, metadata={"help": "Of TRL or transformers; it has no effect here: each update is logged"})
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Of TRL or transformers; it has no effect here: an evaluation takes local_rollout_forward_batch_size prompts at a time"})
+    dataset_prompt_column: str | None = field(default=None, metadata={"help": "Of TRL or transformers"})
 
 
 @dataclass
 class _Groups(_Rollouts):
     """What trainers on groups of responses have."""
 
-    max_completion_length: int = field(default=512, metadata={"help": "Maximum tokens of a response. In TRL: --max_completion_length", "aliases": ["--response_length"]})
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text"})
+    new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a reward model that has none"})
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model, command, url, `reward_funcs` [default: 1]"})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `max_completion_length`]"})
+    generation_batch_size: int | None = field(default=None, metadata={"help": "Responses per update over all ranks [default: those of an optimizer step]"})
+    steps_per_generation: int | None = field(default=None, metadata={"help": "Micro-batches of `per_device_train_batch_size` per update [default: `gradient_accumulation_steps`]"})
+    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps, rounded up to whole updates [default: `num_train_epochs` over the prompts]"})
+    total_episodes: int | None = field(default=None, metadata={"help": "Number of responses to train on, rounded up to whole updates, in place of `max_steps` [default: `num_train_epochs` times the prompts and their responses]"})
+    max_completion_length: int = field(default=512, metadata={"help": "Maximum tokens of a response", "aliases": ["--response_length"]})
     stop_token: str | None = field(default='eos', metadata={"help": "Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`: eos"})
     temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling and of all log-probabilities"})
-    num_iterations: int = field(default=1, metadata={"help": "PPO epochs: passes over the responses of an update. In TRL: --num_iterations", "aliases": ["--num_ppo_epochs", "--ppo_epochs"]})
-    epsilon: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this. In TRL: --epsilon", "aliases": ["--cliprange"]})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]. In TRL: --epsilon_high", "aliases": ["--cliprange_high"]})
-    delta: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3. In TRL: --delta", "aliases": ["--dual_clip"]})
+    num_iterations: int = field(default=1, metadata={"help": "Passes over the responses of an update", "aliases": ["--num_ppo_epochs", "--ppo_epochs"]})
+    kl_coef_end: float | None = field(default=None, metadata={"help": "KL coefficient of the last update; it changes linearly from `beta`"})
+    overlong_buffer_len: int | None = field(default=None, metadata={"help": "Last tokens of `max_completion_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong penalty, DAPO)"})
+    overlong_penalty_factor: float = field(default=1.0, metadata={"help": "Penalty of a response of `max_completion_length` tokens, with `overlong_buffer_len`"})
+    epsilon: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this", "aliases": ["--cliprange"]})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `epsilon`]", "aliases": ["--cliprange_high"]})
+    delta: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3", "aliases": ["--dual_clip"]})
+    mask_truncated_completions: bool = field(default=False, metadata={"help": "Mask responses that did not stop within `max_completion_length` in the losses; their rewards still count in their groups"})
+    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside the policy's own: a file, a folder or a hub name"})
     learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    print_answers: bool = field(default=False, metadata={"help": "Print and save some of the responses that the run trains on; TRL's log_completions does so every logging_steps updates"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or true: prompts are drawn in a random order"})
     router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
     model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest"})
@@ -395,6 +369,9 @@ class SFTConfig(_Supervised):
             Folder for the model, the metrics and the resolved configuration.
         chat_template_path (`str`, *optional*):
             File of a chat template to use and to save [default: the tokenizer's].
+        eos_token (`str`, *optional*):
+            The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
+            template [default: the tokenizer's].
         dataset_weights (`list[float]`, *optional*):
             Sampling weights of several datasets, a number for each [default: every row is equally likely].
         dataset_columns (`list[str]`, *optional*):
@@ -812,6 +789,8 @@ class SFTConfig(_Supervised):
             Of TRL or transformers; expected none or true: weights are written as safetensors.
         use_mps_device (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
         model_init_kwargs (`dict[str, Any] | str`, *optional*):
             Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
         pad_token (`str`, *optional*):
@@ -871,6 +850,9 @@ class RewardConfig(_Supervised):
         reward_format (`str`, *optional*):
             Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default:
             those of the model's folder]: transformers, deepspeed-chat.
+        eos_token (`str`, *optional*):
+            The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
+            template [default: the tokenizer's].
         dataset_weights (`list[float]`, *optional*):
             Sampling weights of several datasets, a number for each [default: every row is equally likely].
         dataset_columns (`list[str]`, *optional*):
@@ -1283,6 +1265,8 @@ class RewardConfig(_Supervised):
             Of TRL or transformers; expected none or true: weights are written as safetensors.
         use_mps_device (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
         model_init_kwargs (`dict[str, Any] | str`, *optional*):
             Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
         pad_token (`str`, *optional*):
@@ -2059,6 +2043,10 @@ class PPOConfig(_Rollouts):
             Of TRL or transformers; expected none or true: weights are written as safetensors.
         use_mps_device (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        dataset_prompt_column (`str`, *optional*):
+            Of TRL or transformers.
         model_adapter_name (`str`, *optional*):
             Of TRL or transformers; expected none: the reference is the policy without its adapters.
         ref_adapter_name (`str`, *optional*):
@@ -2086,24 +2074,68 @@ class PPOConfig(_Rollouts):
 
     sft_model_path: str = field(default='EleutherAI/pythia-160m', metadata={"help": "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model"})
     reward_model_path: str | None = field(default='EleutherAI/pythia-160m', metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text", "aliases": ["--reward_model_name_or_path"]})
+    new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a reward or value model that has none"})
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model, command, url, `reward` [default: 1]"})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `response_length`]"})
     preset: str = field(default='trl', metadata={"help": "Defaults and batch sizes of another trainer. `trl`: TRL's PPOTrainer today. `trl-ppov2`: TRL 0.9 to 0.11, where `num_mini_batches` multiplies the size of an update. `trl-legacy`: TRL's older trainer with `step()` and a value head on the policy. `deepspeed-chat`: DeepSpeed-Chat's third step. `grpo` and `rloo`: TRL's GRPOTrainer and RLOOTrainer, without a value model: trl, trl-ppov2, trl-legacy, deepspeed-chat, grpo, rloo"})
+    per_device_generation_batch_size: int | None = field(default=None, metadata={"help": "Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` mini-batches]"})
+    generation_batches: int = field(default=1, metadata={"help": "Generation batches per update, with `per_device_generation_batch_size`"})
+    generation_batch_size: int | None = field(default=None, metadata={"help": "Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step]"})
+    steps_per_generation: int | None = field(default=None, metadata={"help": "Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default: `gradient_accumulation_steps`]"})
+    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs` over the prompts]"})
+    num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update"})
+    total_episodes: int | None = field(default=None, metadata={"help": "Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts]"})
     response_length: int = field(default=53, metadata={"help": "Maximum tokens of a response", "aliases": ["--max_completion_length"]})
     stop_token: str | None = field(default=None, metadata={"help": "Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`: eos"})
     temperature: float = field(default=0.7, metadata={"help": "Temperature of sampling and of all log-probabilities"})
     num_ppo_epochs: int = field(default=4, metadata={"help": "PPO epochs: passes over the responses of an update", "aliases": ["--num_iterations", "--ppo_epochs"]})
+    score_position: str = field(default='after_stop', metadata={"help": "Position of the score: the one after the stop token, or the response's last token: after_stop, last_token"})
     kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token", "aliases": ["--beta", "--init_kl_coef"]})
     kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
     kl_in_loss: bool = field(default=False, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
+    kl_coef_end: float | None = field(default=None, metadata={"help": "KL coefficient of the last update; it changes linearly from `kl_coef`"})
+    whiten_rewards: bool = field(default=False, metadata={"help": "Scale the rewards of an update to variance 1"})
+    whiten_advantages: str = field(default='batch', metadata={"help": "Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`, `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`: batch, mini_batch, none"})
     advantage_estimator: str = field(default='gae', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
     num_generations: int = field(default=1, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
+    lam_policy: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`]"})
+    lam_policy_alpha: float | None = field(default=None, metadata={"help": "Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05)"})
+    overlong_buffer_len: int | None = field(default=None, metadata={"help": "Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong penalty, DAPO)"})
+    overlong_penalty_factor: float = field(default=1.0, metadata={"help": "Penalty of a response of `response_length` tokens, with `overlong_buffer_len`"})
+    gamma: float = field(default=1.0, metadata={"help": "Discount factor of the rewards"})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation (GAE)"})
     cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this", "aliases": ["--epsilon"]})
+    cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value loss: the new value is clipped to the old one plus or minus this"})
+    vf_coef: float = field(default=0.1, metadata={"help": "Coefficient of the value loss"})
     loss_type: str = field(default='bnpo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='token', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
     cliprange_high: float | None = field(default=None, metadata={"help": "Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`]", "aliases": ["--epsilon_high"]})
     dual_clip: float | None = field(default=None, metadata={"help": "Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3", "aliases": ["--delta"]})
+    min_response_length: int = field(default=0, metadata={"help": "Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used again"})
+    mask_truncated_completions: bool = field(default=False, metadata={"help": "Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups"})
+    last_value_in_loss: bool = field(default=True, metadata={"help": "Train the value after a response's last token too. Only with a `score_position` after that token"})
+    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name"})
+    value_head: bool = field(default=False, metadata={"help": "Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both"})
+    batch_size: int | None = field(default=None, metadata={"help": "Responses per update, with the preset `trl-legacy` [default: 128]"})
+    mini_batch_size: int | None = field(default=None, metadata={"help": "Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an optimizer step [default: `batch_size` divided by `gradient_accumulation_steps`]"})
+    value_use_peft: bool | None = field(default=None, metadata={"help": "Train LoRA adapters of the value model [default: `use_peft`]"})
+    value_lora_r: int | None = field(default=None, metadata={"help": "Rank of the value model's adapters [default: `lora_r`]"})
+    value_lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Linear layers of the value model that get an adapter [default: `lora_target_modules`]"})
+    value_lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head]"})
     learning_rate: float = field(default=3e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=None, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    value_warmup_updates: int = field(default=0, metadata={"help": "Number of updates at the start that train only the value model"})
+    value_learning_rate: float | None = field(default=None, metadata={"help": "Peak learning rate of the value model [default: `learning_rate`]"})
+    value_lr_scheduler_type: str | None = field(default=None, metadata={"help": "Learning-rate schedule of the value model [default: `lr_scheduler_type`]: linear, cosine, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup"})
+    value_lr_warmup_steps: int | None = field(default=None, metadata={"help": "Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`]"})
+    value_weight_decay: float | None = field(default=None, metadata={"help": "Weight decay of the value model [default: `weight_decay`]"})
+    value_max_grad_norm: float | None = field(default=None, metadata={"help": "Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`]"})
+    align_overflow: bool = field(default=False, metadata={"help": "With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow"})
+    print_answers: bool = field(default=False, metadata={"help": "Print and save some of the responses that the run trains on"})
+    actor_zero_stage: str | None = field(default=None, metadata={"help": "`zero_stage` of the policy and of the reference model [default: `zero_stage`]: 0, 1, 2, 3"})
+    critic_zero_stage: str | None = field(default=None, metadata={"help": "`zero_stage` of the value model [default: `zero_stage`]: 0, 1, 2, 3"})
+    offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     world_size: int | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or 1: the number of ranks is the launcher's"})
     model_adapter_name: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the reference is the policy without its adapters"})
@@ -2125,13 +2157,16 @@ class GRPOConfig(_Groups):
     Args:
         output_dir (`str`, *optional*):
             Folder for the model, the metrics and the resolved configuration.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads
+            decoded text.
         reward_label (`str`, *optional*):
             Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
         new_reward_head (`bool`, *optional*, defaults to `False`):
-            Add a randomly initialized score head to a reward or value model that has none.
+            Add a randomly initialized score head to a reward model that has none.
         reward_weights (`list[float]`, *optional*):
             Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the
-            order model, command, url, `reward` [default: 1].
+            order model, command, url, `reward_funcs` [default: 1].
         reward_normalize (`list[str]`, *optional*):
             Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts
             their running mean first.
@@ -2169,7 +2204,7 @@ class GRPOConfig(_Groups):
             Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows
             have `chat_template_kwargs`, these take precedence by name.
         max_prompt_length (`int`, *optional*):
-            Maximum tokens of a prompt [default: the models' context minus `response_length`].
+            Maximum tokens of a prompt [default: the models' context minus `max_completion_length`].
         long_prompts (`str`, *optional*, defaults to `'error'`):
             Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side:
             error, drop, truncate_left, truncate_right.
@@ -2177,20 +2212,12 @@ class GRPOConfig(_Groups):
             Put a prompt that is a string into the chat template, as a user message.
         system_prompt (`str`, *optional*):
             System message of every conversation that has none.
-        per_device_generation_batch_size (`int`, *optional*):
-            Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains
-            on mini-batches of `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is
-            `num_mini_batches` mini-batches].
-        generation_batches (`int`, *optional*, defaults to `1`):
-            Generation batches per update, with `per_device_generation_batch_size`.
         generation_batch_size (`int`, *optional*):
-            Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step].
+            Responses per update over all ranks [default: those of an optimizer step].
         steps_per_generation (`int`, *optional*):
-            Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default:
-            `gradient_accumulation_steps`].
+            Micro-batches of `per_device_train_batch_size` per update [default: `gradient_accumulation_steps`].
         max_steps (`int`, *optional*, defaults to `-1`):
-            Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs`
-            over the prompts].
+            Optimizer steps, rounded up to whole updates [default: `num_train_epochs` over the prompts].
         train_batch_size (`int`, *optional*):
             Responses per update, over all ranks [default: `per_device_train_batch_size` times
             `gradient_accumulation_steps` times the number of ranks].
@@ -2200,18 +2227,17 @@ class GRPOConfig(_Groups):
         gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
             Micro-batches of each rank per update: an update samples this times `per_device_train_batch_size` responses
             per rank.
-        num_mini_batches (`int`, *optional*, defaults to `1`):
-            Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update.
         local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
             Sequences of a rank per forward pass without gradients.
         total_episodes (`int`, *optional*):
-            Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
+            Number of responses to train on, rounded up to whole updates, in place of `max_steps` [default:
+            `num_train_epochs` times the prompts and their responses].
         num_train_epochs (`float`, *optional*, defaults to `3.0`):
             Epochs over the prompts; no effect if `total_episodes` is set.
         num_sample_generations (`int`, *optional*, defaults to `10`):
             Approximate number of sample tables to show during the run; one more at its end. 0 for none.
         max_completion_length (`int`, *optional*, defaults to `512`):
-            Maximum tokens of a response. In TRL: --max_completion_length.
+            Maximum tokens of a response.
         stop_token (`str`, *optional*, defaults to `'eos'`):
             Truncate responses after this token: `eos` is the tokenizer's, or another one named in
             `generation_config.json`: eos.
@@ -2235,22 +2261,20 @@ class GRPOConfig(_Groups):
             Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the
             tokens that `top_k`, `top_p` and `min_p` left when a response was sampled: policy, filtered.
         num_iterations (`int`, *optional*, defaults to `1`):
-            PPO epochs: passes over the responses of an update. In TRL: --num_iterations.
+            Passes over the responses of an update.
         missing_eos_penalty (`float`, *optional*):
             Penalty subtracted from the score of a response without a stop token.
         non_eos_penalty (`bool`, *optional*, defaults to `False`):
             Replace the score of a response without a stop token by `penalty_reward_value`.
         penalty_reward_value (`float`, *optional*, defaults to `-1.0`):
             Score of a response without a stop token, with `non_eos_penalty`.
-        score_position (`str`, *optional*, defaults to `'after_stop'`):
-            Position of the score: the one after the stop token, or the response's last token: after_stop, last_token.
         beta (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the KL penalty per token. In TRL: --beta.
+            Coefficient of the KL penalty per token.
         kl_estimator (`str`, *optional*, defaults to `'k3'`):
             Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse,
             full.
         kl_in_loss (`bool`, *optional*, defaults to `True`):
-            Add the KL penalty to the policy's loss instead of the rewards.
+            Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards.
         use_bias_correction_kl (`bool`, *optional*, defaults to `True`):
             Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that
             sampled.
@@ -2261,18 +2285,11 @@ class GRPOConfig(_Groups):
         horizon (`float`, *optional*, defaults to `10000.0`):
             Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
         kl_coef_end (`float`, *optional*):
-            KL coefficient of the last update; it changes linearly from `kl_coef`.
-        whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Scale the rewards of an update to variance 1.
-        whiten_advantages (`str`, *optional*, defaults to `'batch'`):
-            Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch.
-            With the estimators `gae`, `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and
-            `normalize_advantages`: batch, mini_batch, none.
+            KL coefficient of the last update; it changes linearly from `beta`.
         advantage_estimator (`str`, *optional*, defaults to `'grpo'`):
-            Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no
-            value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations`
-            responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo,
-            dr_grpo, reinforce, reinforce_baseline, remax.
+            How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo`
+            explains the other estimators, which need no group: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline,
+            remax.
         num_generations (`int`, *optional*, defaults to `8`):
             Responses to each prompt, which make a group. Batch sizes count responses.
         scale_rewards (`str`, *optional*, defaults to `'group'`):
@@ -2284,12 +2301,6 @@ class GRPOConfig(_Groups):
             Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum`
             compares each reward by itself within its group first, and normalizes the weighted sums over the update
             (GDPO): sum_then_normalize, normalize_then_sum.
-        lam_policy (`float`, *optional*):
-            Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default:
-            `lam`].
-        lam_policy_alpha (`float`, *optional*):
-            Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses
-            0.05).
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts
             (dynamic sampling, DAPO).
@@ -2299,10 +2310,10 @@ class GRPOConfig(_Groups):
             Maximum batches of responses that an update samples for `dynamic_sampling` or
             `dynamic_filtering_reward_range`; groups that are still missing then are taken from those that were replaced.
         overlong_buffer_len (`int`, *optional*):
-            Last tokens of `response_length` in which a response is penalized, by its length up to
+            Last tokens of `max_completion_length` in which a response is penalized, by its length up to
             `overlong_penalty_factor` (soft overlong penalty, DAPO).
         overlong_penalty_factor (`float`, *optional*, defaults to `1.0`):
-            Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
+            Penalty of a response of `max_completion_length` tokens, with `overlong_buffer_len`.
         sync_ref_model (`bool`, *optional*, defaults to `False`):
             Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
@@ -2310,31 +2321,22 @@ class GRPOConfig(_Groups):
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
             Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
             with the earlier one.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount factor of the rewards.
-        lam (`float`, *optional*, defaults to `0.95`):
-            Lambda of generalized advantage estimation (GAE).
         epsilon (`float`, *optional*, defaults to `0.2`):
-            Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this. In TRL: --epsilon.
-        cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clip range of the value loss: the new value is clipped to the old one plus or minus this.
-        vf_coef (`float`, *optional*, defaults to `0.1`):
-            Coefficient of the value loss.
+            Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
         loss_type (`str`, *optional*, defaults to `'dapo'`):
             The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its
             tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum
-            over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update.
-            `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo,
-            vespo.
+            over all tokens, divided by the responses times `max_completion_length`; `dapo` by the tokens of the whole
+            update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo,
+            luspo, vespo.
         importance_sampling_level (`str`, *optional*, defaults to `'token'`):
             Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO);
             or their product, the ratio of the whole response: token, sequence, sequence_product.
         epsilon_high (`float`, *optional*):
             Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this
-            [default: `cliprange`]. In TRL: --epsilon_high.
+            [default: `epsilon`].
         delta (`float`, *optional*):
-            Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3. In TRL:
-            --delta.
+            Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
         entropy_coef (`float`, *optional*, defaults to `0.0`):
             Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
         use_adaptive_entropy (`bool`, *optional*, defaults to `False`):
@@ -2376,20 +2378,15 @@ class GRPOConfig(_Groups):
             Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
         reward_clip_range (`list[float]`, *optional*):
             Clip a response's whole score to between these two numbers, LOW,HIGH.
-        min_response_length (`int`, *optional*, defaults to `0`):
-            Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on
-            are used again.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
-            Mask responses that did not stop within `response_length` in the losses; their rewards still count in their
-            groups.
+            Mask responses that did not stop within `max_completion_length` in the losses; their rewards still count in
+            their groups.
         eos_in_loss (`str`, *optional*, defaults to `'always'`):
             Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad`
             excludes it where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token
             it is: always, unless_pad, never.
-        last_value_in_loss (`bool`, *optional*, defaults to `True`):
-            Train the value after a response's last token too. Only with a `score_position` after that token.
         unsupervised_dataset_name (`str`, *optional*):
-            Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+            Dataset of texts for a language-modelling loss beside the policy's own: a file, a folder or a hub name.
         unsupervised_dataset_config_name (`str`, *optional*):
             Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
         unsup_coef (`float`, *optional*, defaults to `27.8`):
@@ -2398,17 +2395,10 @@ class GRPOConfig(_Groups):
             Maintain a moving average of the policy's weights, and save it in the folder `ema`.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average per optimizer step.
-        value_head (`bool`, *optional*, defaults to `False`):
-            Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both.
         raw_logprobs (`bool`, *optional*, defaults to `False`):
             Compute log-probabilities of the policy's own distribution, without `temperature`.
         num_shared_layers (`int`, *optional*):
             Number of lower layers that are frozen and shared with the reference model, so that memory holds them once.
-        batch_size (`int`, *optional*):
-            Responses per update, with the preset `trl-legacy` [default: 128].
-        mini_batch_size (`int`, *optional*):
-            Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an
-            optimizer step [default: `batch_size` divided by `gradient_accumulation_steps`].
         early_stopping (`bool`, *optional*, defaults to `False`):
             Stop an update's epochs at `target_kl`, which is 1 then unless it is set.
         use_score_scaling (`bool`, *optional*, defaults to `False`):
@@ -2417,14 +2407,6 @@ class GRPOConfig(_Groups):
             With `use_score_scaling`, subtract the running mean of all scores of the run first.
         score_clip (`float`, *optional*):
             Clip scores to plus or minus this value, after `use_score_scaling`.
-        value_use_peft (`bool`, *optional*):
-            Train LoRA adapters of the value model [default: `use_peft`].
-        value_lora_r (`int`, *optional*):
-            Rank of the value model's adapters [default: `lora_r`].
-        value_lora_target_modules (`list[str]`, *optional*):
-            Linear layers of the value model that get an adapter [default: `lora_target_modules`].
-        value_lora_modules_to_save (`list[str]`, *optional*):
-            Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head].
         learning_rate (`float`, *optional*, defaults to `1e-06`):
             Peak learning rate.
         optim (`str`, *optional*, defaults to `'adamw_torch'`):
@@ -2461,19 +2443,6 @@ class GRPOConfig(_Groups):
             AdamW's epsilon; Adafactor's is of its own.
         max_grad_norm (`float`, *optional*, defaults to `1.0`):
             Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
-        value_warmup_updates (`int`, *optional*, defaults to `0`):
-            Number of updates at the start that train only the value model.
-        value_learning_rate (`float`, *optional*):
-            Peak learning rate of the value model [default: `learning_rate`].
-        value_lr_scheduler_type (`str`, *optional*):
-            Learning-rate schedule of the value model [default: `lr_scheduler_type`]: linear, cosine, cosine_with_min_lr,
-            cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup.
-        value_lr_warmup_steps (`int`, *optional*):
-            Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`].
-        value_weight_decay (`float`, *optional*):
-            Weight decay of the value model [default: `weight_decay`].
-        value_max_grad_norm (`float`, *optional*):
-            Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`].
         max_skipped_updates (`int`, *optional*, defaults to `3`):
             Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a
             gradient was not finite.
@@ -2486,12 +2455,11 @@ class GRPOConfig(_Groups):
             learning rate and other samples [default: all=warn].
         max_rollbacks (`int`, *optional*, defaults to `3`):
             Rollbacks of a run, at most; the next alarm with that action stops it.
-        align_overflow (`bool`, *optional*, defaults to `False`):
-            With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
         compute_fp32_loss (`bool`, *optional*, defaults to `True`):
             Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
         print_answers (`bool`, *optional*, defaults to `False`):
-            Print and save some of the responses that the run trains on.
+            Print and save some of the responses that the run trains on; TRL's log_completions does so every logging_steps
+            updates.
         print_answers_interval (`int`, *optional*, defaults to `1`):
             Updates between two prints of `print_answers`.
         log_rollouts (`bool`, *optional*, defaults to `False`):
@@ -2513,10 +2481,6 @@ class GRPOConfig(_Groups):
             without evaluations, every `save_steps`.
         greater_is_better (`bool`, *optional*):
             Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
-        actor_zero_stage (`str`, *optional*):
-            `zero_stage` of the policy and of the reference model [default: `zero_stage`]: 0, 1, 2, 3.
-        critic_zero_stage (`str`, *optional*):
-            `zero_stage` of the value model [default: `zero_stage`]: 0, 1, 2, 3.
         ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
             Gather the policy's whole parameters once for the generation of an update where they are sharded; `false`
             gathers them layer by layer for each token, with less memory and more time.
@@ -2557,9 +2521,6 @@ class GRPOConfig(_Groups):
         offload_dir (`str`, *optional*):
             Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default:
             `output_dir`].
-        offload_optimizer (`bool`, *optional*, defaults to `False`):
-            `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the
-            next two.
         report_to (`None | str | list[str]`, *optional*, defaults to `'none'`):
             Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or
             command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and
@@ -2844,6 +2805,10 @@ class GRPOConfig(_Groups):
             Of TRL or transformers; expected none or true: weights are written as safetensors.
         use_mps_device (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        dataset_prompt_column (`str`, *optional*):
+            Of TRL or transformers.
         model_init_kwargs (`dict[str, Any] | str`, *optional*):
             Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
         log_completions (`bool`, *optional*, defaults to `False`):
@@ -2937,13 +2902,13 @@ class GRPOConfig(_Groups):
     _names = {'response_length': 'max_completion_length', 'num_ppo_epochs': 'num_iterations', 'ppo_epochs': 'num_iterations', 'init_kl_coef': 'beta', 'kl_coef': 'beta', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'cliprange': 'epsilon', 'cliprange_high': 'epsilon_high', 'dual_clip': 'delta', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
     _usual = {'save_steps': None}
 
-    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta", "aliases": ["--init_kl_coef", "--kl_coef"]})
+    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL penalty per token", "aliases": ["--init_kl_coef", "--kl_coef"]})
     kl_estimator: str = field(default='k3', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
-    kl_in_loss: bool = field(default=True, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
+    kl_in_loss: bool = field(default=True, metadata={"help": "Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards"})
     use_bias_correction_kl: bool = field(default=True, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
-    advantage_estimator: str = field(default='grpo', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
+    advantage_estimator: str = field(default='grpo', metadata={"help": "How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo` explains the other estimators, which need no group: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
     num_generations: int = field(default=8, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
-    loss_type: str = field(default='dapo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
+    loss_type: str = field(default='dapo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `max_completion_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='token', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
     vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Of TRL or transformers; it has no effect here: the model that generates is the one that is trained"})
     vllm_importance_sampling_mode: str = field(default='sequence_mask', metadata={"help": "Of TRL or transformers; it has no effect here: the model that generates is the one that is trained"})
@@ -2965,13 +2930,16 @@ class RLOOConfig(_Groups):
     Args:
         output_dir (`str`, *optional*):
             Folder for the model, the metrics and the resolved configuration.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads
+            decoded text.
         reward_label (`str`, *optional*):
             Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
         new_reward_head (`bool`, *optional*, defaults to `False`):
-            Add a randomly initialized score head to a reward or value model that has none.
+            Add a randomly initialized score head to a reward model that has none.
         reward_weights (`list[float]`, *optional*):
             Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the
-            order model, command, url, `reward` [default: 1].
+            order model, command, url, `reward_funcs` [default: 1].
         reward_normalize (`list[str]`, *optional*):
             Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts
             their running mean first.
@@ -3009,7 +2977,7 @@ class RLOOConfig(_Groups):
             Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows
             have `chat_template_kwargs`, these take precedence by name.
         max_prompt_length (`int`, *optional*):
-            Maximum tokens of a prompt [default: the models' context minus `response_length`].
+            Maximum tokens of a prompt [default: the models' context minus `max_completion_length`].
         long_prompts (`str`, *optional*, defaults to `'error'`):
             Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side:
             error, drop, truncate_left, truncate_right.
@@ -3017,20 +2985,12 @@ class RLOOConfig(_Groups):
             Put a prompt that is a string into the chat template, as a user message.
         system_prompt (`str`, *optional*):
             System message of every conversation that has none.
-        per_device_generation_batch_size (`int`, *optional*):
-            Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains
-            on mini-batches of `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is
-            `num_mini_batches` mini-batches].
-        generation_batches (`int`, *optional*, defaults to `1`):
-            Generation batches per update, with `per_device_generation_batch_size`.
         generation_batch_size (`int`, *optional*):
-            Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step].
+            Responses per update over all ranks [default: those of an optimizer step].
         steps_per_generation (`int`, *optional*):
-            Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default:
-            `gradient_accumulation_steps`].
+            Micro-batches of `per_device_train_batch_size` per update [default: `gradient_accumulation_steps`].
         max_steps (`int`, *optional*, defaults to `-1`):
-            Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs`
-            over the prompts].
+            Optimizer steps, rounded up to whole updates [default: `num_train_epochs` over the prompts].
         train_batch_size (`int`, *optional*):
             Responses per update, over all ranks [default: `per_device_train_batch_size` times
             `gradient_accumulation_steps` times the number of ranks].
@@ -3040,18 +3000,17 @@ class RLOOConfig(_Groups):
         gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
             Micro-batches of each rank per update: an update samples this times `per_device_train_batch_size` responses
             per rank.
-        num_mini_batches (`int`, *optional*, defaults to `1`):
-            Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update.
         local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
             Sequences of a rank per forward pass without gradients.
         total_episodes (`int`, *optional*):
-            Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
+            Number of responses to train on, rounded up to whole updates, in place of `max_steps` [default:
+            `num_train_epochs` times the prompts and their responses].
         num_train_epochs (`float`, *optional*, defaults to `3.0`):
             Epochs over the prompts; no effect if `total_episodes` is set.
         num_sample_generations (`int`, *optional*, defaults to `10`):
             Approximate number of sample tables to show during the run; one more at its end. 0 for none.
         max_completion_length (`int`, *optional*, defaults to `512`):
-            Maximum tokens of a response. In TRL: --max_completion_length.
+            Maximum tokens of a response.
         stop_token (`str`, *optional*, defaults to `'eos'`):
             Truncate responses after this token: `eos` is the tokenizer's, or another one named in
             `generation_config.json`: eos.
@@ -3075,22 +3034,20 @@ class RLOOConfig(_Groups):
             Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the
             tokens that `top_k`, `top_p` and `min_p` left when a response was sampled: policy, filtered.
         num_iterations (`int`, *optional*, defaults to `1`):
-            PPO epochs: passes over the responses of an update. In TRL: --num_iterations.
+            Passes over the responses of an update.
         missing_eos_penalty (`float`, *optional*):
             Penalty subtracted from the score of a response without a stop token.
         non_eos_penalty (`bool`, *optional*, defaults to `False`):
             Replace the score of a response without a stop token by `penalty_reward_value`.
         penalty_reward_value (`float`, *optional*, defaults to `-1.0`):
             Score of a response without a stop token, with `non_eos_penalty`.
-        score_position (`str`, *optional*, defaults to `'after_stop'`):
-            Position of the score: the one after the stop token, or the response's last token: after_stop, last_token.
         beta (`float`, *optional*, defaults to `0.05`):
-            Coefficient of the KL penalty per token. In TRL: --beta.
+            Coefficient of the KL penalty per token.
         kl_estimator (`str`, *optional*, defaults to `'k1'`):
             Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse,
             full.
         kl_in_loss (`bool`, *optional*, defaults to `False`):
-            Add the KL penalty to the policy's loss instead of the rewards.
+            Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards.
         use_bias_correction_kl (`bool`, *optional*, defaults to `False`):
             Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that
             sampled.
@@ -3101,18 +3058,11 @@ class RLOOConfig(_Groups):
         horizon (`float`, *optional*, defaults to `10000.0`):
             Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
         kl_coef_end (`float`, *optional*):
-            KL coefficient of the last update; it changes linearly from `kl_coef`.
-        whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Scale the rewards of an update to variance 1.
-        whiten_advantages (`str`, *optional*, defaults to `'batch'`):
-            Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch.
-            With the estimators `gae`, `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and
-            `normalize_advantages`: batch, mini_batch, none.
+            KL coefficient of the last update; it changes linearly from `beta`.
         advantage_estimator (`str`, *optional*, defaults to `'rloo'`):
-            Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no
-            value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations`
-            responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo,
-            dr_grpo, reinforce, reinforce_baseline, remax.
+            How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo`
+            explains the other estimators, which need no group: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline,
+            remax.
         num_generations (`int`, *optional*, defaults to `2`):
             Responses to each prompt, which make a group. Batch sizes count responses.
         scale_rewards (`str`, *optional*, defaults to `'group'`):
@@ -3124,12 +3074,6 @@ class RLOOConfig(_Groups):
             Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum`
             compares each reward by itself within its group first, and normalizes the weighted sums over the update
             (GDPO): sum_then_normalize, normalize_then_sum.
-        lam_policy (`float`, *optional*):
-            Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default:
-            `lam`].
-        lam_policy_alpha (`float`, *optional*):
-            Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses
-            0.05).
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts
             (dynamic sampling, DAPO).
@@ -3139,10 +3083,10 @@ class RLOOConfig(_Groups):
             Maximum batches of responses that an update samples for `dynamic_sampling` or
             `dynamic_filtering_reward_range`; groups that are still missing then are taken from those that were replaced.
         overlong_buffer_len (`int`, *optional*):
-            Last tokens of `response_length` in which a response is penalized, by its length up to
+            Last tokens of `max_completion_length` in which a response is penalized, by its length up to
             `overlong_penalty_factor` (soft overlong penalty, DAPO).
         overlong_penalty_factor (`float`, *optional*, defaults to `1.0`):
-            Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
+            Penalty of a response of `max_completion_length` tokens, with `overlong_buffer_len`.
         sync_ref_model (`bool`, *optional*, defaults to `False`):
             Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
@@ -3150,31 +3094,22 @@ class RLOOConfig(_Groups):
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
             Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
             with the earlier one.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount factor of the rewards.
-        lam (`float`, *optional*, defaults to `0.95`):
-            Lambda of generalized advantage estimation (GAE).
         epsilon (`float`, *optional*, defaults to `0.2`):
-            Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this. In TRL: --epsilon.
-        cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clip range of the value loss: the new value is clipped to the old one plus or minus this.
-        vf_coef (`float`, *optional*, defaults to `0.1`):
-            Coefficient of the value loss.
+            Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
         loss_type (`str`, *optional*, defaults to `'grpo'`):
             The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its
             tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum
-            over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update.
-            `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo,
-            vespo.
+            over all tokens, divided by the responses times `max_completion_length`; `dapo` by the tokens of the whole
+            update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo,
+            luspo, vespo.
         importance_sampling_level (`str`, *optional*, defaults to `'sequence_product'`):
             Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO);
             or their product, the ratio of the whole response: token, sequence, sequence_product.
         epsilon_high (`float`, *optional*):
             Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this
-            [default: `cliprange`]. In TRL: --epsilon_high.
+            [default: `epsilon`].
         delta (`float`, *optional*):
-            Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3. In TRL:
-            --delta.
+            Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
         entropy_coef (`float`, *optional*, defaults to `0.0`):
             Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
         use_adaptive_entropy (`bool`, *optional*, defaults to `False`):
@@ -3216,20 +3151,15 @@ class RLOOConfig(_Groups):
             Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
         reward_clip_range (`list[float]`, *optional*):
             Clip a response's whole score to between these two numbers, LOW,HIGH.
-        min_response_length (`int`, *optional*, defaults to `0`):
-            Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on
-            are used again.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
-            Mask responses that did not stop within `response_length` in the losses; their rewards still count in their
-            groups.
+            Mask responses that did not stop within `max_completion_length` in the losses; their rewards still count in
+            their groups.
         eos_in_loss (`str`, *optional*, defaults to `'always'`):
             Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad`
             excludes it where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token
             it is: always, unless_pad, never.
-        last_value_in_loss (`bool`, *optional*, defaults to `True`):
-            Train the value after a response's last token too. Only with a `score_position` after that token.
         unsupervised_dataset_name (`str`, *optional*):
-            Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+            Dataset of texts for a language-modelling loss beside the policy's own: a file, a folder or a hub name.
         unsupervised_dataset_config_name (`str`, *optional*):
             Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
         unsup_coef (`float`, *optional*, defaults to `27.8`):
@@ -3238,17 +3168,10 @@ class RLOOConfig(_Groups):
             Maintain a moving average of the policy's weights, and save it in the folder `ema`.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average per optimizer step.
-        value_head (`bool`, *optional*, defaults to `False`):
-            Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both.
         raw_logprobs (`bool`, *optional*, defaults to `False`):
             Compute log-probabilities of the policy's own distribution, without `temperature`.
         num_shared_layers (`int`, *optional*):
             Number of lower layers that are frozen and shared with the reference model, so that memory holds them once.
-        batch_size (`int`, *optional*):
-            Responses per update, with the preset `trl-legacy` [default: 128].
-        mini_batch_size (`int`, *optional*):
-            Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an
-            optimizer step [default: `batch_size` divided by `gradient_accumulation_steps`].
         early_stopping (`bool`, *optional*, defaults to `False`):
             Stop an update's epochs at `target_kl`, which is 1 then unless it is set.
         use_score_scaling (`bool`, *optional*, defaults to `False`):
@@ -3257,14 +3180,6 @@ class RLOOConfig(_Groups):
             With `use_score_scaling`, subtract the running mean of all scores of the run first.
         score_clip (`float`, *optional*):
             Clip scores to plus or minus this value, after `use_score_scaling`.
-        value_use_peft (`bool`, *optional*):
-            Train LoRA adapters of the value model [default: `use_peft`].
-        value_lora_r (`int`, *optional*):
-            Rank of the value model's adapters [default: `lora_r`].
-        value_lora_target_modules (`list[str]`, *optional*):
-            Linear layers of the value model that get an adapter [default: `lora_target_modules`].
-        value_lora_modules_to_save (`list[str]`, *optional*):
-            Modules of the value model that are trained in full [default: `lora_modules_to_save` without the LM head].
         learning_rate (`float`, *optional*, defaults to `1e-06`):
             Peak learning rate.
         optim (`str`, *optional*, defaults to `'adamw_torch'`):
@@ -3301,19 +3216,6 @@ class RLOOConfig(_Groups):
             AdamW's epsilon; Adafactor's is of its own.
         max_grad_norm (`float`, *optional*, defaults to `1.0`):
             Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
-        value_warmup_updates (`int`, *optional*, defaults to `0`):
-            Number of updates at the start that train only the value model.
-        value_learning_rate (`float`, *optional*):
-            Peak learning rate of the value model [default: `learning_rate`].
-        value_lr_scheduler_type (`str`, *optional*):
-            Learning-rate schedule of the value model [default: `lr_scheduler_type`]: linear, cosine, cosine_with_min_lr,
-            cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup.
-        value_lr_warmup_steps (`int`, *optional*):
-            Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`].
-        value_weight_decay (`float`, *optional*):
-            Weight decay of the value model [default: `weight_decay`].
-        value_max_grad_norm (`float`, *optional*):
-            Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`].
         max_skipped_updates (`int`, *optional*, defaults to `3`):
             Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a
             gradient was not finite.
@@ -3326,12 +3228,11 @@ class RLOOConfig(_Groups):
             learning rate and other samples [default: all=warn].
         max_rollbacks (`int`, *optional*, defaults to `3`):
             Rollbacks of a run, at most; the next alarm with that action stops it.
-        align_overflow (`bool`, *optional*, defaults to `False`):
-            With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
         compute_fp32_loss (`bool`, *optional*, defaults to `True`):
             Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
         print_answers (`bool`, *optional*, defaults to `False`):
-            Print and save some of the responses that the run trains on.
+            Print and save some of the responses that the run trains on; TRL's log_completions does so every logging_steps
+            updates.
         print_answers_interval (`int`, *optional*, defaults to `1`):
             Updates between two prints of `print_answers`.
         log_rollouts (`bool`, *optional*, defaults to `False`):
@@ -3353,10 +3254,6 @@ class RLOOConfig(_Groups):
             without evaluations, every `save_steps`.
         greater_is_better (`bool`, *optional*):
             Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
-        actor_zero_stage (`str`, *optional*):
-            `zero_stage` of the policy and of the reference model [default: `zero_stage`]: 0, 1, 2, 3.
-        critic_zero_stage (`str`, *optional*):
-            `zero_stage` of the value model [default: `zero_stage`]: 0, 1, 2, 3.
         ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
             Gather the policy's whole parameters once for the generation of an update where they are sharded; `false`
             gathers them layer by layer for each token, with less memory and more time.
@@ -3397,9 +3294,6 @@ class RLOOConfig(_Groups):
         offload_dir (`str`, *optional*):
             Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default:
             `output_dir`].
-        offload_optimizer (`bool`, *optional*, defaults to `False`):
-            `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the
-            next two.
         report_to (`None | str | list[str]`, *optional*, defaults to `'none'`):
             Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or
             command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and
@@ -3684,6 +3578,10 @@ class RLOOConfig(_Groups):
             Of TRL or transformers; expected none or true: weights are written as safetensors.
         use_mps_device (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        dataset_prompt_column (`str`, *optional*):
+            Of TRL or transformers.
         model_init_kwargs (`dict[str, Any] | str`, *optional*):
             Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
         log_completions (`bool`, *optional*, defaults to `False`):
@@ -3762,12 +3660,12 @@ class RLOOConfig(_Groups):
     _names = {'response_length': 'max_completion_length', 'num_ppo_epochs': 'num_iterations', 'ppo_epochs': 'num_iterations', 'init_kl_coef': 'beta', 'kl_coef': 'beta', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'cliprange': 'epsilon', 'cliprange_high': 'epsilon_high', 'dual_clip': 'delta', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
     _usual = {'save_steps': None}
 
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token. In TRL: --beta", "aliases": ["--init_kl_coef", "--kl_coef"]})
+    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty per token", "aliases": ["--init_kl_coef", "--kl_coef"]})
     kl_estimator: str = field(default='k1', metadata={"help": "Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary: k1, k3, abs, mse, full", "aliases": ["--kl_penalty"]})
-    kl_in_loss: bool = field(default=False, metadata={"help": "Add the KL penalty to the policy's loss instead of the rewards"})
+    kl_in_loss: bool = field(default=False, metadata={"help": "Add the KL penalty to the policy's loss, as TRL's GRPOTrainer does, instead of the rewards"})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled"})
-    advantage_estimator: str = field(default='rloo', metadata={"help": "Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares with a greedy response, `reinforce` is REINFORCE++: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
+    advantage_estimator: str = field(default='rloo', metadata={"help": "How the responses of a group are compared: `grpo` with their mean, `rloo` each with the others. `rlhf ppo` explains the other estimators, which need no group: gae, rloo, grpo, dr_grpo, reinforce, reinforce_baseline, remax"})
     num_generations: int = field(default=2, metadata={"help": "Responses to each prompt, which make a group. Batch sizes count responses", "aliases": ["--n_samples_per_prompt"]})
-    loss_type: str = field(default='grpo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
+    loss_type: str = field(default='grpo', metadata={"help": "The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo` the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the responses times `max_completion_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of their own: bnpo, grpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"})
     importance_sampling_level: str = field(default='sequence_product', metadata={"help": "Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product, the ratio of the whole response: token, sequence, sequence_product"})
     token_level_kl: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: the KL is that of a whole response"})
