@@ -67,7 +67,7 @@ pub const EVALUATION: &str = "Evaluation";
 pub const CHECKPOINTS: &str = "Output and checkpoints";
 /// Metrics, trackers, samples.
 pub const LOGGING: &str = "Logging";
-/// What stops or warns about a run that goes wrong.
+/// Checks before a run, and alarms during it.
 pub const ALARMS: &str = "Checks and alarms";
 /// Precision, memory and speed.
 pub const SPEED: &str = "Precision, memory and speed";

@@ -26,6 +26,7 @@ pub(crate) mod launch;
 mod layers;
 pub(crate) mod logprobs;
 mod mixture;
+mod names;
 mod pipeline;
 pub(crate) mod plan;
 pub(crate) mod push;
@@ -175,15 +176,15 @@ fn with_settings(
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     call_as_written(command, args, &mut messages.refusals);
     name_nulls(&mut settings);
-    if groups::has(name) {
-        groups::rename(&mut messages.refusals);
+    if names::has(name) {
+        names::rename(&mut messages.refusals);
     }
     let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
     // The last one of a flag wins.
     let forced = forced.into_iter().chain(folder(command, flags, &mut messages.refusals));
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
-    let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
+    let own = names::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
     settings.retain(|setting| !setting.values.is_empty());
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);

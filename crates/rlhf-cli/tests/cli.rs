@@ -835,7 +835,7 @@ fn settings_that_cannot_be_are_usage_errors() {
     ] {
         scratch.refuses(&format!("{PPO} {line}"), 2, words);
     }
-    scratch.refuses("ppo --sft_model_path policy", 2, &["required", "--dataset_name", "--output_dir"]);
+    scratch.refuses("ppo --sft_model_path policy", 2, &["required", "--dataset_name"]);
     scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
     scratch.refuses(
         "tune",

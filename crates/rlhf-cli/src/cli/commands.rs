@@ -238,7 +238,42 @@ pub(super) fn rlhf_command() -> &'static Command {
 }
 
 fn whole() -> Command {
-    let commands = [
+    let file = Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .value_parser(ValueParser::path_buf())
+        .help("YAML file of settings, by the names of their flags; a flag wins over the file");
+    // clap's long help would take a paragraph per flag; `help` makes both forms from its short one.
+    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
+    let help = help.help("Print help: -h the most used flags, --help all flags");
+    Command::new("rlhf")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
+        .after_help(EXAMPLES)
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .disable_help_subcommand(true)
+        .subcommands(trainers())
+        .subcommands(others())
+        .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
+        .mut_subcommands(|command| match command.get_name() {
+            LAUNCH | PLAN | REPLAY => command,
+            _ => command.arg(file.clone()),
+        })
+        .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
+        .mut_subcommands(|command| match implied::TRAIN.contains(&command.get_name()) {
+            true => command.mut_args(|arg| match arg.get_id().as_str() {
+                "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
+                _ => arg,
+            }),
+            false => command,
+        })
+        .mut_subcommands(help::arranged)
+}
+
+/// Returns the commands that train.
+fn trainers() -> [Command; 5] {
+    [
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<SftConfig>("sft")))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(SFT_HELP),
@@ -254,6 +289,12 @@ fn whole() -> Command {
         trl::with_flags(groups::command(Preset::Rloo))
             .about("Train a language model with RLOO, on groups of responses")
             .after_help(RLOO_HELP),
+    ]
+}
+
+/// Returns the other commands.
+fn others() -> Vec<Command> {
+    vec![
         flags::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(PIPELINE_HELP),
@@ -303,37 +344,7 @@ fn whole() -> Command {
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(LAUNCH_HELP),
-    ];
-    let file = Arg::new("config")
-        .long("config")
-        .value_name("FILE")
-        .value_parser(ValueParser::path_buf())
-        .help("YAML file of settings, by the names of their flags; a flag wins over the file");
-    // clap's long help would take a paragraph per flag; `help` makes both forms from its short one.
-    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
-    let help = help.help("Print help: -h the most used flags, --help all flags");
-    Command::new("rlhf")
-        .version(env!("CARGO_PKG_VERSION"))
-        .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
-        .after_help(EXAMPLES)
-        .subcommand_required(true)
-        .arg_required_else_help(true)
-        .disable_help_subcommand(true)
-        .subcommands(commands)
-        .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
-        .mut_subcommands(|command| match command.get_name() {
-            LAUNCH | PLAN | REPLAY => command,
-            _ => command.arg(file.clone()),
-        })
-        .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
-        .mut_subcommands(|command| match implied::TRAIN.contains(&command.get_name()) {
-            true => command.mut_args(|arg| match arg.get_id().as_str() {
-                "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
-                _ => arg,
-            }),
-            false => command,
-        })
-        .mut_subcommands(help::arranged)
+    ]
 }
 
 #[cfg(test)]

@@ -11,28 +11,15 @@ use clap::{Arg, ArgMatches, Command};
 use rlhf::Error;
 use rlhf::reward::is_function_path;
 use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
-use rlhf::schema::{Refusals, renamed};
+use rlhf::schema::renamed;
 use rlhf::settings::{PpoConfig, Preset};
 
 use super::args::on_line;
 use super::flags;
 use super::launch::{COMMANDS, LAUNCH};
+use super::names::{NAMES, has};
 use super::plan::PLAN;
 use super::setting::Setting;
-
-/// The presets that are commands.
-pub(super) const PRESETS: [Preset; 2] = [Preset::Grpo, Preset::Rloo];
-
-/// The names of checks and help texts, and those of the commands: [`GROUP_NAMES`], and the model to train.
-const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
-    let mut names = [(POLICY, MODEL); GROUP_NAMES.len() + 1];
-    let mut at = 0;
-    while at < GROUP_NAMES.len() {
-        names[at] = GROUP_NAMES[at];
-        at += 1;
-    }
-    names
-};
 
 /// Help of the settings that are otherwise described here.
 const HELP: [(&str, &str); 9] = [
@@ -105,20 +92,6 @@ fn reward(text: &str) -> Result<flags::Word, String> {
     Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
 }
 
-/// Returns `text` with the names of the commands of [`PRESETS`], but for the word `kept`.
-pub(super) fn renamed_in(text: &str, kept: &str) -> String {
-    let quoted = format!("`{kept}`");
-    match text.split_once(&quoted) {
-        Some((before, after)) => format!("{before}{quoted}{}", renamed(after, &NAMES)),
-        None => renamed(text, &NAMES),
-    }
-}
-
-/// Has `refusals` name settings as the commands of [`PRESETS`] do.
-pub(super) fn rename(refusals: &mut Refusals) {
-    refusals.rename(&NAMES);
-}
-
 /// Returns an error of a run of the command line `words` by the names of its command's flags.
 pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
     let mut words = words.into_iter().skip(1).filter_map(|word| word.into_string().ok()).peekable();
@@ -139,11 +112,6 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
         Error::Invalid { path, message } => Error::Invalid { path, message: renamed(message) },
         error => error,
     }
-}
-
-/// Returns true for the commands of [`PRESETS`].
-pub(super) fn has(command: &str) -> bool {
-    PRESETS.iter().any(|preset| preset.command() == command)
 }
 
 /// Returns the defaults of `rlhf ppo` for the settings of `preset`, which the preset replaces.
@@ -192,6 +160,7 @@ mod tests {
 
     use super::*;
     use crate::cli::Task;
+    use crate::cli::names::PRESETS;
     use crate::cli::testing::{least, parse_words, parsed, with_file};
 
     #[track_caller]

@@ -6,7 +6,7 @@
 
 use clap::Command;
 
-use super::groups;
+use super::names;
 
 const RANKS: &str = "ranks are those of rlhf launch, and each of them generates by itself";
 const COMPLETE: &str = "checkpoints are complete, and the model is in output_dir";
@@ -367,9 +367,9 @@ const OF_TRL: [(&[&str], &str); 4] = [
 /// Returns what to use instead of another system's flag `name`, for an error message about one of these `commands`: it calls settings as
 /// they do.
 pub(super) fn hint(name: &str, commands: &[&Command]) -> Option<String> {
-    let of_groups = !commands.is_empty() && commands.iter().all(|command| groups::has(command.get_name()));
+    let of_groups = !commands.is_empty() && commands.iter().all(|command| names::has(command.get_name()));
     let hint = of_openrlhf(name).or_else(|| of_recipes(name)).or_else(|| of_trl(name))?;
-    Some(if of_groups { groups::renamed_in(&hint, name) } else { hint })
+    Some(if of_groups { names::renamed_in(&hint, name) } else { hint })
 }
 
 fn find<'t>(table: &[(&[&str], &'t str)], name: &str) -> Option<&'t str> {

@@ -9,7 +9,7 @@ use rlhf::schema::Setting as _;
 use super::args::on_line;
 use super::errors::Messages;
 use super::flags;
-use super::groups;
+use super::names;
 use super::setting::Setting;
 
 /// The commands that train.
@@ -27,7 +27,8 @@ pub(super) fn add(command: &str, flags: &ArgMatches, settings: &mut Vec<Setting>
     let policy = value(MODEL, flags, settings).filter(|_| command == "ppo" && value(POLICY, flags, settings).is_none());
     let trains_it = policy.is_some();
     settings.extend(policy.map(|model| Setting::new(POLICY, vec![model])));
-    let out = value("output_dir", flags, settings).unwrap_or_else(|| {
+    // A folder may be called `none`.
+    let out = written("output_dir", flags, settings).unwrap_or_else(|| {
         messages.notes.push(format!("output_dir is not set: the run is in {OUTPUT_DIR}"));
         OUTPUT_DIR.into()
     });
@@ -39,15 +40,19 @@ pub(super) fn add(command: &str, flags: &ArgMatches, settings: &mut Vec<Setting>
             .push(format!("hub_model_id is not set: the model is pushed to {name}, by the name of output_dir"));
         settings.push(Setting::new("hub_model_id", vec![name]));
     }
-    trains_it || groups::has(command)
+    trains_it || names::has(command)
 }
 
 /// Returns the value of the setting `key` on the command line or in the file; none for null.
 fn value(key: &str, flags: &ArgMatches, settings: &[Setting]) -> Option<String> {
-    let is_value = |value: &String| !["none", "null"].contains(&&*value.to_ascii_lowercase());
+    written(key, flags, settings).filter(|value| !["none", "null"].contains(&&*value.to_ascii_lowercase()))
+}
+
+/// As [`value`], whatever the word is.
+fn written(key: &str, flags: &ArgMatches, settings: &[Setting]) -> Option<String> {
     let of_line = on_line(flags, key).then(|| flags::text(flags, key).map(String::from));
     let of_file = || settings.iter().rev().find(|setting| setting.key == key)?.values.first().cloned();
-    of_line.unwrap_or_else(of_file).filter(is_value)
+    of_line.unwrap_or_else(of_file)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use rlhf::{Error, Result};
 
 use super::errors::{Messages, Stop};
 use super::setting::Setting;
-use super::{deepspeed_chat, flags, groups, trl};
+use super::{deepspeed_chat, flags, groups, names, trl};
 
 /// The settings of another system, beside those of the file.
 pub(super) struct Translated {
@@ -31,7 +31,7 @@ pub(super) fn translated(
     let name = command.get_name();
     let has_preset = command.get_arguments().any(|arg| arg.get_id() == "preset");
     let preset = if has_preset { preset_of(flags, settings) } else { None };
-    if groups::has(name) {
+    if names::has(name) {
         groups::translate(flags, settings);
     }
     let forced = deepspeed_chat::translate(name, preset, flags, settings, messages);

@@ -10,7 +10,7 @@ pub(super) const DATASETS: &str = "datasets";
 /// The map with such a list of open-r1.
 pub(super) const OF_OPEN_R1: &str = "dataset_mixture";
 
-/// What a mixture is.
+/// The form of a mixture.
 const EXPECTED: &str = "expected none or a list of datasets such as [{path: DATASET, split: train}]";
 
 /// Returns a mixture in JSON as our settings.

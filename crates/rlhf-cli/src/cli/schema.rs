@@ -13,7 +13,7 @@ use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
-use super::{groups, help, trl};
+use super::{help, names, trl};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
@@ -102,8 +102,8 @@ fn described(command: &Command) -> Value {
             .iter()
             .map(|choice| json!({"name": choice.name, "aliases": choice.aliases, "help": choice.help}))
             .collect();
-        // What has no effect is no setting of the command.
-        if groups::has(name) && flag.is_hide_set() && flag.get_long() == Some(field.name) {
+        // A setting without an effect is none of the command.
+        if names::has(name) && flag.is_hide_set() && flag.get_long() == Some(field.name) {
             return None;
         }
         Some(json!({
@@ -182,7 +182,7 @@ mod tests {
             }
             let all = fields(command.get_name());
             let all = all.iter().all(|field| described.contains(&field.name.to_string()));
-            assert!(all || groups::has(command.get_name()), "{}", command.get_name());
+            assert!(all || names::has(command.get_name()), "{}", command.get_name());
         }
     }
 

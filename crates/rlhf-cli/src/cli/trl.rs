@@ -790,7 +790,7 @@ impl Flags<'_> {
                 Err(message) => {
                     let shown: String = given.shown().chars().take(60).collect();
                     self.refuse(given, &format!("{} = {shown}: {message}", given.flag), refusals);
-                    // What it would set is not missing.
+                    // The dataset is not missing beside it.
                     refusals.about_too("dataset_name");
                     continue;
                 }

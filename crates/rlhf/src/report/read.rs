@@ -381,7 +381,7 @@ fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<Setting> {
     };
     match serde_saphyr::from_str::<Map<String, Value>>(&text) {
         Ok(settings) => {
-            // Those of an older run have other names in its file.
+            // An older run has other names in its file.
             let settings = written(settings);
             if settings.len() > MOST_SETTINGS {
                 notes.push(format!("{CONFIG}: the first {MOST_SETTINGS} of {} settings are read", settings.len()));
