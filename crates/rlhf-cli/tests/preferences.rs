@@ -64,9 +64,6 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
     assert!((found.metrics.get("eval_margin").unwrap() - number(&of_all, "eval_margin")).abs() < 1e-5);
     let error = rlhf::train::reward_model::reward(&config, rlhf::run::Console::Silent).unwrap_err().to_string();
     assert!(error.starts_with("eval_only = true: expected false"), "{error}");
-    let missing = "reward --model_name_or_path out --dataset_name held.jsonl";
-    scratch.refuses(missing, 2, &["--output_dir <PATH>"]);
-    scratch.refuses(&format!("{missing} --eval_only=false"), 2, &["--output_dir <PATH>"]);
 }
 
 #[test]

@@ -1204,7 +1204,7 @@ fn a_mixture_of_tasks_has_a_reward_for_each_and_no_score_elsewhere() {
 #[test]
 fn invalid_rewards_are_refused_before_a_run_starts() {
     let scratch = Scratch::new();
-    scratch.refuses(NO_MODEL, 2, &["no reward", "reward_model_path, reward, reward_command and reward_url"]);
+    scratch.refuses(NO_MODEL, 2, &["no reward", "`reward_model_path`, `reward`, `reward_command` and `reward_url`"]);
     for (words, code, expected) in [
         (
             &["--reward", "exact:answer"][..],

@@ -7,6 +7,9 @@ use rlhf::schema::{Choice, Field, Settings, Shape, Values};
 
 use super::help;
 
+/// Flags that are not keys of a configuration file.
+pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
+
 /// A value of a flag of [`command`]; flags of other systems hold `String`s.
 #[derive(Debug, Clone)]
 pub(super) struct Word(pub(super) String);
@@ -68,4 +71,11 @@ fn flag(field: Field) -> Arg {
 fn possible_value(choice: Choice) -> PossibleValue {
     let value = PossibleValue::new(choice.name).aliases(choice.aliases);
     if choice.help.is_empty() { value } else { value.help(choice.help) }
+}
+
+/// Returns whether `name` is the name of a flag, or one of its aliases.
+pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
+    arg.get_id() == name
+        || arg.get_long() == Some(name)
+        || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
 }

@@ -2,12 +2,9 @@
 
 use clap::{Arg, Command};
 
-use super::args::is_named;
 use super::errors::{nearest, refusal};
+use super::flags::{NOT_SETTINGS, is_named};
 use super::{hints, trl};
-
-/// Flags that are not keys of a configuration file.
-pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
 
 /// The keys that a configuration file may have: the names and aliases of flags.
 pub(super) struct Keys<'c> {
