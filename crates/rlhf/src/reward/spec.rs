@@ -185,9 +185,11 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     }
     let mut refusals = Refusals::default();
     for text in &settings.reward {
-        if let Err(error) = parse(text).and_then(|(name, kind, about)| add(&name, kind, about)) {
-            error.refusals().iter().for_each(|line| refusals.refuse(line, ["reward"]));
+        let Err(error) = parse(text).and_then(|(name, kind, about)| add(&name, kind, about)) else { continue };
+        if error.refusals().is_empty() {
+            return Err(error); // A file that cannot be read.
         }
+        error.refusals().iter().for_each(|line| refusals.refuse(line, ["reward"]));
     }
     refusals.end()?;
     Ok(found)
