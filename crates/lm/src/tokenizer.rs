@@ -745,7 +745,7 @@ impl Tokenizer {
         }
         let of_tokens = |name: &str| [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP].contains(&name);
         for (name, bytes) in self.files.iter_mut().filter(|(name, _)| of_tokens(name)) {
-            let invalid = |error: serde_json::Error| Error::invalid(self.dir.join(&*name), error.to_string());
+            let invalid = |error: serde_json::Error| Error::invalid(self.dir.join(*name), error.to_string());
             let mut settings: Map<String, Value> = serde_json::from_slice(bytes).map_err(invalid)?;
             settings.insert(EOS_TOKEN.into(), token.into());
             *bytes = serde_json::to_vec_pretty(&settings).map_err(invalid)?;

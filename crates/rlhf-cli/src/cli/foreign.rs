@@ -258,11 +258,10 @@ fn content(map: &Map<String, Value>, keys: &[(&str, To)]) -> Content {
         }
         let found = |setting, value: &str| Found { key: key.clone(), setting, value: value.into(), of_fp16: false };
         match keys.iter().find(|(name, _)| *name == key).map(|(_, to)| *to) {
-            Some(Ours(setting)) => content.found.push(found(setting, &text(value))),
-            Some(OursUnless(_, fine)) if fine.contains(&word.as_str()) => {}
-            Some(OursUnless(setting, _)) => content.found.push(found(setting, &text(value))),
-            Some(OfFp16(setting)) => content.found.push(Found { of_fp16: true, ..found(setting, &text(value)) }),
+            Some(Unless(fine) | OursUnless(_, fine)) if fine.contains(&word.as_str()) => {}
             Some(Words(_, [])) => {}
+            Some(Ours(setting) | OursUnless(setting, _)) => content.found.push(found(setting, &text(value))),
+            Some(OfFp16(setting)) => content.found.push(Found { of_fp16: true, ..found(setting, &text(value)) }),
             Some(Words(setting, words)) => match words.iter().find(|(name, _)| *name == word) {
                 Some((_, ours)) => content.found.extend(ours.map(|ours| found(setting, ours))),
                 None => {
@@ -276,7 +275,6 @@ fn content(map: &Map<String, Value>, keys: &[(&str, To)]) -> Content {
                 }
                 _ => content.refused.push(format!("`{key}`: expected two numbers, found `{}`", text(value))),
             },
-            Some(Unless(fine)) if fine.contains(&word.as_str()) => {}
             Some(Unless(_)) => content.unknown.push(key),
             // It asks for nothing.
             None if ["false", "no", "none", "[]", ""].contains(&word.as_str()) => {}

@@ -69,7 +69,9 @@ pub(super) fn command(preset: Preset) -> Command {
             ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
             (POLICY, _) => arg.required(false).hide(true).default_value("."),
             (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
-            ("reward", Some((_, theirs))) => called(arg, theirs).value_parser(reward),
+            ("reward", Some((_, theirs))) => {
+                called(arg, theirs).value_parser(|text: &str| Ok::<_, String>(reward(text)))
+            }
             (_, Some((_, theirs))) => called(arg, theirs),
             (id, None) if NOT_OF_GROUPS.iter().any(|(name, _)| *name == id) => arg.hide(true),
             _ => arg,
@@ -86,9 +88,9 @@ fn called(arg: Arg, theirs: &'static str) -> Arg {
 }
 
 /// Reads a reward: a path with dots is a function of Python, as in TRL.
-fn reward(text: &str) -> Result<flags::Word, String> {
+fn reward(text: &str) -> flags::Word {
     let is_function = is_function_path(text) && !Path::new(text).exists();
-    Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
+    flags::Word(if is_function { format!("python:{text}") } else { text.into() })
 }
 
 /// Returns an error of a run of the command line `words` by the names of its command's flags.

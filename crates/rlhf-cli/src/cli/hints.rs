@@ -8,6 +8,9 @@ use clap::Command;
 
 use super::names;
 
+/// Names, and what to write instead of each.
+type Row = (&'static [&'static str], &'static str);
+
 const RANKS: &str = "ranks are those of rlhf launch, and each of them generates by itself";
 const COMPLETE: &str = "checkpoints are complete, and the model is in output_dir";
 const TRACKERS: &str =
@@ -16,7 +19,7 @@ const ONE_POLICY: &str = "an update trains on what its own policy sampled";
 const PASSES: &str = "rows are packed, and max_tokens_per_micro_batch is the size of a pass";
 
 /// Names of OpenRLHF's `train_ppo_ray`, and what to use instead.
-const NAMES: &[(&[&str], &str)] = &[
+const NAMES: &[Row] = &[
     (&["pretrain", "actor.model_name_or_path"], "sft_model_path; model_name_or_path of rlhf grpo and rlhf rloo"),
     (&["reward_pretrain", "reward.model_name_or_path"], "reward_model_path"),
     (&["critic_pretrain", "critic.model_name_or_path"], "value_model_path"),
@@ -117,7 +120,7 @@ const NAMES: &[(&[&str], &str)] = &[
 ];
 
 /// Names of OpenRLHF without a counterpart, by the reason for which there is none.
-const NONE: &[(&[&str], &str)] = &[
+const NONE: &[Row] = &[
     (
         &[
             "actor_num_nodes",
@@ -240,7 +243,7 @@ const NONE: &[(&[&str], &str)] = &[
 ];
 
 /// Names of recipes of open-r1, of LLaMA-Factory and of verl, and what to use instead.
-const OF_RECIPES: [(&str, &[(&[&str], &str)]); 3] = [
+const OF_RECIPES: [(&str, &[Row]); 3] = [
     (
         "open-r1",
         &[
@@ -348,7 +351,7 @@ const OF_RECIPES: [(&str, &[(&[&str], &str)]); 3] = [
 ];
 
 /// Names that TRL and its launcher have, or had, and their place here.
-const OF_TRL: [(&[&str], &str); 4] = [
+const OF_TRL: [Row; 4] = [
     (&["rloo_k"], "its name is num_generations"),
     (
         &["wandb_entity", "wandb_run_group"],
@@ -369,7 +372,7 @@ pub(super) fn hint(name: &str, commands: &[&Command]) -> Option<String> {
     Some(if of_groups { names::renamed_in(&hint, name) } else { hint })
 }
 
-fn find<'t>(table: &[(&[&str], &'t str)], name: &str) -> Option<&'t str> {
+fn find(table: &[Row], name: &str) -> Option<&'static str> {
     table.iter().find(|(names, _)| names.contains(&name)).map(|(_, ours)| *ours)
 }
 
