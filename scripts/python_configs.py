@@ -56,7 +56,7 @@ ELSEWHERE = set(
     is_encoder_decoder is_peft_model load_in_4bit load_in_8bit lora_alpha lora_dropout lora_modules_to_save lora_r
     lora_target_modules lora_target_parameters lora_task_type model_name model_name_or_path model_revision optimize_cuda_cache
     optimize_device_cache project_kwargs push_to_hub_if_best_kwargs query_dataset resume_from_checkpoint reward reward_command
-    reward_funcs reward_model reward_model_path reward_url sft_model_path steps streaming task_name test_split_size tokenizer_name
+    reward_funcs reward_model reward_model_name_or_path reward_model_path reward_url sft_model_path steps streaming task_name test_split_size tokenizer_name
     torch_dtype total_ppo_epochs use_bnb_nested_quant use_dora use_peft use_rslora value_model_path
     """.split()
 )

@@ -298,7 +298,6 @@ class _Rollouts(_Training):
 class _Groups(_Rollouts):
     """What trainers on groups of responses have."""
 
-    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text"})
     new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a reward model that has none"})
     reward_weights: list[float] | None = field(default=None, metadata={"help": "Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model, command, url, `reward_funcs` [default: 1]"})
     max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `max_completion_length`]"})
@@ -2069,11 +2068,11 @@ class PPOConfig(_Rollouts):
     """
 
     _command = 'ppo'
-    _names = {'reward_model_name_or_path': 'reward_model_path', 'max_completion_length': 'response_length', 'num_iterations': 'num_ppo_epochs', 'ppo_epochs': 'num_ppo_epochs', 'beta': 'kl_coef', 'init_kl_coef': 'kl_coef', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'epsilon': 'cliprange', 'epsilon_high': 'cliprange_high', 'delta': 'dual_clip', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _names = {'max_completion_length': 'response_length', 'num_iterations': 'num_ppo_epochs', 'ppo_epochs': 'num_ppo_epochs', 'beta': 'kl_coef', 'init_kl_coef': 'kl_coef', 'kl_penalty': 'kl_estimator', 'n_samples_per_prompt': 'num_generations', 'filter_groups': 'dynamic_sampling', 'epsilon': 'cliprange', 'epsilon_high': 'cliprange_high', 'delta': 'dual_clip', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
     _usual = {'save_steps': None}
 
     sft_model_path: str = field(default='EleutherAI/pythia-160m', metadata={"help": "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model"})
-    reward_model_path: str | None = field(default='EleutherAI/pythia-160m', metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text", "aliases": ["--reward_model_name_or_path"]})
+    reward_model_path: str | None = field(default='EleutherAI/pythia-160m', metadata={"help": "Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text"})
     new_reward_head: bool = field(default=False, metadata={"help": "Add a randomly initialized score head to a reward or value model that has none"})
     reward_weights: list[float] | None = field(default=None, metadata={"help": "Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model, command, url, `reward` [default: 1]"})
     max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `response_length`]"})
@@ -2157,9 +2156,6 @@ class GRPOConfig(_Groups):
     Args:
         output_dir (`str`, *optional*):
             Folder for the model, the metrics and the resolved configuration.
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads
-            decoded text.
         reward_label (`str`, *optional*):
             Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
         new_reward_head (`bool`, *optional*, defaults to `False`):
@@ -2930,9 +2926,6 @@ class RLOOConfig(_Groups):
     Args:
         output_dir (`str`, *optional*):
             Folder for the model, the metrics and the resolved configuration.
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads
-            decoded text.
         reward_label (`str`, *optional*):
             Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
         new_reward_head (`bool`, *optional*, defaults to `False`):

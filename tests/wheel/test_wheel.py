@@ -415,17 +415,19 @@ class Launcher(Case):
         fake_torch(self.cache / "libtorch-2.11.0/torch", "2.11.0")
         program = self.rlhf("x").lines["self"]
 
-        def fastest(command):
+        def fastest(*command):
             times = []
             for _ in range(12):
                 begin = time.perf_counter()
-                subprocess.run([command, "--version"], env=self.variables(), stdout=subprocess.DEVNULL, check=True)
+                subprocess.run(command, env=self.variables(), stdout=subprocess.DEVNULL, check=True)
                 times.append(time.perf_counter() - begin)
-            return min(times)
+            return 1000 * min(times)
 
-        added = 1000 * (fastest(self.venv / "bin/rlhf") - fastest(program))
-        print(f"a start through the console script adds {added:.0f} ms")
-        self.assertLess(added, 60)
+        added = fastest(self.venv / "bin/rlhf", "--version") - fastest(program, "--version")
+        python = fastest(self.venv / "bin/python", "-c", "")
+        print(f"a start through the console script adds {added:.0f} ms; Python alone starts in {python:.0f} ms")
+        # A machine that is busy or slow takes longer for both.
+        self.assertLess(added, max(60, 3 * python))
 
     def test_a_cache_that_cannot_be_written_is_done_without(self):
         fake_torch(self.cache / "libtorch-2.11.0/torch", "2.11.0")
