@@ -9,6 +9,7 @@ use rlhf::Result;
 use rlhf::schema::{Refusals, is_bool};
 
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
+use super::flags::is_named;
 use super::help;
 use super::keys::NOT_SETTINGS;
 use super::{hints, trl};
@@ -225,13 +226,6 @@ fn flag_name(shown: &str) -> &str {
     }
     let name = shown.trim_start_matches('-');
     name.split([' ', '=', '[', '<']).next().unwrap_or_default()
-}
-
-/// Returns whether `name` is the name of a flag, or one of its aliases.
-pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
-    arg.get_id() == name
-        || arg.get_long() == Some(name)
-        || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
 }
 
 /// Has the flags of `command` on the command line `args` called in errors as they are there, which may be by an alias.

@@ -36,6 +36,13 @@ pub(super) fn text<'m>(flags: &'m ArgMatches, name: &str) -> Option<&'m str> {
     flags.try_get_many::<Word>(name).ok()??.next_back().map(|word| word.0.as_str())
 }
 
+/// Returns whether `name` is the name of a flag, or one of its aliases.
+pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
+    arg.get_id() == name
+        || arg.get_long() == Some(name)
+        || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
+}
+
 fn flag(field: Field) -> Arg {
     let several = field.shape == Shape::List;
     let arg = Arg::new(field.name)

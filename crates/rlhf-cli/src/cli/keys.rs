@@ -2,8 +2,8 @@
 
 use clap::{Arg, Command};
 
-use super::args::is_named;
 use super::errors::{nearest, refusal};
+use super::flags::is_named;
 use super::{hints, trl};
 
 /// Flags that are not keys of a configuration file.

@@ -11,8 +11,8 @@ use rlhf::reward::check_written;
 use rlhf::schema::Refusals;
 use serde_json::{Map, Value};
 
-use super::args::is_named;
 use super::errors::{Messages, parsed, refusal};
+use super::flags::is_named;
 use super::setting::Setting;
 use super::sharding::{Layers, Word};
 use super::{flags, mixture};
