@@ -201,6 +201,7 @@ mod tests {
                     "score_position": "after_stop", "apply_chat_template": false, "system_prompt": null, "num_eval_prompts": 128,
                     "max_prompt_length": null, "long_prompts": "error",
                 }),
+                json!({"eval_dataset_name": null}),
                 json!({
                     "align_overflow": false, "compute_fp32_loss": true,
                     "value_head": false, "raw_logprobs": false, "num_shared_layers": null, "batch_size": null, "mini_batch_size": null, "early_stopping": false,
@@ -245,7 +246,7 @@ mod tests {
                 "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
-                "chat_template_path": null,
+                "chat_template_path": null, "eos_token": null,
                 "packing": false, "assistant_only_loss": false, "dataset_text_field": "text",
             }),
         );
@@ -257,6 +258,7 @@ mod tests {
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
                 "pair_loss": "sequence", "reward_format": null, "num_padding_at_beginning": null, "eval_only": false,
+                "eos_token": null,
             }),
         );
         assert_settings(

@@ -337,7 +337,7 @@ fn others() -> Vec<Command> {
             .after_help(PLAN_HELP),
         flags::command::<SchemaConfig>("schema").about("Describe all settings as JSON").after_help(SCHEMA_HELP),
         flags::command::<CompletionsConfig>("completions")
-            .about("Print a script that completes commands in a shell")
+            .about("Print a script of completions for a shell")
             .after_help(COMPLETIONS_HELP),
         flags::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
         flags::command::<LaunchFlags>(LAUNCH)
