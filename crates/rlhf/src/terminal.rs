@@ -278,7 +278,7 @@ fn without_secrets(words: Vec<String>) -> Vec<String> {
 }
 
 /// Settings with command lines or addresses, which may hold secrets.
-const PROGRAMS: [&str; 4] = ["reward", "reward_command", "reward_url", "report_to"];
+const PROGRAMS: [&str; 5] = ["reward", "reward_funcs", "reward_command", "reward_url", "report_to"];
 
 /// Returns the settings of a run for others: without the arguments of programs, and the passwords and queries of addresses.
 pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Value> {

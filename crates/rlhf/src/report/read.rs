@@ -204,19 +204,24 @@ impl Run {
 
     /// Returns the value of a setting.
     pub fn setting(&self, name: &str) -> Option<&str> {
+        self.find(name).map(|setting| setting.value.as_str())
+    }
+
+    /// Returns the setting `name`, which the files of a run of groups may call otherwise.
+    fn find(&self, name: &str) -> Option<&Setting> {
         let named = |name: &str| self.settings.iter().find(|setting| setting.name == name);
-        named(name).or_else(|| named(written_name(name))).map(|setting| setting.value.as_str())
+        named(name).or_else(|| named(written_name(name)))
     }
 
     /// Returns the name that the run's files have for the setting `name`.
     pub(crate) fn name_of<'n>(&self, name: &'n str) -> &'n str {
-        let theirs = written_name(name);
-        if self.settings.iter().any(|setting| setting.name == theirs) { theirs } else { name }
+        let name_in_files = written_name(name);
+        if self.settings.iter().any(|setting| setting.name == name_in_files) { name_in_files } else { name }
     }
 
     /// Returns the value of a setting for others: without the arguments of programs, and the passwords and queries of addresses.
     pub fn public_setting(&self, name: &str) -> Option<&str> {
-        self.settings.iter().find(|setting| setting.name == name).map(|setting| setting.public.as_str())
+        self.find(name).map(|setting| setting.public.as_str())
     }
 }
 

@@ -94,6 +94,10 @@ mod tests {
         };
         let plain = serde_json::json!({"lr": 3e-6, "reward_command": "judge", "report_to": ["wandb"], "reward": []});
         assert_eq!(text(plain), None);
+        // The file of a run of groups has another name for the rewards.
+        let of_groups =
+            text(serde_json::json!({"preset": "grpo", "reward": ["command:judge --api_key pw123"]})).unwrap();
+        assert!(of_groups.contains("reward_funcs") && !of_groups.contains("pw123"), "{of_groups}");
         let shown = text(serde_json::json!({
             "learning_rate": 3e-6,
             "reward_command": "python3 judge.py --api_key pw123",
