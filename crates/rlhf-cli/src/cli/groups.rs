@@ -65,24 +65,24 @@ pub(super) fn command(preset: Preset) -> Command {
         let help = help.replace(", with the presets `grpo` and `rloo`", "");
         let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
         let arg = arg.help(help);
-        match (id.as_str(), GROUP_NAMES.iter().find(|(ours, _)| *ours == id)) {
+        match (id.as_str(), GROUP_NAMES.iter().find(|(ppo_name, _)| *ppo_name == id)) {
             ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
             (POLICY, _) => arg.required(false).hide(true).default_value("."),
             (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
-            ("reward", Some((_, theirs))) => called(arg, theirs).value_parser(reward),
-            (_, Some((_, theirs))) => called(arg, theirs),
+            ("reward", Some((_, trl_name))) => with_trl_name(arg, trl_name).value_parser(reward),
+            (_, Some((_, trl_name))) => with_trl_name(arg, trl_name),
             (id, None) if NOT_OF_GROUPS.iter().any(|(name, _)| *name == id) => arg.hide(true),
             _ => arg,
         }
     })
 }
 
-/// Returns the flag `arg` by the name `theirs`; its name so far is another one.
-fn called(arg: Arg, theirs: &'static str) -> Arg {
+/// Returns the flag `arg` with TRL's name as its long name; the other names become aliases.
+fn with_trl_name(arg: Arg, trl_name: &'static str) -> Arg {
     let own = arg.get_id().as_str().to_string();
     let others: Vec<String> = arg.get_all_aliases().unwrap_or_default().into_iter().map(String::from).collect();
-    let others = others.into_iter().filter(|other| other != theirs).chain([own]);
-    others.fold(arg.alias(Resettable::<Str>::Reset), Arg::alias).long(theirs)
+    let others = others.into_iter().filter(|other| other != trl_name).chain([own]);
+    others.fold(arg.alias(Resettable::<Str>::Reset), Arg::alias).long(trl_name)
 }
 
 /// Reads a reward: a path with dots is a function of Python, as in TRL.
@@ -236,10 +236,10 @@ mod tests {
         );
         for preset in PRESETS {
             let command = command(preset);
-            for (ours, theirs) in GROUP_NAMES {
-                let arg = command.get_arguments().find(|arg| arg.get_id() == ours).unwrap();
-                assert_eq!(arg.get_long(), Some(theirs));
-                assert!(arg.get_all_aliases().unwrap().contains(&ours), "{ours}");
+            for (ppo_name, trl_name) in GROUP_NAMES {
+                let arg = command.get_arguments().find(|arg| arg.get_id() == ppo_name).unwrap();
+                assert_eq!(arg.get_long(), Some(trl_name));
+                assert!(arg.get_all_aliases().unwrap().contains(&ppo_name), "{ppo_name}");
             }
         }
     }
@@ -290,8 +290,11 @@ mod tests {
                 assert!(command.get_arguments().any(|arg| arg.get_id() == name), "{name}");
                 assert_eq!(usual[name], serde_json::from_str::<serde_json::Value>(only).unwrap(), "{name}");
             }
-            for (ours, theirs) in GROUP_NAMES {
-                assert!(long.contains(&format!("--{theirs} ")) && !long.contains(&format!("--{ours} ")), "{ours}");
+            for (ppo_name, trl_name) in GROUP_NAMES {
+                assert!(
+                    long.contains(&format!("--{trl_name} ")) && !long.contains(&format!("--{ppo_name} ")),
+                    "{ppo_name}"
+                );
             }
             assert!(
                 !["kl_coef`", "response_length", "cliprange", "ppo_epochs"].iter().any(|name| long.contains(name)),

@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value};
 
-/// Settings that TRL's GRPOTrainer and RLOOTrainer call otherwise: the name here, and theirs.
+/// Settings with another name in TRL's GRPOTrainer and RLOOTrainer: pairs of the name of `rlhf ppo` and TRL's name.
 pub const GROUP_NAMES: [(&str, &str); 8] = [
     ("response_length", "max_completion_length"),
     ("kl_coef", "beta"),
@@ -64,7 +64,7 @@ fn is_of_groups(settings: &Map<String, Value>) -> bool {
 
 /// Returns the name of the setting `name` in the files of a run that compares groups.
 pub(crate) fn written_name(name: &str) -> &str {
-    GROUP_NAMES.iter().find(|(ours, _)| *ours == name).map_or(name, |(_, theirs)| theirs)
+    GROUP_NAMES.iter().find(|(ppo_name, _)| *ppo_name == name).map_or(name, |(_, trl_name)| trl_name)
 }
 
 /// Returns the settings of a run as its files name them.
@@ -94,12 +94,12 @@ pub(crate) fn read_back(settings: Map<String, Value>) -> Map<String, Value> {
         return settings;
     }
     let one_model = !settings.contains_key(POLICY);
-    let own_name = |name: String| match GROUP_NAMES.iter().find(|(_, theirs)| *theirs == name) {
-        Some((ours, _)) => (*ours).to_string(),
+    let ppo_name = |name: String| match GROUP_NAMES.iter().find(|(_, trl_name)| *trl_name == name) {
+        Some((ppo_name, _)) => (*ppo_name).to_string(),
         None if one_model && name == MODEL => POLICY.to_string(),
         None => name,
     };
-    let mut settings: Map<String, Value> = settings.into_iter().map(|(name, value)| (own_name(name), value)).collect();
+    let mut settings: Map<String, Value> = settings.into_iter().map(|(name, value)| (ppo_name(name), value)).collect();
     if one_model {
         settings.insert(MODEL.into(), Value::Null);
     }
