@@ -75,6 +75,7 @@ TESTS = "crates/rlhf-cli/tests/"
 
 # Tests that stay among those of every change, though a part has the others of their kind.
 KEPT = (
+    "adapters::saved_modules_are_trained_in_f32_beside_a_bf16_base_that_stays_as_it_was",
     "checkpoint::a_run_stopped_after_any_update_resumes_to_the_same_bits",
     "distributed::ppo_trains_alike_on_any_number_of_ranks_and_a_repeated_run_has_the_same_bits",
     "distributed::values_of_ranks_arrive_in_order_with_the_bits_of_their_numbers",
@@ -87,6 +88,7 @@ KEPT = (
     "launch::a_rank_that_is_killed_ends_the_others_and_is_named",
     "lora::sft_with_lora_saves_an_adapter_that_the_other_commands_open_and_merge_folds",
     "offload::a_run_is_the_same_to_the_bit_whichever_part_of_it_is_offloaded",
+    "optimizers::every_optimizer_resumes_from_its_saved_state_to_the_bit_and_refuses_that_of_another",
     "pipeline::one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_repeat_it",
     "plan::a_plan_needs_the_configuration_and_the_tokenizer_alone",
     "push::a_folder_is_pushed_once_and_comes_back_with_the_same_bytes",
