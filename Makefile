@@ -64,6 +64,7 @@ install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the librarie
 crate: setup ## make a crate of your own that uses rlhf: make crate DIR=../my-trainer
 	@scripts/new-crate.sh "$(DIR)"
 
-wheel: setup ## a Python wheel of the release build in dist/; pip install dist/*.whl
+wheel: setup ## a Python wheel of the release build in dist/; CUDA=1 adds the library of NCCL and CUDA graphs (fetches 1 GB)
 	RLHF_COMMIT=$$(git describe --always --dirty 2>/dev/null) cargo build --release --locked
-	python3 scripts/wheel.py "$(target)/release/rlhf"
+	$(if $(CUDA),scripts/cuda.sh --library "$(target)/libtch_ext_cuda.so")
+	python3 scripts/wheel.py "$(target)/release/rlhf" $(if $(CUDA),--cuda_library "$(target)/libtch_ext_cuda.so")

@@ -223,6 +223,15 @@ PARTS = (
         commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks",),
     ),
     Part(
+        "cuda",
+        "the library of NCCL and CUDA graphs compiles, loads beside torch for CUDA 13, and goes into a wheel (no GPU is needed)",
+        paths=("crates/tch-ext/csrc/nccl.cpp", "crates/tch-ext/csrc/graph.cpp", "crates/tch-ext/csrc/groups.h", "crates/tch-ext/csrc/graph.h",
+               "crates/tch-ext/csrc/common.h", "scripts/cuda.sh", "tests/interop/cuda_library.py"),
+        turn=0,
+        commands=(f".venv-interop/bin/python tests/interop/cuda_library.py {PROGRAM}",),
+        python=("interop",),
+    ),
+    Part(
         "examples",
         "the library's examples compile without warnings",
         paths=("crates/rlhf/examples/", f"{SRC}lib.rs", f"{SRC}compat*", f"{SRC}train/*"),

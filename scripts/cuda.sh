@@ -15,6 +15,8 @@
 #
 # It must be torch 2.11.0 built for CUDA 13. The headers beside it are used; those that are missing are downloaded.
 #
+# cuda.sh --library FILE compiles the library alone into FILE, on any machine: `make wheel CUDA=1` puts it into the wheel.
+#
 # Each failure is one line on standard error and exit code 1.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -47,17 +49,22 @@ fail() {
     exit 1
 }
 
+alone=
 case ${1-} in
 "") ;;
+--library)
+    [ $# = 2 ] && [ -n "$2" ] || fail "--library: expected one file to write, such as target/libtch_ext_cuda.so"
+    alone=$(realpath -m "$2")
+    ;;
 -h | --help)
     awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' scripts/cuda.sh
     exit
     ;;
-*) fail "unexpected argument '$1': cuda.sh takes none but --help" ;;
+*) fail "unexpected argument '$1': cuda.sh takes --library FILE and --help" ;;
 esac
 
 torch=${LIBTORCH-$PWD/.libtorch/torch}
-library=$torch/lib/libtch_ext_cuda.so
+library=${alone:-$torch/lib/libtch_ext_cuda.so}
 # The library contains this text, so that a change of its sources or of libtorch is noticed.
 key="tch-ext cuda $(cat "${SOURCES[@]}" "${INCLUDED[@]}" <(echo $TORCH) | sha256sum | cut -c 1-64)"
 
@@ -77,8 +84,13 @@ check_fetch() {
 check_build() {
     command -v "${cxx%% *}" >/dev/null ||
         fail "no C++ compiler for the CUDA library: '${cxx%% *}' is not on PATH; install g++ (or name yours in CXX)"
-    [ -w "$torch/lib" ] ||
+    if [ -n "$alone" ]; then
+        [ -e "$torch/include/ATen/cuda/CUDAConfig.h" ] ||
+            fail "$torch: expected the headers of a torch built for CUDA, found none; set LIBTORCH to the folder of one"
+        [ -d "${alone%/*}" ] && [ -w "${alone%/*}" ] || fail "${alone%/*}: expected a folder that can be written"
+    elif [ ! -w "$torch/lib" ]; then
         fail "$torch/lib: no permission to write the CUDA library there; run 'make cuda' as the owner of that libtorch"
+    fi
     local runtime
     runtime=$(grep -aoEm 1 'libcudart[-.0-9a-z]*\.so\.[0-9]+' "$torch/lib/libc10_cuda.so" 2>/dev/null | head -n 1 || true)
     case ${runtime:-libcudart.so.13} in
@@ -214,11 +226,14 @@ build_library() {
 }
 
 cxx=${CXX:-c++}
-if has_cuda && has_library; then
+if [ -n "$alone" ]; then
+    ! has_library || { say "the CUDA library is there: $library"; exit; }
+elif has_cuda && has_library; then
     say "libtorch's CUDA half and the CUDA library are there: $torch/lib"
     exit
+elif ! has_cuda; then
+    check_fetch
 fi
-has_cuda || check_fetch
 [ "$(uname -s)" = Linux ] || fail "no CUDA for $(uname -s): expected Linux"
 check_build
 
@@ -232,5 +247,5 @@ trap 'rm -rf "$partial" "$library.partial"' EXIT
 trap 'exit 130' INT
 rm -rf "$partial"
 mkdir "$partial"
-has_cuda || fetch_cuda
+[ -n "$alone" ] || has_cuda || fetch_cuda
 has_library || build_library

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Makes a wheel of a built program: the program, the Python package in python/, the data of its demo, licences and notices.
 
-    scripts/wheel.py PROGRAM [--out FOLDER] [--notices FILE] [--max_mb N]
+    scripts/wheel.py PROGRAM [--cuda_library FILE] [--out FOLDER] [--notices FILE] [--max_mb N]
 
 PROGRAM is the built `rlhf`. It is stripped, and looks for libtorch only where the package puts links to it. The same inputs give the
-same bytes. The wheel's platform is the oldest manylinux that has the versions of libraries that the program needs.
+same bytes. The wheel's platform is the oldest manylinux that has the versions of libraries that the program needs. FILE is what
+`scripts/cuda.sh --library FILE` has compiled: with it, GPUs communicate by NCCL and generate with CUDA graphs.
 
 maturin is not used: for a program, rather than an extension module, it would compile everything again. Standard library only.
 """
@@ -44,6 +45,7 @@ DEMO = (
     "shared.py",
     "summary.py",
 )
+CUDA_LIBRARY = "rlhf/cuda13/libtch_ext_cuda.so"
 RPATH = "$ORIGIN/../lib/rlhf/torch/lib"
 # The glibc 2.N that the wheels of torch 2.11 need, and the newest GLIBCXX and CXXABI that manylinux_2_N allows, for each N where they change.
 OLDEST = 28
@@ -80,11 +82,14 @@ def check_version(program: Path, expected: str) -> None:
         raise Failure(f"{program} --version: expected 'rlhf {expected}', found '{found}'; build it from this checkout")
 
 
-def platform(program: elf.Program) -> str:
-    """The oldest manylinux on which the program runs."""
-    if unknown := [name for name in program.needed() if not KNOWN.match(name)]:
-        raise Failure(f"the program is linked with {unknown[0]}, which not every Linux has")
-    needed = program.versions()
+def platform(program: elf.Program, *libraries: elf.Program) -> str:
+    """The oldest manylinux on which the program and the libraries run."""
+    needed: dict[str, tuple[int, ...]] = {}
+    for file in (program, *libraries):
+        if unknown := [name for name in file.needed() if not KNOWN.match(name)]:
+            raise Failure(f"the program is linked with {unknown[0]}, which not every Linux has")
+        for kind, newest in file.versions().items():
+            needed[kind] = max(newest, needed.get(kind, ()))
     number = max(OLDEST, needed.get("GLIBC", (2, 0))[1])
     for kind, table in (("GLIBCXX", GLIBCXX), ("CXXABI", CXXABI)):
         enough = [at for at, newest in table.items() if newest >= needed.get(kind, ())]
@@ -97,7 +102,7 @@ def platform(program: elf.Program) -> str:
 
 
 def stripped(path: Path) -> elf.Program:
-    """The program without symbols, with the run path of the package."""
+    """A program or a library without symbols."""
     if not shutil.which("strip"):
         raise Failure("no strip on PATH: install binutils")
     with tempfile.TemporaryDirectory() as folder:
@@ -105,9 +110,17 @@ def stripped(path: Path) -> elf.Program:
         done = subprocess.run(["strip", "-o", target, path], capture_output=True, text=True, check=False)
         if done.returncode:
             raise Failure(f"{path}: strip failed: {done.stderr.strip().splitlines()[-1]}")
-        program = elf.Program.read(target)
-    program.set_rpath(RPATH)
-    return program
+        return elf.Program.read(target)
+
+
+def cuda_library(path: Path) -> elf.Program:
+    """The library of NCCL and CUDA graphs, of this checkout's sources."""
+    if not path.is_file():
+        raise Failure(f"{path}: no such library; build it with: scripts/cuda.sh --library {path}")
+    library = stripped(path)
+    if b"tch-ext cuda " not in library.data:
+        raise Failure(f"{path}: expected the library that scripts/cuda.sh builds, found another file")
+    return library
 
 
 def metadata(number: str) -> str:
@@ -142,11 +155,13 @@ def metadata(number: str) -> str:
 LICENCES = ("LICENSE-APACHE", "LICENSE-MIT", "NOTICES.txt")
 
 
-def contents(program: elf.Program, number: str, tag: str, notice: str) -> dict[str, bytes]:
+def contents(program: elf.Program, library: elf.Program | None, number: str, tag: str, notice: str) -> dict[str, bytes]:
     """Paths in the wheel, and their bytes."""
     info = f"{DISTRIBUTION.replace('-', '_')}-{number}.dist-info"
     files = {str(path.relative_to(SOURCES)): path.read_bytes() for path in SOURCES.glob("rlhf/**/*") if path.suffix in (".py", ".typed")}
     files["rlhf/bin/rlhf"] = bytes(program.data)
+    if library:
+        files[CUDA_LIBRARY] = bytes(library.data)
     for pattern in DEMO:
         for path in EXAMPLE.glob(pattern):
             files[f"rlhf/_sentiment/{path.relative_to(EXAMPLE)}"] = path.read_bytes()
@@ -182,8 +197,8 @@ def write(path: Path, files: dict[str, bytes]) -> None:
     partial.replace(path)
 
 
-def make(path: Path, out: Path, notice: str, max_mb: float) -> Path:
-    """Makes the wheel of the program at `path`; returns where it is."""
+def make(path: Path, library_path: Path | None, out: Path, notice: str, max_mb: float) -> Path:
+    """Makes the wheel of the program at `path`, and of the library if there is one; returns where it is."""
     number = version()
     if not path.is_file():
         raise Failure(f"{path}: no such program; build it with: cargo build --release")
@@ -191,13 +206,15 @@ def make(path: Path, out: Path, notice: str, max_mb: float) -> Path:
         raise Failure(f"{EXAMPLE / DEMO[0]}: expected the data of the demo, found none")
     try:
         program = stripped(path)
+        program.set_rpath(RPATH)
+        library = cuda_library(library_path) if library_path else None
         check_version(path.resolve(), number)
-        tag = platform(program)
+        tag = platform(program, *([library] if library else []))
     except elf.Broken as error:
         raise Failure(f"{path}: {error}") from error
     out.mkdir(parents=True, exist_ok=True)
     wheel = out / f"{DISTRIBUTION.replace('-', '_')}-{number}-py3-none-{tag}.whl"
-    write(wheel, contents(program, number, tag, notice))
+    write(wheel, contents(program, library, number, tag, notice))
     size = wheel.stat().st_size / 1e6
     if size > max_mb:
         wheel.unlink()
@@ -210,12 +227,13 @@ def main(arguments: list[str]) -> int:
     try:
         parser = Parser(prog="wheel.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("program", type=Path, metavar="PROGRAM")
+        parser.add_argument("--cuda_library", type=Path, metavar="FILE", help="what scripts/cuda.sh --library FILE has compiled")
         parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER", help="where the wheel goes (default: dist)")
         parser.add_argument("--notices", type=Path, metavar="FILE", help="what scripts/notices.py has written, in place of running it")
         parser.add_argument("--max_mb", type=float, default=15, metavar="N", help="fail where the wheel is larger (default: 15)")
         options = parser.parse_args(arguments)
         notice = options.notices.read_text(encoding="utf-8") if options.notices else notices.written(notices.parts())
-        make(options.program, options.out, notice, options.max_mb)
+        make(options.program, options.cuda_library, options.out, notice, options.max_mb)
     except (Failure, notices.Missing) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1

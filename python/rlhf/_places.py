@@ -5,6 +5,8 @@ import os
 TORCH = "2.11.0"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 PROGRAM = os.path.join(PACKAGE, "bin", "rlhf")
+# NCCL and CUDA graphs, for a libtorch with CUDA 13; not in every wheel.
+CUDA_LIBRARY = os.path.join(PACKAGE, "cuda13", "libtch_ext_cuda.so")
 
 
 class Failure(Exception):

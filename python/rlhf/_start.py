@@ -6,6 +6,8 @@ inherit it. The folder is made once for each program and libtorch:
     bin/rlhf                  the program, as a hard link or a copy: $ORIGIN is the folder of the file itself
     lib/rlhf/torch/lib/*      links to the libraries of the libtorch
     lib/rlhf/nvidia           links to the folders beside it, where these look for other libraries
+
+Beside a libtorch for CUDA 13, a link goes to this package's library of NCCL and CUDA graphs: nothing is written into the user's torch.
 """
 
 import os
@@ -14,7 +16,7 @@ import time
 
 from rlhf import __version__
 from rlhf._libtorch import Libtorch
-from rlhf._places import PROGRAM, Failure, short, starts
+from rlhf._places import CUDA_LIBRARY, PROGRAM, Failure, short, starts
 
 # Folders beside that of torch that its libraries name in their run paths.
 BESIDE = ("nvidia", "cusparselt", "torch.libs")
@@ -38,6 +40,19 @@ def key_of(libtorch: Libtorch) -> str:
 
 def with_cuda(libtorch: Libtorch) -> str:
     return os.path.join(libtorch.folder, "lib", "libtorch_cuda.so")
+
+
+def is_for_cuda_13(libtorch: Libtorch) -> bool:
+    """Whether a libtorch has CUDA, and is linked with the runtime of CUDA 13."""
+    if not os.path.exists(with_cuda(libtorch)):
+        return False
+    try:
+        with open(os.path.join(libtorch.folder, "lib", "libc10_cuda.so"), "rb") as file:
+            names = file.read()
+    except OSError:
+        return False
+    start = names.find(b"libcudart")
+    return b".so.13" in names[start : names.find(b"\0", start)]
 
 
 def place_program(folder: str) -> None:
@@ -64,6 +79,11 @@ def place_links(folder: str, libtorch: Libtorch) -> None:
             # Some builds give libgomp a name of their own. The program asks for the common one; both must be one library.
             if name.startswith("libgomp-") and not os.path.exists(os.path.join(real, "lib", "libgomp.so.1")):
                 os.symlink(os.path.join(real, "lib", name), os.path.join(lib, "libgomp.so.1"))
+    if os.path.exists(CUDA_LIBRARY) and is_for_cuda_13(libtorch):
+        link = os.path.join(lib, os.path.basename(CUDA_LIBRARY))
+        if os.path.lexists(link):
+            os.remove(link)
+        os.symlink(CUDA_LIBRARY, link)
     for name in BESIDE:
         beside = os.path.join(os.path.dirname(real), name)
         if os.path.isdir(beside):

@@ -257,7 +257,7 @@ class Contents(Case):
         self.assertEqual((self.program.needed(), self.program.versions()), (original.needed(), original.versions()))
 
     def test_the_same_inputs_give_the_same_bytes(self):
-        files = wheel.contents(elf.Program(bytearray(b"program"), "x86_64"), "0.1.0", "any", "notices")
+        files = wheel.contents(elf.Program(bytearray(b"program"), "x86_64"), None, "0.1.0", "any", "notices")
         made = []
         for name in ("a.whl", "b.whl"):
             wheel.write(self.folder / name, dict(reversed(files.items()) if made else files))
@@ -272,6 +272,18 @@ class Contents(Case):
                 [sys.executable, ROOT / "scripts/wheel.py", path, "--notices", text, "--out", self.folder], capture_output=True, text=True
             )
             self.one_error(Ran(done), path, part)
+
+    def test_what_is_no_cuda_library_is_an_error(self):
+        text = self.folder / "text"
+        text.write_text("x" * 100)
+        other = subprocess.run(["sh", "-c", "ldd /bin/sh | sed -n 's/.* => \\(.*libc.so.6\\) .*/\\1/p'"], capture_output=True, text=True)
+        for path, part in (
+            (self.folder / "none", "no such library; build it with: scripts/cuda.sh --library"),
+            (text, "strip failed"),
+            (other.stdout.strip(), "expected the library that scripts/cuda.sh builds"),
+        ):
+            command = [sys.executable, ROOT / "scripts/wheel.py", PROGRAM, "--cuda_library", path, "--notices", text, "--out", self.folder]
+            self.one_error(Ran(subprocess.run(command, capture_output=True, text=True)), path, part)
 
 
 class Real(Case):
@@ -374,6 +386,22 @@ class Launcher(Case):
             self.assertEqual(self.rlhf("x").lines["real"], str(taken / "lib/libtorch_cpu.so"), version)
         shutil.rmtree(self.cache)
         self.one_error(self.rlhf("x"), f"(torch 2.4.1+cu121 in {folder} is left alone)", "run 'rlhf setup' once")
+
+    def test_the_cuda_library_is_linked_beside_a_libtorch_of_cuda_13_alone(self):
+        library = packages(self.venv) / "rlhf/cuda13/libtch_ext_cuda.so"
+        library.parent.mkdir()
+        self.addCleanup(shutil.rmtree, library.parent)
+        library.write_text("of the package")
+        runtimes = {"13": "libcudart.so.13\0libc.so.6\0", "12": "libcudart-9335f6a2.so.12\0x.so.13\0", "cpu": ""}
+        linked = {}
+        for name, text in runtimes.items():
+            more = {"lib/libtorch_cuda.so": "", "lib/libc10_cuda.so": text} if text else {}
+            folder = fake_torch(self.folder / name, "2.11.0", **{"lib/libtch_ext_cuda.so": "of torch", **more})
+            ran = self.rlhf("x", LIBTORCH=folder)
+            link = Path(ran.lines["self"]).parent.parent / "lib/rlhf/torch/lib/libtch_ext_cuda.so"
+            linked[name] = link.read_text()
+            self.assertEqual((folder / "lib/libtch_ext_cuda.so").read_text(), "of torch")
+        self.assertEqual(linked, {"13": "of the package", "12": "of torch", "cpu": "of torch"})
 
     def test_a_folder_named_torch_beside_the_caller_is_no_package(self):
         fake_torch(self.folder / "torch", "2.11.0")

@@ -363,7 +363,7 @@ pub fn load_ahead(device: Device) {
 
 /// Number of GPUs that libtorch can use, or the reason that it can use none.
 pub fn gpus() -> Result<usize, String> {
-    tch_ext::load_cuda().map_err(|message| explain(&message))?;
+    tch_ext::load_cuda().map_err(|message| explain(&message, cuda_command()))?;
     match tch::Cuda::device_count() {
         count @ 1.. => Ok(count as usize),
         _ => Err("CUDA is installed, but it can use no GPU: CUDA 13 needs an NVIDIA GPU of compute capability 7.5 or \
@@ -372,15 +372,28 @@ pub fn gpus() -> Result<usize, String> {
     }
 }
 
-/// Explains an error of the dynamic linker, with a remedy.
-fn explain(message: &str) -> String {
+/// The variable in which the Python package says where it has found libtorch, in words for `rlhf doctor`.
+pub const LIBTORCH_FROM: &str = "RLHF_LIBTORCH_FROM";
+
+/// Returns true if the Python package has started this program.
+pub fn is_of_python_package() -> bool {
+    std::env::var_os(LIBTORCH_FROM).is_some()
+}
+
+/// Returns the command that fetches CUDA's libraries: that of the Python package, or that of a checkout.
+pub fn cuda_command() -> &'static str {
+    if is_of_python_package() { "`rlhf setup --device cuda`" } else { "`make cuda`" }
+}
+
+/// Explains an error of the dynamic linker, with a remedy: the command that fetches CUDA's libraries.
+fn explain(message: &str, command: &str) -> String {
     let library = message.split(':').next().unwrap_or_default();
     if library == "libcuda.so.1" {
         "no NVIDIA driver: libcuda.so.1 not found; install the driver (580 or newer, for CUDA 13)".into()
     } else if library.ends_with("/libtorch_cuda.so") && message.contains("No such file") {
-        format!("no CUDA for libtorch: expected {library}; `make cuda` fetches it")
+        format!("no CUDA for libtorch: expected {library}; {command} fetches it")
     } else {
-        format!("libtorch's CUDA half cannot be loaded: {message}; `make cuda` fetches what it needs")
+        format!("libtorch's CUDA half cannot be loaded: {message}; {command} fetches what it needs")
     }
 }
 
@@ -526,10 +539,10 @@ mod tests {
         let missing = |what: &str| format!("{what}: cannot open shared object file: No such file or directory");
         let lib = "/opt/torch/lib/libtorch_cuda.so";
         assert_eq!(
-            explain(&missing(lib)),
+            explain(&missing(lib), "`make cuda`"),
             "no CUDA for libtorch: expected /opt/torch/lib/libtorch_cuda.so; `make cuda` fetches it"
         );
-        assert!(explain(&missing("libcudnn.so.9")).contains("libcudnn.so.9: cannot open"));
-        assert!(explain(&missing("libcuda.so.1")).starts_with("no NVIDIA driver: libcuda.so.1"));
+        assert!(explain(&missing("libcudnn.so.9"), "`make cuda`").contains("libcudnn.so.9: cannot open"));
+        assert!(explain(&missing("libcuda.so.1"), "`make cuda`").starts_with("no NVIDIA driver: libcuda.so.1"));
     }
 }

@@ -15,7 +15,7 @@ mod settings;
 pub use passes::Sharded;
 pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 
-use crate::{Error, Result};
+use crate::{Error, Result, device};
 use failure::{Agreed, Failure, Fault};
 use launch::Launch;
 use serde::Serialize;
@@ -635,13 +635,18 @@ fn from_json<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
         .map_err(|e| Error::Run(format!("a value that rank {rank} has sent cannot be read: {e}")))
 }
 
-/// Returns the path of the library that `make cuda` builds, by which ranks on GPUs communicate, in the folder of libtorch's libraries.
+/// Returns the path of the library by which ranks on GPUs communicate, in the folder of libtorch's libraries: `make cuda` builds it, and
+/// the Python package brings it for CUDA 13.
 pub fn cuda_library_in(folder: &Path) -> Result<PathBuf, String> {
     let path = folder.join(tch_ext::CUDA_LIBRARY);
     if path.is_file() {
         return Ok(path);
     }
-    Err(format!("no CUDA library: expected {}; `make cuda` builds it", path.display()))
+    let hint = match device::is_of_python_package() {
+        true => "the Python package has one for torch 2.11.0 with CUDA 13",
+        false => "`make cuda` builds it",
+    };
+    Err(format!("no CUDA library: expected {}; {hint}", path.display()))
 }
 
 /// The part of `rank` of `rows` rows.

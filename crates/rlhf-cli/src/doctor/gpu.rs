@@ -121,7 +121,7 @@ fn gpu(seen: &Seen) -> Finding {
     match &seen.usable {
         None => {
             let text = format!("{driver}, but no CUDA for libtorch: runs use the CPU");
-            Finding::warning("gpu", text, "run `make cuda` (3 GB), then `make install` again")
+            Finding::warning("gpu", text, fetch_cuda(" (3 GB)"))
         }
         Some(Err(reason)) => {
             Finding::failure("gpu", format!("{driver}: {reason}"), "correct that, or set --device cpu")
@@ -146,7 +146,7 @@ fn without_driver(seen: &Seen) -> Finding {
         let text = format!("an NVIDIA GPU without a driver{half}: runs use the CPU");
         let hint = format!(
             "install NVIDIA's driver, {DRIVER} or newer; in a container, pass the GPU on (docker run --gpus all){}",
-            if seen.cuda { "" } else { "; then `make cuda`" }
+            if seen.cuda { String::new() } else { format!("; then {}", device::cuda_command()) }
         );
         return Finding::warning("gpu", text, hint);
     }
@@ -161,9 +161,16 @@ fn without_driver(seen: &Seen) -> Finding {
     Finding::ok("gpu", format!("no NVIDIA GPU{half}: runs use the CPU"))
 }
 
+/// The hint to fetch CUDA's libraries, with a remark on the command.
+fn fetch_cuda(remark: &str) -> String {
+    let command = device::cuda_command();
+    let again = if device::is_of_python_package() { "" } else { ", then `make install` again" };
+    format!("run {command}{remark}{again}")
+}
+
 fn library(seen: &Seen, usable: usize) -> Finding {
     const NAME: &str = "cuda library";
-    let missed = |text: String| Finding::warning(NAME, text, "run `make cuda`, then `make install` again");
+    let missed = |text: String| Finding::warning(NAME, text, fetch_cuda(""));
     match (&seen.library, usable) {
         (Some(Ok(path)), _) => Finding::ok(NAME, path),
         (Some(Err(_)), 0) => Finding::ok(NAME, "not there; no GPU can be used, so nothing needs it"),

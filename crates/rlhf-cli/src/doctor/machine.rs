@@ -11,9 +11,6 @@ use std::path::{Path, PathBuf};
 /// Version of the libtorch that this program was compiled with.
 const LIBTORCH: &str = env!("RLHF_LIBTORCH_VERSION");
 
-/// The variable in which the launcher of the Python package says where its libtorch is from, in words.
-const FROM: &str = "RLHF_LIBTORCH_FROM";
-
 /// Bytes of memory below which a warning is due: with the libraries, a run of a model of some 100 million parameters needs them.
 const MEMORY: u64 = 2 << 30;
 
@@ -35,7 +32,7 @@ pub(super) fn libtorch() -> Finding {
     };
     let found = version_beside(&folder);
     let openmp = openmp_libraries(&read("/proc/self/maps").unwrap_or_default());
-    let from = variable(FROM);
+    let from = variable(device::LIBTORCH_FROM);
     let library_path = variable("LD_LIBRARY_PATH").is_some();
     let finding = libtorch_finding(&folder, from.as_deref(), found.as_deref(), &openmp, library_path);
     finding
