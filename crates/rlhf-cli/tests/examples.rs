@@ -4,7 +4,7 @@
 use crate::cli::{Scratch, json_lines};
 use rlhf::model::{ModelOptions, SequenceClassifier};
 use rlhf::tokenizer::Tokenizer;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
@@ -90,4 +90,80 @@ fn the_examples_settings_run_from_its_model_to_a_policy() {
     assert!(metrics.iter().all(|line| line["objective/scores"].is_number()), "{metrics:?}");
     // The value model is the policy's body with a fresh head: the classifier does not read the policy's tokens.
     assert!(scratch.read("out/value_model/config.json").contains("GPT2ForSequenceClassification"));
+}
+
+/// The files of examples/configs: their folders, the command that each is for, and their paths.
+fn recipes() -> Vec<(String, PathBuf)> {
+    let folders = std::fs::read_dir(examples().join("configs")).unwrap().map(|entry| entry.unwrap().path());
+    let files = folders.filter(|path| path.is_dir()).flat_map(|path| std::fs::read_dir(path).unwrap());
+    let mut recipes: Vec<(String, PathBuf)> = files
+        .map(|entry| {
+            let path = entry.unwrap().path();
+            let stem = path.file_stem().unwrap().to_str().unwrap();
+            (stem.split('-').next().unwrap().to_string(), path)
+        })
+        .collect();
+    recipes.sort();
+    recipes
+}
+
+#[test]
+fn every_recipe_trains_a_small_model_on_rows_of_its_datasets_form() {
+    let scratch = Scratch::new();
+    let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\
+                    {% if add_generation_prompt %}a:{% endif %}";
+    for model in ["policy", "reward"] {
+        scratch.write(&format!("{model}/chat_template.jinja"), template);
+    }
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let conversation = |answer: &str| json!([turn("user", "Hi"), turn("assistant", answer)]);
+    let rows = [
+        ("sft", json!({"messages": conversation("so")})),
+        ("reward", json!({"chosen": conversation("so"), "rejected": conversation("no")})),
+        ("prompts", json!({"prompt": [turn("user", "Hi")], "solution": "51"})),
+    ];
+    for (name, row) in rows {
+        scratch.write(&format!("{name}.jsonl"), &format!("{row}\n").repeat(64));
+    }
+    let found = recipes();
+    assert_eq!(found.len(), 9, "{found:?}");
+    for (at, (command, path)) in found.iter().enumerate() {
+        let text = std::fs::read_to_string(path).unwrap();
+        // What depends on the model's size, and on its tokenizer.
+        let own = match command.as_str() {
+            "sft" => {
+                let eos = if text.contains("\neos_token:") { "--eos_token <|endoftext|>" } else { "" };
+                format!("--model_name_or_path policy --dataset_name sft.jsonl --max_length 32 --max_steps 2 {eos}")
+            }
+            "reward" => "--model_name_or_path policy --dataset_name reward.jsonl --max_length 32 --max_steps 2".into(),
+            "ppo" => {
+                "--sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --train_batch_size 4 \
+                      --total_episodes 8 --max_prompt_length 24 --response_length 4"
+                    .into()
+            }
+            _ => {
+                let reward = if text.contains("\nreward_model") { "--reward_model_name_or_path reward" } else { "" };
+                format!(
+                    "--model_name_or_path policy --dataset_name prompts.jsonl --per_device_train_batch_size 8 --max_steps 2 \
+                     --max_prompt_length 24 --max_completion_length 4 {reward}"
+                )
+            }
+        };
+        let line = format!("{command} --config {} --output_dir out{at} {own} --save_steps none", path.display());
+        scratch.succeeds(&line);
+        let metrics = json_lines(&scratch.read(&format!("out{at}/metrics.jsonl")));
+        assert_eq!(metrics.last().unwrap()["step"], 2, "{line}");
+    }
+}
+
+#[test]
+fn the_page_of_the_recipes_has_a_row_for_each_and_each_says_its_own_command() {
+    let page = std::fs::read_to_string(examples().join("configs/README.md")).unwrap();
+    for (command, path) in recipes() {
+        let name = path.strip_prefix(examples().join("configs")).unwrap().display().to_string();
+        assert!(page.contains(&format!("| [{name}]({name}) |")), "README.md: no row for {name}");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let line = format!("rlhf {command} --config examples/configs/{name}\n");
+        assert!(text.lines().next().is_some_and(|first| format!("{first}\n").contains(&line)), "{name}: no {line}");
+    }
 }
