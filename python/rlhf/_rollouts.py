@@ -27,12 +27,17 @@ class Rollouts(Trainer):
         """The settings of rewards, and the functions that this process calls."""
         several = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
 
-        def place(model: Any, what: str) -> str:
-            at = int(what.rsplit("_", 1)[-1])
-            own = several[at] if at < len(several) else None
-            return self._place_model(model, what, resumes, own)
+        def own(at: int) -> Any:
+            return several[at] if at < len(several) else None
 
-        rewards = Rewards(given, place)
+        def place(model: Any, what: str) -> str:
+            return self._place_model(model, what, resumes, own(int(what.rsplit("_", 1)[-1])))
+
+        def tokenizer(at: int) -> Any:
+            found = own(at)
+            return found if found is not None else self.processing_class
+
+        rewards = Rewards(given, place, tokenizer)
         self._functions = rewards.functions
         settings: dict[str, Any] = {"reward": rewards.written} if rewards.written else {}
         if rewards.functions and "reward_timeout" not in self._settings:
