@@ -10,6 +10,7 @@ from rlhf._config import Config
 from rlhf._data import is_name, path_or_name, rows, write
 from rlhf._errors import Unsupported
 from rlhf._objects import is_same, is_text, place_tokenizer
+from rlhf._output import in_notebook
 from rlhf._rewards import Rewards
 from rlhf._trainer import Trainer, copy_tokenizer
 
@@ -78,9 +79,15 @@ class Rollouts(Trainer):
 
 
 def print_table(completions: list[dict[str, Any]]) -> None:
-    """Prints prompts and responses."""
-    for row in completions:
-        print(f"{text_of(row.get('prompt'))!r} -> {text_of(row.get('response', row.get('completion')))!r}")
+    """Prints prompts and responses; in a notebook as a table."""
+    pairs = [[text_of(row.get("prompt")), text_of(row.get("response", row.get("completion")))] for row in completions]
+    if in_notebook():
+        from rlhf._notebook import show_texts
+
+        show_texts(["prompt", "response"], pairs)
+        return
+    for prompt, response in pairs:
+        print(f"{prompt!r} -> {response!r}")
 
 
 def text_of(value: Any) -> str:

@@ -638,6 +638,42 @@ class Arguments(Case):
         self.assertIn("unknown argument `bta`; did you mean `beta`?", self.err.getvalue())
 
 
+class Notebook(Case):
+    """The page of a run in a notebook, without one."""
+
+    def page(self, command, lines, samples=()):
+        from rlhf._callbacks import TrainerState
+        from rlhf._notebook import Display
+
+        with mock.patch("importlib.import_module"):
+            display = Display(command)
+        for logs in lines:
+            display.log(logs)
+        display.samples(list(samples))
+        display.begin(TrainerState(global_step=2, max_steps=4))
+        return display.page()
+
+    def test_the_table_has_the_metrics_that_matter_and_those_of_reward_functions(self):
+        line = {"step": 1, "reward": 0.25, "kl": 0.5, "rewards/brief/mean": 0.25, "reward/brief/words": 12.5, "time/update": 3.0}
+        page = self.page("grpo", [line, {**line, "step": 2}])
+        self.assertIn("<th>step</th><th>reward</th><th>kl</th><th>reward/brief/words</th></tr>", page)
+        self.assertIn("<td>1</td><td>0.25</td><td>0.5</td><td>12.5</td>", page)
+        page = self.page("grpo", [{**line, "rewards/digits/mean": 1.0}])
+        self.assertIn("<th>rewards/brief/mean</th><th>reward/brief/words</th><th>rewards/digits/mean</th>", page)
+
+    def test_texts_keep_their_lines_and_are_no_code_of_the_page(self):
+        samples = [{"prompt": [{"role": "user", "content": "a\n<b>"}], "response": "<script>", "score": 1.5}]
+        page = self.page("ppo", [{"step": 1}], samples)
+        self.assertIn('<td style="text-align: left; white-space: pre-wrap">a\n&lt;b&gt;</td>', page)
+        self.assertIn("&lt;script&gt;</td><td>1.5</td>", page)
+        self.assertNotIn("<script>", page)
+
+    def test_the_time_left_has_hours(self):
+        from rlhf._notebook import duration
+
+        self.assertEqual([duration(seconds) for seconds in (9, 75, 3723)], ["0:09", "1:15", "1:02:03"])
+
+
 class Results(Case):
     """What a trainer has after a run."""
 
