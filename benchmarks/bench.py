@@ -120,6 +120,27 @@ def update(bench, size, precision):
     return bench.repeated(measure)
 
 
+def from_python(bench, trainer):
+    """Updates by the command line and by the Python package's trainers with a small model: the less an update takes, the more a second
+    process would show. Their order changes from round to round."""
+    job = bench.job("s", updates=6)
+    if trainer == "grpo":
+        # The function of the script scores texts, and so does the rule.
+        prompts = WORK / "prompts-s-texts.jsonl"
+        with open(job.prompts) as lines, open(prompts, "w") as file:
+            for line in lines:
+                print(json.dumps({"prompt": " ".join(f"w{token}" for token in json.loads(line)["input_ids"])}), file=file)
+        job = GrpoJob(job.models, prompts, job.batch, job.accumulation, job.updates, job.response_length)
+    ways = [job.rlhf, job.python]
+
+    def measure():
+        for way in ways:
+            yield way(bench.binary, "f32")
+        ways.reverse()
+
+    return bench.repeated(measure)
+
+
 def pretrained(bench, trainer, precision, trained):
     """Updates of both programs with SmolLM2-135M-Instruct, alternating."""
     job = bench.pretrained_job(trainer, trained == "lora")
@@ -127,6 +148,8 @@ def pretrained(bench, trainer, precision, trained):
     def measure():
         yield job.trl(table.THEIRS[precision])
         yield job.rlhf(bench.binary, precision)
+        if precision == "f32":
+            yield job.python(bench.binary, precision)
         if precision == "bf16":
             # Adapters are f32 in each mode.
             if trained == "full":
@@ -202,6 +225,7 @@ CELLS = {
         for precision in DTYPES
         for trained in ("full", "lora")
     },
+    **{f"python/{trainer}/s": (from_python, trainer) for trainer in PRETRAINED},
     "growth/s": (growth, "s"),
     "early/s": (early, "s"),
     "ranks/s": (ranks, "s"),

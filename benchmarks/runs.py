@@ -104,6 +104,11 @@ def watch_ranks(command, ranks, timeout=None):
     return output, peaks
 
 
+def _value(value):
+    """A flag's value as an argument of Python."""
+    return {"true": True, "false": False}.get(value, value if isinstance(value, (int, float)) else str(value))
+
+
 def _words(flags):
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -140,6 +145,13 @@ class Job:
         that are trained, their gradients and Adam states are bf16 too."""
         flags = self._flags(precision) | self.extra
         return self._summary("rlhf", precision, watch(self._rlhf(binary, flags), **watching))
+
+    def python(self, binary, precision, **watching):
+        """The same run by the trainers of the Python package, which start the program."""
+        _, command, *_ = self._rlhf(binary, {})
+        settings = {name: _value(value) for name, value in (self._flags(precision) | self.extra).items()}
+        words = [sys.executable, HERE / "from_python.py", binary, command, json.dumps(settings)]
+        return self._summary("Python", precision, watch(words, **watching))
 
     def plan(self, binary, precision):
         """The plan of such a run, without times."""

@@ -15,10 +15,13 @@ MEMORY = {("s", "f32"): (0.5, 0.4), ("m", "f32"): (0.55, 0.4), ("s", "bf16"): (0
 GEMM = (0.70, 0.85)
 # Of SmolLM2-135M-Instruct, in each cell.
 PRETRAINED_UPDATE, PRETRAINED_MEMORY = (2.0, 3.0), (0.6, None)
+# Of updates from Python, in those of the command line.
+FROM_PYTHON = (1.03, 1.01)
 
 MODES = {
     ("TRL", "f32"): "TRL, f32",
     ("rlhf", "f32"): "rlhf, f32",
+    ("Python", "f32"): "rlhf from Python, f32",
     ("TRL", "bf16-weights"): "TRL, bf16 weights, gradients and Adam states",
     ("rlhf", "bf16"): "rlhf, bf16 compute; f32 master weights, gradients and Adam states",
     ("rlhf", "bf16-weights"): "rlhf, bf16 weights, gradients and Adam states (`--optim adamw_bf16`)",
@@ -158,6 +161,15 @@ def pretrained_targets(cells):
         yield f"peak memory, {name}", PRETRAINED_MEMORY, True, numbers
 
 
+def python_targets(cells):
+    """Yields the targets of runs from Python, as `targets` does."""
+    names = [name for name in cells if name.startswith("python/") or "/smollm2/f32/" in name]
+    for name in sorted(names):
+        pairs = rounds(cells[name][1], {"program": "rlhf", "precision": "f32"}, {"program": "Python", "precision": "f32"})
+        numbers = [median(ours["update"]) / median(line["update"]) for line, ours in pairs]
+        yield f"update from Python against the command line, {name.removeprefix('python/')}", FROM_PYTHON, True, numbers
+
+
 def verdict(number, aim, less):
     gate, stretch = aim
     if gate is None:
@@ -188,7 +200,7 @@ def beside(found, header, rows):
 
 def target_rows(cells):
     rows = []
-    for name, aim, less, numbers in (*targets(cells), *pretrained_targets(cells)):
+    for name, aim, less, numbers in (*targets(cells), *pretrained_targets(cells), *python_targets(cells)):
         if not numbers:
             # Its place among the names, in which another processor's stands.
             rows.append([name])
@@ -226,7 +238,7 @@ def update_tables(found, wanted, modes=MODES):
     """The tables of `wanted`: titles, and patterns of the cells, in which {} is the precision."""
     text = ""
     for title, pattern in wanted:
-        names = [pattern.format(precision) for precision in ("f32", "bf16")]
+        names = list(dict.fromkeys(pattern.format(precision) for precision in ("f32", "bf16")))
         header = [title, "update, rounds", "update", "generation", "rest of rollout", "optimise", "peak GB", "start-up"]
         text += beside(
             found, header, lambda cells: update_rows([cells[name][1] for name in names if name in cells], modes)
@@ -379,6 +391,12 @@ def page(found):
                 ],
                 SHORT_MODES,
             ),
+        ),
+        (
+            "From Python",
+            "s, f32: the same runs by the command line and by the trainers of the Python package, which start the program and follow it over "
+            "a socket. GRPO's reward is a rule of the program on the command line, and a function of the script from Python.",
+            update_tables(found, [(f"{trainer}, s", f"python/{trainer}/s") for trainer in ("grpo", "ppo")]),
         ),
         (
             "Generated tokens per second",

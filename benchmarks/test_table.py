@@ -66,6 +66,15 @@ class Tables(unittest.TestCase):
         self.assertEqual(table.processor({"cpu": "aarch64", "vectors": ["asimd", "sve"]}), "aarch64, SVE")
         self.assertEqual(table.processor({"cpu": "x86_64", "vectors": []}), "x86_64, no vectors")
 
+    def test_runs_from_python_are_beside_those_of_the_command_line_and_held_to_3_percent(self):
+        run = {"generate": [1.0], "rollout": [1.0], "optimise": [1.0], "start_up": 1.0, "peak_bytes": 1e9, "precision": "f32"}
+        seconds = [(1, "rlhf", 2.0), (1, "Python", 2.02), (2, "Python", 2.2), (2, "rlhf", 2.0)]
+        runs = [run | {"round": number, "program": program, "update": [update]} for number, program, update in seconds]
+        page = self.page(("2026-01-01", EPYC, {"python/grpo/s": runs}))
+        line = next(line for line in page.splitlines() if line.startswith("| update from Python against the command line, grpo/s"))
+        self.assertEqual(line.split(" | ")[2:], ["<= 1.03", "<= 1.01", "1.01 1.10", "**1.06**", "**missed** |"])
+        self.assertIn("| rlhf from Python, f32 | AMD EPYC, AVX-512 bf16 | 2.02 2.20 | 2.11 |", page)
+
     def test_the_page_in_the_results_is_the_one_of_its_raw_numbers(self):
         folder = HERE / "results"
         self.assertEqual(table.page(table.newest(folder)), (folder / table.NAME).read_text(), "run: bench.py table")

@@ -279,13 +279,13 @@ PARTS = (
     ),
     Part(
         "python",
-        "the trainers of the Python package: the code of their pages, with datasets, transformers and PEFT, TRL's own scripts, notebooks",
-        paths=("python/", "docs/python/", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
+        "the trainers of the Python package: the code of the pages, with datasets, transformers and PEFT, TRL's own scripts, its numbers, notebooks",
+        paths=("python/", "docs/python/", "docs/migrate/", "docs/guides/reward*", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
                f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=0,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
-            *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_notebooks")),
+            *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_goldens", "test_notebooks")),
         ),
         python=("interop",),
     ),

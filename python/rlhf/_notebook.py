@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import re
 import time
 from typing import Any
 
@@ -15,6 +16,10 @@ METRICS = {
     "grpo": (("reward", "objective/scores"), ("reward_std",), ("kl", "objective/kl"), ("completions/mean_length",), ("eval/score",)),
 }
 METRICS["rloo"] = METRICS["grpo"]
+# Metrics of reward functions: the mean of each, where there are several, and what `log_metric` gets.
+OF_FUNCTIONS = re.compile(r"rewards/(?P<name>.+)/mean|reward/(?P<logged>.+)")
+# Columns of the table at most.
+COLUMNS = 12
 # Rows of the table: the first and the last ones.
 ROWS = 10
 # Seconds between two drawings.
@@ -83,11 +88,20 @@ class Display:
             return ""
         began, at = self.first
         seconds = (time.monotonic() - began) / (self.state.global_step - at) * (self.state.max_steps - self.state.global_step)
-        return f", {int(seconds) // 60}:{int(seconds) % 60:02} left"
+        return f", {duration(int(seconds))} left"
+
+    def columns(self) -> list[str]:
+        """The metrics of the table: those that matter, and those of reward functions."""
+        known = list(dict.fromkeys(name for logs in self.lines for name in logs))
+        columns = [next((name for name in names if name in known), None) for names in self.metrics]
+        found = [name for name in known if OF_FUNCTIONS.fullmatch(name)]
+        means = [name for name in found if name.startswith("rewards/")]
+        # The mean of the only reward is the reward.
+        own = [name for name in found if name not in means or len(means) > 1]
+        return ["step", *(name for name in columns if name is not None), *own][:COLUMNS]
 
     def table(self) -> str:
-        columns = [next((name for name in names if any(name in logs for logs in self.lines)), None) for names in self.metrics]
-        names = ["step", *(name for name in columns if name is not None)]
+        names = self.columns()
         lines = self.lines if len(self.lines) <= ROWS else [self.lines[0], *self.lines[1 - ROWS :]]
         if not lines:
             return ""
@@ -98,12 +112,21 @@ class Display:
         if not self.shown_samples:
             return ""
         cells = [[text(row.get("prompt")), text(row.get("response")), number(row.get("score"))] for row in self.shown_samples]
-        return table(["prompt", "response", "score"], cells)
+        return table(["prompt", "response", "score"], cells, texts=2)
 
 
-def table(names: list[str], cells: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+def show_texts(names: list[str], cells: list[list[str]]) -> None:
+    """Shows a table of texts."""
+    display = importlib.import_module("IPython.display")
+    display.display(display.HTML(table(names, cells, texts=len(names))))
+
+
+def table(names: list[str], cells: list[list[str]], texts: int = 0) -> str:
+    """A table whose first `texts` columns are texts: a notebook aligns all to the right, without their lines."""
+    styles = [' style="text-align: left; white-space: pre-wrap"' if at < texts else "" for at in range(len(names))]
+    head = "".join(f"<th{style}>{html.escape(name)}</th>" for name, style in zip(names, styles, strict=True))
+    lines = [[f"<td{style}>{html.escape(cell)}</td>" for cell, style in zip(row, styles, strict=True)] for row in cells]
+    rows = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
@@ -114,7 +137,15 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def duration(seconds: int) -> str:
+    """Minutes and seconds, and hours where there are some."""
+    minutes, hours = seconds // 60 % 60, seconds // 3600
+    return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
 def text(value: Any) -> str:
-    """A text of a table, cut."""
+    """A text of a table, cut; of a conversation its last message."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
     found = str(value if value is not None else "")
     return found if len(found) <= 200 else f"{found[:200]}..."

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from rlhf._errors import Unsupported
+from rlhf._modules import function_of, is_module
 
 # A class of rewards.py that the program computes by itself.
 RULE = "__rlhf_rule__"
@@ -114,8 +114,9 @@ class Loop:
 class Rewards:
     """The rewards of a trainer: which of them are functions, and how the program names each."""
 
-    def __init__(self, given: Any, place: Callable[[Any, str], str]) -> None:
-        """`place` saves a model and returns its folder."""
+    def __init__(self, given: Any, place: Callable[[Any, str], str], tokenizer: Callable[[int], Any] = lambda at: None) -> None:
+        """`place` saves a model and returns its folder; `tokenizer` has the tokenizer of a reward by its number."""
+        self._tokenizer = tokenizer
         self.functions: list[Function] = []
         # Values of the setting `reward`.
         self.written: list[str] = []
@@ -140,11 +141,8 @@ class Rewards:
         if not callable(reward) or inspect.isclass(reward):
             found = reward.__name__ if inspect.isclass(reward) else type(reward).__name__
             raise TypeError(f"reward_funcs: expected a function, a model, a path or a name, found {found}")
-        if hasattr(reward, "forward") and hasattr(reward, "parameters"):
-            raise Unsupported(
-                f"reward_funcs: a module of torch alone ({type(reward).__name__}) cannot be moved to the program: pass a function of the "
-                "completions that calls it, which runs in this process"
-            )
+        if is_module(reward):
+            reward = function_of(reward, self._tokenizer(at))
         name = sound(name_of(reward))
         self.functions.append(Function(reward, name))
         return name, f"python:rlhf_reward_bridge.reward_{len(self.functions) - 1}"

@@ -10,6 +10,7 @@ from rlhf._config import Config
 from rlhf._data import is_name, path_or_name, rows, write
 from rlhf._errors import Unsupported
 from rlhf._objects import is_same, is_text, place_tokenizer
+from rlhf._output import in_notebook
 from rlhf._rewards import Rewards
 from rlhf._trainer import Trainer, copy_tokenizer
 
@@ -27,12 +28,17 @@ class Rollouts(Trainer):
         """The settings of rewards, and the functions that this process calls."""
         several = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
 
-        def place(model: Any, what: str) -> str:
-            at = int(what.rsplit("_", 1)[-1])
-            own = several[at] if at < len(several) else None
-            return self._place_model(model, what, resumes, own)
+        def own(at: int) -> Any:
+            return several[at] if at < len(several) else None
 
-        rewards = Rewards(given, place)
+        def place(model: Any, what: str) -> str:
+            return self._place_model(model, what, resumes, own(int(what.rsplit("_", 1)[-1])))
+
+        def tokenizer(at: int) -> Any:
+            found = own(at)
+            return found if found is not None else self.processing_class
+
+        rewards = Rewards(given, place, tokenizer)
         self._functions = rewards.functions
         settings: dict[str, Any] = {"reward": rewards.written} if rewards.written else {}
         if rewards.functions and "reward_timeout" not in self._settings:
@@ -73,9 +79,15 @@ class Rollouts(Trainer):
 
 
 def print_table(completions: list[dict[str, Any]]) -> None:
-    """Prints prompts and responses."""
-    for row in completions:
-        print(f"{text_of(row.get('prompt'))!r} -> {text_of(row.get('response', row.get('completion')))!r}")
+    """Prints prompts and responses; in a notebook as a table."""
+    pairs = [[text_of(row.get("prompt")), text_of(row.get("response", row.get("completion")))] for row in completions]
+    if in_notebook():
+        from rlhf._notebook import show_texts
+
+        show_texts(["prompt", "response"], pairs)
+        return
+    for prompt, response in pairs:
+        print(f"{prompt!r} -> {response!r}")
 
 
 def text_of(value: Any) -> str:

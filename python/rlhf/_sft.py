@@ -143,7 +143,8 @@ class RewardTrainer(Trainer):
         if is_text(self._model) and self.processing_class is not None:
             path = self._with_tokenizer(path)
         settings = {**self._data(), "model_name_or_path": path}
-        if not has_head(path):
+        # A model on the hub that has a head keeps it.
+        if not os.path.isdir(path) or not has_head(path):
             settings["new_reward_head"] = True
         return settings
 
@@ -172,8 +173,12 @@ class RewardTrainer(Trainer):
         path = self._trained("model") if self._is_trained() else self._model
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
 
+    def _current(self) -> str:
+        """The trained model, or before training the one that was passed."""
+        return self._trained("model") if self._is_trained() else self._place_model(self._model, "model", False, self.processing_class)
+
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Loss, accuracy and margin of the trained model on pairs: `eval_dataset`, or those of the trainer."""
+        """Loss, accuracy and margin of the model on pairs: `eval_dataset`, or those of the trainer."""
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
         if rows is None:
             raise Unsupported("evaluate: expected eval_dataset here or in the trainer, found none")
@@ -181,32 +186,39 @@ class RewardTrainer(Trainer):
         if not is_name(rows):
             os.makedirs(self.inputs, exist_ok=True)
             write(rows, place, "eval_dataset")
-        model = self._trained("evaluate")
         output = _program.call(
-            ["reward", "--eval_only", "--model_name_or_path", model, "--dataset_name", place, "--output_dir", f"{self.inputs}/evaluate"],
+            [
+                "reward",
+                "--eval_only",
+                "--model_name_or_path",
+                self._current(),
+                "--dataset_name",
+                place,
+                "--output_dir",
+                f"{self.inputs}/evaluate",
+            ],
             "evaluate",
         )
         found = json.loads(output)
         return {name if name.startswith(metric_key_prefix) else f"{metric_key_prefix}_{name}": value for name, value in found.items()}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> list[float]:
-        """The scores of rows with `text`, `messages`, or `prompt` and `completion`, by the trained model."""
-        folder = self._trained("predict")
+        """The scores of rows with `text`, `messages`, or `prompt` and `completion`, by the model."""
         place = path_or_name(test_dataset) if is_name(test_dataset) else os.path.join(self.inputs, "predict.jsonl")
         if not is_name(test_dataset):
             os.makedirs(self.inputs, exist_ok=True)
             write(test_dataset, place, "test_dataset")
-        output = _program.call(["score", "--model_name_or_path", folder, "--dataset_name", place], "predict")
+        output = _program.call(["score", "--model_name_or_path", self._current(), "--dataset_name", place], "predict")
         return [json.loads(line)["score"] for line in output.splitlines() if line.strip()]
 
 
 def has_head(path: str) -> bool:
-    """Whether the folder of a model, if it is one, has a classifier; of a name on the hub it is not known, and it is taken as one."""
+    """Whether the folder of a model has a classifier."""
     try:
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
             names = json.load(file).get("architectures") or []
     except OSError:
-        # An adapter, or a name.
+        # An adapter.
         return True
     except ValueError as error:
         raise RunError(f"{path}/config.json: {error}") from None

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from rlhf._scores import scored_by
+
 __all__ = [
     "accuracy_reward",
     "get_cosine_scaled_reward",
@@ -52,13 +54,13 @@ def has_think_format(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
 
 
-accuracy_reward = rule("accuracy_reward")
+accuracy_reward = Rule("accuracy_reward", "accuracy_reward", scored_by("accuracy_reward"))
 """1 for an answer that equals the column `solution` as mathematics, else 0."""
 
 think_format_reward = Rule("think_format_reward", "think_format_reward", has_think_format)
 """1 for a response that reasons within `<think>` and `</think>`, else 0."""
 
-reasoning_accuracy_reward = rule("reasoning_accuracy_reward")
+reasoning_accuracy_reward = Rule("reasoning_accuracy_reward", "reasoning_accuracy_reward", scored_by("reasoning_accuracy_reward"))
 """As `accuracy_reward`, of what follows the reasoning."""
 
 

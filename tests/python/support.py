@@ -5,9 +5,11 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import unittest
+import urllib.request
 from pathlib import Path
 from unittest import mock
 
@@ -99,6 +101,9 @@ def short(kind):
     def init(self, *args, **named):
         made(self, *args, **named)
         length = {"total_episodes": 4} if kind.__name__ == "PPOConfig" else {"max_steps": 2}
+        if getattr(self, "preset", None) == "deepspeed-chat":
+            # Its 256 are more than the tiny models' context.
+            length["max_prompt_length"] = 48
         for name, value in {**SHORT, **length, "max_completion_length": 5, "response_length": 5}.items():
             if name in kind.__dataclass_fields__:
                 setattr(self, name, value)
@@ -114,6 +119,56 @@ def short_runs():
     for kind in (rlhf.SFTConfig, rlhf.RewardConfig, rlhf.PPOConfig, rlhf.GRPOConfig, rlhf.RLOOConfig):
         stack.enter_context(short(kind))
     return stack
+
+
+# A token that the hub of `hub()` knows.
+HUB_TOKEN = "hf_of_me"
+
+
+@contextlib.contextmanager
+def hub():
+    """The hub of tests/hub in place of the real one; gives a function that reads its routes."""
+    server = subprocess.Popen([sys.executable, ROOT / "tests/hub/server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    url = server.stdout.readline().split()[-1]
+
+    def call(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + path, data=data)) as response:
+            return json.load(response)
+
+    call("/_set", {"users": {HUB_TOKEN: {"name": "me", "orgs": []}}})
+    try:
+        with mock.patch.dict(os.environ, HF_ENDPOINT=url):
+            for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+                os.environ.pop(name, None)
+            yield call
+    finally:
+        server.kill()
+        server.communicate()
+
+
+# The version whose runs are in tests/golden, where the environment of the tests has a newer one; and what it imports beside.
+TRL = "trl-1.11.0"
+OF_TRL = ("trl==1.11.0", "requests", "urllib3", "certifi", "charset-normalizer")
+
+
+def trl_of_the_goldens():
+    """A folder with TRL 1.11 to import from, filled from a package index the first time; None where no index has it."""
+    cache = Path(os.environ.get("RLHF_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf")
+    folder = cache / TRL
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        part = tempfile.mkdtemp(prefix=f"{TRL}.part-", dir=cache)
+        options = ["--quiet", "--no-deps", "--no-input", "--retries", "0", "--timeout", "30", "--no-compile", "--target", part]
+        done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *OF_TRL], capture_output=True, text=True)
+        if done.returncode:
+            print(f"pip: {done.stderr.strip()[-300:]}", file=sys.stderr)
+            shutil.rmtree(part)
+            return None
+        with contextlib.suppress(OSError):
+            os.rename(part, folder)
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
 
 
 class Case(unittest.TestCase):

@@ -5,6 +5,7 @@
 PYTHON is that of an environment with these packages, and PROGRAM the built `rlhf`; a debug build will do. No network.
 """
 
+import json
 import os
 import re
 import shutil
@@ -33,8 +34,6 @@ class Samples(Case):
         return done.stdout
 
     def rows(self):
-        import json
-
         path = self.folder / "prompts.json"
         path.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in PROMPTS))
         return path
@@ -59,32 +58,69 @@ class Samples(Case):
         line = "--learning_rate 3e-6 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --local_rollout_forward_batch_size 16"
         self.run_sample("ppo_tldr.py", *self.arguments(f"{line} --non_eos_penalty --stop_token eos"))
 
+    def with_the_import_changed(self, source):
+        script = self.folder / source.name
+        script.write_text(re.sub(r"(?m)^(\s*from )trl\b", r"\1rlhf", source.read_text()))
+        return script
+
     def test_scripts_of_trl_with_the_import_changed(self):
-        try:
-            import trl
-        except ImportError:
-            self.skipTest("no trl")
-        import json
+        import importlib.util
 
         folder = self.folder / "data"
         for name, rows in (("texts", TEXTS), ("pairs", support.PAIRS), ("problems", [{**row, "solution": "$3$"} for row in PROMPTS])):
             (folder / name).mkdir(parents=True)
             for split in ("train", "test"):
                 (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = importlib.util.find_spec("trl")
+        versions = {"installed": Path(found.origin).parent if found else None, "1.11": support.trl_of_the_goldens()}
+        for version, package in versions.items():
+            with self.subTest(version):
+                if package is None:
+                    self.skipTest("SKIPPED: no trl")
+                scripts = package / "scripts" if version == "installed" else package / "trl/scripts"
+                self.run_scripts(scripts, folder, self.folder / "runs" / version)
+
+    def run_scripts(self, scripts, data, runs):
         rollouts = "--num_generations 2 --max_completion_length 5 --reward_funcs accuracy_reward think_format_reward"
-        for name, data, words in (
+        for name, rows, words in (
             ("sft", "texts", "--eval_strategy steps --eval_steps 2"),
             ("reward", "pairs", "--eval_strategy steps --eval_steps 2"),
             ("grpo", "problems", rollouts),
             ("rloo", "problems", f"{rollouts} --use_peft --lora_target_modules query_key_value"),
         ):
-            source = (Path(trl.__file__).parent / "scripts" / f"{name}.py").read_text()
-            script = self.folder / f"{name}.py"
-            script.write_text(re.sub(r"(?m)^(\s*from )trl\b", r"\1rlhf", source))
-            words += f" --model_name_or_path {POLICY} --dataset_name {folder / data} --output_dir {self.folder / 'runs' / name}"
+            script = self.with_the_import_changed(scripts / f"{name}.py")
+            words += f" --model_name_or_path {POLICY} --dataset_name {data / rows} --output_dir {runs / name}"
             words += " --max_steps 2 --per_device_train_batch_size 4"
             out = self.run_sample(script, *words.split())
             self.assertIn("Training completed.", out, name)
+
+    def test_ppo_scripts_of_a_checkout_of_trl(self):
+        # No package of TRL has them, neither a wheel nor a source archive; samples/ has scripts with the same imports and calls.
+        checkout = os.environ.get("RLHF_TRL_CHECKOUT")
+        if not checkout:
+            self.skipTest("SKIPPED: RLHF_TRL_CHECKOUT names no checkout of TRL with examples/scripts/ppo")
+        data = self.folder / "data"
+        data.mkdir()
+        # ppo.py holds 100 rows out.
+        splits = {"descriptiveness": 108, "train": 12, "validation": 4}
+        head = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        (data / "README.md").write_text(head + "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in splits) + "---\n")
+        for name, count in splits.items():
+            rows = [{"prompt": f"w{number % 8} it", "completion": " is"} for number in range(count)]
+            (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        common = f"--dataset_name {data} --model_name_or_path {POLICY} --sft_model_path {POLICY} --reward_model_path {REWARD} --response_length 5"
+        for name, words in (
+            ("ppo", "--dataset_train_split descriptiveness --per_device_train_batch_size 4 --missing_eos_penalty 1.0"),
+            (
+                "ppo_tldr",
+                "--dataset_test_split validation --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --missing_eos_penalty 1.0 "
+                "--stop_token eos --eval_strategy steps --eval_steps 1",
+            ),
+        ):
+            script = self.with_the_import_changed(Path(checkout) / "examples/scripts/ppo" / f"{name}.py")
+            words += f" {common} --total_episodes 8 --learning_rate 3e-6 --output_dir {self.folder / name}"
+            self.run_sample(script, *words.split())
+            self.assertTrue((self.folder / name / "model.safetensors").exists(), name)
 
     def test_basic_training(self):
         self.run_sample("basic_training.py", POLICY, REWARD, self.folder)
@@ -153,6 +189,42 @@ class Objects(Case):
         self.assertIn("rewards/gpt_neox_cls/mean", trainer.state.log_history[-1])
         with self.assertRaisesRegex(Unsupported, "a module of torch alone \\(Linear\\) cannot be moved to the program"):
             GRPOTrainer(POLICY, torch.nn.Linear(2, 2), grpo(self.folder / "b"), PROMPTS).train()
+
+    def test_a_module_that_only_has_forward_scores_in_this_process_as_trl_would_call_it(self):
+        import torch
+        from rlhf import GRPOTrainer, PPOTrainer, Unsupported
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        class Judge(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = AutoModelForSequenceClassification.from_pretrained(REWARD, num_labels=1)
+
+            def forward(self, input_ids, attention_mask=None, **more):
+                return self.inner(input_ids, attention_mask=attention_mask)
+
+        class Brief(torch.nn.Module):
+            def forward(self, prompts, completions, **columns):
+                seen[:] = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
+                return torch.tensor([-float(len(text)) for text in completions])
+
+        seen, judge, tokenizer = [], Judge(), AutoTokenizer.from_pretrained(REWARD)
+        config = grpo(self.folder / "out", max_steps=1)
+        trainer = GRPOTrainer(POLICY, [judge, Brief()], config, PROMPTS, reward_processing_classes=[tokenizer, None])
+        trainer.train()
+        logs = trainer.state.log_history[-1]
+        self.assertEqual(len(seen), 4)
+        with torch.inference_mode():
+            inputs = tokenizer(seen, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+            expected = judge.inner.eval()(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].mean().item()
+        self.assertAlmostEqual(logs["rewards/Judge/mean"], expected, delta=1e-4)
+        self.assertLess(logs["rewards/Brief/mean"], 0)
+        with self.assertRaisesRegex(Unsupported, "Judge scores token ids in this process: pass its tokenizer"):
+            GRPOTrainer(POLICY, Judge(), grpo(self.folder / "b"), PROMPTS).train()
+        config = ppo(self.folder / "ppo", total_episodes=4)
+        trainer = PPOTrainer(config, tokenizer, POLICY, None, Judge(), PROMPTS, REWARD)
+        trainer.train()
+        self.assertEqual(trainer.state.global_step, 1)
 
     def test_scores_as_tensors_and_callbacks_of_transformers(self):
         import torch

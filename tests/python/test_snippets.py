@@ -1,4 +1,4 @@
-"""Runs the Python of the pages in docs/python, with tiny models and short runs.
+"""Runs the Python of the pages in docs/python, of migration and of rewards, with tiny models and short runs.
 
     python3 tests/python/test_snippets.py PROGRAM [unittest's arguments]
 
@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import support
 from support import POLICY, REWARD, ROOT, Case, short_runs
 
-PAGES = sorted((ROOT / "docs/python").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FOLDERS = ("docs/python/*.md", "docs/migrate/*.md", "docs/guides/reward*.md")
+PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern)) if BLOCK.search(page.read_text())]
 
 
 class Snippets(Case):
@@ -37,7 +38,7 @@ class Snippets(Case):
         return len(blocks)
 
     def test_every_page_with_code_runs(self):
-        self.assertGreater(len(PAGES), 5)
+        self.assertGreater(len(PAGES), 14)
 
 
 def test_of(page):
@@ -45,7 +46,7 @@ def test_of(page):
 
 
 for page in PAGES:
-    setattr(Snippets, f"test_{page.stem.replace('-', '_')}", test_of(page))
+    setattr(Snippets, f"test_{page.parent.name}_{page.stem.replace('-', '_')}", test_of(page))
 
 if __name__ == "__main__":
     support.main(__doc__)

@@ -210,6 +210,17 @@ class Rewards(Case):
                 GRPOTrainer(POLICY, odd, grpo(self.folder / f"out{kind.__name__}{len(expected)}", max_steps=1), PROMPTS).train()
             self.assertEqual(str(caught.exception), expected)
 
+    def test_rules_of_answers_can_be_called(self):
+        from rlhf.rewards import accuracy_reward, reasoning_accuracy_reward
+
+        answers = ["The answer is $\\frac{6}{2}$", [{"role": "assistant", "content": "4 — \u20ac\n"}], "$3$"]
+        found = accuracy_reward(completions=answers, solution=["$3$", "$3$", "no number"], prompts=["q"] * 3)
+        self.assertEqual(found, [1.0, 0.0, None])
+        self.assertEqual(
+            reasoning_accuracy_reward(["<think>4</think> $\\boxed{3}$", "<think>$\\boxed{3}$</think> 4"], ["$3$", "$3$"]), [1.0, 0.0]
+        )
+        self.assertEqual(accuracy_reward([], []), [])
+
     def test_rules_and_models_are_computed_by_the_program(self):
         from rlhf import rewards
 
@@ -301,6 +312,29 @@ trainer = rlhf.GRPOTrainer(support.POLICY, slow, support.grpo("out", max_steps=4
         )
         self.assertTrue((self.folder / "out/checkpoint-2").is_dir())
 
+    def test_an_interrupt_in_any_phase_stops_a_run_that_resumes_to_the_same_bits(self):
+        from rlhf import GRPOTrainer
+        from rlhf._run import Run
+
+        more = {"max_steps": 3, "save_steps": 1, "save_strategy": "steps"}
+        GRPOTrainer(POLICY, brief, grpo(self.folder / "whole", **more), PROMPTS).train()
+        receive = Run.on_phase
+        for phase in ("sampling", "scoring", "optimising", "saving"):
+            seen = []
+
+            def on_phase(run, connection, message, phase=phase, seen=seen):
+                receive(run, connection, message)
+                if message["phase"] == phase and not seen:
+                    seen.append(phase)
+                    signal.raise_signal(signal.SIGINT)
+
+            trainer = GRPOTrainer(POLICY, brief, grpo(self.folder / phase, **more), PROMPTS)
+            with mock.patch.object(Run, "on_phase", on_phase), self.assertRaisesRegex(KeyboardInterrupt, "stopped as requested"):
+                trainer.train()
+            self.assertEqual(seen, [phase])
+            self.assertEqual(trainer.train(resume_from_checkpoint=True).global_step, 3)
+            self.assertEqual(self.bytes_of(self.folder / phase), self.bytes_of(self.folder / "whole"), phase)
+
     def test_a_killed_program_is_one_line(self):
         text = self.LONG.replace(
             "time.sleep(0.5)", "import os, signal; os.kill(int(open('pid').read()), signal.SIGKILL) if trainer_state.global_step else 0"
@@ -380,6 +414,26 @@ os.waitpid(child, 0)
 """
         out, err = self.script(text).communicate(timeout=60)
         self.assertEqual([line for line in out.splitlines() if not line.startswith("{")], ["2", "2"], err)
+
+    def test_spawned_workers_train_and_score(self):
+        text = """
+import multiprocessing
+def length(text):
+    return float(len(text))
+def pooled(completions, **kwargs):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(length, completions)
+def train():
+    trainer = rlhf.GRPOTrainer(support.POLICY, pooled, support.grpo("out", max_steps=1), support.PROMPTS)
+    print("steps", trainer.train().global_step, flush=True)
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=train)
+    worker.start()
+    worker.join()
+    print("code", worker.exitcode)
+"""
+        out, err = self.script(text).communicate(timeout=120)
+        self.assertEqual([line for line in out.splitlines() if line.startswith(("steps", "code"))], ["steps 1", "code 0"], err)
 
     def test_errors_of_the_program_are_exceptions_with_its_lines(self):
         from rlhf import GRPOTrainer, RunError
@@ -584,6 +638,42 @@ class Arguments(Case):
         self.assertIn("unknown argument `bta`; did you mean `beta`?", self.err.getvalue())
 
 
+class Notebook(Case):
+    """The page of a run in a notebook, without one."""
+
+    def page(self, command, lines, samples=()):
+        from rlhf._callbacks import TrainerState
+        from rlhf._notebook import Display
+
+        with mock.patch("importlib.import_module"):
+            display = Display(command)
+        for logs in lines:
+            display.log(logs)
+        display.samples(list(samples))
+        display.begin(TrainerState(global_step=2, max_steps=4))
+        return display.page()
+
+    def test_the_table_has_the_metrics_that_matter_and_those_of_reward_functions(self):
+        line = {"step": 1, "reward": 0.25, "kl": 0.5, "rewards/brief/mean": 0.25, "reward/brief/words": 12.5, "time/update": 3.0}
+        page = self.page("grpo", [line, {**line, "step": 2}])
+        self.assertIn("<th>step</th><th>reward</th><th>kl</th><th>reward/brief/words</th></tr>", page)
+        self.assertIn("<td>1</td><td>0.25</td><td>0.5</td><td>12.5</td>", page)
+        page = self.page("grpo", [{**line, "rewards/digits/mean": 1.0}])
+        self.assertIn("<th>rewards/brief/mean</th><th>reward/brief/words</th><th>rewards/digits/mean</th>", page)
+
+    def test_texts_keep_their_lines_and_are_no_code_of_the_page(self):
+        samples = [{"prompt": [{"role": "user", "content": "a\n<b>"}], "response": "<script>", "score": 1.5}]
+        page = self.page("ppo", [{"step": 1}], samples)
+        self.assertIn('<td style="text-align: left; white-space: pre-wrap">a\n&lt;b&gt;</td>', page)
+        self.assertIn("&lt;script&gt;</td><td>1.5</td>", page)
+        self.assertNotIn("<script>", page)
+
+    def test_the_time_left_has_hours(self):
+        from rlhf._notebook import duration
+
+        self.assertEqual([duration(seconds) for seconds in (9, 75, 3723)], ["0:09", "1:15", "1:02:03"])
+
+
 class Results(Case):
     """What a trainer has after a run."""
 
@@ -626,6 +716,47 @@ class Results(Case):
         with mock.patch.dict(os.environ, RLHF_PROGRAM=str(program)):
             told = trainer.push_to_hub("mine", dataset_name="d")
         self.assertEqual(told, f"push {self.folder}/out me/model --commit_message mine token=hf_secret")
+
+    def test_a_push_puts_the_trained_model_on_the_hub(self):
+        from rlhf import RewardConfig, RewardTrainer, RunError, SFTConfig, SFTTrainer
+
+        with support.hub() as call:
+            config = supervised(SFTConfig, self.folder / "out", hub_model_id="me/tiny", hub_private_repo=True)
+            trainer = SFTTrainer(POLICY, config, train_dataset=TEXTS)
+            trainer.train()
+            with self.assertRaisesRegex(RunError, "push_to_hub: .*(token|401)"):
+                trainer.push_to_hub(token="hf_of_nobody")
+            said = trainer.push_to_hub("My title", token=support.HUB_TOKEN, revision="v2")
+            self.assertIn("me/tiny", said)
+            found = call("/_tree/me/tiny/v2")
+            self.assertTrue(found["private"])
+            self.assertIn("My title", json.dumps(found))
+            self.assertLessEqual({"config.json", "model.safetensors", "tokenizer.json", "README.md"}, {*found["files"], *found["large"]})
+            # At the end of a run, by its setting; the token is in the environment of the program alone.
+            config = supervised(SFTConfig, self.folder / "two", push_to_hub=True, hub_model_id="me/two", hub_token=support.HUB_TOKEN)
+            SFTTrainer(POLICY, config, train_dataset=TEXTS).train()
+            self.assertIn("model.safetensors", call("/_tree/me/two/main")["large"])
+            # A language model by its name on the hub gets a score head, and a classifier keeps its own.
+            with mock.patch.dict(os.environ, HF_HOME=str(self.folder / "home")):
+                rewards = RewardTrainer("me/two", supervised(RewardConfig, self.folder / "reward", max_steps=1), train_dataset=PAIRS)
+                self.assertEqual(rewards.train().global_step, 1)
+                rewards.args.hub_model_id = "me/judge"
+                rewards.push_to_hub(token=support.HUB_TOKEN)
+                named = RewardTrainer("me/judge", supervised(RewardConfig, self.folder / "named"), train_dataset=PAIRS, eval_dataset=PAIRS)
+                self.assertEqual(named.evaluate()["eval_loss"], rewards.evaluate(PAIRS)["eval_loss"])
+
+    def test_an_evaluation_before_training(self):
+        from rlhf import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer, Unsupported
+
+        trainer = SFTTrainer(POLICY, supervised(SFTConfig, self.folder / "sft"), train_dataset=TEXTS, eval_dataset=TEXTS[:2])
+        with self.assertRaises(Unsupported) as caught:
+            trainer.evaluate()
+        self.assertIn("sft evaluates during a run, and the last update has no evaluation; set eval_strategy", str(caught.exception))
+        # A reward model that is given has scores already.
+        trainer = RewardTrainer(REWARD, supervised(RewardConfig, self.folder / "reward"), train_dataset=PAIRS, eval_dataset=PAIRS[:4])
+        before = trainer.evaluate()["eval_accuracy"]
+        self.assertTrue(0 <= before <= 1)
+        self.assertEqual(len(trainer.predict([{"prompt": "w1", "completion": " it"}])), 1)
 
     def test_the_best_model_is_the_one_of_the_trainer(self):
         from rlhf import SFTConfig, SFTTrainer

@@ -13,11 +13,11 @@ pub(super) const OF_OPEN_R1: &str = "dataset_mixture";
 /// The form of a mixture.
 const EXPECTED: &str = "expected none or a list of datasets such as [{path: DATASET, split: train}]";
 
-/// Returns a mixture in JSON as our settings.
+/// Returns a mixture in JSON as our settings. What has no effect here is appended to `notes`.
 ///
 /// # Errors
 /// If it is no mixture, or its datasets differ in what is one setting here.
-pub(super) fn settings(text: &str) -> Result<Vec<Setting>, String> {
+pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Setting>, String> {
     let parsed: Value = serde_json::from_str(text).map_err(|_| EXPECTED.to_string())?;
     let (list, whole) = match parsed {
         Value::Array(list) => (list, Map::new()),
@@ -72,8 +72,9 @@ pub(super) fn settings(text: &str) -> Result<Vec<Setting>, String> {
     for (name, value) in whole.iter().filter(|(_, value)| !value.is_null()) {
         match name.as_str() {
             "test_split_size" => settings.push(Setting::new("eval_split_size", vec![word(value)])),
-            // Rows are drawn by the seed of the run.
-            "seed" => {}
+            "seed" => {
+                notes.push(format!("{OF_OPEN_R1}: seed = {value} has no effect: rows are drawn by `seed` of the run"));
+            }
             other => return Err(format!("`{other}`: expected datasets, test_split_size or seed")),
         }
     }
@@ -143,6 +144,10 @@ mod tests {
             "dataset_mixture:\n  datasets:\n    - {id: a, config: c, weight: 1.0}\n  seed: 0\n  test_split_size: 0.1\n";
         let data = read(text);
         assert_eq!((data.dataset_config.as_deref(), data.eval_split_size), (Some("c"), Some(0.1)));
+        let mut notes = Vec::new();
+        let mixture = r#"{"datasets": [{"id": "a"}], "seed": 7, "test_split_size": null}"#;
+        super::settings(mixture, &mut notes).unwrap();
+        assert_eq!(notes, ["dataset_mixture: seed = 7 has no effect: rows are drawn by `seed` of the run"]);
         for (text, message) in [
             (
                 "datasets: [{path: a, split: x}, {path: b}]\n",

@@ -522,7 +522,7 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_best(&given, settings, &mut messages.refusals);
     flags.translate_schedule(&given, settings, &mut messages.refusals);
-    flags.translate_datasets(&given, settings, &mut messages.refusals);
+    flags.translate_datasets(&given, settings, messages);
     flags.translate_prompt_column(&given, settings, &mut messages.refusals);
     flags.note_paged(settings, &mut messages.notes);
     flags.translate_sharding(&given, settings, messages);
@@ -782,10 +782,11 @@ impl Flags<'_> {
     }
 
     /// Sets the datasets by a mixture of them.
-    fn translate_datasets(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+    fn translate_datasets(&self, given: &[Given], settings: &mut Vec<Setting>, messages: &mut Messages) {
+        let Messages { refusals, notes } = messages;
         let is_mixture = |given: &&Given| [mixture::DATASETS, mixture::OF_OPEN_R1].contains(&given.flag);
         for given in given.iter().filter(is_mixture).filter(|given| given.word() != "none") {
-            let found = match mixture::settings(&given.values.join(" ")) {
+            let found = match mixture::settings(&given.values.join(" "), notes) {
                 Ok(found) => found,
                 Err(message) => {
                     let shown: String = given.shown().chars().take(60).collect();
