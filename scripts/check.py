@@ -8,7 +8,7 @@
     scripts/check.py --list        the table of CONTRIBUTING.md
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
-it is its turn: a third of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
+it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
 In the end comes a table with the minutes of each step, then the closing lines of the test programs.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
@@ -43,6 +43,10 @@ PYTHON = {
 }
 
 
+# With more of them a turn is shorter, and a part is longer not run where its paths do not change.
+TURNS = 5
+
+
 @dataclass(frozen=True)
 class Part:
     """Checks that run where they are due."""
@@ -51,7 +55,7 @@ class Part:
     about: str
     # Files and folders (ending in /) of the repository, or beginnings of their names (ending in *).
     paths: tuple
-    # In which of three turns it runs though no file of its paths has changed.
+    # In which of TURNS turns it runs though no file of its paths has changed. All turns take about as long.
     turn: int
     # Names of integration tests, or parts of names.
     tests: tuple = ()
@@ -104,7 +108,7 @@ PARTS = (
         "training and resuming on 2 and 4 ranks, at every stage of sharding, and their golden runs",
         paths=(f"{BASE}dist*", f"{LM}model/shard*", f"{LM}model/body.rs", f"{LM}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
                f"{TESTS}distributed*", f"{TESTS}sharding.rs", f"{TESTS}rank_rows.rs", "crates/tch-ext/"),
-        turn=2,
+        turn=3,
         tests=("distributed::", "sharding::", "rank_rows::", "by_2_ranks", "by_2_and_4_ranks",
                "replay::an_update_of_two_ranks", "push::of_several_ranks"),
     ),
@@ -112,7 +116,7 @@ PARTS = (
         "launch",
         "`rlhf launch`: restarts, signals, ranks that fail or hang",
         paths=(f"{CLI}cli/launch*", f"{BASE}dist*", f"{BASE}signals*", f"{BASE}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
-        turn=1,
+        turn=3,
         tests=("launch::",),
     ),
     Part(
@@ -120,7 +124,7 @@ PARTS = (
         "runs of every kind, stopped after each update or offloaded, end in the same bits",
         paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{BASE}offload*", f"{LM}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
                f"{TESTS}offload.rs"),
-        turn=1,
+        turn=4,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
                "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
                "checkpoint::an_adapter_on", "checkpoint::each_input_of_", "offload::"),
@@ -130,7 +134,7 @@ PARTS = (
         "a run or a rank killed at random moments, ten and fifty times; failures of disks at every call; strangers at the port of the ranks",
         paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{BASE}files*", f"{BASE}weights*", f"{BASE}dist/*", f"{TESTS}attack/faults*",
                f"{TESTS}attack/ranks*"),
-        turn=2,
+        turn=4,
         tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::", "attack::ranks::"),
         ignored=("a_run_killed_fifty_times",),
     ),
@@ -139,7 +143,7 @@ PARTS = (
         "damaged files, folders, templates, rewards, checkpoints and hubs, from fixed seeds",
         paths=(f"{LM}model/config*", f"{LM}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{BASE}weights*", f"{LM}gguf*", f"{BASE}safe_text*",
                f"{SRC}run/checkpoint*", f"{CLI}serve*", "crates/hub/", f"{TESTS}attack*", f"{CLI}cli/yaml.rs"),
-        turn=2,
+        turn=4,
         tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --lib -- attack::",),
     ),
@@ -147,7 +151,7 @@ PARTS = (
         "families",
         "whole courses of other families than GPT-NeoX, encoder-decoders, quantized bases, f16",
         paths=(f"{LM}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
-        turn=1,
+        turn=4,
         tests=("cli::gpt2_goes", "cli::llama_goes", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
     ),
@@ -156,70 +160,70 @@ PARTS = (
         "dtypes of files and of runs, from loading to the final model; data in every file format",
         paths=(f"{BASE}weights*", f"{BASE}device*", f"{LM}model/*", f"{LM}optim*", f"{SRC}data/*", f"{SRC}run/ends.rs", f"{TESTS}formats.rs", f"{TESTS}data.rs",
                f"{TESTS}optimizers.rs"),
-        turn=2,
+        turn=3,
         tests=("formats::", "data::", "optimizers::"),
     ),
     Part(
         "adapters",
         "LoRA and DoRA in every command, PEFT's folders, merging",
         paths=(f"{LM}model/*", f"{SRC}merge.rs", f"{SRC}run/ends.rs", f"{TESTS}adapters.rs", f"{TESTS}lora.rs"),
-        turn=0,
+        turn=4,
         tests=("lora::", "adapters::"),
     ),
     Part(
         "pipeline",
         "`rlhf pipeline`, `rlhf doctor`, `rlhf watch`",
         paths=(f"{SRC}train/pipeline.rs", f"{CLI}cli/pipeline*", f"{SRC}settings/pipeline*", f"{CLI}doctor*", f"{CLI}watch*", f"{SRC}report*", f"{TESTS}pipeline.rs"),
-        turn=2,
+        turn=1,
         tests=("pipeline::", "doctor::", "watch::"),
     ),
     Part(
         "programs",
         "reward programs and functions of Python that fail in every way",
         paths=(f"{SRC}reward/*", f"{BASE}process*", f"{TESTS}rewards.rs", "examples/rewards/"),
-        turn=1,
+        turn=0,
         tests=("rewards::a_function_of_python_that_", "rewards::no_pipe_that_is_full", "rewards::a_program_that_"),
     ),
     Part(
         "plan",
         "plans against the measured peaks of runs",
         paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{LM}model/described.rs", f"{LM}optim*", f"{TESTS}plan.rs"),
-        turn=0,
+        turn=1,
         tests=("plan::",),
     ),
     Part(
         "eval",
         "`rlhf eval` and its judges",
         paths=(f"{SRC}eval*", f"{CLI}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
-        turn=0,
+        turn=1,
         tests=("eval::",),
     ),
     Part(
         "hub",
         "uploads to a hub, whole, cut and refused",
         paths=("crates/hub/", f"{SRC}push*", f"{SRC}run/push*", f"{TESTS}push.rs", "tests/hub/"),
-        turn=2,
+        turn=0,
         tests=("push::",),
     ),
     Part(
         "replay",
         "`rlhf replay`: each kind of update is computed again to the bit",
         paths=(f"{SRC}train/ppo*", f"{SRC}rl/*", f"{TESTS}replay.rs"),
-        turn=0,
+        turn=4,
         tests=("replay::",),
     ),
     Part(
         "large",
         "a model file of 1 GiB is loaded within its size in memory",
         paths=(f"{BASE}weights*", f"{LM}model/body.rs", f"{LM}model/pretrained.rs"),
-        turn=2,
+        turn=0,
         ignored=("a_model_of_one_gib",),
     ),
     Part(
         "kernels",
         "models, adapters and PPO again with libtorch's operators in place of the kernels",
         paths=("crates/tch-ext/", f"{LM}model/layout.rs", f"{LM}model/logprobs.rs", f"{LM}model/mlp.rs", f"{LM}model/decoder.rs"),
-        turn=1,
+        turn=4,
         commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks",),
     ),
     Part(
@@ -227,7 +231,7 @@ PARTS = (
         "the library of NCCL and CUDA graphs compiles, loads beside torch for CUDA 13, and goes into a wheel (no GPU is needed)",
         paths=("crates/tch-ext/csrc/nccl.cpp", "crates/tch-ext/csrc/graph.cpp", "crates/tch-ext/csrc/groups.h", "crates/tch-ext/csrc/graph.h",
                "crates/tch-ext/csrc/common.h", "scripts/cuda.sh", "tests/interop/cuda_library.py"),
-        turn=0,
+        turn=2,
         commands=(f".venv-interop/bin/python tests/interop/cuda_library.py {PROGRAM}",),
         python=("interop",),
     ),
@@ -235,14 +239,14 @@ PARTS = (
         "examples",
         "the library's examples compile without warnings",
         paths=("crates/rlhf/examples/", f"{SRC}lib.rs", f"{SRC}compat*", f"{SRC}train/*"),
-        turn=0,
+        turn=4,
         commands=(f"{BUILD} --examples",),
     ),
     Part(
         "set-up",
         "scripts/setup.sh and cuda.sh, the scripts and data of examples/ and benchmarks/",
         paths=("scripts/", "examples/", "benchmarks/", "tests/setup/", "Makefile"),
-        turn=1,
+        turn=4,
         commands=(
             "tests/setup/test_setup.sh",
             "python3 examples/sentiment/test_example.py",
@@ -258,7 +262,7 @@ PARTS = (
         "the crates as crates.io would get them",
         paths=("Cargo.toml", "Cargo.lock", "crates/base/Cargo.toml", "crates/derive/Cargo.toml", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml",
                "crates/math-verify/Cargo.toml", "crates/rlhf/Cargo.toml", "crates/rlhf-cli/Cargo.toml", "crates/tch-ext/Cargo.toml"),
-        turn=1,
+        turn=3,
         commands=("make --no-print-directory package PACKAGE_FLAGS=--no-verify",),
     ),
     Part(
@@ -267,14 +271,14 @@ PARTS = (
         paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
                "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "crates/base/Cargo.toml",
                "crates/derive/", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml", "crates/math-verify/Cargo.toml", "Cargo.toml"),
-        turn=0,
+        turn=3,
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
     Part(
         "wheel",
         "the Python package: what is in its wheel, which libtorch it takes and how it fetches one, from a package index of its own",
         paths=("python/", "scripts/wheel.py", "scripts/elf.py", "scripts/notices*", "tests/wheel/", "examples/sentiment/"),
-        turn=2,
+        turn=4,
         commands=(f"python3 tests/wheel/test_wheel.py {PROGRAM}",),
     ),
     Part(
@@ -282,7 +286,7 @@ PARTS = (
         "the trainers of the Python package: the code of the pages, with datasets, transformers and PEFT, TRL's own scripts, its numbers, notebooks",
         paths=("python/", "docs/python/", "docs/migrate/", "docs/guides/reward*", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
                f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
-        turn=0,
+        turn=1,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
             *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_goldens", "test_notebooks")),
@@ -294,7 +298,7 @@ PARTS = (
         "documentation of the crates, without warnings",
         paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/hub/src/lib.rs", "crates/derive/src/lib.rs",
                "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
-        turn=1,
+        turn=3,
         commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
     ),
     Part(
@@ -321,7 +325,7 @@ PARTS = (
         "torchrun, OpenAI's client, huggingface_hub and a browser",
         paths=(f"{CLI}serve*", f"{CLI}http_server*", f"{CLI}watch*", f"{SRC}report*", f"{SRC}push*", f"{BASE}dist/launch*", "tests/interop/", "tests/hub/",
                "scripts/interop-requirements.txt"),
-        turn=1,
+        turn=2,
         commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
         python=("interop",),
     ),
@@ -329,7 +333,7 @@ PARTS = (
         "trackers",
         "wandb, MLflow and trackio read what runs report",
         paths=(f"{SRC}run/sinks*", "tests/interop/trackers.py", "scripts/trackers-requirements.txt"),
-        turn=2,
+        turn=3,
         commands=(f'.venv-trackers/bin/python tests/interop/trackers.py {PROGRAM}',),
         python=("trackers",),
     ),
@@ -406,7 +410,7 @@ def reason(part, checked, turn, changed_since=changed_since):
 
 def turn_of_head():
     """Turns follow the number of commits."""
-    return int(git("rev-list", "--count", "HEAD") or 0) % 3
+    return int(git("rev-list", "--count", "HEAD") or 0) % TURNS
 
 
 # Running
