@@ -4,7 +4,7 @@
 //! is written under another name, checked and renamed: a file with its final name is complete. Layout and names of the
 //! cache are those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
 //! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
-//! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
+//! retry after a status that allows it; version 1.0 checks no hash and starts again after a cut (docs/internals/decisions.md).
 //!
 //! [`push`] uploads a folder.
 //!

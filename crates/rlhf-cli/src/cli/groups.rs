@@ -6,12 +6,13 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use clap::builder::{OsStr, Resettable, Str};
+use clap::builder::{OsStr, PossibleValuesParser, Resettable, Str, TypedValueParser as _};
 use clap::{Arg, ArgMatches, Command};
 use rlhf::Error;
 use rlhf::reward::is_function_path;
+use rlhf::rl::advantage::AdvantageEstimator;
 use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
-use rlhf::schema::renamed;
+use rlhf::schema::{Choices as _, renamed};
 use rlhf::settings::{PpoConfig, Preset};
 
 use super::args::on_line;
@@ -66,6 +67,7 @@ pub(super) fn command(preset: Preset) -> Command {
         let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
         let arg = arg.help(help);
         match (id.as_str(), GROUP_NAMES.iter().find(|(ppo_name, _)| *ppo_name == id)) {
+            ("advantage_estimator", _) => without_gae(arg),
             ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
             (POLICY, _) => arg.required(false).hide(true).default_value("."),
             (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset),
@@ -75,6 +77,17 @@ pub(super) fn command(preset: Preset) -> Command {
             _ => arg,
         }
     })
+}
+
+/// Returns the flag of the estimators without the one of a value model among the listed ones; it is accepted.
+fn without_gae(arg: Arg) -> Arg {
+    let gae = AdvantageEstimator::Gae.name();
+    let listed = arg.get_possible_values().into_iter().map(|value| match value.get_name() == gae {
+        true => value.hide(true),
+        false => value,
+    });
+    let parser = PossibleValuesParser::new(listed).map(flags::Word);
+    arg.value_parser(parser)
 }
 
 /// Returns the flag `arg` with TRL's name as its long name; the other names become aliases.
