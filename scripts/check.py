@@ -349,6 +349,7 @@ ALWAYS = (
     ("examples in the docs", f"{BUILD} --doc"),
     ("reference pages", f"python3 scripts/reference.py {PROGRAM} --check"),
     ("Python", f"python3 tests/python/test_trainers.py {PROGRAM}"),
+    ("Python, loops", f"python3 tests/python/test_session.py {PROGRAM}"),
 )
 
 

@@ -425,7 +425,7 @@ fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token()
     let found = trainer.generate(&queries, &how).unwrap();
     assert_eq!(found.ref_responses.as_ref(), Some(&found.responses));
     // As in trl 0.11.4, `return_prompt` adds no prompt to what a decoder of its own wrote.
-    let with_prompt = trainer.generate(&queries, &Generate { return_prompt: true, ..how }).unwrap();
+    let with_prompt = trainer.generate(&queries, &Generate { return_prompt: true, ..how.clone() }).unwrap();
     assert_eq!(with_prompt.responses, found.responses);
     let before = weights(&trainer.learner.policy);
     let scores = [1.0, -1.0, 0.5, 2.0];
@@ -625,7 +625,7 @@ fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
     let found = trainer.generate(&queries, &how).unwrap();
     assert!(found.ref_responses.is_none() && found.responses.iter().all(|row| (1..5).contains(&row.len())));
     assert_ne!(trainer.generate(&queries, &how).unwrap(), found, "another call draws others");
-    let none = Generate { batch_size: 0, ..how };
+    let none = Generate { batch_size: 0, ..how.clone() };
     assert_eq!(small(|_| {}).generate(&queries, &none).unwrap(), found, "a batch of at least one query");
     let how =
         Generate { sampling: Sampling::Greedy, return_prompt: true, generate_ref_response: true, ..Generate::new(6) };
