@@ -45,7 +45,7 @@ pub(crate) struct Host<'a> {
 /// # Errors
 /// If there is no connection, or requests cannot be told apart any more.
 pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
-    let Peer { mut input, mut output, is_over } = match &config.socket {
+    let Peer { mut input, mut output, course } = match &config.socket {
         Some(path) => Peer::at(path, || (host.listening)(path))?,
         None => Peer::standard()?,
     };
@@ -62,10 +62,12 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
         match incoming {
             Incoming::Request(request) => {
                 let is_last = request.method == "stop";
+                course.is_busy.store(true, Ordering::Release);
                 let reply = session.reply(&request);
                 // From its last reply on, the client may leave.
-                is_over.store(is_last && reply.is_ok(), Ordering::Release);
+                course.is_over.store(is_last && reply.is_ok(), Ordering::Release);
                 write(&request.id, reply, &mut output)?;
+                course.is_busy.store(false, Ordering::Release);
                 if is_last {
                     break;
                 }
@@ -79,7 +81,7 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
             Incoming::End => break,
         }
     }
-    is_over.store(true, Ordering::Release);
+    course.is_over.store(true, Ordering::Release);
     Ok(())
 }
 

@@ -133,6 +133,9 @@ class PPOConfig:
         if self.world_size not in (None, ranks):
             raise ValueError(f"PPOConfig: world_size = {self.world_size}: expected {ranks}, the processes there are, or none")
         self.world_size = ranks
+        for name in ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "ppo_epochs", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"PPOConfig: {name} = {getattr(self, name)}: expected at least 1")
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
             raise ValueError(

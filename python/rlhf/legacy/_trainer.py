@@ -90,7 +90,7 @@ class PPOTrainer:
         config = self.config
         self.session = Session(config.num_processes)
         ranks = self.session.capabilities["ranks"]
-        settings = config.settings()
+        settings = {**config.settings(), "learning_rate": self._optimizer.learning_rate}
         source = self.model.place(os.path.join(self._folder, "model"))
         shared = getattr(self.ref_model, "num_shared_layers", None) if num_shared_layers is None else num_shared_layers
         reference = None

@@ -27,7 +27,6 @@ Models are Hugging Face folders; data is JSONL, JSON, CSV or Parquet:
   rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward
   rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos
-  rlhf generate --model_name_or_path runs/ppo \"The film was\"
 Runs write their settings to config.yaml for --config; `rlhf COMMAND --help` explains the flags.";
 
 const SFT_HELP: &str = "\
@@ -189,9 +188,9 @@ Example:
       -d '{\"model\": \"ppo\", \"prompt\": \"The film was\", \"max_tokens\": 20}'";
 
 const SESSION_HELP: &str = "\
-For loops of your own: TRL's step() and DeepSpeed-Chat's engine, from any language. Requests are lines
-of JSON, large arrays frames of bytes: docs/internals/session.md. The Python modules rlhf.legacy and
-rlhf.dschat start it. It ends with its client.
+For loops of your own, TRL's step() and DeepSpeed-Chat's engine, from any language. Requests are
+lines of JSON, and large arrays frames of bytes: docs/internals/session.md. The Python modules
+rlhf.legacy and rlhf.dschat start it. It ends with its client.
 
 Examples:
   rlhf session --socket /tmp/rlhf.sock

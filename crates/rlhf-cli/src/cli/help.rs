@@ -181,7 +181,8 @@ const COMMON: [(&str, &[&str], &[&str]); 24] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 72] = [
+const WORDS: [(&str, &str); 73] = [
+    ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),

@@ -122,7 +122,7 @@ impl Array {
         self.bytes.chunks_exact(N).map(|bytes| read(bytes.try_into().unwrap_or([0; N]))).collect()
     }
 
-    /// How the frame is announced.
+    /// The array as its line announces it.
     pub(super) fn announced(&self) -> Value {
         json!({"dtype": self.dtype.name(), "shape": self.shape})
     }

@@ -11,6 +11,10 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Time between two looks at a session whose client is gone.
+const POLL: Duration = Duration::from_millis(20);
 
 /// Bytes of the buffers of both directions.
 const BUFFER: usize = 1 << 16;
@@ -19,8 +23,16 @@ const BUFFER: usize = 1 << 16;
 pub(super) struct Peer {
     pub(super) input: Box<dyn io::BufRead + Send>,
     pub(super) output: Box<dyn Write>,
-    /// Set when the session is at its end, so that a client that leaves is no failure.
-    pub(super) is_over: Arc<AtomicBool>,
+    pub(super) course: Arc<Course>,
+}
+
+/// Where a session is, for the thread that watches its client.
+#[derive(Debug, Default)]
+pub(super) struct Course {
+    /// A request is computed.
+    pub(super) is_busy: AtomicBool,
+    /// The session is at its end, and a client that leaves is no failure.
+    pub(super) is_over: AtomicBool,
 }
 
 impl Peer {
@@ -51,12 +63,12 @@ impl Peer {
         output: impl Write + 'static,
         watched: impl AsFd + Send + 'static,
     ) -> Result<Self> {
-        let is_over = Arc::new(AtomicBool::new(false));
-        watch(watched, Arc::clone(&is_over))?;
+        let course = Arc::new(Course::default());
+        watch(watched, Arc::clone(&course))?;
         Ok(Self {
             input: Box::new(BufReader::with_capacity(BUFFER, input)),
             output: Box::new(BufWriter::with_capacity(BUFFER, output)),
-            is_over,
+            course,
         })
     }
 }
@@ -89,8 +101,9 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
     made
 }
 
-/// Ends the process, and the programs that it has started, once the client cannot read replies any more: also within a request.
-fn watch(output: impl AsFd + Send + 'static, is_over: Arc<AtomicBool>) -> Result<()> {
+/// Ends the process, and the programs that it has started, once the client cannot read replies any more and a request is computed. Between
+/// requests the session ends by itself, at the end of its input.
+fn watch(output: impl AsFd + Send + 'static, course: Arc<Course>) -> Result<()> {
     let wait = move || {
         loop {
             // Errors and hang-ups are reported in any case.
@@ -101,7 +114,11 @@ fn watch(output: impl AsFd + Send + 'static, is_over: Arc<AtomicBool>) -> Result
                 Err(_) => return,
             }
         }
-        if !is_over.load(Ordering::Acquire) {
+        while !course.is_over.load(Ordering::Acquire) {
+            if !course.is_busy.load(Ordering::Acquire) {
+                std::thread::sleep(POLL);
+                continue;
+            }
             let _ = writeln!(io::stderr(), "error: the client of the session is gone");
             kill_programs();
             tch_ext::exit_at_once(1);

@@ -9,8 +9,7 @@ use rlhf_base::schema::{RUN, Settings, defaults};
 /// Settings of `rlhf session`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SessionConfig {
-    /// Unix socket at which to wait for one client, which only this user can open; its file must not exist [default: requests are on
-    /// standard input, replies on standard output].
+    /// Unix socket to wait for one client at [default: standard input and output]. Only this user can open it, and its file must not exist.
     #[setting(heading = RUN)]
     pub socket: Option<PathBuf>,
 }
