@@ -430,6 +430,53 @@ class Loops(Sessions):
                 self.assertLess(far(found[0][1].flat(name), found[1][1].flat(name)), 2e-5, name)
 
 
+    def test_ranks_of_a_launcher_have_rows_of_their_own(self):
+        queries, responses, scores = [[5, 6, 7], [8, 9], [5], [6, 7]], [[30, 31], [32, 33, 34], [35], [36]], [1.0, -0.5, 0.0, 2.0]
+        code = (
+            "import json, os, sys\n"
+            "sys.modules.update(torch=None, numpy=None)\n"
+            "from rlhf.legacy import PPOConfig, PPOTrainer\n"
+            "rank, data = int(os.environ['RANK']), json.loads(sys.argv[1])\n"
+            "config = PPOConfig(batch_size=2, mini_batch_size=1, ppo_epochs=1, learning_rate=1e-3, num_threads=1, device='cpu')\n"
+            "trainer = PPOTrainer(config, data['model'], dataset=[{'query': str(row)} for row in range(4)])\n"
+            "rows = [row for batch in trainer.dataloader for row in batch['query']]\n"
+            "own = slice(2 * rank, 2 * rank + 2)\n"
+            "queries, responses, scores = (part[own] for part in data['rows'])\n"
+            "drawn = trainer.generate(queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4)\n"
+            "stats = trainer.step(queries, responses, scores, orders=[[0, 1, 2, 3]])\n"
+            "trainer.save_pretrained(data['folder'])\n"
+            "trainer.close()\n"
+            "print(json.dumps({'rows': rows, 'drawn': drawn, 'loss': stats['ppo/loss/total'], 'ranks': trainer.accelerator.num_processes}))\n"
+        )
+        data = json.dumps({"model": POLICY, "rows": [queries, responses, scores], "folder": str(self.folder / "ranks")})
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, data],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        self.assertEqual([rank.returncode for rank in ranks], [0, 0], outputs)
+        found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+        self.assertEqual([one["ranks"] for one in found], [2, 2])
+        self.assertEqual(sorted(found[0]["rows"] + found[1]["rows"]), ["0", "1", "2", "3"])
+        self.assertEqual(found[0]["loss"], found[1]["loss"])
+        alone = self.trainer(batch_size=4, mini_batch_size=2, ppo_epochs=1)
+        drawn = alone.generate(queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4)
+        self.assertEqual(found[0]["drawn"] + found[1]["drawn"], drawn)
+        stats = alone.step(queries, responses, scores, orders=[[0, 1, 2, 3]])
+        self.assertAlmostEqual(found[0]["loss"], stats["ppo/loss/total"], places=5)
+        self.assertTrue((self.folder / "ranks" / "model.safetensors").exists())
+
+
 def model_with_adapter():
     from rlhf.legacy import AutoModelForCausalLMWithValueHead
 
