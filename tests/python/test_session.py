@@ -269,7 +269,13 @@ class Loops(Sessions):
         for _epoch in range(6):
             for batch in trainer.dataloader:
                 responses = trainer.generate(
-                    batch["input_ids"], length_sampler=LengthSampler(4, 7), return_prompt=False, do_sample=True, top_k=0.0, top_p=1.0, min_length=-1
+                    batch["input_ids"],
+                    length_sampler=LengthSampler(4, 7),
+                    return_prompt=False,
+                    do_sample=True,
+                    top_k=0.0,
+                    top_p=1.0,
+                    min_length=-1,
                 )
                 self.assertTrue(all(1 <= len(response) <= 6 for response in responses))
                 rewards = [sum(number < 160 for number in response) / len(response) for response in responses]
@@ -358,7 +364,9 @@ class Loops(Sessions):
 
     def test_adapters_and_optimizers_are_specifications(self):
         trainer = self.trainer(
-            model=model_with_adapter(), optimizer={"optim": "adamw_8bit", "lr": 1e-2}, lr_scheduler={"name": "linear", "num_training_steps": 4}
+            model=model_with_adapter(),
+            optimizer={"optim": "adamw_8bit", "lr": 1e-2},
+            lr_scheduler={"name": "linear", "num_training_steps": 4},
         )
         self.assertTrue(trainer.is_peft_model)
         rates = []
@@ -428,7 +436,6 @@ class Loops(Sessions):
             # The gradient of a key's bias is 0, and Adam makes whole steps of what rounding leaves.
             if not name.endswith("query_key_value.bias"):
                 self.assertLess(far(found[0][1].flat(name), found[1][1].flat(name)), 2e-5, name)
-
 
     def test_ranks_of_a_launcher_have_rows_of_their_own(self):
         queries, responses, scores = [[5, 6, 7], [8, 9], [5], [6, 7]], [[30, 31], [32, 33, 34], [35], [36]], [1.0, -0.5, 0.0, 2.0]
@@ -582,7 +589,7 @@ class Hostile(Case):
         for line, kind, expected in (
             ({"id": 1, "method": "open"}, "order", "hello"),
             ({"id": 1, "method": "hello", "params": {"protocol": 2}}, "usage", "expected 1, found 2"),
-            (b"{\"id\": 1,\n", "protocol", "one line of JSON"),
+            (b'{"id": 1,\n', "protocol", "one line of JSON"),
             (b"[NaN]\n", "protocol", "one line of JSON"),
             (b"\xff\xfe\n", "protocol", "one line of JSON"),
             (b"[" * 100000 + b"\n", "protocol", "one line of JSON"),
@@ -644,7 +651,9 @@ class Hostile(Case):
             "ask('generate', {'queries': [[5]] * 64, 'max_new_tokens': 60, 'stop_token_ids': [], 'batch_size': 1})\n"
             "print(process.pid, flush=True); time.sleep(60)\n"
         )
-        client = subprocess.Popen([sys.executable, "-c", code, os.environ["RLHF_PROGRAM"]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        client = subprocess.Popen(
+            [sys.executable, "-c", code, os.environ["RLHF_PROGRAM"]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         pid = int(client.stdout.readline())
         time.sleep(0.3)
         client.kill()
