@@ -164,7 +164,7 @@ class Goldens(Sessions):
         settings |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "num_warmup_steps": 0, "max_grad_norm": 0}
         settings |= {"ref_model_path": None, "eos_in_loss": "never", **more}
         settings = {name: value for name, value in settings.items() if value is not None}
-        engine = DeepSpeedRLHFEngine(str(folders["actor"]), str(folders["critic"]), None, argparse.Namespace(**settings))
+        engine = DeepSpeedRLHFEngine(str(folders["actor"]), str(folders["critic"]), None, argparse.Namespace(**settings), 100)
         self.addCleanup(engine.close)
         return DeepSpeedPPOTrainer(engine, engine.args)
 
@@ -532,6 +532,48 @@ class MainLoop(Goldens):
         with self.assertRaisesRegex(Exception, "mixes_texts"):
             trainer.train_rlhf(exp)
             trainer.train_rlhf(exp)
+
+    def test_the_arguments_of_main_py_are_taken_over_or_refused(self):
+        # Its parser's defaults; those of the models' passes are changed below.
+        line = (
+            "data_split=2,4,4 unsup_coef=27.8 num_padding_at_beginning=1 per_device_generation_batch_size=16 generation_batches=1 ppo_epochs=1 "
+            "per_device_training_batch_size=16 max_prompt_seq_len=256 max_answer_seq_len=6 actor_learning_rate=9.65e-6 critic_learning_rate=5e-6 "
+            "actor_weight_decay=0.0 critic_weight_decay=0.0 num_train_epochs=1 gradient_accumulation_steps=1 num_warmup_steps=100 local_rank=-1 "
+            "inference_tp_size=1 tp_gather_partition_size=8 actor_zero_stage=0 critic_zero_stage=0 actor_lora_dim=0 critic_lora_dim=0 "
+            "actor_lora_learning_rate=5e-4 critic_lora_learning_rate=5e-4 print_answers_interval=1 test_stop_step=0 global_rank=0"
+        )
+        defaults = {name: json.loads(value) if value[0] in "-0123456789" and "," not in value else value for name, value in
+                    (word.split("=") for word in line.split())}  # fmt: skip
+        defaults |= dict.fromkeys(
+            ("data_output_path", "unsupervised_dataset_name", "output_dir", "seed", "actor_dropout", "critic_dropout")
+        )
+        flags = "compute_fp32_loss align_overflow enable_hybrid_engine unpin_actor_parameters release_inference_cache offload add_eot_token"
+        flags += (
+            " offload_reference_model offload_reward_model actor_gradient_checkpointing critic_gradient_checkpointing only_optimize_lora"
+        )
+        flags += " enable_ema enable_tensorboard print_answers enable_test_mode deepspeed enable_mixed_precision_lora"
+        defaults |= dict.fromkeys(flags.split(), False)
+        defaults |= {
+            "lr_scheduler_type": "cosine",
+            "dtype": "bf16",
+            "data_path": ["Dahoas/rm-static"],
+            "max_grad_norm": None,
+            "eos_in_loss": None,
+        }
+        defaults |= {"actor_lora_module_name": "decoder.layers.", "critic_lora_module_name": "decoder.layers."}
+        with self.assertRaisesRegex(Exception, "actor_dropout = 0.1: a model's own dropout"):
+            self.engine(**{**defaults, "actor_dropout": 0.1})
+        from rlhf.dschat import convert_lora_to_linear_layer
+
+        for more in ({}, {"actor_lora_dim": 4, "only_optimize_lora": True, "dtype": "float32", "num_processes": 2}):
+            for name in ("actor", "critic"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            trainer = self.engine(**{**defaults, **more})
+            losses = trainer.train_rlhf(trainer.generate_experience(*self.prompts()))
+            self.assertTrue(all(loss.item() == loss.item() for loss in losses))
+            convert_lora_to_linear_layer(trainer.rlhf_engine.actor).save_pretrained(self.folder / "merged" / str(len(more)))
+            self.assertTrue((self.folder / "merged" / str(len(more)) / "model.safetensors").exists())
+            trainer.rlhf_engine.close()
 
     def test_an_interrupted_main_loop_continues_to_the_same_bits(self):
         prompts, mask = self.prompts()

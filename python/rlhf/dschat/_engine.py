@@ -28,6 +28,7 @@ OF_LOOP = (
     "generation_batches",
     "global_rank",
     "local_rank",
+    "num_processes",
     "num_train_epochs",
     "output_dir",
     "per_device_generation_batch_size",
@@ -41,6 +42,23 @@ OF_LOOP = (
     "unsup_coef",
     "unsupervised_dataset_config_name",
     "unsupervised_dataset_name",
+)
+# Flags of main.py: false is a flag that was not given.
+FLAGS = (
+    "actor_gradient_checkpointing",
+    "add_eot_token",
+    "align_overflow",
+    "compute_fp32_loss",
+    "critic_gradient_checkpointing",
+    "enable_ema",
+    "enable_hybrid_engine",
+    "enable_mixed_precision_lora",
+    "offload",
+    "offload_reference_model",
+    "offload_reward_model",
+    "only_optimize_lora",
+    "release_inference_cache",
+    "unpin_actor_parameters",
 )
 BACKWARD = "write actor_loss, critic_loss = trainer.train_rlhf(experience): the program has the gradients and takes the step"
 
@@ -94,7 +112,8 @@ class DeepSpeedRLHFEngine:
         actor_model_name_or_path (`str`): the actor, and the start of the reference model.
         critic_model_name_or_path (`str`): the reward model, and the start of the critic.
         tokenizer: the tokenizer of transformers, or its path; that of the actor if it is None.
-        args: the arguments of DeepSpeed-Chat's main.py, as a namespace or a map. Settings of `rlhf ppo` by their own names are taken too.
+        args: the arguments of DeepSpeed-Chat's main.py, as a namespace or a map. Settings of `rlhf ppo` by their own names are taken too, and
+            `num_processes`: ranks that are started for this one script, which passes the rows of all.
         num_total_iters (`int`, *optional*): steps of the whole run, for learning rates that fall.
     """
 
@@ -112,12 +131,17 @@ class DeepSpeedRLHFEngine:
         self._folder = tempfile.mkdtemp(prefix="rlhf-dschat-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         values = dict(args) if isinstance(args, dict) else dict(vars(args)) if args is not None else {}
-        settings = {name: plain(name, value) for name, value in values.items() if name not in OF_LOOP and value is not None}
+        given = {name: value for name, value in values.items() if name not in OF_LOOP and not (name in FLAGS and value is False)}
+        settings = {name: plain(name, value) for name, value in given.items() if value is not None}
         settings["actor_model_name_or_path"] = self._place(actor_model_name_or_path, "actor")
         settings["critic_model_name_or_path"] = self._place(critic_model_name_or_path, "critic")
         if tokenizer is not None:
             settings["model_name_or_path"] = place_tokenizer(tokenizer, os.path.join(self._folder, "tokenizer"))
-        self.session = Session()
+        self.session = Session(int(values.get("num_processes") or 1))
+        if self.session.capabilities["ranks"] > 1 and len(self.session.processes) == 1:
+            raise Unsupported(
+                "DeepSpeedRLHFEngine: expected one process of this script, found several; args.num_processes starts ranks for one script"
+            )
         params = {"loop": "engine", "settings": settings, "mixes_texts": False}
         if num_total_iters is not None:
             params["num_total_iters"] = int(num_total_iters)

@@ -121,7 +121,7 @@ class PPOTrainer:
         if self.tokenizer is not None:
             params["tokenizer"] = place_tokenizer(self.tokenizer, os.path.join(self._folder, "tokenizer"))
         opened = self.session.call("open", {name: value for name, value in params.items() if value is not None})
-        self._source = source
+        self._source, self._eos = source, opened["eos_token_ids"]
         self.model.trainer = self.ref_model.trainer = self
         self.is_encoder_decoder = bool(opened["is_encoder_decoder"])
         self.is_peft_model = bool(opened["is_peft_model"])
@@ -217,7 +217,9 @@ class PPOTrainer:
     ) -> "list[list[list[int]]]":
         """Responses of the policy, and of the reference model where they are asked for."""
         # TRL's lists of responses end after the tokenizer's eos in any case.
-        stops = None if cuts_at_eos and not generation.stop_token_ids() else generation.stop_token_ids()
+        stops = generation.stop_token_ids()
+        if cuts_at_eos:
+            stops = [*stops, *self._eos] if stops else None
         policy: list[list[int]] = []
         reference: list[list[int]] = []
         parts = [queries]
