@@ -272,7 +272,7 @@ PARTS = (
         "python",
         "the trainers of the Python package: the code of their pages, with datasets, transformers and PEFT, TRL's own scripts, notebooks",
         paths=("python/", "docs/python/", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
-               f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
+               f"{SRC}compat*", f"{CLI}session*", f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=0,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
