@@ -261,12 +261,21 @@ class Loops(Sessions):
     """Loops as TRL's documentation writes them."""
 
     def test_the_loop_learns_and_its_files_open(self):
-        from rlhf.legacy import LengthSampler
+        from rlhf.legacy import LengthSampler, set_seed
 
-        rows = [{"query": f"w{number} it", "input_ids": [10 + number, 20]} for number in range(8)]
-        trainer = self.trainer(dataset=rows, learning_rate=3e-3, ppo_epochs=4, output_dir=str(self.folder / "logs"))
+        set_seed(1)
+        rows = [{"query": f"w{number} it", "input_ids": [10 + number, 20]} for number in range(16)]
+        settings = {
+            "learning_rate": 1e-2,
+            "ppo_epochs": 4,
+            "batch_size": 16,
+            "mini_batch_size": 8,
+            "init_kl_coef": 0.0,
+            "max_grad_norm": 1.0,
+        }
+        trainer = self.trainer(dataset=rows, output_dir=str(self.folder / "logs"), **settings)
         means = []
-        for _epoch in range(6):
+        for _epoch in range(12):
             for batch in trainer.dataloader:
                 responses = trainer.generate(
                     batch["input_ids"],

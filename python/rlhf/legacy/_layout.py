@@ -76,5 +76,13 @@ def without_gradient(found: Any) -> Any:
                     return
                 raise Unsupported(f"backward: these numbers have no graph in this process: {BACKWARD}")
 
+            @classmethod
+            def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                """Makes parameters of the caller's own, such as `zeros_like(x, requires_grad=True)`, plain tensors."""
+                if not (kwargs and kwargs.get("requires_grad")):
+                    return super().__torch_function__(func, types, args, kwargs or {})
+                with find_torch()._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+
         _CLASSES["tensor"] = ProgramTensor
     return found.as_subclass(_CLASSES["tensor"])

@@ -22,9 +22,10 @@ pub(super) fn save(
     let name = dir.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| Error::invalid(dir, "expected the name of a folder for the state, found none"))?;
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let is_other = || std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some());
-    if !dir.join(STATE).is_file() && is_other() {
-        return Err(Error::invalid(dir, format!("expected a new folder, or one with {STATE}, found other files")));
+    // A checkpoint of a run has a file of this name too, and another content.
+    let is_state = || read_json(&dir.join(STATE)).is_ok_and(|state| state["kind"].is_string());
+    if std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some()) && !is_state() {
+        return Err(Error::invalid(dir, "expected a new folder, or one of an earlier save_state, found other files"));
     }
     learner.save_together(|| {
         std::fs::create_dir_all(parent).map_err(Error::io("create the folder", parent))?;
@@ -51,6 +52,9 @@ pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Valu
     if state["kind"] != kind {
         let message = format!("`kind`: expected the state of a loop of kind `{kind}`, found {}", state["kind"]);
         return Err(Error::invalid(&path, message));
+    }
+    if !dir.join(OPTIMIZER).is_file() {
+        return Err(Error::invalid(dir, format!("expected the file {OPTIMIZER}, found none: the state is not whole")));
     }
     learner.policy.load_trained(dir)?;
     learner.policy_optimizer.load(&dir.join(OPTIMIZER))?;
