@@ -285,7 +285,7 @@ PARTS = (
         "python",
         "the trainers of the Python package: the code of the pages, with datasets, transformers and PEFT, TRL's own scripts, its numbers, notebooks",
         paths=("python/", "docs/python/", "docs/migrate/", "docs/guides/reward*", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
-               f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
+               f"{SRC}compat*", f"{CLI}session*", f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=1,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
@@ -362,6 +362,7 @@ ALWAYS = (
     ("examples in the docs", f"{BUILD} --doc"),
     ("reference pages", f"python3 scripts/reference.py {PROGRAM} --check"),
     ("Python", f"python3 tests/python/test_trainers.py {PROGRAM}"),
+    ("Python, loops", f"python3 tests/python/test_session.py {PROGRAM}"),
 )
 
 

@@ -2,6 +2,8 @@
 
     from rlhf import GRPOConfig, GRPOTrainer
 
+The loops that are the caller's are in `rlhf.legacy` (TRL's step()) and `rlhf.dschat` (DeepSpeed-Chat's engine).
+
 No torch is needed: the program trains in a process of its own. The command is `rlhf`; `python -m rlhf` is the same.
 """
 
@@ -35,14 +37,18 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Names of TRL that are not here, with what there is instead.
 _ABSENT = {
-    "AutoModelForCausalLMWithValueHead": "; PPOTrainer takes the language model, and its critic as value_model",
+    "AutoModelForCausalLMWithValueHead": "; from rlhf.legacy import it for step(); the PPOTrainer of TRL 1.x takes the language model itself",
+    "AutoModelForSeq2SeqLMWithValueHead": "; from rlhf.legacy import it for step(); the PPOTrainer of TRL 1.x takes the language model itself",
+    "DeepSpeedPPOTrainer": "; from rlhf.dschat import DeepSpeedPPOTrainer",
+    "DeepSpeedRLHFEngine": "; from rlhf.dschat import DeepSpeedRLHFEngine",
+    "LengthSampler": "; from rlhf.legacy import LengthSampler",
     "DataCollatorForCompletionOnlyLM": "; SFTConfig(completion_only_loss=True) trains on completions",
     "DPOConfig": "; rlhf has no DPO: TRL or OpenRLHF has it",
     "DPOTrainer": "; rlhf has no DPO: TRL or OpenRLHF has it",
     "KTOTrainer": "; rlhf has no KTO: TRL has it",
     "LogCompletionsCallback": "; samples are in output_dir/samples, and each run shows some",
     "RichProgressCallback": "; each run shows its progress",
-    "create_reference_model": "; the program makes the reference model: pass ref_model=None",
+    "create_reference_model": "; from rlhf.legacy import it for step(); the PPOTrainer of TRL 1.x makes the reference model: pass ref_model=None",
 }
 __all__ = ["__version__", "rewards", *sorted(_MODULES)]
 
@@ -83,7 +89,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'rlhf' has no attribute {name!r}")
     import importlib
 
-    if name in ("rewards", "experimental", "trainer", "scripts"):
+    if name in ("rewards", "experimental", "trainer", "scripts", "legacy", "dschat"):
         return importlib.import_module(f"rlhf.{name}")
     module = _MODULES.get(name)
     if module is None:

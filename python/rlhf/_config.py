@@ -121,6 +121,9 @@ def with_names(config: T) -> T:
 
 HINTS = {
     name: f"; `{name}` is an argument of the trainer" for name in ("model", "reward_funcs", "train_dataset", "peft_config", "callbacks")
+} | {
+    name: f"; `{name}` is one of TRL 0.11's PPOConfig: from rlhf.legacy import PPOConfig"
+    for name in ("exp_name", "forward_batch_size", "query_dataset", "reward_model", "tracker_project_name", "optimize_cuda_cache", "steps")
 }
 
 

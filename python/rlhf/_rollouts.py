@@ -78,6 +78,17 @@ class Rollouts(Trainer):
         return completions
 
 
+def refuse_legacy(args: Any, unknown: "dict[str, Any]") -> None:
+    """Refuses what TRL 0.11's PPOTrainer is made of, with the place that takes it."""
+    if type(args).__module__.startswith("rlhf.legacy"):
+        raise TypeError("PPOTrainer: args: found a PPOConfig of rlhf.legacy, whose PPOTrainer has step(): from rlhf.legacy import PPOTrainer")
+    if unknown:
+        name = next(iter(unknown))
+        of_legacy = name in ("dataset", "optimizer", "lr_scheduler", "num_shared_layers", "training_data_collator")
+        hint = f"; `{name}` is one of TRL 0.11's, whose loop is yours: from rlhf.legacy import PPOTrainer" if of_legacy else ""
+        raise TypeError(f"PPOTrainer: `{name}`: unknown argument{hint}")
+
+
 def print_table(completions: list[dict[str, Any]]) -> None:
     """Prints prompts and responses; in a notebook as a table."""
     pairs = [[text_of(row.get("prompt")), text_of(row.get("response", row.get("completion")))] for row in completions]
@@ -135,8 +146,10 @@ class PPOTrainer(Rollouts):
         ref_policy: Any = None,
         reward_funcs: Any = None,
         quantization_config: Any = None,
+        **unknown: Any,
     ) -> None:
         args = args if args is not None else config
+        refuse_legacy(args, unknown)
         model = model if model is not None else policy
         ref_model = ref_model if ref_model is not None else ref_policy
         processing_class = processing_class if processing_class is not None else tokenizer

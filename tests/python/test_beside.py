@@ -17,9 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import support
-from support import POLICY, PROMPTS, REWARD, ROOT, TEXTS, Case, brief, grpo, ppo, supervised
+from support import MODELS, POLICY, PROMPTS, REWARD, ROOT, TEXTS, Case, brief, grpo, ppo, supervised
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_OFFLINE="1")
+LEGACY = ROOT / "tests" / "golden" / "trl_legacy" / "init"
 SAMPLES = Path(__file__).resolve().parent / "samples"
 
 
@@ -125,6 +126,27 @@ class Samples(Case):
     def test_basic_training(self):
         self.run_sample("basic_training.py", POLICY, REWARD, self.folder)
         self.assertTrue((self.folder / "ppo-trained-policy/model.safetensors").exists())
+
+    def test_the_loop_of_the_documentation_of_step(self):
+        out = self.run_sample("legacy_docs.py", POLICY, MODELS / "distilbert_cls2", self.folder)
+        self.assertIn("ppo/loss/total", out)
+        self.assertTrue((self.folder / "my_ppo_model/model.safetensors").exists())
+
+    def test_the_loop_of_a_course_about_step(self):
+        self.run_sample("legacy_course.py", POLICY, self.folder)
+        self.assertTrue(list((self.folder / "logs").rglob("events.out.tfevents*")))
+
+    def test_the_sentiment_loop_of_step(self):
+        self.run_sample("legacy_sentiment.py", POLICY, MODELS / "distilbert_cls2", self.folder)
+        self.assertTrue((self.folder / "policy/model.safetensors").exists())
+
+    def test_the_loop_of_step_with_an_encoder_decoder(self):
+        self.run_sample("legacy_t5.py", LEGACY / "t5_ref", LEGACY / "t5_ref", self.folder)
+        self.assertTrue((self.folder / "policy/model.safetensors").exists())
+
+    def test_the_loop_of_deepspeed_chat(self):
+        self.run_sample("dschat_loop.py", POLICY, REWARD, self.folder)
+        self.assertTrue((self.folder / "actor/model.safetensors").exists())
 
     def test_quick_starts(self):
         self.run_sample("quick_starts.py", POLICY, self.folder)

@@ -36,6 +36,7 @@ pub(crate) mod rows;
 pub(crate) mod schema;
 pub(crate) mod score;
 pub(crate) mod serve;
+pub(crate) mod session;
 mod setting;
 mod sharding;
 #[cfg(test)]
@@ -53,8 +54,8 @@ use rlhf::Result;
 use rlhf::schema::{Refusals, Setting as _};
 use rlhf::settings::{
     ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig,
-    MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig,
-    WatchConfig,
+    MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig,
+    SessionConfig, SftConfig, WatchConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -88,6 +89,7 @@ pub(crate) enum Task {
     Report(ReportConfig),
     Chat(ChatConfig),
     Serve(ServeConfig),
+    Session(SessionConfig),
     Watch(WatchConfig),
     Doctor(DoctorConfig),
     Schema(SchemaConfig),
@@ -252,6 +254,7 @@ impl Task {
             "report" => Task::Report(flags::read::<ReportConfig>(matches)?),
             "chat" => Task::Chat(flags::read::<ChatConfig>(matches)?),
             "serve" => Task::Serve(flags::read::<ServeConfig>(matches)?),
+            "session" => Task::Session(flags::read::<SessionConfig>(matches)?),
             "watch" => Task::Watch(flags::read::<WatchConfig>(matches)?),
             "schema" => Task::Schema(flags::read::<SchemaConfig>(matches)?),
             "completions" => Task::Completions(flags::read::<CompletionsConfig>(matches)?),
@@ -273,6 +276,7 @@ impl Task {
             | Task::Plan(_)
             | Task::Replay(_)
             | Task::Doctor(_)
+            | Task::Session(_)
             | Task::Schema(_)
             | Task::Completions(_) => Ok(()),
             Task::Generate(config) => config.check(),

@@ -6,6 +6,7 @@ mod cli;
 pub mod doctor;
 mod http_server;
 pub mod serve;
+pub(crate) mod session;
 pub mod watch;
 
 use signal_hook::consts::SIGHUP;
@@ -43,7 +44,7 @@ pub fn run(words: Vec<OsString>) -> ! {
     tch_ext::bound_spinning();
     panic::set_hook(Box::new(keep_panic));
     let code = panic::catch_unwind(start).unwrap_or_else(|_| {
-        let message = PANIC.lock().ok().and_then(|mut message| message.take()).unwrap_or_default();
+        let message = take_panic();
         if is_broken_pipe(&message) {
             return 0;
         }
@@ -94,7 +95,7 @@ fn run_task(task: &Task) -> Result<u8> {
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None).and_then(|()| end_at_hangup()),
         Task::Eval(_) if is_main() => end_on_signals(Some("stopped; the same command continues the evaluation")),
-        Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => end_on_signals(None),
+        Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) | Task::Session(_) => end_on_signals(None),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -141,6 +142,7 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Plan(task) => cli::plan::plan(task),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
+        Task::Session(config) => cli::session::session(config, take_panic),
         Task::Replay(task) => cli::replay::replay(task),
         Task::Launch(config) => return cli::launch::launch(config),
         Task::Completions(config) => cli::completions::completions(config),
@@ -167,6 +169,7 @@ fn join_ranks(task: &Task) -> Result<()> {
         Task::Generate(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Logprobs(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Score(config) => (DIST_TIMEOUT, config.rows.compute.device),
+        Task::Session(_) => (DIST_TIMEOUT, Device::Auto),
         _ => return Ok(()),
     };
     if let Some(launch) = Launch::from_env()? {
@@ -292,6 +295,11 @@ fn keep_panic(panic: &PanicHookInfo<'_>) {
     if std::env::var_os("RUST_BACKTRACE").is_some_and(|wanted| wanted != "0") {
         let _ = writeln!(io::stderr(), "{message}{place}\n{}", Backtrace::force_capture());
     }
+}
+
+/// Returns the message of the last panic, and forgets it.
+fn take_panic() -> String {
+    PANIC.lock().ok().and_then(|mut message| message.take()).unwrap_or_default()
 }
 
 /// Returns a panic as one line. `unwrap` prints libtorch's message and C++ backtrace by `Debug`, which escapes line ends.

@@ -425,7 +425,7 @@ fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token()
     let found = trainer.generate(&queries, &how).unwrap();
     assert_eq!(found.ref_responses.as_ref(), Some(&found.responses));
     // As in trl 0.11.4, `return_prompt` adds no prompt to what a decoder of its own wrote.
-    let with_prompt = trainer.generate(&queries, &Generate { return_prompt: true, ..how }).unwrap();
+    let with_prompt = trainer.generate(&queries, &Generate { return_prompt: true, ..how.clone() }).unwrap();
     assert_eq!(with_prompt.responses, found.responses);
     let before = weights(&trainer.learner.policy);
     let scores = [1.0, -1.0, 0.5, 2.0];
@@ -537,6 +537,98 @@ fn child_pushes_its_best_models() {
 }
 
 #[test]
+fn a_loop_continues_from_its_saved_state_with_the_bits_of_one_that_was_not_interrupted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (queries, responses, scores) = rows();
+    for with_adapter in [false, true] {
+        let state = dir.path().join(format!("state-{with_adapter}"));
+        let make = || {
+            let config = StepConfig {
+                learning_rate: 1e-3,
+                batch_size: 4,
+                mini_batch_size: 2,
+                use_score_scaling: true,
+                ..StepConfig::default()
+            };
+            let mut lm = CausalLm::from_pretrained(&init("ref"), ModelOptions::default()).unwrap();
+            if with_adapter {
+                lm.add_adapter(&LoraConfig { r: 2, ..LoraConfig::default() }, 0).unwrap();
+            }
+            let model = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(3)).unwrap();
+            StepTrainer::new(config, model, None, tokenizer()).unwrap()
+        };
+        let step = |trainer: &mut StepTrainer| {
+            let drawn = trainer.generate(&queries, &Generate::new(4)).unwrap().responses;
+            trainer.step(&queries, &responses, &scores, None).unwrap();
+            drawn
+        };
+        let mut whole = make();
+        step(&mut whole);
+        let drawn = step(&mut whole);
+        let mut first = make();
+        step(&mut first);
+        first.save_state(&state).unwrap();
+        // An earlier state is replaced.
+        first.save_state(&state).unwrap();
+        let mut second = make();
+        second.load_state(&state).unwrap();
+        assert_eq!((second.steps_done(), second.kl_coef()), (1, first.kl_coef()));
+        assert_eq!(step(&mut second), drawn);
+        assert_eq!(moved(&weights(&whole.learner.policy), &second.learner.policy), Vec::<String>::new());
+        assert_eq!(second.score_moments(), whole.score_moments());
+    }
+    let mut trainer = small(|_| {});
+    let refused = |error: rlhf::Error, expected: &str| assert!(error.to_string().contains(expected), "{error}");
+    refused(trainer.load_state(dir.path()).unwrap_err(), "found no trainer_state.json");
+    refused(trainer.save_state(dir.path()).unwrap_err(), "found other files");
+    std::fs::write(dir.path().join("trainer_state.json"), r#"{"update": 3}"#).unwrap();
+    refused(trainer.save_state(dir.path()).unwrap_err(), "found other files");
+    refused(trainer.load_state(dir.path()).unwrap_err(), "`kind`: expected the state of a loop of kind `step`");
+}
+
+#[test]
+fn a_step_on_tensors_of_the_callers_own_is_that_of_step() {
+    let (queries, responses, scores) = rows();
+    let mut whole = small(|config| (config.ppo_epochs, config.mini_batch_size) = (1, 4));
+    whole.step(&queries, &responses, &scores, None).unwrap();
+    let mut parts = small(|config| (config.ppo_epochs, config.mini_batch_size) = (1, 4));
+    let e = parts.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let mask = &e.masks.response;
+    let found = parts.rewards_of(&e.scores, &e.logprobs, e.ref_logprobs.as_ref().unwrap(), mask).unwrap();
+    let (kl, rewards) = parts.compute_rewards(&e);
+    assert_close("rewards", &found.rewards, &rewards, 1e-6);
+    assert_close("kl", &found.kl, &kl, 1e-6);
+    let (_, advantages, returns) = parts.advantages_of(&e.values, &found.rewards, mask).unwrap();
+    let own = parts.experience_of((&queries, &responses), &e.logprobs, &e.values, None).unwrap();
+    let stats = parts.train_on(&own, &advantages, &returns).unwrap();
+    assert!(
+        stats.get("loss/policy").is_some()
+            && stats.stat("policy/ratio").is_some()
+            && stats.get("ppo/mean_scores").is_none()
+    );
+    for (ours, theirs) in parts.learner.policy.params().iter().zip(whole.learner.policy.params()) {
+        if !ours.name.ends_with("c_attn.bias") {
+            assert_close(&ours.name, &ours.tensor.detach(), &theirs.tensor.detach(), 1e-5);
+        }
+    }
+    let before = weights(&parts.learner.policy);
+    assert!(parts.train_on_texts(&[vec![5, 6, 7]], 1.0).unwrap() > 0.0);
+    assert!(!moved(&before, &parts.learner.policy).is_empty());
+    let wide = Tensor::zeros([4, 9], (Kind::Float, tch::Device::Cpu));
+    let refused = |error: rlhf::Error, expected: &str| assert!(error.to_string().contains(expected), "{error}");
+    refused(parts.rewards_of(&e.scores, &wide, &e.logprobs, mask).unwrap_err(), "ref_logprobs: expected shape [4, 9]");
+    refused(
+        parts.rewards_of(&e.scores, &e.logprobs, &e.logprobs, &mask.zeros_like()).unwrap_err(),
+        "row 0: expected a token",
+    );
+    refused(
+        parts.experience_of((&queries, &responses), &wide, &e.values, None).unwrap_err(),
+        "old_logprobs: expected shape [4, 4]",
+    );
+    refused(parts.train_on(&own, &wide, &returns).unwrap_err(), "advantages: expected shape [4, 4]");
+}
+
+#[test]
 fn an_optimizer_step_of_several_averages_is_skipped_and_counted_as_one() {
     let (queries, responses, scores) = rows();
     let mut trainer = small(|c| {
@@ -625,7 +717,7 @@ fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
     let found = trainer.generate(&queries, &how).unwrap();
     assert!(found.ref_responses.is_none() && found.responses.iter().all(|row| (1..5).contains(&row.len())));
     assert_ne!(trainer.generate(&queries, &how).unwrap(), found, "another call draws others");
-    let none = Generate { batch_size: 0, ..how };
+    let none = Generate { batch_size: 0, ..how.clone() };
     assert_eq!(small(|_| {}).generate(&queries, &none).unwrap(), found, "a batch of at least one query");
     let how =
         Generate { sampling: Sampling::Greedy, return_prompt: true, generate_ref_response: true, ..Generate::new(6) };

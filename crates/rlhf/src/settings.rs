@@ -30,6 +30,7 @@ mod rows;
 mod schema;
 mod score;
 mod serve;
+mod session;
 mod sft;
 mod watch;
 
@@ -59,6 +60,7 @@ pub use rows::RowsConfig;
 pub use schema::SchemaConfig;
 pub use score::ScoreConfig;
 pub use serve::ServeConfig;
+pub use session::SessionConfig;
 pub use sft::SftConfig;
 pub use watch::WatchConfig;
 

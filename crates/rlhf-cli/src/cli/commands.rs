@@ -7,7 +7,7 @@ use clap::{Arg, ArgAction, Command};
 use rlhf::settings::{
     ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
     LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig,
-    SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+    SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
 
 use super::launch::LAUNCH;
@@ -27,7 +27,6 @@ Models are Hugging Face folders; data is JSONL, JSON, CSV or Parquet:
   rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward
   rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos
-  rlhf generate --model_name_or_path runs/ppo \"The film was\"
 Runs write their settings to config.yaml for --config; `rlhf COMMAND --help` explains the flags.";
 
 const SFT_HELP: &str = "\
@@ -188,6 +187,15 @@ Example:
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{\"model\": \"ppo\", \"prompt\": \"The film was\", \"max_tokens\": 20}'";
 
+const SESSION_HELP: &str = "\
+For loops of your own, TRL's step() and DeepSpeed-Chat's engine, from any language. Requests are
+lines of JSON, and large arrays frames of bytes: docs/internals/session.md. The Python modules
+rlhf.legacy and rlhf.dschat start it. It ends with its client.
+
+Examples:
+  rlhf session --socket /tmp/rlhf.sock
+  echo '{\"id\": 1, \"method\": \"hello\", \"params\": {\"protocol\": 1}}' | rlhf session";
+
 const LAUNCH_HELP: &str = "\
 The flags of launch come before the command, one that trains or reads rows. Rank 0 has the
 terminal; lines of the other ranks start with their number. A rank that fails ends the
@@ -331,6 +339,9 @@ fn others() -> Vec<Command> {
         flags::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
+        flags::command::<SessionConfig>("session")
+            .about("Answer the requests of a training loop of your own")
+            .after_help(SESSION_HELP),
         flags::command::<PlanFlags>(PLAN)
             .about("Plan memory and time of a run")
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
@@ -511,6 +522,7 @@ mod tests {
             flags("serve"),
             sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
         );
+        assert_eq!(flags("session"), sorted("socket config help"));
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
         assert_eq!(flags("completions"), sorted("shell config help"));
         assert_eq!(flags("doctor"), sorted("json offline no_self_test config help"));
@@ -571,6 +583,7 @@ mod tests {
         assert_eq!(chat, Task::Chat(ChatConfig::new("m")));
         let serve = parse_words(&["serve", "m"]).unwrap();
         assert_eq!(serve, Task::Serve(ServeConfig::new("m")));
+        assert_eq!(parse_words(&["session"]).unwrap(), Task::Session(SessionConfig::default()));
         assert_eq!(parse_words(&["watch", "a"]).unwrap(), Task::Watch(WatchConfig::new("a")));
         assert_eq!(parse_words(&["doctor"]).unwrap(), Task::Doctor(DoctorConfig::default()));
         let score = parse_words(&["score", "--model=m"]).unwrap();

@@ -190,7 +190,7 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, serve, replay, watch, doctor, schema, completions, plan and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
     }
 

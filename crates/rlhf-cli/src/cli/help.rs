@@ -12,7 +12,7 @@ use rlhf::schema::HEADINGS;
 const COMMON_HEADING: &str = "Common options";
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 23] = [
+const COMMON: [(&str, &[&str], &[&str]); 24] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name"],
@@ -165,6 +165,7 @@ const COMMON: [(&str, &[&str], &[&str]); 23] = [
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
+    ("session", &[], &["socket", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     ("replay", &["update"], &["output_dir"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
@@ -180,7 +181,8 @@ const COMMON: [(&str, &[&str], &[&str]); 23] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 72] = [
+const WORDS: [(&str, &str); 73] = [
+    ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),

@@ -111,8 +111,10 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
     let name = word.to_string_lossy();
     match name.as_ref() {
         known if COMMANDS.contains(&known) => Ok(()),
-        "eval" | "merge" | "convert" | "push" | "report" | "watch" | "plan" | "chat" | "serve" | "doctor"
-        | "schema" => usage(format!("launch: {name} is done by one process: run rlhf {name} without launch")),
+        "eval" | "merge" | "convert" | "push" | "report" | "watch" | "plan" | "chat" | "serve" | "session"
+        | "doctor" | "schema" => {
+            usage(format!("launch: {name} is done by one process: run rlhf {name} without launch"))
+        }
         LAUNCH => usage("launch: found launch in it again: expected the command that each rank runs".into()),
         other if Path::new(other).file_name().is_some_and(|name| name == "rlhf") => usage(format!(
             "launch: expected one of {commands}, found `{other}`: each rank runs rlhf itself; leave the program's name out"

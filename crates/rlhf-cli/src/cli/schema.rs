@@ -7,7 +7,7 @@ use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
     ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
     LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig,
-    RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SftConfig, WatchConfig,
+    RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -59,6 +59,7 @@ fn fields(name: &str) -> Vec<Field> {
         "replay" => ReplayConfig::fields(),
         "chat" => ChatConfig::fields(),
         "serve" => ServeConfig::fields(),
+        "session" => SessionConfig::fields(),
         "plan" => PlanFlags::fields(),
         "completions" => CompletionsConfig::fields(),
         "doctor" => DoctorConfig::fields(),

@@ -69,7 +69,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "replay" => vec![command, "run", "--update", "1"],
         "completions" => vec![command, "bash"],
         "chat" | "serve" => vec![command, "policy"],
-        "launch" | "doctor" | "schema" => vec![command],
+        "launch" | "doctor" | "schema" | "session" => vec![command],
         "plan" => [&["plan"], &PPO[..]].concat(),
         "sft" | "reward" | "grpo" | "rloo" => {
             vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]

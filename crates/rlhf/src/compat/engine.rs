@@ -4,6 +4,8 @@
 //! responses of at most A tokens, L = P + A. Column t of `[B, L - 1]` belongs to token t + 1, so a response starts in column P - 1.
 //! `docs/migrate/deepspeed-chat-settings.md` lists the differences from DeepSpeed-Chat.
 
+mod state;
+
 use crate::data::{Cursor, Prompt};
 use crate::reward::{Rewards, ScoreUse};
 use crate::rl::ema::EMA;
@@ -17,11 +19,11 @@ use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
 use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig};
-use crate::train::ppo::{Loaded, PpoParts, VALUE_MODEL};
+use crate::train::ppo::{Loaded, Models, PpoParts, VALUE_MODEL};
 use rlhf_base::weights::replace_files;
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{GenerationConfig, Response, generate_on};
-use rlhf_lm::model::{CausalLm, SequenceClassifier};
+use rlhf_lm::model::{CausalLm, Param, SequenceClassifier};
 use rlhf_lm::optim::LearningRates;
 use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::json;
@@ -242,6 +244,8 @@ pub struct RlhfEngine {
     generated: usize,
     /// Steps taken.
     iterations: usize,
+    /// Whether f16 gradients of actor and critic overflowed in the last step.
+    overflow: (bool, bool),
     /// Sums of a `train_rlhf` whose step [`RlhfEngine::train_unsupervised`] will take.
     waiting: Option<StepStats>,
     prompts: Vec<Prompt>,
@@ -267,13 +271,22 @@ impl RlhfEngine {
         parts.prepare(config)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;
-        let reference =
-            reference.ok_or_else(|| Error::Usage("RlhfEngine: expected a reference model, found none".into()))?;
-        let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
+        let mut engine = Self::with_learner(learner, needed(reference)?, rewards, tokenizer, config)?;
         let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
         (engine.prompts, engine.cursor) = (prompts, Some(cursor));
         engine.num_total_iters = Some(plan.num_total_batches * steps);
         Ok(engine)
+    }
+
+    /// Loads the models that `config` names, without prompts: the caller has them, and `dataset_name` is not read. `more` are further
+    /// rewards beside those that `config` names; these may then be none.
+    ///
+    /// # Errors
+    /// If a model cannot be loaded; if a setting has no effect here.
+    pub fn from_models(config: &PpoConfig, more: Rewards) -> Result<Self> {
+        config.check()?;
+        let Models { learner, reference, rewards, tokenizer, .. } = Models::from_config(config, more)?;
+        Self::with_learner(learner, needed(reference)?, rewards, tokenizer, config)
     }
 
     /// Creates an engine of loaded models, without prompts.
@@ -355,6 +368,7 @@ impl RlhfEngine {
             num_total_iters: None,
             generated: 0,
             iterations: 0,
+            overflow: (false, false),
             waiting: None,
             prompts: Vec::new(),
             cursor: None,
@@ -617,8 +631,29 @@ impl RlhfEngine {
     fn step(&mut self, mut stats: StepStats) -> Result<()> {
         let rates = self.rates()?;
         self.learner.step(rates, &mut stats)?;
+        self.overflow = (stats.policy_overflowed, stats.value_overflowed);
         self.iterations += 1;
         Ok(())
+    }
+
+    /// Whether f16 gradients of the actor and of the critic overflowed in the last step, which was then skipped; false in other dtypes.
+    pub fn overflow(&self) -> (bool, bool) {
+        self.overflow
+    }
+
+    /// Steps taken.
+    pub fn steps_done(&self) -> usize {
+        self.iterations
+    }
+
+    /// Sum of the norms of each model's parameters, by the names `actor`, `ref`, `critic` and `reward`; several reward models have the
+    /// sum of all.
+    pub fn model_norms(&self) -> [(&'static str, f64); 4] {
+        let sum = |params: &[Param]| params.iter().map(|param| norm_of(&param.tensor)).sum::<f64>();
+        let critic = self.learner.value.model().map_or(0.0, |critic| sum(critic.params()));
+        let reward = self.reward.models().map(|model| sum(model.classifier().params())).sum();
+        let (actor, reference) = (sum(self.learner.policy.params()), sum(self.reference.params()));
+        [("actor", actor), ("ref", reference), ("critic", critic), ("reward", reward)]
     }
 
     /// Prompts and responses as text.
@@ -666,6 +701,15 @@ impl RlhfEngine {
     fn pad(&self) -> i64 {
         self.tokenizer.deepspeed_chat_pad(self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
     }
+}
+
+/// The reference model, which the engine cannot be without.
+fn needed(reference: Option<CausalLm>) -> Result<CausalLm> {
+    reference.ok_or_else(|| Error::Usage("RlhfEngine: expected a reference model, found none".into()))
+}
+
+fn norm_of(x: &Tensor) -> f64 {
+    tch::no_grad(|| x.to_kind(Kind::Float).norm().double_value(&[]))
 }
 
 /// Checks the shapes of a batch.

@@ -4,10 +4,13 @@
 //! [`crate::train::ppo`] uses them with the preset `trl-legacy`; `docs/migrate/trl-step.md` lists where TRL's own trainer differs.
 
 mod settings;
+mod state;
 mod stats;
+mod tensors;
 
 pub use settings::StepConfig;
 pub use stats::{LossInputs, Stat, Stats};
+pub use tensors::TokenRewards;
 
 use crate::data::{Dataset, Prompt};
 use crate::reward::ScoreScaling;
@@ -76,7 +79,7 @@ impl LengthSampler {
 }
 
 /// Options of [`StepTrainer::generate`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Generate {
     /// Settings for sampling the next token. The losses use the policy's distribution at temperature 1: sampling from
     /// another one can make the estimated KL negative.
@@ -85,6 +88,10 @@ pub struct Generate {
     pub max_new_tokens: usize,
     /// Least tokens of a response.
     pub min_new_tokens: usize,
+    /// Tokens that end a response; `None`: the tokenizer's eos.
+    pub stop_token_ids: Option<Vec<i64>>,
+    /// Penalty on tokens that are in the query or the response already; 1 for none.
+    pub repetition_penalty: f64,
     /// Draws the most tokens of a response, once per `batch_size` queries.
     pub length_sampler: Option<LengthSampler>,
     /// Queries per batch; 0 is 1.
@@ -102,6 +109,8 @@ impl Generate {
             sampling: Sampling::at_temperature(1.0),
             max_new_tokens,
             min_new_tokens: 0,
+            stop_token_ids: None,
+            repetition_penalty: 1.0,
             length_sampler: None,
             batch_size: 4,
             return_prompt: false,
@@ -402,7 +411,8 @@ impl StepTrainer {
                 let sampled = how.length_sampler.map(|sampler| sampler.sample(&mut lengths));
                 let generation = GenerationConfig {
                     min_new_tokens: how.min_new_tokens,
-                    stop_token_ids: self.tokenizer.eos_ids().to_vec(),
+                    stop_token_ids: how.stop_token_ids.clone().unwrap_or_else(|| self.tokenizer.eos_ids().to_vec()),
+                    repetition_penalty: how.repetition_penalty,
                     seed: self.config.seed,
                     step: call,
                     first_row: (part * batch_size) as u64,
@@ -518,13 +528,7 @@ impl StepTrainer {
         scores: &[f64],
         response_masks: Option<&[Vec<bool>]>,
     ) -> Result<Experience> {
-        if let Some(row) = responses.iter().position(Vec::is_empty) {
-            return Err(Error::Run(format!("row {row}: expected a response of at least one token, found none")));
-        }
-        if queries.is_empty() {
-            return Err(Error::Run("expected at least one row, found none".into()));
-        }
-        self.check_starts(responses)?;
+        self.check_rows(queries, responses)?;
         let longest = responses.iter().map(Vec::len).max().unwrap_or(0);
         let response = |tokens: &Vec<i64>| Response {
             tokens: tokens.clone(),
@@ -543,6 +547,23 @@ impl StepTrainer {
             experience.leave_out(kept)?;
         }
         Ok(experience)
+    }
+
+    /// Refuses rows that are none, do not match, or have an empty response.
+    fn check_rows(&self, queries: &[Vec<i64>], responses: &[Vec<i64>]) -> Result<()> {
+        if queries.len() != responses.len() {
+            let (queries, responses) = (queries.len(), responses.len());
+            return Err(Error::Run(format!(
+                "expected a response for each of {queries} queries, found {responses} responses"
+            )));
+        }
+        if let Some(row) = responses.iter().position(Vec::is_empty) {
+            return Err(Error::Run(format!("row {row}: expected a response of at least one token, found none")));
+        }
+        if queries.is_empty() {
+            return Err(Error::Run("expected at least one row, found none".into()));
+        }
+        self.check_starts(responses)
     }
 
     /// Refuses responses that all start with the decoder's start token, as those that transformers generates do: the model adds it.

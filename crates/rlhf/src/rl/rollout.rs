@@ -255,7 +255,7 @@ impl<'a> Passes<'a> {
 }
 
 /// An experience with tokens, masks and scores; what the models compute is empty.
-fn unevaluated(
+pub(crate) fn unevaluated(
     prompts: &[Vec<i64>],
     responses: &[Response],
     scores: Scores,

@@ -73,6 +73,12 @@ impl Stats {
     }
 }
 
+impl<N: Into<Cow<'static, str>>> FromIterator<(N, Stat)> for Stats {
+    fn from_iter<I: IntoIterator<Item = (N, Stat)>>(stats: I) -> Self {
+        Self(stats.into_iter().map(|(name, stat)| (name.into(), stat)).collect())
+    }
+}
+
 /// Mean KL of a response, in nats, below which there is a warning.
 const LEAST_KL: f64 = -1.0;
 
@@ -134,6 +140,24 @@ impl StepTrainer {
         stats.push_list("policy/advantages", advantages);
         stats.push_list("policy/ratio", part.ratios);
         (policy.sum / count, value.sum * (self.config.vf_coef / count), stats)
+    }
+
+    /// Statistics of the losses of optimizer steps by the names of [`StepTrainer::loss`], without those of the responses.
+    pub(super) fn loss_stats(
+        &self,
+        experience: &Experience,
+        targets: &Targets,
+        orders: &[Vec<usize>],
+        parts: &[StepStats],
+        plan: &EpochPlan,
+    ) -> Stats {
+        let all = self.record_step_stats(experience, targets, orders, parts, plan);
+        let of_losses = all.0.into_iter().filter_map(|(name, stat)| {
+            let name = name.strip_prefix("ppo/")?;
+            let of_loss = PartLoss::NAMES.contains(&name) || name.starts_with("policy/");
+            of_loss.then(|| (name.to_string().into(), stat))
+        });
+        Stats(of_losses.collect())
     }
 
     /// All statistics of a step, except times and the learning rate. `orders` are the orders of the epochs, `parts` the result of

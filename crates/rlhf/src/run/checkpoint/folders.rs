@@ -18,7 +18,7 @@ const LEAVING: &str = ".removing-";
 ///
 /// It is written under another name, flushed to the disk and renamed. An older folder of the name is renamed just before, and
 /// removed after.
-pub(in crate::run) fn commit(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(crate) fn commit(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     clear(dir)?;
     let (beside, place) = (dir.join(format!("{WRITING}{name}")), dir.join(name));
     fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;

@@ -282,14 +282,70 @@ impl Loaded {
     }
 
     fn load(config: &PpoConfig, more: Rewards, asked: &AskedHub) -> Result<Self> {
-        // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
-        // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
-        let frozen = model_options(&config.run)?;
         // Cheap checks first: weights may be gigabytes.
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let mut inputs = Inputs::default();
-        let Folders { policy: dir, value: value_dir, tokenizer, specs } = Folders::find(config, &mut inputs)?;
+        let folders = Folders::find(config, &mut inputs)?;
+        let optional: Vec<_> = folders.specs.iter().filter_map(Spec::optional_column).collect();
+        let Models { learner, reference, rewards, tokenizer, mut notes } = Models::load(config, more, folders)?;
+        let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
+        let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
+        check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
+        check_cuts(config, &rewards, &prompts)?;
+        notes.extend(prompts.notes);
+        let (cursor, commits) = (prompts.cursor, asked.commits());
+        let parts =
+            PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
+        Ok(Self { parts, cursor, notes, commits, inputs })
+    }
+}
+
+/// The models that the settings name, loaded.
+pub(crate) struct Models {
+    pub(crate) learner: Learner,
+    pub(crate) reference: Option<CausalLm>,
+    pub(crate) rewards: Rewards,
+    pub(crate) tokenizer: Tokenizer,
+    /// Warnings about dtypes.
+    notes: Vec<String>,
+}
+
+impl Models {
+    /// Loads the models that checked settings name, without any prompts; `more` are the caller's rewards.
+    ///
+    /// # Errors
+    /// If one cannot be loaded, on any rank.
+    pub(crate) fn from_config(config: &PpoConfig, more: Rewards) -> Result<Self> {
+        let world = World::of_process();
+        let asked = AskedHub::with(Commits::new());
+        let rewards = specs(config)?;
+        check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
+        world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
+        let rewards = rewards.iter().filter_map(Spec::model_path);
+        asked.download(&world, &paths_read(config, rewards), || {
+            Folders::find(config, &mut Inputs::default()).map(drop)
+        })?;
+        let load = || {
+            let models = Self::load(config, more, Folders::find(config, &mut Inputs::default())?)?;
+            let (reference, rewards) = (models.reference.as_ref(), &models.rewards);
+            prompt_limit_of(&models.learner, reference, rewards, config.response_length)?;
+            Ok(models)
+        };
+        let mut models = world.agree(load())?;
+        if let Some(reference) = &mut models.reference {
+            reference.shard(&world, config.policy_stage());
+        }
+        models.learner.policy.set_generation(generation_settings(config));
+        Ok(models)
+    }
+
+    fn load(config: &PpoConfig, more: Rewards, folders: Folders) -> Result<Self> {
+        // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
+        // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
+        let frozen = model_options(&config.run)?;
+        let Folders { policy: dir, value: value_dir, tokenizer, specs } = folders;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         tokenizer.set_chat_variables(config.data.chat_template.variables());
@@ -298,7 +354,6 @@ impl Loaded {
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let mut notes = roundings(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
-        let optional: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
         rewards.shard(&World::of_process(), config.frozen_stage());
@@ -319,16 +374,7 @@ impl Loaded {
             tokenizer.check_same(&value.dir)?;
             learner(policy, value.model.into())?
         };
-        let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
-        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
-        let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
-        check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
-        check_cuts(config, &rewards, &prompts)?;
-        notes.extend(prompts.notes);
-        let (cursor, commits) = (prompts.cursor, asked.commits());
-        let parts =
-            PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
-        Ok(Self { parts, cursor, notes, commits, inputs })
+        Ok(Self { learner, reference, rewards, tokenizer, notes })
     }
 }
 

@@ -1,0 +1,171 @@
+//! `rlhf session`: training loops that the caller owns, in any language. The client sends requests, and the program has the models.
+//!
+//! A thread reads requests; the calling thread answers them one after another. `docs/internals/session.md` has the protocol.
+
+mod arrays;
+mod engine;
+mod failure;
+mod params;
+mod peer;
+mod step;
+mod texts;
+mod wire;
+
+use arrays::Dtype;
+use engine::{EngineLoop, ReadSettings};
+use failure::Failure;
+use params::Params;
+use peer::Peer;
+use rlhf::dist::World;
+use rlhf::settings::SessionConfig;
+use rlhf::{Error, Result};
+use serde_json::{Value, json};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
+use step::StepLoop;
+use wire::{Incoming, MOST_BYTES, MOST_FRAMES, MOST_LINE, Reply, Request};
+
+/// The version of the protocol; it changes where a client that knows an older one would be wrong.
+const PROTOCOL: u64 = 1;
+
+/// The parts of the program that a session is given.
+pub(crate) struct Host<'a> {
+    /// Reads the settings of an engine.
+    pub(crate) read_settings: &'a ReadSettings,
+    /// The message of the last panic.
+    pub(crate) take_panic: fn() -> String,
+    /// Called when a client can connect to the socket.
+    pub(crate) listening: &'a dyn Fn(&Path) -> Result<()>,
+}
+
+/// Answers the requests of one client, until it asks to stop or sends nothing more.
+///
+/// # Errors
+/// If there is no connection, or requests cannot be told apart any more.
+pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
+    let Peer { mut input, mut output, course } = match &config.socket {
+        Some(path) => Peer::at(path, || (host.listening)(path))?,
+        None => Peer::standard()?,
+    };
+    // A request that is computed, one that waits and one that is read: what a client sends takes no more memory.
+    let (sender, requests) = sync_channel(1);
+    let read = move || wire::read(&mut input, |incoming| sender.send(incoming).is_ok());
+    let thread = std::thread::Builder::new().name("requests".into()).spawn(read);
+    thread.map_err(Error::io("start a thread for", "requests"))?;
+    let mut session = Session { host, inline: false, greeted: false, owned: None };
+    let write = |id: &Value, reply, output: &mut dyn std::io::Write| {
+        wire::write(&mut &mut *output, id, reply).map_err(Error::io("write to", "the client"))
+    };
+    for incoming in requests {
+        match incoming {
+            Incoming::Request(request) => {
+                let is_last = request.method == "stop";
+                course.is_busy.store(true, Ordering::Release);
+                let reply = session.reply(&request);
+                // From its last reply on, the client may leave.
+                course.is_over.store(is_last && reply.is_ok(), Ordering::Release);
+                write(&request.id, reply, &mut output)?;
+                course.is_busy.store(false, Ordering::Release);
+                if is_last {
+                    break;
+                }
+            }
+            Incoming::Refused(id, failure) => write(&id, Err(failure), &mut output)?,
+            Incoming::Lost(id, failure) => {
+                let message = failure.message().to_string();
+                write(&id, Err(failure), &mut output)?;
+                return Err(Error::Run(format!("session: {message}")));
+            }
+            Incoming::End => break,
+        }
+    }
+    course.is_over.store(true, Ordering::Release);
+    Ok(())
+}
+
+/// The state of a session.
+struct Session<'a> {
+    host: &'a Host<'a>,
+    /// Arrays of replies are lists in their lines.
+    inline: bool,
+    greeted: bool,
+    /// The loop with its models, once it is open.
+    owned: Option<Owned>,
+}
+
+/// A loop that the client drives.
+enum Owned {
+    Step(Box<StepLoop>),
+    Engine(Box<EngineLoop>),
+}
+
+impl Session<'_> {
+    /// The reply to a request; a panic is a failure too, and the session goes on.
+    fn reply(&mut self, request: &Request) -> Result<Reply, Failure> {
+        let take_panic = self.host.take_panic;
+        let answered = catch_unwind(AssertUnwindSafe(|| self.answer(request)));
+        answered.unwrap_or_else(|_| Err(Failure::internal(&take_panic())))
+    }
+
+    fn answer(&mut self, request: &Request) -> Result<Reply, Failure> {
+        let Request { method, params, frames, .. } = request;
+        let params = Params::new(params, frames);
+        let mut reply = Reply::new(self.inline);
+        match (method.as_str(), self.greeted, &mut self.owned) {
+            ("hello", ..) => self.greet(&params, &mut reply)?,
+            (_, false, _) => {
+                let message = format!("{method}: expected `hello` with the version of the protocol first");
+                return Err(Failure::order(message));
+            }
+            ("stop", ..) => params.finish(method)?,
+            ("open", _, None) => self.owned = Some(self.open(&params, &mut reply)?),
+            ("open", ..) => {
+                return Err(Failure::order("open: a session has one loop, and it is open: start another session"));
+            }
+            (_, _, Some(Owned::Step(owned))) => owned.answer(method, &params, &mut reply)?,
+            (_, _, Some(Owned::Engine(owned))) => owned.answer(method, &params, &mut reply)?,
+            (method, _, None) if StepLoop::METHODS.contains(&method) || EngineLoop::METHODS.contains(&method) => {
+                return Err(Failure::order(format!("{method}: expected `open` first")));
+            }
+            (method, _, None) => return Err(Failure::unknown(method, &[])),
+        }
+        Ok(reply)
+    }
+
+    /// The handshake.
+    fn greet(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let protocol = params.needed("protocol", Params::count)? as u64;
+        let arrays = params.text("arrays")?.unwrap_or("frames");
+        params.finish("hello")?;
+        if protocol != PROTOCOL {
+            let message = format!(
+                "protocol: expected {PROTOCOL}, found {protocol}: client and program are of different versions"
+            );
+            return Err(Failure::usage("protocol", message));
+        }
+        if !["frames", "lists"].contains(&arrays) {
+            return Err(Failure::usage("arrays", format!("arrays: expected frames or lists, found {arrays}")));
+        }
+        (self.inline, self.greeted) = (arrays == "lists", true);
+        let world = World::of_process();
+        reply.set("protocol", PROTOCOL);
+        reply.set("version", env!("CARGO_PKG_VERSION"));
+        reply.set("loops", json!({"step": StepLoop::METHODS, "engine": EngineLoop::METHODS}));
+        reply.set("dtypes", json!(Dtype::names()));
+        reply.set("limits", json!({"line": MOST_LINE, "frames": MOST_FRAMES, "bytes": MOST_BYTES}));
+        reply.set("rank", world.rank());
+        reply.set("ranks", world.size());
+        Ok(())
+    }
+
+    /// Loads the models of a loop.
+    fn open(&self, params: &Params<'_>, reply: &mut Reply) -> Result<Owned, Failure> {
+        match params.needed("loop", Params::text)? {
+            "step" => Ok(Owned::Step(Box::new(StepLoop::open(params, reply)?))),
+            "engine" => Ok(Owned::Engine(Box::new(EngineLoop::open(params, self.host.read_settings, reply)?))),
+            other => Err(Failure::usage("loop", format!("loop: expected step or engine, found {other}"))),
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The connection to the client: standard input and output, or a Unix socket for one client.
+
+use rlhf::signals::kill_programs;
+use rlhf::{Error, Result};
+use rustix::event::{PollFd, PollFlags, poll};
+use std::fs::{self, Permissions};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Time between two looks at a session whose client is gone.
+const POLL: Duration = Duration::from_millis(20);
+
+/// Bytes of the buffers of both directions.
+const BUFFER: usize = 1 << 16;
+
+/// Both directions of a connection.
+pub(super) struct Peer {
+    pub(super) input: Box<dyn io::BufRead + Send>,
+    pub(super) output: Box<dyn Write>,
+    pub(super) course: Arc<Course>,
+}
+
+/// Where a session is, for the thread that watches its client.
+#[derive(Debug, Default)]
+pub(super) struct Course {
+    /// A request is computed.
+    pub(super) is_busy: AtomicBool,
+    /// The session is at its end, and a client that leaves is no failure.
+    pub(super) is_over: AtomicBool,
+}
+
+impl Peer {
+    /// Standard input and output.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub(super) fn standard() -> Result<Self> {
+        Self::of(io::stdin(), io::stdout(), io::stdout())
+    }
+
+    /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed.
+    ///
+    /// # Errors
+    /// If the socket cannot be made.
+    pub(super) fn at(path: &Path, ready: impl FnOnce() -> Result<()>) -> Result<Self> {
+        let listener = bind(path).map_err(Error::io("make the socket", path))?;
+        let _removed = Removed(path.to_path_buf());
+        ready()?;
+        let failed = Error::io("wait for a client at the socket", path);
+        let ends = listener.accept().and_then(|(stream, _)| Ok((stream.try_clone()?, stream.try_clone()?, stream)));
+        let (input, output, watched): (UnixStream, UnixStream, UnixStream) = ends.map_err(failed)?;
+        Self::of(input, output, watched)
+    }
+
+    fn of(
+        input: impl Read + Send + 'static,
+        output: impl Write + 'static,
+        watched: impl AsFd + Send + 'static,
+    ) -> Result<Self> {
+        let course = Arc::new(Course::default());
+        watch(watched, Arc::clone(&course))?;
+        Ok(Self {
+            input: Box::new(BufReader::with_capacity(BUFFER, input)),
+            output: Box::new(BufWriter::with_capacity(BUFFER, output)),
+            course,
+        })
+    }
+}
+
+/// A socket's file that is removed when this is dropped.
+struct Removed(PathBuf);
+
+impl Drop for Removed {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Makes the socket under another name, in a folder of this user's own, so that it has its mode when it appears.
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    if fs::symlink_metadata(path).is_ok() {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file of this name"));
+    }
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let own = parent.join(format!(".rlhf-{}", std::process::id()));
+    fs::DirBuilder::new().create(&own)?;
+    let made = fs::set_permissions(&own, Permissions::from_mode(0o700)).and_then(|()| {
+        let beside = own.join("socket");
+        let listener = UnixListener::bind(&beside)?;
+        fs::set_permissions(&beside, Permissions::from_mode(0o600))?;
+        fs::rename(&beside, path)?;
+        Ok(listener)
+    });
+    let _ = fs::remove_dir_all(&own);
+    made
+}
+
+/// Ends the process, and the programs that it has started, once the client cannot read replies any more and a request is computed. Between
+/// requests the session ends by itself, at the end of its input.
+fn watch(output: impl AsFd + Send + 'static, course: Arc<Course>) -> Result<()> {
+    let wait = move || {
+        loop {
+            // Errors and hang-ups are reported in any case.
+            let mut polled = [PollFd::new(&output, PollFlags::empty())];
+            match poll(&mut polled, None) {
+                Ok(_) if polled[0].revents().intersects(PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL) => break,
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return,
+            }
+        }
+        while !course.is_over.load(Ordering::Acquire) {
+            if !course.is_busy.load(Ordering::Acquire) {
+                std::thread::sleep(POLL);
+                continue;
+            }
+            let _ = writeln!(io::stderr(), "error: the client of the session is gone");
+            kill_programs();
+            tch_ext::exit_at_once(1);
+        }
+    };
+    let thread = std::thread::Builder::new().name("client".into()).spawn(wait);
+    thread.map(drop).map_err(Error::io("start a thread for", "the client"))
+}

@@ -1,0 +1,357 @@
+//! The requests of a loop with TRL's `step()`.
+
+mod open;
+
+use super::arrays::Array;
+use super::failure::Failure;
+use super::params::Params;
+use super::texts::text;
+use super::wire::Reply;
+use rlhf::compat::step::{Generate, LengthSampler, LossInputs, Stat, Stats, StepTrainer, Texts};
+use rlhf::dist::World;
+use rlhf::generate::Sampling;
+use rlhf::rl::experience::Experience;
+use serde_json::{Map, Value, json};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::rc::Rc;
+use tch::{Kind, Tensor};
+
+/// The orders of rows in the epochs of the next step; drawn from the seed where there are none.
+type Orders = Rc<RefCell<VecDeque<Vec<usize>>>>;
+
+/// A trainer, and the learning rate of its next step.
+pub(super) struct StepLoop {
+    trainer: StepTrainer,
+    rate: Rc<Cell<f64>>,
+    orders: Orders,
+    /// Each rank's client passes its own rows, not those of all ranks.
+    own_rows: bool,
+    /// The statistics of the last step.
+    last: Stats,
+}
+
+/// Queries and responses, with their scores and masks.
+struct Rows {
+    queries: Vec<Vec<i64>>,
+    responses: Vec<Vec<i64>>,
+    scores: Vec<f64>,
+    masks: Option<Vec<Vec<bool>>>,
+    /// The rows among them that this client has passed.
+    own: Range<usize>,
+}
+
+impl StepLoop {
+    /// The requests of an open loop.
+    pub(super) const METHODS: &'static [&'static str] = &[
+        "generate",
+        "step",
+        "batched_forward_pass",
+        "compute_rewards",
+        "compute_advantages",
+        "loss",
+        "train_minibatch",
+        "train_texts",
+        "log_stats",
+        "encode",
+        "decode",
+        "save_pretrained",
+        "save_state",
+        "load_state",
+        "state",
+    ];
+
+    /// Answers a request.
+    pub(super) fn answer(&mut self, method: &str, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        match method {
+            "generate" => self.generate(params, reply),
+            "step" => self.step(params, reply),
+            "batched_forward_pass" => self.batched_forward_pass(params, reply),
+            "compute_rewards" => self.compute_rewards(params, reply),
+            "compute_advantages" => self.compute_advantages(params, reply),
+            "loss" => self.loss(params, reply),
+            "train_minibatch" => self.train_minibatch(params, reply),
+            "train_texts" => self.train_texts(params, reply),
+            "log_stats" => self.log_stats(params, reply),
+            "encode" | "decode" => text(&self.trainer.tokenizer, method, params, reply),
+            "save_pretrained" | "save_state" | "load_state" => {
+                let dir = params.needed("dir", Params::path)?;
+                params.finish(method)?;
+                match method {
+                    "save_pretrained" => self.trainer.save_pretrained(&dir)?,
+                    "save_state" => self.trainer.save_state(&dir)?,
+                    _ => self.trainer.load_state(&dir)?,
+                }
+                self.describe(reply);
+                Ok(())
+            }
+            "state" => {
+                params.finish(method)?;
+                self.describe(reply);
+                let stats = of_stats(&self.last, reply);
+                reply.set("stats", stats);
+                Ok(())
+            }
+            _ => Err(Failure::unknown(method, Self::METHODS)),
+        }
+    }
+
+    /// Where the loop is.
+    fn describe(&self, reply: &mut Reply) {
+        reply.set("steps", self.trainer.steps_done());
+        reply.set("kl_coef", self.trainer.kl_coef());
+        let (mean, std) = self.trainer.score_moments();
+        reply.set("score_moments", json!({"mean": mean, "std": std}));
+        reply.set("learning_rate", self.rate.get());
+    }
+
+    /// Takes the learning rate of a request, which the next ones keep.
+    fn take_rate(&self, params: &Params<'_>) -> Result<(), Failure> {
+        if let Some(rate) = params.number("learning_rate")? {
+            if !(rate.is_finite() && rate >= 0.0) {
+                let message = format!("learning_rate: expected a number from 0 on, found {rate}");
+                return Err(Failure::usage("learning_rate", message));
+            }
+            self.rate.set(rate);
+        }
+        Ok(())
+    }
+
+    fn generate(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let queries = params.needed("queries", Params::rows)?;
+        let lengths = params.ids("length_sampler")?;
+        let length_sampler = match lengths.as_deref() {
+            Some(&[min, max]) => {
+                let bound = |n: i64| usize::try_from(n).unwrap_or(0);
+                Some(
+                    LengthSampler::new(bound(min), bound(max))
+                        .map_err(|e| Failure::from(e).of_setting("length_sampler"))?,
+                )
+            }
+            Some(_) => {
+                return Err(Failure::usage(
+                    "length_sampler",
+                    "length_sampler: expected two lengths, the least and the one above the most",
+                ));
+            }
+            None => None,
+        };
+        let most = params.count("max_new_tokens")?;
+        if most.is_none() && length_sampler.is_none() {
+            return Err(Failure::usage(
+                "max_new_tokens",
+                "max_new_tokens: expected a value, or a length_sampler, found none",
+            ));
+        }
+        let sampling = match params.flag("do_sample")? {
+            Some(false) => Sampling::Greedy,
+            _ => Sampling::Random {
+                temperature: params.number("temperature")?.unwrap_or(1.0),
+                top_k: params.count("top_k")?.unwrap_or(0),
+                top_p: params.number("top_p")?.unwrap_or(1.0),
+                min_p: params.number("min_p")?.unwrap_or(0.0),
+            },
+        };
+        let how = Generate {
+            sampling,
+            min_new_tokens: params.count("min_new_tokens")?.unwrap_or(0),
+            stop_token_ids: params.ids("stop_token_ids")?,
+            repetition_penalty: params.number("repetition_penalty")?.unwrap_or(1.0),
+            length_sampler,
+            batch_size: params.count("batch_size")?.unwrap_or(32),
+            return_prompt: params.flag("return_prompt")?.unwrap_or(false),
+            generate_ref_response: params.flag("generate_ref_response")?.unwrap_or(false),
+            ..Generate::new(most.unwrap_or(0))
+        };
+        params.finish("generate")?;
+        let (queries, own) = self.gathered(queries)?;
+        let found = self.trainer.generate(&queries, &how)?;
+        reply.rows_of_ids("responses", &found.responses[own.clone()]);
+        if let Some(responses) = found.ref_responses {
+            reply.rows_of_ids("ref_responses", &responses[own]);
+        }
+        Ok(())
+    }
+
+    /// The rows of all ranks, and which of them are `own`.
+    fn gathered<T: Clone + serde::Serialize + serde::de::DeserializeOwned>(
+        &self,
+        own: Vec<T>,
+    ) -> Result<(Vec<T>, Range<usize>), Failure> {
+        let world = World::of_process();
+        if !self.own_rows || world.size() == 1 {
+            let rows = 0..own.len();
+            return Ok((own, rows));
+        }
+        let all: Vec<Vec<T>> = world.gather(own)?;
+        let before = all[..world.rank()].iter().map(Vec::len).sum::<usize>();
+        let rows = before..before + all[world.rank()].len();
+        Ok((all.concat(), rows))
+    }
+
+    /// The rows of a request; those of all ranks where each has its own.
+    fn rows(&self, params: &Params<'_>) -> Result<Rows, Failure> {
+        let queries = params.needed("queries", Params::rows)?;
+        let responses = params.needed("responses", Params::rows)?;
+        let scores = params.numbers("scores")?.unwrap_or_else(|| vec![0.0; queries.len()]);
+        let masks = params.masks("response_masks")?;
+        for (name, found) in [("responses", responses.len()), ("scores", scores.len())]
+            .into_iter()
+            .chain(masks.as_ref().map(|masks| ("response_masks", masks.len())))
+        {
+            if found != queries.len() {
+                let message = format!("{name}: expected {} of them, one for each query, found {found}", queries.len());
+                return Err(Failure::usage(name, message));
+            }
+        }
+        if let Some(row) = scores.iter().position(|score| !score.is_finite()) {
+            let message = format!("scores: row {row}: expected a finite number, found {}", scores[row]);
+            return Err(Failure::usage("scores", message));
+        }
+        let (queries, own) = self.gathered(queries)?;
+        let (responses, _) = self.gathered(responses)?;
+        let (scores, _) = self.gathered(scores)?;
+        let masks = masks.map(|masks| Ok::<_, Failure>(self.gathered(masks)?.0)).transpose()?;
+        Ok(Rows { queries, responses, scores, masks, own })
+    }
+
+    fn step(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        self.take_rate(params)?;
+        params.needed("scores", Params::numbers)?;
+        let orders = params.rows("orders")?.unwrap_or_default();
+        let Rows { queries, responses, scores, masks, .. } = self.rows(params)?;
+        params.finish("step")?;
+        let order = |rows: Vec<i64>| rows.into_iter().map(|row| usize::try_from(row).unwrap_or(usize::MAX)).collect();
+        self.orders.replace(orders.into_iter().map(order).collect());
+        self.last = self.trainer.step(&queries, &responses, &scores, masks.as_deref())?;
+        self.describe(reply);
+        let stats = of_stats(&self.last, reply);
+        reply.set("stats", stats);
+        Ok(())
+    }
+
+    fn batched_forward_pass(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let Rows { queries, responses, scores, masks, own } = self.rows(params)?;
+        params.finish("batched_forward_pass")?;
+        let e = self.trainer.batched_forward_pass(&queries, &responses, &scores, masks.as_deref())?;
+        let of_client = |x: &Tensor| Array::of_tensor(&x.narrow(0, own.start as i64, own.len() as i64));
+        reply.array("logprobs", of_client(&e.logprobs)?);
+        if let Some(ref_logprobs) = &e.ref_logprobs {
+            reply.array("ref_logprobs", of_client(ref_logprobs)?);
+        }
+        reply.array("values", of_client(&e.values)?);
+        reply.array("masks", of_client(&e.masks.response)?);
+        Ok(())
+    }
+
+    fn compute_rewards(&self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let scores = params.needed("scores", |params, name| params.tensor(name, 1, Kind::Float))?;
+        let [logprobs, ref_logprobs] = params.tensors(["logprobs", "ref_logprobs"], Kind::Float)?;
+        let [masks] = params.tensors(["masks"], Kind::Bool)?;
+        params.finish("compute_rewards")?;
+        let found = self.trainer.rewards_of(&scores, &logprobs, &ref_logprobs, &masks)?;
+        reply.array("rewards", Array::of_tensor(&found.rewards)?);
+        reply.array("non_score_rewards", Array::of_tensor(&found.non_score_rewards)?);
+        reply.array("kls", Array::of_tensor(&found.kl)?);
+        Ok(())
+    }
+
+    fn compute_advantages(&self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let [values, rewards] = params.tensors(["values", "rewards"], Kind::Float)?;
+        let [mask] = params.tensors(["mask"], Kind::Bool)?;
+        params.finish("compute_advantages")?;
+        let (values, advantages, returns) = self.trainer.advantages_of(&values, &rewards, &mask)?;
+        reply.array("values", Array::of_tensor(&values)?);
+        reply.array("advantages", Array::of_tensor(&advantages)?);
+        reply.array("returns", Array::of_tensor(&returns)?);
+        Ok(())
+    }
+
+    fn loss(&self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let names = ["old_logprobs", "values", "vpreds", "logprobs", "advantages", "returns"];
+        let found = params.tensors(names, Kind::Float)?;
+        let entropy = params.tensor("entropy", 2, Kind::Float)?;
+        let [mask] = params.tensors(["mask"], Kind::Bool)?;
+        params.finish("loss")?;
+        let others = names.iter().zip(&found).chain(entropy.as_ref().map(|entropy| (&"entropy", entropy)));
+        for (name, x) in others {
+            if x.size() != mask.size() {
+                let message =
+                    format!("{name}: expected shape {:?}, that of the mask, found {:?}", mask.size(), x.size());
+                return Err(Failure::usage(name, message));
+            }
+        }
+        if mask.any().int64_value(&[]) == 0 {
+            return Err(Failure::usage("mask", "mask: expected a token that counts, found none"));
+        }
+        let [old_logprobs, values, vpreds, logprobs, advantages, returns] = &found;
+        let entropy = &entropy.unwrap_or_else(|| logprobs.zeros_like());
+        let inputs = LossInputs { old_logprobs, values, entropy, vpreds, logprobs, mask: &mask, advantages, returns };
+        let (policy, value, stats) = self.trainer.loss(&inputs);
+        reply.set("policy_loss", policy.double_value(&[]));
+        reply.set("value_loss", value.double_value(&[]));
+        let stats = of_stats(&stats, reply);
+        reply.set("stats", stats);
+        Ok(())
+    }
+
+    fn train_minibatch(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        if self.own_rows && World::of_process().size() > 1 {
+            return Err(Failure::order(
+                "train_minibatch: with several ranks, open the loop with rows = all, and pass all rows",
+            ));
+        }
+        self.take_rate(params)?;
+        let Rows { queries, responses, masks, .. } = self.rows(params)?;
+        let [logprobs, values, advantages, returns] =
+            params.tensors(["old_logprobs", "values", "advantages", "returns"], Kind::Float)?;
+        params.finish("train_minibatch")?;
+        let e: Experience = self.trainer.experience_of((&queries, &responses), &logprobs, &values, masks.as_deref())?;
+        let stats = self.trainer.train_on(&e, &advantages, &returns)?;
+        let stats = of_stats(&stats, reply);
+        reply.set("stats", stats);
+        Ok(())
+    }
+
+    fn train_texts(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        self.take_rate(params)?;
+        let texts = params.needed("texts", Params::rows)?;
+        let coef = params.number("coef")?.unwrap_or(1.0);
+        params.finish("train_texts")?;
+        let loss = self.trainer.train_on_texts(&texts, coef)?;
+        reply.set("loss", loss);
+        Ok(())
+    }
+
+    fn log_stats(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        let numbers = params.needed("stats", Params::map)?;
+        let rewards = params.needed("rewards", Params::numbers)?;
+        let texts = |name| Ok::<_, Failure>(params.texts(name)?.unwrap_or_else(|| vec![String::new(); rewards.len()]));
+        let (query, response) = (texts("query")?, texts("response")?);
+        params.finish("log_stats")?;
+        let number = |(name, value): (&String, &Value)| Some((name.clone(), Stat::Number(value.as_f64()?)));
+        let stats: Stats = numbers.iter().filter_map(number).collect();
+        let all = self.trainer.log_stats(&stats, Texts { query: &query, response: &response }, &rewards)?;
+        let all = of_stats(&all, reply);
+        reply.set("stats", all);
+        Ok(())
+    }
+}
+
+/// Statistics as a value: numbers, and arrays for lists.
+fn of_stats(stats: &Stats, reply: &mut Reply) -> Value {
+    let mut all = Map::new();
+    for (name, stat) in stats.iter() {
+        let value = match stat {
+            Stat::Number(number) => json!(number),
+            Stat::List(list) => reply.value_of(Array::of_floats(list)),
+            Stat::Rows(rows) => {
+                let lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
+                reply.value_of_rows(&lengths, Array::of_floats(&rows.concat()))
+            }
+        };
+        all.insert(name.into(), value);
+    }
+    all.into()
+}

@@ -1,0 +1,76 @@
+//! The folder with the state of a loop: models, optimizers, and `trainer_state.json` with everything else.
+
+use crate::rl::learner::Learner;
+use crate::run::checkpoint::{OPTIMIZER, STATE, commit};
+use crate::train::ppo::VALUE_MODEL;
+use rlhf_base::weights::{pretty, read_json, write_text};
+use rlhf_base::{Error, Result};
+use serde_json::Value;
+use std::path::Path;
+
+/// Writes the folder `dir`: the models as `write_models` does, the optimizers, and `state`. The folder appears by one rename, and an
+/// older one of its name stays whole until then.
+///
+/// # Errors
+/// If a file cannot be written; if `dir` is no name of a folder, or one that holds something else.
+pub(super) fn save(
+    learner: &Learner,
+    dir: &Path,
+    state: &Value,
+    write_models: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| Error::invalid(dir, "expected the name of a folder for the state, found none"))?;
+    let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // A checkpoint of a run has a file of this name too, and another content.
+    let is_state = || read_json(&dir.join(STATE)).is_ok_and(|state| state["kind"].is_string());
+    if std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some()) && !is_state() {
+        return Err(Error::invalid(dir, "expected a new folder, or one of an earlier save_state, found other files"));
+    }
+    learner.save_together(|| {
+        std::fs::create_dir_all(parent).map_err(Error::io("create the folder", parent))?;
+        commit(parent, name, |dir| {
+            write_models(dir)?;
+            learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
+            let of_value = learner.value_optimizer.as_ref();
+            of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
+            write_text(&dir.join(STATE), &pretty(state))
+        })
+    })
+}
+
+/// Reads the state of a loop of this `kind` in the folder `dir`, and the models and optimizers of `learner`.
+///
+/// # Errors
+/// If the folder holds no such state, or one that does not fit the models.
+pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Value> {
+    let path = dir.join(STATE);
+    if !path.is_file() {
+        return Err(Error::invalid(dir, format!("expected the folder of a save_state, found no {STATE} in it")));
+    }
+    let state = read_json(&path)?;
+    if state["kind"] != kind {
+        let message = format!("`kind`: expected the state of a loop of kind `{kind}`, found {}", state["kind"]);
+        return Err(Error::invalid(&path, message));
+    }
+    if !dir.join(OPTIMIZER).is_file() {
+        return Err(Error::invalid(dir, format!("expected the file {OPTIMIZER}, found none: the state is not whole")));
+    }
+    learner.policy.load_trained(dir)?;
+    learner.policy_optimizer.load(&dir.join(OPTIMIZER))?;
+    let of_value = dir.join(VALUE_MODEL);
+    if let (Some(value), Some(optimizer)) = (learner.value.model_mut(), &mut learner.value_optimizer) {
+        value.load_trained(&of_value)?;
+        optimizer.load(&of_value.join(OPTIMIZER))?;
+    }
+    if let Some(tokens) = count(&state, "micro_batch_tokens") {
+        learner.micro_batch_tokens = tokens as usize;
+    }
+    learner.zero_grad();
+    Ok(state)
+}
+
+/// The number `name` of a state, if it has it.
+pub(super) fn count(state: &Value, name: &str) -> Option<u64> {
+    state.get(name).and_then(Value::as_u64)
+}

@@ -1,0 +1,60 @@
+"""Helpers of TRL 0.11."""
+
+import random
+from typing import Any
+
+from rlhf._arrays import find_torch
+
+
+class LengthSampler:
+    """Draws lengths uniformly from `min_value` to below `max_value`."""
+
+    def __init__(self, min_value: int, max_value: int) -> None:
+        self.values = list(range(min_value, max_value))
+        if not self.values:
+            raise ValueError(f"LengthSampler: expected a min_value below max_value, found {min_value} and {max_value}")
+
+    def __call__(self) -> int:
+        return random.choice(self.values)
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seeds random, and NumPy and torch where they are there. The program's draws follow from `PPOConfig.seed`."""
+    random.seed(seed)
+    try:
+        import numpy  # type: ignore[import-not-found,unused-ignore]
+
+        numpy.random.seed(seed)
+    except ImportError:
+        pass
+    torch = find_torch()
+    if torch is not None:
+        torch.manual_seed(seed)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+
+
+class FixedKLController:
+    """The weight of the KL, which stays."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Does nothing: the program has the weight."""
+
+
+class AdaptiveKLController(FixedKLController):
+    """The weight of the KL, which follows a target. The program adapts it in each step; `value` is that of the next one."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+        super().__init__(init_kl_coef)
+        self.target = target
+        self.horizon = horizon
+
+
+def is_list_of_rows(value: Any) -> bool:
+    """Whether a value is a list of rows rather than one row."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return not value or not isinstance(value[0], int)
