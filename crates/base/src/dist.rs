@@ -642,9 +642,10 @@ pub fn cuda_library_in(folder: &Path) -> Result<PathBuf, String> {
     if path.is_file() {
         return Ok(path);
     }
-    let hint = match device::is_of_python_package() {
-        true => "the Python package has one for torch 2.11.0 with CUDA 13",
-        false => "`make cuda` builds it",
+    let hint = if device::is_of_python_package() {
+        "the Python package has one for torch 2.11.0 with CUDA 13"
+    } else {
+        "`make cuda` builds it"
     };
     Err(format!("no CUDA library: expected {}; {hint}", path.display()))
 }

@@ -98,9 +98,8 @@ fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
     let dir = std::path::absolute(dir).map_err(|e| e.to_string())?;
     let existing = dir.ancestors().find(|dir| dir.exists());
     let existing = existing.unwrap_or(&dir);
-    MappedFile::new(existing, bytes).map_err(|e| match existing == dir {
-        true => e,
-        false => format!("in {}, the nearest folder that exists: {e}", existing.display()),
+    MappedFile::new(existing, bytes).map_err(|e| {
+        if existing == dir { e } else { format!("in {}, the nearest folder that exists: {e}", existing.display()) }
     })
 }
 

@@ -47,9 +47,8 @@ impl Attributes {
 
     fn read(&mut self, meta: &ParseNestedMeta<'_>) -> Result<()> {
         let name = meta.path.get_ident().map(ToString::to_string).unwrap_or_default();
-        let switch = |meta: &ParseNestedMeta<'_>| match meta.input.peek(Token![=]) {
-            true => Ok(meta.value()?.parse::<LitBool>()?.value),
-            false => Ok::<_, Error>(true),
+        let switch = |meta: &ParseNestedMeta<'_>| {
+            if meta.input.peek(Token![=]) { Ok(meta.value()?.parse::<LitBool>()?.value) } else { Ok::<_, Error>(true) }
         };
         match name.as_str() {
             "flatten" => self.flatten = switch(meta)?,

@@ -159,9 +159,8 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
         let (what, url) = (what.clone(), url.into());
         client.send(&Request { what, url, content, accepts: EXPIRED, with_token: false, patience: SLOW })
     };
-    let in_time = |url: &str, reply: Reply| match reply.status.is_success() {
-        true => Ok(reply),
-        false => Err(client.transient(&what, url, &reply)),
+    let in_time = |url: &str, reply: Reply| {
+        if reply.status.is_success() { Ok(reply) } else { Err(client.transient(&what, url, &reply)) }
     };
     let repeated = |request: &Request<'_>| {
         client.repeat(|| client.send(request)).map(drop).map_err(|failure| client.give_up(failure))

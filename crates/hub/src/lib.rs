@@ -341,10 +341,13 @@ impl Hub {
     /// Waits before the next attempt; returns the failure if there is none left.
     fn wait(&self, (failed, attempts): (u32, u32), failure: Failure) -> Result<(), Failure> {
         match failure {
-            Failure::Transient(_, asked) if failed < attempts => match pause(self.delay(failed, asked)) {
-                true => Err(failure),
-                false => Ok(()),
-            },
+            Failure::Transient(_, asked) if failed < attempts => {
+                if pause(self.delay(failed, asked)) {
+                    Err(failure)
+                } else {
+                    Ok(())
+                }
+            }
             failure => Err(failure),
         }
     }

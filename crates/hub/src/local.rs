@@ -100,9 +100,10 @@ impl LocalFile {
     /// Opens the file again, which must have its size.
     fn reopened(&self) -> io::Result<File> {
         let file = File::open(&self.path)?;
-        match file.metadata()?.len() == self.size {
-            true => Ok(file),
-            false => Err(io::Error::other("the file has changed since the upload started")),
+        if file.metadata()?.len() == self.size {
+            Ok(file)
+        } else {
+            Err(io::Error::other("the file has changed since the upload started"))
         }
     }
 

@@ -355,14 +355,13 @@ fn generate_by<P: AsRef<[i64]>>(
         if longest.is_some_and(|longest| len <= longest) {
             continue;
         }
-        return Err(Error::Run(match model.config().is_encoder_decoder() {
-            true => format!(
+        return Err(Error::Run(if model.config().is_encoder_decoder() {
+            format!(
                 "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {new_tokens}",
                 context - 1
-            ),
-            false => {
-                format!("prompt {row}: {len} tokens and {new_tokens} new ones exceed the model's context of {context}")
-            }
+            )
+        } else {
+            format!("prompt {row}: {len} tokens and {new_tokens} new ones exceed the model's context of {context}")
         }));
     }
     let per_prompt = config.num_return_sequences;

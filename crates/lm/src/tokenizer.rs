@@ -432,9 +432,10 @@ impl Tokenizer {
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
         let variables = self.chat_variables(variables);
         let template = self.chat_template(&variables)?;
-        let (text, spans) = match template.has_marks() {
-            true => template.render_marked(messages, variables)?,
-            false => Turns { template, messages, variables }.find()?,
+        let (text, spans) = if template.has_marks() {
+            template.render_marked(messages, variables)?
+        } else {
+            Turns { template, messages, variables }.find()?
         };
         let offsets = self.offsets(&text)?;
         let within = |span: &Range<usize>| {

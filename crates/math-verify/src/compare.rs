@@ -99,9 +99,10 @@ fn decimals(gold: &Expr, answer: &Expr) -> Same {
     }
     let (a, b) = (numeric::constant(gold), numeric::constant(answer));
     let unit = 10f64.powi(DECIMALS as i32);
-    match a.is_finite() && b.is_finite() && a.abs().max(b.abs()) < RANGE.1 {
-        true => Same::of((a * unit).round() == (b * unit).round()),
-        false => Same::Unknown,
+    if a.is_finite() && b.is_finite() && a.abs().max(b.abs()) < RANGE.1 {
+        Same::of((a * unit).round() == (b * unit).round())
+    } else {
+        Same::Unknown
     }
 }
 
@@ -269,9 +270,12 @@ fn relations(gold: &Relation, answer: &Relation) -> Same {
     let difference = |left: &Expr, right: &Expr| left.clone().plus(right.clone().negated());
     let (gold_difference, answer_difference) = (difference(a, b), difference(c, d));
     let straight = || if gold.op == answer.op { exprs(&gold_difference, &answer_difference) } else { Same::No };
-    let flipped = || match gold.op.flipped() == answer.op && gold.op != Op::NotEqual {
-        true => exprs(&gold_difference, &difference(d, c)),
-        false => Same::No,
+    let flipped = || {
+        if gold.op.flipped() == answer.op && gold.op != Op::NotEqual {
+            exprs(&gold_difference, &difference(d, c))
+        } else {
+            Same::No
+        }
     };
     straight().or(flipped).or(|| match (gold.op, answer.op) {
         (Op::Equal, Op::Equal) => scaled(&gold_difference, &answer_difference),
@@ -313,9 +317,12 @@ fn matrices(gold: &[Vec<Expr>], answer: &[Vec<Expr>]) -> Same {
 
 /// Compares sets, tuples and intervals; a single value counts as a set of one element.
 fn collections(gold: &Value, answer: &Value) -> Same {
-    let pair = |interval: &Interval| match interval.left_open && interval.right_open {
-        true => Some(vec![Value::Expr(interval.start.clone()), Value::Expr(interval.end.clone())]),
-        false => None,
+    let pair = |interval: &Interval| {
+        if interval.left_open && interval.right_open {
+            Some(vec![Value::Expr(interval.start.clone()), Value::Expr(interval.end.clone())])
+        } else {
+            None
+        }
     };
     match (gold, answer) {
         (Value::Interval(a), Value::Interval(b)) => {

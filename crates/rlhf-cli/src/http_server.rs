@@ -90,9 +90,10 @@ impl Listener {
             let _context = runtime.enter();
             tokio::net::TcpListener::from_std(self.socket).map_err(failed)?
         };
-        let router = match self.address.ip().is_loopback() {
-            true => router.layer(middleware::from_fn(refuse_other_sites)),
-            false => router,
+        let router = if self.address.ip().is_loopback() {
+            router.layer(middleware::from_fn(refuse_other_sites))
+        } else {
+            router
         };
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new().name("http".into());

@@ -98,9 +98,10 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) | Task::Session(_) => end_on_signals(None),
         _ => Ok(()),
     };
-    match shards_parameters(task) && Launch::from_env()?.is_some() {
-        true => tch_ext::map_large_allocations(),
-        false => tch_ext::keep_freed_memory(),
+    if shards_parameters(task) && Launch::from_env()?.is_some() {
+        tch_ext::map_large_allocations();
+    } else {
+        tch_ext::keep_freed_memory();
     }
     if is_main() {
         cli::plan::warn(task);

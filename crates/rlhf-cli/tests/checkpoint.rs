@@ -58,9 +58,10 @@ pub(crate) fn copy_dir(from: &Path, to: &Path) {
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
         let to = to.join(entry.file_name());
-        match entry.path().is_dir() {
-            true => copy_dir(&entry.path(), &to),
-            false => std::fs::write(&to, std::fs::read(entry.path()).unwrap()).unwrap(),
+        if entry.path().is_dir() {
+            copy_dir(&entry.path(), &to);
+        } else {
+            std::fs::write(&to, std::fs::read(entry.path()).unwrap()).unwrap();
         }
     }
 }
@@ -138,10 +139,10 @@ pub(crate) fn assert_same(found: &Path, expected: &Path, last: usize) {
         dataset.rows().cloned().collect::<Vec<_>>()
     };
     for ((name, found), (_, expected)) in found_files.iter().zip(&expected_files) {
-        let is_same = match name.extension().is_some_and(|extension| extension == "parquet") {
-            // Its metadata has the settings, with the folder.
-            true => rows(&found_dir.join(name)) == rows(&expected_dir.join(name)),
-            false => found == expected,
+        let is_same = if name.extension().is_some_and(|extension| extension == "parquet") {
+            rows(&found_dir.join(name)) == rows(&expected_dir.join(name))
+        } else {
+            found == expected
         };
         assert!(is_same, "{} differs", name.display());
     }

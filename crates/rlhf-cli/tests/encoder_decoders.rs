@@ -201,9 +201,10 @@ fn gradients_of_adapters_are_the_parts_of_those_of_the_merged_weights() {
             let layer = name.rsplit_once(".lora_").unwrap().0;
             let weight = &of_weights[&format!("{layer}.weight")];
             let matrix = |end: &str| &matrices[&format!("{layer}.{end}.weight")];
-            let expected = match name.ends_with("lora_A.weight") {
-                true => matrix("lora_B").tr().matmul(weight),
-                false => weight.matmul(&matrix("lora_A").tr()),
+            let expected = if name.ends_with("lora_A.weight") {
+                matrix("lora_B").tr().matmul(weight)
+            } else {
+                weight.matmul(&matrix("lora_A").tr())
             };
             let largest = expected.abs().max().double_value(&[]);
             assert!(largest > 1e-3, "{name}");

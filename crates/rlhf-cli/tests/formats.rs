@@ -147,9 +147,12 @@ fn large_model(dir: &Path, bytes: u64, kind: Kind) {
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
     let tensors: Vec<_> = tensors(&from)
         .into_iter()
-        .map(|(name, tensor)| match name.contains("embed") {
-            true => (name, Tensor::zeros([rows, width], (kind, Device::Cpu))),
-            false => (name, tensor.to_kind(kind)),
+        .map(|(name, tensor)| {
+            if name.contains("embed") {
+                (name, Tensor::zeros([rows, width], (kind, Device::Cpu)))
+            } else {
+                (name, tensor.to_kind(kind))
+            }
         })
         .collect();
     save(dir, &tensors, usize::MAX).unwrap();
@@ -272,10 +275,7 @@ fn a_reference_held_as_its_file_gives_ppo_the_numbers_of_one_held_in_f32() {
 fn mix(scratch: &Scratch) {
     scratch.edit_tensors("policy", |tensors| {
         for (name, tensor) in tensors {
-            *tensor = match name.contains("norm") {
-                true => &*tensor * 1.001 + 0.0003,
-                false => tensor.to_kind(Kind::BFloat16),
-            };
+            *tensor = if name.contains("norm") { &*tensor * 1.001 + 0.0003 } else { tensor.to_kind(Kind::BFloat16) };
         }
     });
 }

@@ -286,9 +286,12 @@ fn an_update_that_fails_before_its_first_step_is_repeated_by_the_next_call() {
     config.eval.metric_for_best_model = None;
     let new = |fails: bool| {
         let mut due = fails;
-        let schedule = move |update| match update == 1 && std::mem::take(&mut due) {
-            true => LearningRates { policy: Some(f64::NAN), value: 1e-3 },
-            false => rates(update),
+        let schedule = move |update| {
+            if update == 1 && std::mem::take(&mut due) {
+                LearningRates { policy: Some(f64::NAN), value: 1e-3 }
+            } else {
+                rates(update)
+            }
         };
         PpoTrainer::new(&config, parts(&config)).unwrap().with_schedule(schedule)
     };
@@ -357,10 +360,7 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         };
         parts.rewards = brevity().with("look", FnReward::new::<f64>(look));
         let trainer = PpoTrainer::new(&config, parts).unwrap();
-        match own {
-            true => trainer.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates),
-            false => trainer,
-        }
+        if own { trainer.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates) } else { trainer }
     };
     let stop_after = |updates: usize| {
         move |event: &Event<'_>| match event {

@@ -519,9 +519,10 @@ fn a_client_that_goes_away_ends_its_generation() {
         long["stream"] = stream.into();
         let begun = Instant::now();
         let mut client = server.open("POST", TEXT, "Content-Type: application/json\r\n", &long.to_string());
-        match stream {
-            true => assert!(client.read(&mut [0; 100]).unwrap() > 0),
-            false => std::thread::sleep(whole / 20),
+        if stream {
+            assert!(client.read(&mut [0; 100]).unwrap() > 0);
+        } else {
+            std::thread::sleep(whole / 20);
         }
         drop(client);
         server.completes(TEXT, json!({"prompt": "a", "max_tokens": 1}));

@@ -478,9 +478,10 @@ impl Failures {
         if !failed && self.at_first.is_none_or(|count| count < MOST_UNDECIDED) {
             return Ok(());
         }
-        let found = match failed {
-            true => format!("failed for {} rows in a row", self.in_a_row),
-            false => format!("gave no verdict for the first {} rows", self.at_first.unwrap_or_default()),
+        let found = if failed {
+            format!("failed for {} rows in a row", self.in_a_row)
+        } else {
+            format!("gave no verdict for the first {} rows", self.at_first.unwrap_or_default())
         };
         Err(Error::Run(format!("the judge {found}: {}; the same command continues the evaluation", self.last)))
     }

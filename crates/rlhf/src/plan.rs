@@ -407,11 +407,12 @@ fn check_ppo(run: &PlannedRun, models: &Models) -> Result<()> {
     ppo::check_rewards(config, specs.iter().map(Spec::name))?;
     ppo::check_reward_models(config, &specs, &config.sft_model_path)?;
     let (most, shared) = (models.policy().num_hidden_layers - 1, config.legacy.num_shared_layers.unwrap_or(0));
-    match shared as i64 <= most || config.peft.use_peft {
-        true => Ok(()),
-        false => Err(Error::Usage(format!(
+    if shared as i64 <= most || config.peft.use_peft {
+        Ok(())
+    } else {
+        Err(Error::Usage(format!(
             "num_shared_layers = {shared}: expected at most {most}, so that at least one layer is trained"
-        ))),
+        )))
     }
 }
 
@@ -426,12 +427,11 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
         let machine = Machine::find(device, options);
         let job = Job::new(run, &models, &rows, machine)?;
         let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-        let rates = match options.calibrate && device == Device::Cpu {
-            true => {
-                use_threads(run.run().num_threads);
-                Some(Rates::measure(&Passes::of(&job)?)?)
-            }
-            false => None,
+        let rates = if options.calibrate && device == Device::Cpu {
+            use_threads(run.run().num_threads);
+            Some(Rates::measure(&Passes::of(&job)?)?)
+        } else {
+            None
         };
         let work = work::of(&job);
         let mut notes = rows.notes.clone();

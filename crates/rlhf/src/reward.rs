@@ -861,9 +861,8 @@ mod tests {
     fn batches_with_scores_of_tokens_and_without_are_joined() {
         let scored = |lengths: &[usize], of_tokens: bool, extra: f64| {
             let reward = FnReward::new(move |batch: &[RewardInput<'_>]| {
-                let of = |input: &RewardInput<'_>| match of_tokens {
-                    true => Score::Tokens(vec![1.0; input.response_ids.len()]),
-                    false => Score::Response(2.0),
+                let of = |input: &RewardInput<'_>| {
+                    if of_tokens { Score::Tokens(vec![1.0; input.response_ids.len()]) } else { Score::Response(2.0) }
                 };
                 Ok(batch.iter().map(of).collect())
             });

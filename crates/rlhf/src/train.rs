@@ -28,10 +28,7 @@ const LOSS_SCALE: &str = "loss_scale";
 
 /// Restores the cursor from its state in a checkpoint.
 fn load_cursor(cursor: &mut Cursor, state: &Value, run: &RunConfig) -> Result<()> {
-    match run.checkpoints.resume_with_changed_inputs {
-        true => cursor.load_place(state),
-        false => cursor.load_state(state),
-    }
+    if run.checkpoints.resume_with_changed_inputs { cursor.load_place(state) } else { cursor.load_state(state) }
 }
 
 /// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
@@ -71,9 +68,10 @@ fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'s
         Optim::AdamwTorch | Optim::Adamw8bit | Optim::Adafactor => "float32",
     };
     let products = run.precision().name();
-    let dtype = match run.is_low_precision() {
-        true => format!("{products}; the optimizer's weights are {weights}"),
-        false => products.into(),
+    let dtype = if run.is_low_precision() {
+        format!("{products}; the optimizer's weights are {weights}")
+    } else {
+        products.into()
     };
     [("device", device), ("dtype", dtype)]
 }

@@ -56,10 +56,7 @@ impl Agreed {
 
 /// The error of rank `rank`, with its name. Stops and usage errors keep their kind, as they decide about the exit code.
 pub(super) fn named(rank: usize, error: Error) -> Error {
-    let text = |error: String| match error.starts_with("rank ") {
-        true => error,
-        false => format!("rank {rank}: {error}"),
-    };
+    let text = |error: String| if error.starts_with("rank ") { error } else { format!("rank {rank}: {error}") };
     match error {
         Error::Stopped { .. } | Error::NotPushed(_) => error,
         // The reader of the output has closed it.

@@ -141,9 +141,10 @@ impl OffloadConfig {
     pub fn check(&self) -> Result<()> {
         let some = self.offloads_optimizer() || self.offloads_models();
         all([
-            match some && self.offload.contains(&OffloadPart::None) {
-                true => usage(format!("offload = {}: expected none alone, or parts without it", self.shown())),
-                false => Ok(()),
+            if some && self.offload.contains(&OffloadPart::None) {
+                usage(format!("offload = {}: expected none alone, or parts without it", self.shown()))
+            } else {
+                Ok(())
             },
             match &self.offload_dir {
                 Some(dir) if !some => no_effect("offload_dir", dir.display(), "without offload"),
@@ -154,10 +155,7 @@ impl OffloadConfig {
 
     /// Refuses to offload frozen models alone in a run that has none, for the reason `why`.
     pub fn check_models(&self, why: &str) -> Result<()> {
-        match self.parts().contains(&OffloadPart::Models) {
-            true => no_effect("offload", self.shown(), why),
-            false => Ok(()),
-        }
+        if self.parts().contains(&OffloadPart::Models) { no_effect("offload", self.shown(), why) } else { Ok(()) }
     }
 }
 

@@ -116,12 +116,11 @@ impl<'a> Reader<'a> {
 
     /// Checks that `bytes` more bytes are in the file.
     fn expect(&self, bytes: u64) -> Result<()> {
-        match bytes <= self.len - self.at {
-            true => Ok(()),
-            false => {
-                let needed = self.at.saturating_add(bytes);
-                Err(self.error(format!("truncated or damaged: expected {needed} bytes or more, found {}", self.len)))
-            }
+        if bytes <= self.len - self.at {
+            Ok(())
+        } else {
+            let needed = self.at.saturating_add(bytes);
+            Err(self.error(format!("truncated or damaged: expected {needed} bytes or more, found {}", self.len)))
         }
     }
 

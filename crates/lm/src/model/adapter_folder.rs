@@ -206,10 +206,8 @@ impl AdapterFolder {
 
     /// Checks that the adapter is for this kind of model.
     pub(super) fn check_task(&self, classifier: bool) -> Result<()> {
-        let (tasks, expected): (&[&str], _) = match classifier {
-            true => (&["SEQ_CLS"], "SEQ_CLS"),
-            false => (&["CAUSAL_LM", "SEQ_2_SEQ_LM"], "CAUSAL_LM"),
-        };
+        let (tasks, expected): (&[&str], _) =
+            if classifier { (&["SEQ_CLS"], "SEQ_CLS") } else { (&["CAUSAL_LM", "SEQ_2_SEQ_LM"], "CAUSAL_LM") };
         self.expect("task_type", |v| v.is_null() || tasks.iter().any(|task| v == task), expected)
     }
 
@@ -353,10 +351,8 @@ impl AdapterFolder {
             return Checkpoint::open_file(&path);
         }
         let pickle = self.dir.join("adapter_model.bin").is_file();
-        let found = match pickle {
-            true => "only adapter_model.bin, a pickle, which can run code and is never opened",
-            false => "none",
-        };
+        let found =
+            if pickle { "only adapter_model.bin, a pickle, which can run code and is never opened" } else { "none" };
         Err(Error::invalid(&self.dir, format!("expected {WEIGHTS}, found {found}")))
     }
 
@@ -516,9 +512,10 @@ impl AdapterTensors<'_> {
         let r = r as i64 / if self.remainder.is_some() { 2 } else { 1 };
         let a = self.get(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
         let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
-        let magnitude = match config.use_dora {
-            true => self.get(format!("{base}.{MAGNITUDE}"), &[width_out])?.map(Magnitude::new),
-            false => None,
+        let magnitude = if config.use_dora {
+            self.get(format!("{base}.{MAGNITUDE}"), &[width_out])?.map(Magnitude::new)
+        } else {
+            None
         };
         let Some((a, b)) = a.zip(b) else { return Ok(None) };
         let Some(remainder) = self.remainder else { return Ok(Some(Adapter { a, b, scale, magnitude })) };

@@ -11,12 +11,11 @@ impl RelativeBias {
     /// Computed as in transformers, in f32: the bucket of a distance at a boundary depends on the rounding.
     pub(super) fn buckets_of(self, distances: &Tensor, causal: bool) -> Tensor {
         let Self { buckets, max_distance } = self;
-        let (buckets, first, distances) = match causal {
-            true => (buckets, None, distances.clamp_max(0).neg()),
-            false => {
-                let later = distances.gt(0).to_kind(Kind::Int64) * (buckets / 2);
-                (buckets / 2, Some(later), distances.abs())
-            }
+        let (buckets, first, distances) = if causal {
+            (buckets, None, distances.clamp_max(0).neg())
+        } else {
+            let later = distances.gt(0).to_kind(Kind::Int64) * (buckets / 2);
+            (buckets / 2, Some(later), distances.abs())
         };
         let exact = buckets / 2;
         // At least 1, as the logarithm of 0 has no bucket; the small ones are replaced.
@@ -37,10 +36,7 @@ impl RelativeBias {
         let flat = table.to_kind(Kind::Float).index_select(0, &buckets.view([-1]));
         let shape = [distances.size(), vec![table.size()[1]]].concat();
         let scores = flat.view(shape.as_slice()).permute([0, 3, 1, 2]);
-        match causal {
-            true => scores.masked_fill(&distances.gt(0).unsqueeze(1), f64::NEG_INFINITY),
-            false => scores.contiguous(),
-        }
+        if causal { scores.masked_fill(&distances.gt(0).unsqueeze(1), f64::NEG_INFINITY) } else { scores.contiguous() }
     }
 }
 

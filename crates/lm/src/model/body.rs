@@ -212,10 +212,9 @@ impl Body {
 
     /// Holds the larger matrices in bf16, also while they are trained, and other tensors in f32.
     pub(super) fn hold_in_bf16(&mut self) {
-        self.hold_as(|param| match holds_in_bf16(&param.name, &param.tensor.size()) {
-            true => Kind::BFloat16,
-            false => Kind::Float,
-        });
+        self.hold_as(
+            |param| if holds_in_bf16(&param.name, &param.tensor.size()) { Kind::BFloat16 } else { Kind::Float },
+        );
         (self.kind, self.trains_in_bf16) = (Kind::BFloat16, true);
     }
 
@@ -744,9 +743,10 @@ impl Body {
     fn rounded_rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> (Tensor, i64) {
         let rows = self.rows_at(layout, spans, shift);
         let count = rows.size()[0];
-        match uses_kernels(self.decoder.compute, self.device) {
-            true => (rows.constant_pad_nd([0, rounded(count) - count]), count),
-            false => (rows, count),
+        if uses_kernels(self.decoder.compute, self.device) {
+            (rows.constant_pad_nd([0, rounded(count) - count]), count)
+        } else {
+            (rows, count)
         }
     }
 }

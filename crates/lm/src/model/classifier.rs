@@ -182,10 +182,8 @@ impl SequenceClassifier {
             (None, true) => vec![lm_head],
             (None, false) => vec![],
         };
-        let format = match name == SCORE_HEADS[1] {
-            true => ClassifierFormat::DeepspeedChat,
-            false => ClassifierFormat::Transformers,
-        };
+        let format =
+            if name == SCORE_HEADS[1] { ClassifierFormat::DeepspeedChat } else { ClassifierFormat::Transformers };
         let rounded = builder.has_rounded();
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);

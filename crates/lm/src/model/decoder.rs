@@ -417,9 +417,10 @@ impl Decoder {
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
-            let out = match recomputes {
-                true => tch::no_grad(|| self.layer(i, &input, &mut pass, rows)),
-                false => self.layer(i, &input, &mut pass, rows),
+            let out = if recomputes {
+                tch::no_grad(|| self.layer(i, &input, &mut pass, rows))
+            } else {
+                self.layer(i, &input, &mut pass, rows)
             };
             x = out.detach();
             layers.push((input, (!recomputes).then_some(out), state));
@@ -603,9 +604,10 @@ impl Decoder {
 
     fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let row = |table: &Tensor, ids: &Tensor| {
-            let rows = match uses_kernels(Kind::Float, table.device()) {
-                true => tch_ext::embedding(table, ids),
-                false => Tensor::embedding(table, ids, -1, false, false),
+            let rows = if uses_kernels(Kind::Float, table.device()) {
+                tch_ext::embedding(table, ids)
+            } else {
+                Tensor::embedding(table, ids, -1, false, false)
             };
             rows.to_kind(Kind::Float)
         };

@@ -586,9 +586,8 @@ impl ModelSizes {
                     (false, false) => 0,
                 };
                 // DoRA stores both products in f32, and its input.
-                let dora = |linear: &LinearSize| match lora.use_dora {
-                    true => 8 * linear.widths[1] + if drops { 0 } else { 4 * linear.widths[0] },
-                    false => 0,
+                let dora = |linear: &LinearSize| {
+                    if lora.use_dora { 8 * linear.widths[1] + if drops { 0 } else { 4 * linear.widths[0] } } else { 0 }
                 };
                 let of_linear =
                     |(linear, size): &(&LinearSize, LayerSize)| size.r * 4 + linear.widths[0] * held + dora(linear);
@@ -608,17 +607,15 @@ impl ModelSizes {
         let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
-        let (stored, working) = match gradient_checkpointing {
-            true => (
+        let (stored, working) = if gradient_checkpointing {
+            (
                 layers * embedded + head + encoder_layers * read_bytes + 2.0 * read_bytes + source.biases,
                 layer.max(of_encoder) + backward,
-            ),
-            // After the last layer's attention only tokens with an output are computed.
-            false => {
-                let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
-                let of_decoder = (layers - 1.0) * layer + last + embedded + head;
-                (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
-            }
+            )
+        } else {
+            let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
+            let of_decoder = (layers - 1.0) * layer + last + embedded + head;
+            (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
         };
         Ok(Activations { stored: bounded(stored), working: bounded(working) })
     }

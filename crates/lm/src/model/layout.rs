@@ -517,9 +517,10 @@ impl Layout {
     fn pad(&self, packed: &Tensor) -> Tensor {
         let mut shape = packed.size();
         shape.splice(0..1, [self.rows(), self.width]);
-        match self.is_ragged() {
-            false => packed.narrow(0, 0, self.used()).view(shape.as_slice()),
-            true => packed.index_select(0, &self.slots().0).view(shape.as_slice()),
+        if !self.is_ragged() {
+            packed.narrow(0, 0, self.used()).view(shape.as_slice())
+        } else {
+            packed.index_select(0, &self.slots().0).view(shape.as_slice())
         }
     }
 
@@ -528,10 +529,7 @@ impl Layout {
         let mut shape = padded.size();
         shape.splice(0..2, [-1]);
         let flat = padded.reshape(shape.as_slice());
-        let packed = match self.is_ragged() {
-            false => flat,
-            true => flat.index_select(0, &self.slots().1),
-        };
+        let packed = if !self.is_ragged() { flat } else { flat.index_select(0, &self.slots().1) };
         match self.attention_positions().size()[0] - self.used() {
             0 => packed,
             unused => packed.constant_pad_nd([0, 0, 0, unused]),

@@ -179,10 +179,8 @@ impl Linear {
                 )?))
             }
         };
-        let bias = match shape.bias {
-            true => Some(b.tensor(format!("{base}.bias"), &[width_out], Init::Zeros, false)?),
-            false => None,
-        };
+        let bias =
+            if shape.bias { Some(b.tensor(format!("{base}.bias"), &[width_out], Init::Zeros, false)?) } else { None };
         Ok(Self { name: base.to_string(), weight, bias: bias.map(Weight::new), transposed, compute, adapter: None })
     }
 

@@ -311,18 +311,17 @@ impl LmHead {
         let mut kernels = shares_memory.then(|| SliceKernels::new(self));
         for range in slices {
             let hidden = rows_of(hidden, &range);
-            found.push(match by_kernels {
-                false => self.plain_logprobs(&hidden, &range, targets),
-                true => {
-                    let ids = rows_of(&targets.ids, &range);
-                    let logits = match &mut kernels {
-                        Some(kernels) => kernels.logits(&hidden).1,
-                        None => self.forward(&with_rounded_rows(&hidden)),
-                    };
-                    let logits = logits.narrow(0, 0, ids.size()[0]);
-                    let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
-                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
-                }
+            found.push(if !by_kernels {
+                self.plain_logprobs(&hidden, &range, targets)
+            } else {
+                let ids = rows_of(&targets.ids, &range);
+                let logits = match &mut kernels {
+                    Some(kernels) => kernels.logits(&hidden).1,
+                    None => self.forward(&with_rounded_rows(&hidden)),
+                };
+                let logits = logits.narrow(0, 0, ids.size()[0]);
+                let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
+                TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
             });
         }
         found.join(targets.ids.device())
@@ -391,9 +390,10 @@ impl LmHead {
             let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
             let logprobs = |head: &Self, hidden: &Tensor| {
                 let hidden = rows_of(hidden, &range);
-                let logits = match uses_kernels(head.compute, hidden.device()) {
-                    true => head.forward(&with_rounded_rows(&hidden)).narrow(0, 0, count),
-                    false => head.forward(&hidden),
+                let logits = if uses_kernels(head.compute, hidden.device()) {
+                    head.forward(&with_rounded_rows(&hidden)).narrow(0, 0, count)
+                } else {
+                    head.forward(&hidden)
                 };
                 let logits = logits.to_kind(Kind::Float) / sampled.temperature;
                 restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)

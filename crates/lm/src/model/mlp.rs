@@ -176,9 +176,10 @@ impl Experts {
             return x.to_kind(Kind::Float);
         }
         let (weights, experts) = self.router.forward(x).softmax(-1, Kind::Float).topk(self.chosen, -1, true, true);
-        let weights = match self.normalized {
-            true => &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float),
-            false => weights,
+        let weights = if self.normalized {
+            &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)
+        } else {
+            weights
         };
         // Each token once for each of its experts, those of an expert next to each other. Permutations and sums over a dimension of
         // their own have the same gradient on every run.

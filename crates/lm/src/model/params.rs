@@ -310,9 +310,10 @@ impl<'a> Builder<'a> {
             return Ok(());
         }
         let found = checkpoint.read(name, self.device, Kind::Float)?.abs().max();
-        match found.numel() == 1 && found.double_value(&[]) == 0.0 {
-            true => Ok(()),
-            false => Err(Error::invalid(checkpoint.dir(), format!("tensor `{name}`: expected zeros, found others"))),
+        if found.numel() == 1 && found.double_value(&[]) == 0.0 {
+            Ok(())
+        } else {
+            Err(Error::invalid(checkpoint.dir(), format!("tensor `{name}`: expected zeros, found others")))
         }
     }
 
@@ -413,9 +414,10 @@ impl<'a> Builder<'a> {
     pub fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
         // A model that will be rejected is not initialized, as its sizes may be arbitrary.
         let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
-        let tensor = match lost {
-            true => Tensor::zeros([0], (self.kind(), self.device)),
-            false => self.fresh(seed, shape, Init::Normal(std))?,
+        let tensor = if lost {
+            Tensor::zeros([0], (self.kind(), self.device))
+        } else {
+            self.fresh(seed, shape, Init::Normal(std))?
         };
         Ok(self.keep(name, tensor, true))
     }

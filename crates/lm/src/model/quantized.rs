@@ -329,14 +329,13 @@ impl Quantized {
             absmax.push(tops);
         }
         let (codes, absmax) = (Tensor::cat(&codes, 0).unsqueeze(1), Tensor::cat(&absmax, 0));
-        let (absmax, nested) = match nests {
-            false => (absmax, None),
-            true => {
-                let offset = absmax.mean(Kind::Float).double_value(&[]) as f32;
-                let (codes, tops) = quantize_scales(&(absmax - f64::from(offset)));
-                let map = Tensor::from_slice(dynamic_map(true));
-                (codes, Some(Nested { absmax: tops, map, block: NESTED_BLOCK, offset }))
-            }
+        let (absmax, nested) = if !nests {
+            (absmax, None)
+        } else {
+            let offset = absmax.mean(Kind::Float).double_value(&[]) as f32;
+            let (codes, tops) = quantize_scales(&(absmax - f64::from(offset)));
+            let map = Tensor::from_slice(dynamic_map(true));
+            (codes, Some(Nested { absmax: tops, map, block: NESTED_BLOCK, offset }))
         };
         let state = describe(quant_type, block, dtype, widths, nested.as_ref());
         let map = Tensor::from_slice(&quant_type.map());
@@ -594,14 +593,13 @@ impl State {
         let shape = json.get("shape").and_then(Value::as_array).ok_or_else(|| wrong("shape", "two widths"))?;
         let shape = shape.iter().map(|width| width.as_i64().unwrap_or(-1)).collect();
         let quant_type = json.get("quant_type").and_then(Value::as_str).unwrap_or("none").to_string();
-        let nested = match json.contains_key("nested_blocksize") {
-            false => None,
-            true => {
-                let offset = json.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
-                let offset = offset.filter(|offset| offset.is_finite());
-                let offset = offset.ok_or_else(|| wrong("nested_offset", "a number of f32"))?;
-                Some((block("nested_blocksize")?, offset))
-            }
+        let nested = if !json.contains_key("nested_blocksize") {
+            None
+        } else {
+            let offset = json.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
+            let offset = offset.filter(|offset| offset.is_finite());
+            let offset = offset.ok_or_else(|| wrong("nested_offset", "a number of f32"))?;
+            Some((block("nested_blocksize")?, offset))
         };
         Ok(Self { quant_type, block: block("blocksize")?, dtype, shape, nested })
     }
@@ -752,9 +750,10 @@ mod tests {
         let mut tensors = Vec::new();
         for name in whole.names() {
             let tensor = whole.read_stored(name, Device::Cpu).unwrap();
-            match name.strip_suffix(".weight").is_some_and(quantizes) {
-                true => tensors.extend(Quantized::new(&tensor, format).parts(name)),
-                false => tensors.push((name.to_string(), tensor)),
+            if name.strip_suffix(".weight").is_some_and(quantizes) {
+                tensors.extend(Quantized::new(&tensor, format).parts(name));
+            } else {
+                tensors.push((name.to_string(), tensor));
             }
         }
         rlhf_base::weights::save(dir, &tensors, usize::MAX).unwrap();

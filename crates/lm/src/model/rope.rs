@@ -178,10 +178,7 @@ impl Fields<'_> {
                 .ok_or_else(|| self.wrong(name, &format!("{} numbers from 1e-6 to 1e6", dim / 2)))
         };
         let factor = self.positive("factor", Some(longest / original))?;
-        let usual = match factor > 1.0 && original > 1.0 {
-            true => (1.0 + factor.ln() / original.ln()).sqrt(),
-            false => 1.0,
-        };
+        let usual = if factor > 1.0 && original > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
         Ok(RopeScaling::LongRope {
             short: factors("short_factor")?,
             long: factors("long_factor")?,
@@ -241,9 +238,10 @@ impl Rope {
             }
         };
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq;
-        match attention_factor == 1.0 {
-            true => (angles.cos(), angles.sin()),
-            false => (angles.cos() * attention_factor, angles.sin() * attention_factor),
+        if attention_factor == 1.0 {
+            (angles.cos(), angles.sin())
+        } else {
+            (angles.cos() * attention_factor, angles.sin() * attention_factor)
         }
     }
 

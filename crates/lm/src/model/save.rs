@@ -200,9 +200,10 @@ impl Body {
         let file = if adapter { adapter_folder::open_weights(dir)? } else { Checkpoint::open(dir)? };
         let is_read = |name: &str| !adapter || self.is_trained(name);
         let read = |name: &str, tensor: &Tensor| {
-            let name = match adapter {
-                true => adapter_folder::name_in(&file, &self.config.family.names, name),
-                false => stored(name).unwrap_or_else(|| name.to_string()),
+            let name = if adapter {
+                adapter_folder::name_in(&file, &self.config.family.names, name)
+            } else {
+                stored(name).unwrap_or_else(|| name.to_string())
             };
             let (expected, found) = (tensor.size(), file.shape(&name));
             if found.as_ref() != Some(&expected) {

@@ -145,9 +145,10 @@ impl MicroBatchSettings {
     /// Returns a description of the memory that a micro-batch of `tokens` tokens takes.
     pub fn describe(self, tokens: usize, activation_bytes: impl Fn(bool) -> usize) -> String {
         let mib = |checkpointing| (tokens * activation_bytes(checkpointing)).div_ceil(1 << 20);
-        let without = match self.gradient_checkpointing {
-            true => format!(" ({} MiB without gradient_checkpointing)", mib(false)),
-            false => String::new(),
+        let without = if self.gradient_checkpointing {
+            format!(" ({} MiB without gradient_checkpointing)", mib(false))
+        } else {
+            String::new()
         };
         let taken = mib(self.gradient_checkpointing);
         format!("at most {tokens} tokens, whose activations take about {taken} MiB{without}")

@@ -260,9 +260,10 @@ pub(super) fn split_at_command(
             break;
         }
         let next = args.get(at + 1).and_then(|next| next.to_str()).unwrap_or_default();
-        let has_value = match alone.contains(&&*word) {
-            true => is_bool(next),
-            false => word.starts_with("--") && !word.contains('=') && !commands.contains(&next),
+        let has_value = if alone.contains(&&*word) {
+            is_bool(next)
+        } else {
+            word.starts_with("--") && !word.contains('=') && !commands.contains(&next)
         };
         at += if has_value { 2 } else { 1 };
     }

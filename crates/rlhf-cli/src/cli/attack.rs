@@ -166,9 +166,10 @@ fn malformed_command_lines_give_a_task_or_short_errors() {
         if args.iter().any(|arg| arg.to_string_lossy().starts_with("--config")) {
             continue;
         }
-        match check(&format!("case {case}: {args:?}").chars().take(500).collect::<String>(), args) {
-            true => tasks += 1,
-            false => refused += 1,
+        if check(&format!("case {case}: {args:?}").chars().take(500).collect::<String>(), args) {
+            tasks += 1;
+        } else {
+            refused += 1;
         }
     }
     assert!(tasks > 20 && refused > 200, "{tasks} tasks, {refused} refused");
@@ -243,9 +244,10 @@ fn malformed_configuration_files_give_a_task_or_short_errors() {
         damage(&mut draw, &mut text);
         std::fs::write(file.path(), &text).unwrap();
         let args = ["ppo", "--config", file.path().to_str().unwrap()].map(OsString::from).to_vec();
-        match check(&format!("case {case}: {:?}", text.chars().take(400).collect::<String>()), args) {
-            true => tasks += 1,
-            false => refused += 1,
+        if check(&format!("case {case}: {:?}", text.chars().take(400).collect::<String>()), args) {
+            tasks += 1;
+        } else {
+            refused += 1;
         }
     }
     assert!(tasks > 20 && refused > 100, "{tasks} tasks, {refused} refused");

@@ -160,9 +160,10 @@ impl Chat {
             }
         }
         for speaker in self.speakers.iter().filter(|speaker| !speaker.tokenizer.has_chat_template()) {
-            let note = match speaker.tokenizer.is_of_encoder_decoder() {
-                true => "reads the conversation as one text, without a chat template",
-                false => "has no chat template: it continues the text of the conversation",
+            let note = if speaker.tokenizer.is_of_encoder_decoder() {
+                "reads the conversation as one text, without a chat template"
+            } else {
+                "has no chat template: it continues the text of the conversation"
             };
             let _ = writeln!(io::stderr(), "note: {} {note}", one_line(&speaker.label));
         }
@@ -247,11 +248,7 @@ impl Chat {
             self.stop.store(false, Ordering::SeqCst);
             let mut out = io::stdout();
             let mut show = |text: &str| {
-                let written = match terminal {
-                    // A response may contain escape sequences.
-                    true => write!(out, "{}", lines(text)),
-                    false => write!(out, "{text}"),
-                };
+                let written = if terminal { write!(out, "{}", lines(text)) } else { write!(out, "{text}") };
                 written.and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
             };
             if several {

@@ -269,12 +269,15 @@ fn whole() -> Command {
             _ => command.arg(file.clone()),
         })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
-        .mut_subcommands(|command| match implied::TRAIN.contains(&command.get_name()) {
-            true => command.mut_args(|arg| match arg.get_id().as_str() {
-                "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
-                _ => arg,
-            }),
-            false => command,
+        .mut_subcommands(|command| {
+            if implied::TRAIN.contains(&command.get_name()) {
+                command.mut_args(|arg| match arg.get_id().as_str() {
+                    "output_dir" => arg.required(false).default_value(implied::OUTPUT_DIR),
+                    _ => arg,
+                })
+            } else {
+                command
+            }
         })
         .mut_subcommands(help::arranged)
 }

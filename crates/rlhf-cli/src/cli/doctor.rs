@@ -45,12 +45,11 @@ pub(crate) fn doctor(config: &DoctorConfig) -> Result<u8> {
     });
     clear_progress();
     let worst = found.iter().map(|finding| finding.status).max().unwrap_or(Status::Ok);
-    let last = match config.json {
-        true => {
-            let whole = json!({"version": build.version, "status": worst, "checks": found});
-            serde_json::to_string_pretty(&whole).unwrap_or_default()
-        }
-        false => summary(&found),
+    let last = if config.json {
+        let whole = json!({"version": build.version, "status": worst, "checks": found});
+        serde_json::to_string_pretty(&whole).unwrap_or_default()
+    } else {
+        summary(&found)
     };
     written.and_then(|()| writeln!(io::stdout(), "{last}")).map_err(Error::io("write to", "standard output"))?;
     Ok(u8::from(worst == Status::Failure))

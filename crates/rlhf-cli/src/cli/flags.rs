@@ -21,10 +21,9 @@ pub(super) struct Word(pub(super) String);
 pub(super) fn command<C: Settings>(name: &'static str) -> Command {
     let mut fields = C::fields();
     // `--help` prints headings in the order in which their first flags were added. Positional arguments keep the order of the struct.
-    fields.sort_by_key(|field| match field.positional {
-        true => (0, 0),
-        false => help::place(name, field.name, Some(field.heading)),
-    });
+    fields.sort_by_key(
+        |field| if field.positional { (0, 0) } else { help::place(name, field.name, Some(field.heading)) },
+    );
     fields.into_iter().fold(Command::new(name).args_override_self(true), |command, field| command.arg(flag(field)))
 }
 
@@ -62,9 +61,10 @@ fn flag(field: Field) -> Arg {
     let arg = field.alone.into_iter().fold(arg, Arg::default_missing_value);
     let arg = field.delimiter.into_iter().fold(arg, Arg::value_delimiter);
     let arg = field.default.into_iter().fold(arg, |arg, default| arg.default_value(default));
-    match field.listed {
-        false => arg.value_parser(move |text: &str| (field.check)(text).map(|()| Word(text.to_string()))),
-        true => arg.value_parser(PossibleValuesParser::new(field.choices.into_iter().map(possible_value)).map(Word)),
+    if !field.listed {
+        arg.value_parser(move |text: &str| (field.check)(text).map(|()| Word(text.to_string())))
+    } else {
+        arg.value_parser(PossibleValuesParser::new(field.choices.into_iter().map(possible_value)).map(Word))
     }
 }
 

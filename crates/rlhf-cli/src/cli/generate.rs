@@ -32,9 +32,10 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     let mut out = Rows::new(&config.rows);
     // In parts, so that responses appear, and are written, as they are generated; each rank generates one part at a time. Parts do
     // not depend on the ranks, so that each response is the same with any number of ranks.
-    let (at_once, parts) = match config.prompts.is_empty() && is_typed(&config.rows)? {
-        true => (1, 1),
-        false => ((config.rows.batch_size / config.responses.num_return_sequences).max(1), world.size()),
+    let (at_once, parts) = if config.prompts.is_empty() && is_typed(&config.rows)? {
+        (1, 1)
+    } else {
+        ((config.rows.batch_size / config.responses.num_return_sequences).max(1), world.size())
     };
     let mut is_first = true;
     loop {

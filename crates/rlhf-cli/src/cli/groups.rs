@@ -12,7 +12,7 @@ use rlhf::Error;
 use rlhf::reward::is_function_path;
 use rlhf::rl::advantage::AdvantageEstimator;
 use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
-use rlhf::schema::{Choices as _, renamed};
+use rlhf::schema::renamed;
 use rlhf::settings::{PpoConfig, Preset};
 
 use super::args::on_line;
@@ -82,10 +82,10 @@ pub(super) fn command(preset: Preset) -> Command {
 /// Returns the flag of the estimators without the one of a value model among the listed ones; it is accepted.
 fn without_gae(arg: Arg) -> Arg {
     let gae = AdvantageEstimator::Gae.name();
-    let listed = arg.get_possible_values().into_iter().map(|value| match value.get_name() == gae {
-        true => value.hide(true),
-        false => value,
-    });
+    let listed = arg
+        .get_possible_values()
+        .into_iter()
+        .map(|value| if value.get_name() == gae { value.hide(true) } else { value });
     let parser = PossibleValuesParser::new(listed).map(flags::Word);
     arg.value_parser(parser)
 }

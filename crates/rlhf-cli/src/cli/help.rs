@@ -295,9 +295,10 @@ fn with_visible_default(arg: Arg) -> Arg {
     let help = arg.get_help().map_or(String::new(), ToString::to_string);
     let described = help.contains("[default: ");
     let unset = !arg.is_required_set() && arg.get_default_values().is_empty() && arg.get_action().takes_values();
-    match unset && !described && !arg.is_hide_set() {
-        true => arg.help(format!("{} [default: none]", help.trim_end_matches('.'))),
-        false => arg.hide_default_value(described),
+    if unset && !described && !arg.is_hide_set() {
+        arg.help(format!("{} [default: none]", help.trim_end_matches('.')))
+    } else {
+        arg.hide_default_value(described)
     }
 }
 

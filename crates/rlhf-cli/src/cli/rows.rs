@@ -31,9 +31,10 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     let rows = match &config.dataset_name {
         Some(name) => world.agree(config.split.find(name).and_then(|files| RowReader::of_files(&files)))?,
         None => {
-            let input: Box<dyn Read> = match world.is_main() && is_terminal(config) {
-                true => Box::new(Typed::new(io::stdin(), io::stderr())),
-                false => Box::new(io::stdin()),
+            let input: Box<dyn Read> = if world.is_main() && is_terminal(config) {
+                Box::new(Typed::new(io::stdin(), io::stderr()))
+            } else {
+                Box::new(io::stdin())
             };
             RowReader::lines("standard input", BufReader::new(OfMain { input, world }), json)
         }
@@ -186,10 +187,10 @@ impl Output {
     /// Writes one row, and an end of line.
     pub(crate) fn write(&mut self, row: impl std::fmt::Display) -> Result<()> {
         self.bar.inc(1);
-        let written = match self.terminal {
-            // A response may contain escape sequences.
-            true => writeln!(self.writer, "{}", lines(&row.to_string())),
-            false => writeln!(self.writer, "{row}"),
+        let written = if self.terminal {
+            writeln!(self.writer, "{}", lines(&row.to_string()))
+        } else {
+            writeln!(self.writer, "{row}")
         };
         written.map_err(Error::io("write to", &self.name))
     }
@@ -207,9 +208,10 @@ impl Output {
         self.flush()?;
         self.bar.finish_and_clear();
         if let Some(part) = &self.part {
-            match self.overwrites {
-                true => fs::rename(part, &self.name).map_err(Error::io("write", &self.name))?,
-                false => rename_to_new(part, &self.name)?,
+            if self.overwrites {
+                fs::rename(part, &self.name).map_err(Error::io("write", &self.name))?;
+            } else {
+                rename_to_new(part, &self.name)?;
             }
             self.part = None;
             *PART.lock().unwrap_or_else(PoisonError::into_inner) = None;

@@ -233,12 +233,11 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (_, Some(arg)) if takes_json(arg) => vec![map.next_value::<serde_json::Value>()?.to_string()],
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
-                    match trl::is_added(arg) {
-                        true => vec!["{...}".to_string()],
-                        false => {
-                            error = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
-                            Vec::new()
-                        }
+                    if trl::is_added(arg) {
+                        vec!["{...}".to_string()]
+                    } else {
+                        error = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
+                        Vec::new()
                     }
                 }
             };

@@ -60,9 +60,10 @@ fn libtorch_finding(
     // Without `+cpu` and the like.
     let plain = |version: &str| version.split('+').next().unwrap_or_default().to_string();
     if let Some(found) = found.filter(|found| plain(found) != LIBTORCH) {
-        let hint = match library_path {
-            true => "unset LD_LIBRARY_PATH, or remove that folder from it".to_string(),
-            false => format!("build rlhf again with libtorch {LIBTORCH}: `make install`"),
+        let hint = if library_path {
+            "unset LD_LIBRARY_PATH, or remove that folder from it".to_string()
+        } else {
+            format!("build rlhf again with libtorch {LIBTORCH}: `make install`")
         };
         return Finding::failure("libtorch", format!("{found} {place}: expected {LIBTORCH}"), hint);
     }
@@ -204,9 +205,10 @@ pub(super) fn threads() -> Finding {
 fn threads_finding(seen: &Threads) -> Finding {
     let Threads { threads, usable, online, .. } = *seen;
     let of_cores = seen.cores.map_or(String::new(), |cores| format!(" ({cores} cores)"));
-    let machine = match usable < online {
-        true => format!("{usable} of the machine's {online} processors{of_cores}"),
-        false => format!("{online} processor{}{of_cores}", if online == 1 { "" } else { "s" }),
+    let machine = if usable < online {
+        format!("{usable} of the machine's {online} processors{of_cores}")
+    } else {
+        format!("{online} processor{}{of_cores}", if online == 1 { "" } else { "s" })
     };
     let text = format!("{threads} thread{} on {machine}", if threads == 1 { "" } else { "s" });
     let number = seen.omp_num_threads.as_ref().map(|text| {

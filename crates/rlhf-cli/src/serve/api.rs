@@ -227,9 +227,10 @@ impl Request {
         let n = fields.whole("n", 1..=MOST_CHOICES)?.unwrap_or(1);
         let stream = fields.flag("stream")?;
         let max_tokens = fields.whole("max_tokens", 0..=u64::from(u32::MAX))?;
-        let max_tokens = match chat {
-            true => fields.whole("max_completion_tokens", 1..=u64::from(u32::MAX))?.or(max_tokens),
-            false => max_tokens,
+        let max_tokens = if chat {
+            fields.whole("max_completion_tokens", 1..=u64::from(u32::MAX))?.or(max_tokens)
+        } else {
+            max_tokens
         };
         if chat && max_tokens == Some(0) {
             return Err(ApiError::invalid("max_tokens", "`max_tokens`: expected a whole number from 1, found 0"));

@@ -132,10 +132,12 @@ impl Engine {
             let message = "`echo` with `logprobs`: an encoder reads the prompt of this model, so its tokens have no log-probabilities";
             return Err(ApiError::invalid("echo", message));
         }
-        let encode = |prompt: &Prompt| match reply.is_closed() || stop_requested() {
-            // Nobody waits for it.
-            true => Err(ApiError::unavailable("the server stops")),
-            false => self.encode(prompt),
+        let encode = |prompt: &Prompt| {
+            if reply.is_closed() || stop_requested() {
+                Err(ApiError::unavailable("the server stops"))
+            } else {
+                self.encode(prompt)
+            }
         };
         let encoded: Vec<_> = request.prompts.iter().map(encode).collect::<Result<_, _>>()?;
         let (prompts, texts): (Vec<Vec<i64>>, Vec<String>) = encoded.into_iter().unzip();
@@ -201,9 +203,10 @@ impl Engine {
                 (tokens, text)
             }
         };
-        match tokens.is_empty() {
-            true => Err(ApiError::invalid("prompt", "the prompt is empty: expected at least one token")),
-            false => Ok((tokens, text)),
+        if tokens.is_empty() {
+            Err(ApiError::invalid("prompt", "the prompt is empty: expected at least one token"))
+        } else {
+            Ok((tokens, text))
         }
     }
 

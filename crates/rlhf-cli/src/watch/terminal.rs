@@ -230,9 +230,10 @@ impl View {
         let metrics = self.live.run.metrics.iter().skip(self.metric);
         let names = area.width.saturating_sub(VALUE + BETWEEN);
         let rows = metrics.filter_map(|series| {
-            let value = match COUNTS.contains(&series.name.as_str()) {
-                true => number(series.points.last()?.1, 9),
-                false => short(svg::last(&series.name, &series.points)),
+            let value = if COUNTS.contains(&series.name.as_str()) {
+                number(series.points.last()?.1, 9)
+            } else {
+                short(svg::last(&series.name, &series.points))
             };
             // The ends of names differ, their beginnings are those of groups.
             Some(Row::new([end_of(&one_line(&series.name), usize::from(names)), value]))

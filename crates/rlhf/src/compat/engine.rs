@@ -532,9 +532,10 @@ impl RlhfEngine {
         let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true);
         let stats = stats.inspect_err(|_| self.learner.zero_grad())?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
-        match self.mixes_texts {
-            true => self.waiting = Some(stats),
-            false => self.step(stats)?,
+        if self.mixes_texts {
+            self.waiting = Some(stats);
+        } else {
+            self.step(stats)?;
         }
         Ok(losses)
     }

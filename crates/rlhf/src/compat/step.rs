@@ -422,9 +422,10 @@ impl StepTrainer {
                 for (query, response) in
                     queries.iter().zip(generate_on(&self.learner.world, model, queries, &generation)?)
                 {
-                    responses.push(match return_prompt {
-                        true => [query.as_slice(), &response.tokens].concat(),
-                        false => response.tokens,
+                    responses.push(if return_prompt {
+                        [query.as_slice(), &response.tokens].concat()
+                    } else {
+                        response.tokens
                     });
                 }
             }

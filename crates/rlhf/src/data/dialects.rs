@@ -236,9 +236,10 @@ fn system(fields: &mut Map<String, Value>) {
             .as_str()
             .is_some_and(|role| !["system", "developer"].contains(&role) && (asks || role != "assistant"))
     };
-    let whole: &[&str] = match fields.get("prompt").is_some_and(Value::is_array) {
-        true => &["prompt"],
-        false => &["messages", "conversations", "chosen", "rejected", "query"],
+    let whole: &[&str] = if fields.get("prompt").is_some_and(Value::is_array) {
+        &["prompt"]
+    } else {
+        &["messages", "conversations", "chosen", "rejected", "query"]
     };
     for name in whole {
         if let Some(Value::Array(messages)) = fields.get_mut(*name).filter(|value| begins(value)) {

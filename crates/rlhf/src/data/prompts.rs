@@ -113,9 +113,10 @@ impl Dataset {
     /// If a row has none of these fields, its prompt is empty or has more than `max_length` tokens, or an id is not below
     /// `vocab`.
     pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, max_length: usize) -> Result<Vec<Prompt>> {
-        let limit = match tokenizer.is_of_encoder_decoder() {
-            true => PromptLimit::of_encoder(max_length),
-            false => PromptLimit::of_context(max_length),
+        let limit = if tokenizer.is_of_encoder_decoder() {
+            PromptLimit::of_encoder(max_length)
+        } else {
+            PromptLimit::of_context(max_length)
         };
         Ok(self.prompts_within(tokenizer, vocab, limit)?.0)
     }

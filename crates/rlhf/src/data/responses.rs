@@ -49,9 +49,10 @@ impl Dataset {
                     "the completion begins with the first token: expected a prompt of at least one token before it";
                 return Err(Error::Run(message.into()));
             }
-            match tokenizer.is_of_encoder_decoder() {
-                true => check_lengths(prompt_len, tokens.len() - prompt_len, max_length)?,
-                false => check_length(tokens.len(), max_length)?,
+            if tokenizer.is_of_encoder_decoder() {
+                check_lengths(prompt_len, tokens.len() - prompt_len, max_length)?;
+            } else {
+                check_length(tokens.len(), max_length)?;
             }
             Ok(PromptCompletion { tokens, prompt_len })
         })

@@ -170,9 +170,10 @@ pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
         asks.iter().any(|other| name.eq_ignore_ascii_case(other))
             && row[*name].as_str().is_some_and(|text| !chosen.contains(text.trim()))
     };
-    match likely_fields("prompt", row).iter().any(is_elsewhere) {
-        true => Err(Error::Run(expected("prompt", "the text before `chosen`", row))),
-        false => Ok(()),
+    if likely_fields("prompt", row).iter().any(is_elsewhere) {
+        Err(Error::Run(expected("prompt", "the text before `chosen`", row)))
+    } else {
+        Ok(())
     }
 }
 

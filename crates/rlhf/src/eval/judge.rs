@@ -216,9 +216,10 @@ impl ProgramJudge {
         if *self.echoes.get_or_insert(has_id) == has_id {
             return Ok(());
         }
-        let expected = match has_id {
-            true => "no \"id\" in a verdict, as in those before".to_string(),
-            false => format!("the \"id\": {id} of the pair in the verdict, as in those before"),
+        let expected = if has_id {
+            "no \"id\" in a verdict, as in those before".to_string()
+        } else {
+            format!("the \"id\": {id} of the pair in the verdict, as in those before")
         };
         let reason = format!("expected {expected}, found {}", excerpt(line.trim(), SHOWN));
         Err(NoVerdict { reason, failed: true })

@@ -91,9 +91,12 @@ impl Scorer {
         if let Some(texts) = &task.references {
             return Ok(vec![encoded(&texts[index], FinishReason::Stop)?]);
         }
-        let scored = |given: &'a Given| match self.other_ids {
-            true => encoded(&given.text, given.finish),
-            false => Ok(Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish }),
+        let scored = |given: &'a Given| {
+            if self.other_ids {
+                encoded(&given.text, given.finish)
+            } else {
+                Ok(Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish })
+            }
         };
         store.responses(Side::B, index).iter().map(scored).collect()
     }

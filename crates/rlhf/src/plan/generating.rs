@@ -56,12 +56,11 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
     let memory = run.memory(own)?;
     let (work, decoded) = run.work();
     let compute = run.compute(own);
-    let time = match options.calibrate && device == Device::Cpu {
-        true => {
-            rlhf_base::device::use_threads(config.rows.compute.num_threads);
-            Some(run.time(own, &work, decoded)?)
-        }
-        false => None,
+    let time = if options.calibrate && device == Device::Cpu {
+        rlhf_base::device::use_threads(config.rows.compute.num_threads);
+        Some(run.time(own, &work, decoded)?)
+    } else {
+        None
     };
     let held = run.held(own)?;
     let (weights, parameters) = (held.share_of(1) + held.copies, held.parameters);

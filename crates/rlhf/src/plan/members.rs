@@ -105,9 +105,12 @@ impl Models {
     /// # Errors
     /// If one is not.
     pub(super) fn find_local(run: &PlannedRun) -> Result<Self> {
-        Self::find_with(run, &|path, _| match path.exists() {
-            true => config_of(path, None, false),
-            false => Err(Error::Run(format!("{}: not here", path.display()))),
+        Self::find_with(run, &|path, _| {
+            if path.exists() {
+                config_of(path, None, false)
+            } else {
+                Err(Error::Run(format!("{}: not here", path.display())))
+            }
         })
     }
 

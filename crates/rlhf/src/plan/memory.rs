@@ -46,14 +46,12 @@ impl Sampled {
         let cached = |rows| sizes.cache_bytes(rows, positions, compute);
         phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
         let (outputs, read) = (self.prompts, self.prompts * self.longest);
-        let tokens = match sizes.config().is_encoder_decoder() {
-            // The decoder reads its start token.
-            true => {
-                let scores = [outputs * self.longest.pow(2), outputs];
-                let source = SourceTokens { computed: read, attended: read, scores };
-                PassTokens { computed: outputs, attended: outputs, outputs, source }
-            }
-            false => PassTokens { computed: read, attended: read, outputs, source: SourceTokens::default() },
+        let tokens = if sizes.config().is_encoder_decoder() {
+            let scores = [outputs * self.longest.pow(2), outputs];
+            let source = SourceTokens { computed: read, attended: read, scores };
+            PassTokens { computed: outputs, attended: outputs, outputs, source }
+        } else {
+            PassTokens { computed: read, attended: read, outputs, source: SourceTokens::default() }
         };
         phase.activations = sizes.forward_bytes(tokens, compute);
         let bytes = if self.is_plain { FILTERED_LOGITS } else { 2 * compute.elt_size_in_bytes() };
@@ -178,14 +176,10 @@ impl<'a> Job<'a> {
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
         let held = &member.held;
         let copied = held.copies as f64 / held.weights.max(1) as f64;
-        let weights = match self.releases(member.stage) {
-            true => ((held.layer + held.root) as f64 * (1.0 + copied)) as usize,
-            false => 0,
-        };
-        let gradients = match backward && member.stage.shards_gradients() {
-            true => 4 * (held.trained_layer + held.trained_root),
-            false => 0,
-        };
+        let weights =
+            if self.releases(member.stage) { ((held.layer + held.root) as f64 * (1.0 + copied)) as usize } else { 0 };
+        let gradients =
+            if backward && member.stage.shards_gradients() { 4 * (held.trained_layer + held.trained_root) } else { 0 };
         [weights, gradients]
     }
 
@@ -244,9 +238,10 @@ impl<'a> Job<'a> {
     /// The rows as a member reads them: a reward model beside an encoder-decoder, or that is one, reads prompt and response as one text.
     pub(super) fn read_by<'r>(&self, member: &Member<'_>, rows: &'r [Row]) -> Cow<'r, [Row]> {
         let pairs = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
-        match member.role == Role::RewardModel && (pairs(member) || self.members.first().is_some_and(pairs)) {
-            true => rows.iter().map(|row| row.as_text(pairs(member))).collect(),
-            false => rows.into(),
+        if member.role == Role::RewardModel && (pairs(member) || self.members.first().is_some_and(pairs)) {
+            rows.iter().map(|row| row.as_text(pairs(member))).collect()
+        } else {
+            rows.into()
         }
     }
 
@@ -276,9 +271,10 @@ impl<'a> Job<'a> {
         };
         sampled.add_to(&mut phase, policy.sizes, self.compute);
         if self.releases(policy.stage) {
-            phase.weights += match config.dist.ds3_gather_for_generation {
-                true => policy.held.share_of(1) + policy.held.copies - policy.held.share_of(self.machine.ranks),
-                false => self.gathered(policy, false)[0],
+            phase.weights += if config.dist.ds3_gather_for_generation {
+                policy.held.share_of(1) + policy.held.copies - policy.held.share_of(self.machine.ranks)
+            } else {
+                self.gathered(policy, false)[0]
             };
         }
         phase.weights += self.temporary(policy);
@@ -315,9 +311,10 @@ impl<'a> Job<'a> {
         let vocab = member.sizes.config().vocab_size.max(1);
         let rows = outputs.min((logits_chunk(self.machine.device) / vocab).max(1) as usize);
         let capped = member.sizes.config().final_softcap.is_some();
-        match uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
-            true => rows * vocab as usize * self.compute.elt_size_in_bytes(),
-            false => rows * vocab as usize * 4 * if backward { PLAIN_LOGITS } else { 2 },
+        if uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
+            rows * vocab as usize * self.compute.elt_size_in_bytes()
+        } else {
+            rows * vocab as usize * 4 * if backward { PLAIN_LOGITS } else { 2 }
         }
     }
 
@@ -393,9 +390,10 @@ impl<'a> Job<'a> {
     /// The bytes on the disk of the offloaded parts, in words; none if there are none.
     pub(super) fn offloaded(&self) -> Option<String> {
         let weights: usize = self.members.iter().map(|member| self.brought(member).weights).sum();
-        let moments: usize = match self.run.run().offload.offloads_optimizer() {
-            true => self.members.iter().map(|member| self.moments(member)).sum(),
-            false => 0,
+        let moments: usize = if self.run.run().offload.offloads_optimizer() {
+            self.members.iter().map(|member| self.moments(member)).sum()
+        } else {
+            0
         };
         let place = if self.machine.device == Device::Cpu { "on the disk of offload_dir" } else { "on the host" };
         let dir = self.run.run().offload.offload_dir.as_ref();

@@ -67,17 +67,17 @@ impl Read {
     /// Reading prompts of these lengths before their responses.
     pub(super) fn of_prompts(sizes: &ModelSizes, lens: &[usize]) -> Self {
         let (tokens, squares): (usize, f64) = (lens.iter().sum(), lens.iter().copied().map(square).sum());
-        match sizes.config().is_encoder_decoder() {
-            // The decoder reads its start token.
-            true => Self {
+        if sizes.config().is_encoder_decoder() {
+            Self {
                 computed: lens.len(),
                 heads: lens.len(),
                 squares: lens.len() as f64,
                 source: tokens,
                 source_squares: squares,
                 crossed: tokens as f64,
-            },
-            false => Self { computed: tokens, heads: lens.len(), squares, ..Self::default() },
+            }
+        } else {
+            Self { computed: tokens, heads: lens.len(), squares, ..Self::default() }
         }
     }
 

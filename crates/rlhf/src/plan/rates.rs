@@ -132,10 +132,10 @@ impl Rates {
     /// If libtorch cannot allocate the tensors.
     pub(super) fn measure(passes: &Passes<'_>) -> Result<Self> {
         let bytes = memory_rate()?;
-        let rates = match passes.sizes.config().check_causal_lm(Path::new("")).is_ok() {
-            // A form that cannot be reduced to one layer has no passes to measure.
-            true => of_model(passes, bytes).or_else(|_| of_products(passes, bytes))?,
-            false => of_products(passes, bytes)?,
+        let rates = if passes.sizes.config().check_causal_lm(Path::new("")).is_ok() {
+            of_model(passes, bytes).or_else(|_| of_products(passes, bytes))?
+        } else {
+            of_products(passes, bytes)?
         };
         tch_ext::release_memory();
         Ok(rates)

@@ -144,9 +144,10 @@ fn seconds(seconds: f64) -> String {
 
 /// The tokens of a pass, and how many would fit.
 fn micro_batch(own: &PlannedMicroBatch) -> String {
-    let limit = match own.tokens > own.limit {
-        true => format!("those of the longest row; at most {} otherwise", own.limit),
-        false => format!("at most {}", own.limit),
+    let limit = if own.tokens > own.limit {
+        format!("those of the longest row; at most {} otherwise", own.limit)
+    } else {
+        format!("at most {}", own.limit)
     };
     let per_token = match own.bytes_per_token as f64 / 1024.0 {
         kib if kib < 100.0 => format!("{kib:.1} KiB"),

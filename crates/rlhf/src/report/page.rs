@@ -280,9 +280,10 @@ fn differences(page: &mut Html, runs: &[Run]) {
         .filter(|name| values(name).windows(2).any(|pair| pair[0] != pair[1]))
         .collect();
     page.raw("<section id=\"differences\">\n<h2>Settings that differ</h2>\n");
-    match differing.is_empty() {
-        true => drop(page.raw("<p>None, but the folder.</p>\n")),
-        false => settings_table(page, runs, &differing),
+    if differing.is_empty() {
+        page.raw("<p>None, but the folder.</p>\n");
+    } else {
+        settings_table(page, runs, &differing);
     }
     if !of_one.is_empty() {
         page.raw(
@@ -512,9 +513,10 @@ fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
 
 fn response(page: &mut Html, response: &Response) {
     page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} ");
-    match response.score.is_finite() {
-        true => drop(page.raw("score <b>").text(number(response.score, 4)).raw("</b>")),
-        false => drop(page.raw("no score")),
+    if response.score.is_finite() {
+        page.raw("score <b>").text(number(response.score, 4)).raw("</b>");
+    } else {
+        page.raw("no score");
     }
     let rewards: &[(String, f64)] = match &response.rewards[..] {
         // A single reward without weights and penalties is the score.

@@ -141,9 +141,10 @@ impl RewardModel {
     /// Decodes the policy's `ids` and encodes the text with this model's tokenizer.
     fn translate(&self, input: &RewardInput<'_>, ids: &[i64], own: &OwnTokenizer) -> Result<Vec<i64>> {
         // Prompt and response of an encoder-decoder end with an eos each, and are joined as the texts of a preference pair are.
-        let text = match own.policy.is_of_encoder_decoder() {
-            true => format!("{}{}", input.prompt, input.response),
-            false => own.policy.decode(ids)?,
+        let text = if own.policy.is_of_encoder_decoder() {
+            format!("{}{}", input.prompt, input.response)
+        } else {
+            own.policy.decode(ids)?
         };
         // An encoder needs the special tokens of its tokenizer. A decoder was trained to score at EOS if the text has one.
         if reads_whole(&self.model) {

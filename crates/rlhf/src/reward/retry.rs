@@ -146,12 +146,11 @@ impl Failure {
     /// Returns the error for a batch.
     pub(crate) fn error(self, batch: &[RewardInput<'_>]) -> Error {
         let message = self.describe(batch);
-        match self.stopped {
-            true => {
-                let message = format!("{message}; not tried again, as the run is asked to end");
-                stopped(message.clone()).unwrap_or(Error::Run(message))
-            }
-            false => Error::Run(message),
+        if self.stopped {
+            let message = format!("{message}; not tried again, as the run is asked to end");
+            stopped(message.clone()).unwrap_or(Error::Run(message))
+        } else {
+            Error::Run(message)
         }
     }
 

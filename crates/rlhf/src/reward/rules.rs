@@ -308,10 +308,7 @@ fn read_words(path: &Path) -> Result<HashMap<String, f64>> {
             }
         };
     }
-    match weights.is_empty() {
-        true => Err(Error::invalid(path, "expected at least one word, found none")),
-        false => Ok(weights),
-    }
+    if weights.is_empty() { Err(Error::invalid(path, "expected at least one word, found none")) } else { Ok(weights) }
 }
 
 /// Counts the items.

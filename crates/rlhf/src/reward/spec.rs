@@ -159,12 +159,13 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
 fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     let RewardSources { model, label, settings } = *sources;
     let mut found: Vec<(String, Kind, String)> = Vec::new();
-    let mut add = |name: &str, kind, about| match found.iter().any(|(taken, ..)| taken == name) {
-        true => usage(format!(
-            "reward: `{name}` is given twice; give one of them another name, as in other={}",
-            if name == "model" { "model:FOLDER" } else { name }
-        )),
-        false => {
+    let mut add = |name: &str, kind, about| {
+        if found.iter().any(|(taken, ..)| taken == name) {
+            usage(format!(
+                "reward: `{name}` is given twice; give one of them another name, as in other={}",
+                if name == "model" { "model:FOLDER" } else { name }
+            ))
+        } else {
             found.push((name.to_string(), kind, about));
             Ok(())
         }
@@ -313,9 +314,8 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
         let found = public(text);
         return usage(format!("reward = {found}: expected a name of letters, digits, _, - and ., found another"));
     }
-    let needs = |what: &str| match argument.is_empty() {
-        true => usage(format!("reward = {text}: expected {what} after {kind}:")),
-        false => Ok(()),
+    let needs = |what: &str| {
+        if argument.is_empty() { usage(format!("reward = {text}: expected {what} after {kind}:")) } else { Ok(()) }
     };
     let about = |argument: &str| {
         if argument.is_empty() { kind.to_string() } else { format!("`{kind}:{argument}`") }

@@ -120,9 +120,10 @@ impl AdvantageConfig {
                 if least > 1 { format!(": {name} compares the responses to a prompt") } else { String::new() }
             )))?;
         }
-        let only = |allowed: bool, setting: &str, found: String, whose: &str| match allowed {
-            true => Ok(()),
-            false => {
+        let only = |allowed: bool, setting: &str, found: String, whose: &str| {
+            if allowed {
+                Ok(())
+            } else {
                 no_effect(setting, found, &format!("with advantage_estimator = {name}: it is a setting of {whose}"))
             }
         };
@@ -260,9 +261,10 @@ impl Advantage {
                 (of_policy, returns)
             }
             Self::Group { baseline, scale, normalize, each_reward } => {
-                let of_rows = match each_reward {
-                    true => of_each_reward(e),
-                    false => compared(&e.total_rewards(rewards), &e.groups, baseline, scale),
+                let of_rows = if each_reward {
+                    of_each_reward(e)
+                } else {
+                    compared(&e.total_rewards(rewards), &e.groups, baseline, scale)
                 };
                 let of_rows = if normalize { math::normalize_rows(&of_rows, STD_EPSILON) } else { of_rows };
                 (math::to_all_tokens(&of_rows, &e.masks.loss), rewards.zeros_like())

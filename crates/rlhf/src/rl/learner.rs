@@ -467,9 +467,10 @@ impl Learner {
                 let rates = rates.of_step(done);
                 done += 1;
                 let before = self.policy_optimizer.steps();
-                let mut parts = match rates.policy.is_some() && self.trains_apart() {
-                    true => self.train_apart(&batch, mini_batch, rates, plan)?,
-                    false => self.train_together(&batch, mini_batch, rates, plan)?,
+                let mut parts = if rates.policy.is_some() && self.trains_apart() {
+                    self.train_apart(&batch, mini_batch, rates, plan)?
+                } else {
+                    self.train_together(&batch, mini_batch, rates, plan)?
                 };
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
                 let entropy_coef = self.entropy_controller.as_ref().map_or(0.0, EntropyController::coef);
@@ -655,9 +656,10 @@ impl Learner {
             least_entropy: None,
         };
         let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.update.loss);
-        let (previews, factors) = match trains_policy && self.settings.update.loss.needs_preview() {
-            true => self.previews(parts.iter().map(|rows| batch(rows)), factors)?,
-            false => (Vec::new(), factors),
+        let (previews, factors) = if trains_policy && self.settings.update.loss.needs_preview() {
+            self.previews(parts.iter().map(|rows| batch(rows)), factors)?
+        } else {
+            (Vec::new(), factors)
         };
         let mut sums = Sums::new(self.collect_ratios, self.collect_clips);
         let passes = parts.iter().enumerate().try_for_each(|(at, rows)| {

@@ -101,9 +101,8 @@ impl Learner {
     fn clip_metrics(&self, m: &mut Metrics, steps: &Steps<'_>) {
         let settings = &self.settings.update.loss;
         let of_responses = settings.importance != ImportanceLevel::Token;
-        let share = |f: fn(&StepStats) -> [f64; 2]| match of_responses {
-            true => steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows),
-            false => steps.per_token(|s| f(s)[0]),
+        let share = |f: fn(&StepStats) -> [f64; 2]| {
+            if of_responses { steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows) } else { steps.per_token(|s| f(s)[0]) }
         };
         match settings.objective {
             Objective::Clipped(_) => {

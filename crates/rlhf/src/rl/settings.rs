@@ -134,18 +134,22 @@ impl LossConfig {
     fn check_entropy_control(&self) -> Result<()> {
         let usual: Self = defaults();
         let (min, max) = (self.entropy_coef_min, self.entropy_coef_max);
-        let of_control = |name, found: f64, usual: f64| match self.use_adaptive_entropy || found == usual {
-            true => zero_or_more(name, found),
-            false => no_effect(name, found, "without use_adaptive_entropy = true"),
+        let of_control = |name, found: f64, usual: f64| {
+            if self.use_adaptive_entropy || found == usual {
+                zero_or_more(name, found)
+            } else {
+                no_effect(name, found, "without use_adaptive_entropy = true")
+            }
         };
         all([
             of_control("entropy_coef_min", min, usual.entropy_coef_min),
             of_control("entropy_coef_max", max, usual.entropy_coef_max),
             of_control("entropy_coef_delta", self.entropy_coef_delta, usual.entropy_coef_delta),
             of_control("entropy_target", self.entropy_target, usual.entropy_target),
-            match self.use_adaptive_entropy {
-                true => expect(min <= max, "entropy_coef_min", min, &format!("at most entropy_coef_max = {max}")),
-                false => Ok(()),
+            if self.use_adaptive_entropy {
+                expect(min <= max, "entropy_coef_min", min, &format!("at most entropy_coef_max = {max}"))
+            } else {
+                Ok(())
             },
         ])
     }
@@ -165,10 +169,12 @@ impl LossConfig {
     fn check_objective(&self) -> Result<()> {
         let usual: Self = defaults();
         let quantile = self.top_entropy_quantile;
-        let of = |loss_type: LossType, name, found: f64, usual: f64| match self.loss_type == loss_type || found == usual
-        {
-            true => zero_or_more(name, found),
-            false => no_effect(name, found, &format!("without loss_type = {loss_type:?}").to_lowercase()),
+        let of = |loss_type: LossType, name, found: f64, usual: f64| {
+            if self.loss_type == loss_type || found == usual {
+                zero_or_more(name, found)
+            } else {
+                no_effect(name, found, &format!("without loss_type = {loss_type:?}").to_lowercase())
+            }
         };
         let whole = self.importance_sampling_level != ImportanceLevel::Token;
         all([

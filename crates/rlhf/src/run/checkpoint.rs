@@ -283,9 +283,10 @@ pub(super) mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 save(dir.path(), None, &[2, 4]);
                 let path = dir.path().join("checkpoint-4").join(name);
-                match missing {
-                    true => fs::remove_file(&path).unwrap(),
-                    false => fs::write(&path, "wei").unwrap(),
+                if missing {
+                    fs::remove_file(&path).unwrap();
+                } else {
+                    fs::write(&path, "wei").unwrap();
                 }
                 let start = Start::find(&run(dir.path(), None, Some(Resume::Latest))).unwrap();
                 assert_eq!(start.done(), 2, "{name}");

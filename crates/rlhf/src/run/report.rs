@@ -75,9 +75,10 @@ impl<'w> Reporter<'w> {
         let dir = run.output_dir.as_path();
         let files = Files { updates: UpdateFiles::open(dir, reached)?, alarms: AlarmFile::open(dir, reached)? };
         TensorBoardSink::cut(dir, reached)?;
-        let tensorboard = match run.tracking.has_tensorboard() {
-            false => None,
-            true => Some(TensorBoardSink::create(dir, run.tracking.tensorboard_tags)?),
+        let tensorboard = if !run.tracking.has_tensorboard() {
+            None
+        } else {
+            Some(TensorBoardSink::create(dir, run.tracking.tensorboard_tags)?)
         };
         let trackers = Some(Trackers::new(run, command, reached, console));
         let console = ConsoleOutput::open(dir, console, run.disable_tqdm, total, reached.updates);

@@ -379,10 +379,11 @@ impl<'w> Session<'w> {
         let (run, num_updates) = (spec.run, spec.num_updates);
         let reached = trainee.progress().reached();
         let done = reached.updates;
-        let opened = match world.is_main() {
-            true => write_length(&run.output_dir, num_updates)
-                .and_then(|()| Reporter::open(run, spec.command, num_updates, reached, console)),
-            false => Ok(Reporter::silent(run, num_updates, reached)),
+        let opened = if world.is_main() {
+            write_length(&run.output_dir, num_updates)
+                .and_then(|()| Reporter::open(run, spec.command, num_updates, reached, console))
+        } else {
+            Ok(Reporter::silent(run, num_updates, reached))
         };
         let mut report = world.agree(opened)?;
         start.warnings.iter().chain(&warnings).for_each(|warning| report.console.warn(warning));
@@ -622,18 +623,20 @@ impl<'w> Session<'w> {
     /// # Errors
     /// If a file cannot be written.
     pub(crate) fn write_bases(&self, trainee: &mut impl Trainee) -> Result<()> {
-        let written = match self.world.is_main() {
-            true => trainee.write_bases().and_then(|()| trainee.end_sharing()),
-            false => trainee.share_models(),
+        let written = if self.world.is_main() {
+            trainee.write_bases().and_then(|()| trainee.end_sharing())
+        } else {
+            trainee.share_models()
         };
         self.together(trainee, written)
     }
 
     /// Writes a checkpoint of the last snapshot, after which no weight has changed.
     fn save_checkpoint(&mut self, trainee: &mut impl Trainee) -> Result<()> {
-        let saved = match self.world.is_main() {
-            true => self.write_checkpoint(trainee),
-            false => trainee.share_models().and_then(|()| trainee.share_optimizers()),
+        let saved = if self.world.is_main() {
+            self.write_checkpoint(trainee)
+        } else {
+            trainee.share_models().and_then(|()| trainee.share_optimizers())
         };
         self.together(trainee, saved)
     }

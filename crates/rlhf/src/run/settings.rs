@@ -141,12 +141,13 @@ impl RunConfig {
     /// Refuses frozen models that are offloaded in a run that shards them.
     fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
         let mut all = stages.iter().chain([&self.dist.zero_stage]);
-        match self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {
-            true => usage(
+        if self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {
+            usage(
                 "offload = models with zero_stage = 3: frozen models are sharded, and each rank has its part of them in memory; expected \
-                 optimizer alone, or zero_stage = 0, 1 or 2",
-            ),
-            false => Ok(()),
+             optimizer alone, or zero_stage = 0, 1 or 2",
+            )
+        } else {
+            Ok(())
         }
     }
 

@@ -84,9 +84,10 @@ impl GlobalSizes {
     /// Returns a description for error messages.
     pub(super) fn describe(self, ranks: usize) -> String {
         let of = ranks_of(ranks);
-        match self.update == self.step {
-            true => format!("{} rows per optimizer step with {of}", self.step),
-            false => format!("{} rows per update and {} per optimizer step with {of}", self.update, self.step),
+        if self.update == self.step {
+            format!("{} rows per optimizer step with {of}", self.step)
+        } else {
+            format!("{} rows per update and {} per optimizer step with {of}", self.update, self.step)
         }
     }
 

@@ -209,12 +209,13 @@ impl Start {
         let saved =
             self.from.as_ref().filter(|saved| saved.state.is_finished() || saved.state.update == num_updates)?;
         let (dir, done) = (saved.dir.display(), saved.state.update);
-        Some(match done == num_updates {
-            true => format!("{dir}: the run is finished, all {num_updates} updates are done"),
-            false => format!(
+        Some(if done == num_updates {
+            format!("{dir}: the run is finished, all {num_updates} updates are done")
+        } else {
+            format!(
                 "{dir}: the run was finished after {done} updates and is extended to {num_updates}; learning rates and other \
-                 schedules are those of a run of {num_updates} updates from here on"
-            ),
+             schedules are those of a run of {num_updates} updates from here on"
+            )
         })
     }
 }

@@ -177,13 +177,14 @@ impl TrackingConfig {
                 }
                 _ => Ok(()),
             },
-            match self.log_model && !self.has_programs() {
-                true => no_effect(
+            if self.log_model && !self.has_programs() {
+                no_effect(
                     "log_model",
                     true,
                     "without a tracker in report_to: wandb, mlflow, trackio or command:PROGRAM",
-                ),
-                false => Ok(()),
+                )
+            } else {
+                Ok(())
             },
             self.tracker_kwargs.as_ref().map_or(Ok(()), check_kwargs),
         ])

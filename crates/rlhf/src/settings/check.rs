@@ -161,11 +161,10 @@ impl PpoConfig {
     fn check_offload(&self) -> Result<()> {
         let own_reference = self.has_reference() && !self.peft.use_peft;
         let rewards = crate::reward::specs(self).unwrap_or_default();
-        match own_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
-            true => Ok(()),
-            false => {
-                self.run.offload.check_models("without a reference model of its own weights and without a reward model")
-            }
+        if own_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
+            Ok(())
+        } else {
+            self.run.offload.check_models("without a reference model of its own weights and without a reward model")
         }
     }
 
@@ -186,9 +185,10 @@ impl PpoConfig {
     /// Refuses settings of the clip that have no effect with the objective, and a bound of the ratio that would not be TRL's.
     fn check_clip(&self) -> Result<()> {
         let usual: Self = defaults();
-        let [low, high, dual] = match self.preset.is_of_groups() {
-            true => ["epsilon", "epsilon_high", "delta"],
-            false => ["cliprange", "cliprange_high", "dual_clip"],
+        let [low, high, dual] = if self.preset.is_of_groups() {
+            ["epsilon", "epsilon_high", "delta"]
+        } else {
+            ["cliprange", "cliprange_high", "dual_clip"]
         };
         let range = self.cliprange;
         let mut refusals = Refusals::default();

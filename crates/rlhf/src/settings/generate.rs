@@ -170,10 +170,8 @@ impl GenerateConfig {
             repetition_penalty: Some(repetition_penalty),
         };
         resolved.check()?;
-        let sampling = match resolved.is_greedy() {
-            true => Sampling::Greedy,
-            false => Sampling::Random { temperature, top_k, top_p, min_p },
-        };
+        let sampling =
+            if resolved.is_greedy() { Sampling::Greedy } else { Sampling::Random { temperature, top_k, top_p, min_p } };
         Ok(GenerationConfig {
             repetition_penalty,
             min_new_tokens,

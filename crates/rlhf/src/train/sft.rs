@@ -340,12 +340,11 @@ impl Supervised for FineTuning<'_> {
         let config = self.config;
         // A block is a row of `max_length` tokens.
         let most_rows = config.batches().rows_per_pass();
-        let (most_rows, most_tokens) = match config.packing {
-            true => {
-                let width = max_row_length(config, model.config())?;
-                (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(width)))
-            }
-            false => (most_rows, batch.max_tokens),
+        let (most_rows, most_tokens) = if config.packing {
+            let width = max_row_length(config, model.config())?;
+            (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(width)))
+        } else {
+            (most_rows, batch.max_tokens)
         };
         let mut rows: Vec<&Demonstration> = batch.rows.iter().flat_map(|&block| &self.train_rows.rows[block]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.

@@ -300,11 +300,10 @@ impl Ranks {
     fn end(&self) -> End {
         match self.cause() {
             Some((rank, status)) => End::Failed {
-                message: match self.main_hung {
-                    true => {
-                        format!("{}; rank 0 made no progress after that, and was killed", description(rank, status))
-                    }
-                    false => description(rank, status),
+                message: if self.main_hung {
+                    format!("{}; rank 0 made no progress after that, and was killed", description(rank, status))
+                } else {
+                    description(rank, status)
                 },
                 code: exit_code(status),
                 stop_requested: self.stops > 0,

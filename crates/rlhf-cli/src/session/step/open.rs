@@ -145,9 +145,10 @@ fn draw_head(model: &CausalLmWithValueHead, std: f64, seed: u64) {
         (std * radius * angle.cos()) as f32
     };
     for param in model.lm().params().iter().filter(|param| param.name.starts_with("v_head.")) {
-        let drawn: Vec<f32> = match param.name.ends_with("bias") {
-            true => vec![0.0; param.tensor.numel()],
-            false => (0..param.tensor.numel()).map(|_| normal()).collect(),
+        let drawn: Vec<f32> = if param.name.ends_with("bias") {
+            vec![0.0; param.tensor.numel()]
+        } else {
+            (0..param.tensor.numel()).map(|_| normal()).collect()
         };
         let drawn = Tensor::from_slice(&drawn).view(param.tensor.size().as_slice());
         tch::no_grad(|| param.tensor.shallow_clone().copy_(&drawn.to_kind(Kind::Float)));

@@ -72,9 +72,10 @@ impl Saved {
         if num_updates == expected || extends || (may_change && num_updates >= done) {
             return Ok(warnings);
         }
-        let message = match self.state.is_finished() {
-            true => format!("expected a run of at least the {expected} updates that are done, found {num_updates}"),
-            false => format!("expected a run of {expected} updates, found {num_updates}: the data has changed"),
+        let message = if self.state.is_finished() {
+            format!("expected a run of at least the {expected} updates that are done, found {num_updates}")
+        } else {
+            format!("expected a run of {expected} updates, found {num_updates}: the data has changed")
         };
         Err(Error::invalid(&self.dir, message))
     }

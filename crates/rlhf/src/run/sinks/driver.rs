@@ -103,10 +103,7 @@ impl Driver {
     /// Tells the driver that update `step` is complete, and returns what it asks for; [`None`] if the driver is gone.
     pub(crate) fn ask(&mut self, step: usize) -> Option<Asked> {
         let is_there = self.lines.write(&json!({"event": "step", "step": step}));
-        match self.replies_to_steps {
-            true => self.reply().ok(),
-            false => is_there.then(Asked::default),
-        }
+        if self.replies_to_steps { self.reply().ok() } else { is_there.then(Asked::default) }
     }
 
     /// Passes an event on.

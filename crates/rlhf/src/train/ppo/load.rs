@@ -477,9 +477,10 @@ pub(super) fn load_synced_reference(
 
 /// Holds a reference model in its dtype and, divided over the ranks, where the settings say.
 fn place_reference(config: &PpoConfig, mut reference: CausalLm, world: &World) -> Result<CausalLm> {
-    match config.sync.sync_ref_model {
-        true => reference.prepare(Trains::All)?,
-        false => reference.hold_as_computed(),
+    if config.sync.sync_ref_model {
+        reference.prepare(Trains::All)?;
+    } else {
+        reference.hold_as_computed();
     }
     reference.shard(world, config.policy_stage());
     offload_frozen(config, Some(&reference), None)?;
@@ -703,10 +704,7 @@ fn paths_read<'p>(config: &'p PpoConfig, rewards: impl Iterator<Item = &'p Path>
 /// If no token is left for a prompt, or for a start token.
 pub(crate) fn prompt_limit(policy: &ModelConfig, context: usize, response_length: usize) -> Result<PromptLimit> {
     let longest = max_prompt_len(policy, context, ("response_length", response_length), "")?;
-    Ok(match policy.is_encoder_decoder() {
-        true => PromptLimit::of_encoder(longest),
-        false => PromptLimit::of_context(longest),
-    })
+    Ok(if policy.is_encoder_decoder() { PromptLimit::of_encoder(longest) } else { PromptLimit::of_context(longest) })
 }
 
 /// Refuses settings that an encoder-decoder as the policy cannot have.
@@ -777,9 +775,8 @@ fn prompt_limit_of(
 
 /// Refuses a model of the policy's tokens that has an encoder where the policy has none, or the other way round.
 pub(crate) fn check_same_kind(name: &str, policy: &ModelConfig, model: &ModelConfig) -> Result<()> {
-    let kind = |model: &ModelConfig| match model.is_encoder_decoder() {
-        true => "an encoder-decoder",
-        false => "a single stack of layers",
+    let kind = |model: &ModelConfig| {
+        if model.is_encoder_decoder() { "an encoder-decoder" } else { "a single stack of layers" }
     };
     if policy.is_encoder_decoder() == model.is_encoder_decoder() {
         return Ok(());

@@ -184,14 +184,15 @@ impl RecordedUpdate {
             1 => TENSORS.to_string(),
             _ => format!("update-rank-{}.safetensors", world.rank()),
         };
-        let written = save_file(&out.join(name), &tensors).and_then(|()| match world.is_main() {
-            true => {
+        let written = save_file(&out.join(name), &tensors).and_then(|()| {
+            if world.is_main() {
                 write_resolved(config, out.join(CONFIG))?;
                 write_text(&out.join(METRICS), &format!("{}\n", json!(metrics)))?;
                 trainer.write_models(&after, Dtype::Auto)?;
                 trainer.write_optimizers(&after)
+            } else {
+                trainer.share_models().and_then(|()| trainer.share_optimizers())
             }
-            false => trainer.share_models().and_then(|()| trainer.share_optimizers()),
         });
         if trainer.is_sharded() {
             // The other ranks may be in the middle of sharing their parts.
@@ -227,9 +228,10 @@ impl RecordedUpdate {
         if out.exists() && !out.is_dir() {
             return Err(Error::invalid(out, "output_dir: expected a new folder, found a file"));
         }
-        let mut entries = match out.is_dir() {
-            true => std::fs::read_dir(out).map_err(Error::io("read the folder", out))?,
-            false => return Ok(()),
+        let mut entries = if out.is_dir() {
+            std::fs::read_dir(out).map_err(Error::io("read the folder", out))?
+        } else {
+            return Ok(());
         };
         let Some(entry) = entries.next() else { return Ok(()) };
         let name = entry.map_err(Error::io("read the folder", out))?.file_name();
@@ -396,10 +398,8 @@ impl RecordedUpdate {
     /// Compares the replayed update with the run.
     fn compared(&self, trainer: &PpoTrainer, metrics: &Metrics, changes: Vec<Change>, out: &Path) -> Result<Replayed> {
         let size = World::of_process().size();
-        let bound = match self.ranks() == size {
-            true => Bound::Bits,
-            false => Bound::of_rounding(trainer.config.run.is_low_precision()),
-        };
+        let bound =
+            if self.ranks() == size { Bound::Bits } else { Bound::of_rounding(trainer.config.run.is_low_precision()) };
         let line = metrics_line(&self.run, self.update)?;
         let compared = line.map(|line| compare::metrics(&line, metrics, bound));
         let place = self.run.join(name_of(self.update));

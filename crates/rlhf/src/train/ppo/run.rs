@@ -117,12 +117,11 @@ impl PpoTrainer {
         let due = session.ask(self, due, !self.eval_prompts.is_empty())?;
         let step = self.progress.done + 1;
         let episode = step * self.plan.batch_size;
-        let evaluated: Result<Option<Evaluation>> = match due.evaluation {
-            true => {
-                session.console().phase("evaluating");
-                self.evaluate().map(Some)
-            }
-            false => Ok(None),
+        let evaluated: Result<Option<Evaluation>> = if due.evaluation {
+            session.console().phase("evaluating");
+            self.evaluate().map(Some)
+        } else {
+            Ok(None)
         };
         if let Ok(Some(evaluation)) = &evaluated {
             metrics.extend(&evaluation.metrics);

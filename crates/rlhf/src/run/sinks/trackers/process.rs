@@ -289,13 +289,12 @@ impl Shared {
         }
         let status = status.map_or("unknown status".into(), |status| status.to_string());
         let tail = if stderr_tail.is_empty() { String::new() } else { format!(": {stderr_tail}") };
-        match ending {
-            true => self.warn(&format!(
+        if ending {
+            self.warn(&format!(
                 "its program failed at the end of the run ({status}){tail}; its metrics are in {METRICS}"
-            )),
-            false => {
-                self.warn(&format!("its program ended before the end of the run ({status}){tail}; {}", goes_through()));
-            }
+            ));
+        } else {
+            self.warn(&format!("its program ended before the end of the run ({status}){tail}; {}", goes_through()));
         }
     }
 }
