@@ -1,7 +1,7 @@
 //! Devices: the CPU, or a GPU, whose libraries are loaded only if it is requested.
 
 use crate::dist::launch::Launch;
-use crate::process::output;
+use crate::process::{self, output};
 use crate::schema::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
@@ -372,17 +372,9 @@ pub fn gpus() -> Result<usize, String> {
     }
 }
 
-/// The variable in which the Python package says where it has found libtorch, in words for `rlhf doctor`.
-pub const LIBTORCH_FROM: &str = "RLHF_LIBTORCH_FROM";
-
-/// Returns true if the Python package has started this program.
-pub fn is_of_python_package() -> bool {
-    std::env::var_os(LIBTORCH_FROM).is_some()
-}
-
 /// Returns the command that fetches CUDA's libraries: that of the Python package, or that of a checkout.
 pub fn cuda_command() -> &'static str {
-    if is_of_python_package() { "`rlhf setup --device cuda`" } else { "`make cuda`" }
+    if process::is_of_python_package() { "`rlhf setup --device cuda`" } else { "`make cuda`" }
 }
 
 /// Explains an error of the dynamic linker, with a remedy: the command that fetches CUDA's libraries.

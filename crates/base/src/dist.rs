@@ -15,7 +15,7 @@ mod settings;
 pub use passes::Sharded;
 pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 
-use crate::{Error, Result, device};
+use crate::{Error, Result, process};
 use failure::{Agreed, Failure, Fault};
 use launch::Launch;
 use serde::Serialize;
@@ -642,7 +642,7 @@ pub fn cuda_library_in(folder: &Path) -> Result<PathBuf, String> {
     if path.is_file() {
         return Ok(path);
     }
-    let hint = if device::is_of_python_package() {
+    let hint = if process::is_of_python_package() {
         "the Python package has one for torch 2.11.0 with CUDA 13"
     } else {
         "`make cuda` builds it"

@@ -5,6 +5,14 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+/// The variable in which the Python package says where it has found libtorch, in words for `rlhf doctor`.
+pub const LIBTORCH_FROM: &str = "RLHF_LIBTORCH_FROM";
+
+/// Returns true if the Python package has started this program.
+pub fn is_of_python_package() -> bool {
+    std::env::var_os(LIBTORCH_FROM).is_some()
+}
+
 /// Time in which the error output of a process must be complete after the process has ended. A child that it left behind may keep it open.
 const AFTER_END: Duration = Duration::from_millis(500);
 

@@ -54,7 +54,7 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
     let read = move || wire::read(&mut input, |incoming| sender.send(incoming).is_ok());
     let thread = std::thread::Builder::new().name("requests".into()).spawn(read);
     thread.map_err(Error::io("start a thread for", "requests"))?;
-    let mut session = Session { host, inline: false, greeted: false, owned: None };
+    let mut session = Session { host, inline: false, greeted: false, owned: None, broken_by: None };
     let write = |id: &Value, reply, output: &mut dyn std::io::Write| {
         wire::write(&mut &mut *output, id, reply).map_err(Error::io("write to", "the client"))
     };
@@ -64,8 +64,9 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
                 let is_last = request.method == "stop";
                 course.is_busy.store(true, Ordering::Release);
                 let reply = session.reply(&request);
+                let is_last = is_last && reply.is_ok();
                 // From its last reply on, the client may leave.
-                course.is_over.store(is_last && reply.is_ok(), Ordering::Release);
+                course.is_over.store(is_last, Ordering::Release);
                 write(&request.id, reply, &mut output)?;
                 course.is_busy.store(false, Ordering::Release);
                 if is_last {
@@ -93,7 +94,13 @@ struct Session<'a> {
     greeted: bool,
     /// The loop with its models, once it is open.
     owned: Option<Owned>,
+    /// The request that failed in its middle, after which nobody knows what the models are.
+    broken_by: Option<String>,
 }
+
+/// Requests that change the models or their optimizers, and may be interrupted on the way.
+const CHANGING: [&str; 6] =
+    ["step", "train_minibatch", "train_texts", "train_rlhf", "train_unsupervised", "load_state"];
 
 /// A loop that the client drives.
 enum Owned {
@@ -105,8 +112,25 @@ impl Session<'_> {
     /// The reply to a request; a panic is a failure too, and the session goes on.
     fn reply(&mut self, request: &Request) -> Result<Reply, Failure> {
         let take_panic = self.host.take_panic;
+        if let Some(by) = self.broken_by.as_ref().filter(|_| !["load_state", "stop"].contains(&&*request.method)) {
+            return Err(Failure::order(format!(
+                "{}: {by} failed on the way and left the models half changed: load_state first, or start another session",
+                request.method
+            )));
+        }
         let answered = catch_unwind(AssertUnwindSafe(|| self.answer(request)));
-        answered.unwrap_or_else(|_| Err(Failure::internal(&take_panic())))
+        let panicked = answered.is_err();
+        let reply = answered.unwrap_or_else(|_| Err(Failure::internal(&take_panic())));
+        let is_load = request.method == "load_state";
+        if reply.is_ok() && is_load {
+            self.broken_by = None;
+        } else if reply.is_err()
+            && CHANGING.contains(&&*request.method)
+            && (panicked || (is_load && self.owned.is_some()))
+        {
+            self.broken_by = Some(request.method.clone());
+        }
+        reply
     }
 
     fn answer(&mut self, request: &Request) -> Result<Reply, Failure> {

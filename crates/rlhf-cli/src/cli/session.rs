@@ -27,7 +27,7 @@ pub(crate) fn session(config: &SessionConfig, take_panic: fn() -> String) -> Res
 /// Reads settings of `rlhf ppo` with the preset of DeepSpeed-Chat, by its names too.
 fn engine_settings(settings: &Map<String, Value>) -> Result<PpoConfig> {
     let mut words: Vec<String> = ["rlhf"].iter().chain(&UNUSED).map(ToString::to_string).collect();
-    if !settings.contains_key("preset") {
+    if settings.get("preset").is_none_or(Value::is_null) {
         words.push("--preset=deepspeed-chat".into());
     }
     for (name, value) in settings {

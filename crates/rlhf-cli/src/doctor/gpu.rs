@@ -1,7 +1,7 @@
 //! GPUs: the driver, CUDA's libraries beside libtorch, each GPU's name, memory and compute capability, and NCCL.
 
 use super::finding::{Finding, variable};
-use rlhf::process::output;
+use rlhf::process::{self, output};
 use rlhf::{device, dist};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -164,7 +164,7 @@ fn without_driver(seen: &Seen) -> Finding {
 /// The hint to fetch CUDA's libraries, with a remark on the command.
 fn fetch_cuda(remark: &str) -> String {
     let command = device::cuda_command();
-    let again = if device::is_of_python_package() { "" } else { ", then `make install` again" };
+    let again = if process::is_of_python_package() { "" } else { ", then `make install` again" };
     format!("run {command}{remark}{again}")
 }
 

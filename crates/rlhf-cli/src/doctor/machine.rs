@@ -1,8 +1,8 @@
 //! This build, its libtorch, and the processors, memory and disks of the machine.
 
 use super::finding::{Build, Finding, bytes, variable};
-use rlhf::device;
 use rlhf::hub::Hub;
+use rlhf::{device, process};
 use rustix::fs::{Access, access, statvfs};
 use rustix::process::{Resource, getrlimit};
 use std::collections::BTreeSet;
@@ -32,7 +32,7 @@ pub(super) fn libtorch() -> Finding {
     };
     let found = version_beside(&folder);
     let openmp = openmp_libraries(&read("/proc/self/maps").unwrap_or_default());
-    let from = variable(device::LIBTORCH_FROM);
+    let from = variable(process::LIBTORCH_FROM);
     let library_path = variable("LD_LIBRARY_PATH").is_some();
     let finding = libtorch_finding(&folder, from.as_deref(), found.as_deref(), &openmp, library_path);
     finding

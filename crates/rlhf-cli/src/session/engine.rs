@@ -141,6 +141,9 @@ impl EngineLoop {
     fn generate_experience(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
         let [prompts, mask] = params.tensors(["prompts", "mask"], Kind::Int64)?;
         params.finish("generate_experience")?;
+        if prompts.size()[0] == 0 {
+            return Err(Failure::usage("prompts", "prompts: expected at least one row, found none"));
+        }
         let e = self.engine.generate_experience(&prompts, &mask)?;
         for (name, x) in [
             ("prompts", &e.prompts),

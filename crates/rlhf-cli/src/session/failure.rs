@@ -1,6 +1,7 @@
 //! Errors as replies.
 
 use rlhf::Error;
+use rlhf::safe_text::one_line;
 use serde_json::{Value, json};
 
 /// Why a request has no result.
@@ -16,17 +17,17 @@ pub(super) struct Failure {
 impl Failure {
     /// Bytes that are no request.
     pub(super) fn protocol(message: impl Into<String>) -> Self {
-        Self { kind: "protocol", setting: None, message: message.into() }
+        Self { kind: "protocol", setting: None, message: one_line(&message.into()).into_owned() }
     }
 
     /// A request at a time when it cannot be done.
     pub(super) fn order(message: impl Into<String>) -> Self {
-        Self { kind: "order", setting: None, message: message.into() }
+        Self { kind: "order", setting: None, message: one_line(&message.into()).into_owned() }
     }
 
     /// A wrong parameter or setting.
     pub(super) fn usage(setting: &str, message: impl Into<String>) -> Self {
-        Self { kind: "usage", setting: Some(setting.into()), message: message.into() }
+        Self { kind: "usage", setting: Some(setting.into()), message: one_line(&message.into()).into_owned() }
     }
 
     /// A method that a loop does not have, beside those of every session.

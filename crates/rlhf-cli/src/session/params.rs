@@ -126,7 +126,7 @@ impl<'a> Params<'a> {
                 });
                 let lengths = match (lengths, &array.shape[..]) {
                     (Some(lengths), _) => lengths?,
-                    (None, &[rows, width]) => vec![width; rows],
+                    (None, &[rows, width]) if rows <= MOST_ROWS => vec![width; rows],
                     _ => return None,
                 };
                 cut(&array.ids()?, &lengths)
@@ -147,7 +147,9 @@ impl<'a> Params<'a> {
             Value::Array(_) => of_lists(value, dims),
             value => {
                 let array = self.frame(value).filter(|array| array.shape.len() == dims)?;
-                array.tensor().ok()
+                // Numbers with fractions are no ids.
+                let is_whole = kind != Kind::Int64 || array.ids().is_some();
+                array.tensor().ok().filter(|_| is_whole)
             }
         };
         Ok(self.typed(name, &expected, read)?.map(|x| if kind == Kind::Bool { x.ne(0) } else { x.to_kind(kind) }))
@@ -162,6 +164,9 @@ impl<'a> Params<'a> {
         found.try_into().map_err(|_| Failure::internal("as many tensors as names"))
     }
 }
+
+/// Most rows of token ids in an array: each is a list of its own.
+const MOST_ROWS: usize = 1 << 20;
 
 /// Rows of these lengths, which are all of `flat`.
 fn cut(flat: &[i64], lengths: &[usize]) -> Option<Vec<Vec<i64>>> {

@@ -217,10 +217,10 @@ impl StepLoop {
     }
 
     fn step(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
-        self.take_rate(params)?;
         params.needed("scores", Params::numbers)?;
         let orders = params.rows("orders")?.unwrap_or_default();
         let Rows { queries, responses, scores, masks, .. } = self.rows(params)?;
+        self.take_rate(params)?;
         params.finish("step")?;
         let order = |rows: Vec<i64>| rows.into_iter().map(|row| usize::try_from(row).unwrap_or(usize::MAX)).collect();
         self.orders.replace(orders.into_iter().map(order).collect());
@@ -296,16 +296,21 @@ impl StepLoop {
         Ok(())
     }
 
-    fn train_minibatch(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+    /// Refuses a method whose rows are divided over the ranks, where each rank has rows of its own.
+    fn needs_all_rows(&self, method: &str) -> Result<(), Failure> {
         if self.own_rows && World::of_process().size() > 1 {
-            return Err(Failure::order(
-                "train_minibatch: with several ranks, open the loop with rows = all, and pass all rows",
-            ));
+            let message = format!("{method}: with several ranks, open the loop with rows = all, and pass all rows");
+            return Err(Failure::order(message));
         }
-        self.take_rate(params)?;
+        Ok(())
+    }
+
+    fn train_minibatch(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
+        self.needs_all_rows("train_minibatch")?;
         let Rows { queries, responses, masks, .. } = self.rows(params)?;
         let [logprobs, values, advantages, returns] =
             params.tensors(["old_logprobs", "values", "advantages", "returns"], Kind::Float)?;
+        self.take_rate(params)?;
         params.finish("train_minibatch")?;
         let e: Experience = self.trainer.experience_of((&queries, &responses), &logprobs, &values, masks.as_deref())?;
         let stats = self.trainer.train_on(&e, &advantages, &returns)?;
@@ -315,9 +320,10 @@ impl StepLoop {
     }
 
     fn train_texts(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
-        self.take_rate(params)?;
+        self.needs_all_rows("train_texts")?;
         let texts = params.needed("texts", Params::rows)?;
         let coef = params.number("coef")?.unwrap_or(1.0);
+        self.take_rate(params)?;
         params.finish("train_texts")?;
         let loss = self.trainer.train_on_texts(&texts, coef)?;
         reply.set("loss", loss);

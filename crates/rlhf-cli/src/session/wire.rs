@@ -63,7 +63,21 @@ pub(super) fn read(input: &mut impl BufRead, mut take: impl FnMut(Incoming) -> b
                         }
                     }
                 },
-                Err(wrong) => Incoming::Refused(wrong.0, wrong.1),
+                Err(wrong) => {
+                    let Wrong { id, failure, announced } = *wrong;
+                    let is_lost = check(&announced).is_err();
+                    if is_lost {
+                        Incoming::Lost(id, failure)
+                    } else {
+                        if !take(Incoming::Refused(id.clone(), failure)) {
+                            return;
+                        }
+                        match skip(input, &announced) {
+                            Ok(()) => continue,
+                            Err(failure) => Incoming::Lost(id, failure),
+                        }
+                    }
+                }
             },
             Ok(Some(Err(failure))) => Incoming::Refused(Value::Null, failure),
             Ok(None) => Incoming::End,
@@ -107,18 +121,32 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Option<Result<Vec<u8>, Fail
 /// A request without its frames, and these as they are announced.
 type Head = (Request, Vec<Announced>);
 
+/// A line that is no request, with the frames that follow it.
+struct Wrong {
+    id: Value,
+    failure: Failure,
+    announced: Vec<Announced>,
+}
+
 /// The request of a line, without its frames.
-fn head(line: &[u8]) -> Result<Head, Box<(Value, Failure)>> {
-    let wrong = |id: &Value, message: String| Err(Box::new((id.clone(), Failure::protocol(message))));
-    let line = match serde_json::from_slice(line) {
-        Ok(line) => line,
-        Err(error) => return wrong(&Value::Null, format!("expected a request as one line of JSON: {error}")),
+fn head(line: &[u8]) -> Result<Head, Box<Wrong>> {
+    let no_object = |message: String| {
+        Err(Box::new(Wrong { id: Value::Null, failure: Failure::protocol(message), announced: Vec::new() }))
     };
-    let Value::Object(mut line) = line else {
-        return wrong(
-            &Value::Null,
-            "expected a request as a JSON object with `id` and `method`, found another value".into(),
-        );
+    let mut line = match serde_json::from_slice(line) {
+        Ok(Value::Object(line)) => line,
+        Ok(_) => {
+            return no_object("expected a request as a JSON object with `id` and `method`, found another value".into());
+        }
+        Err(error) => return no_object(format!("expected a request as one line of JSON: {error}")),
+    };
+    let frames = line.remove("frames");
+    let announced = || match &frames {
+        Some(Value::Array(frames)) => frames.iter().map(announced).collect(),
+        _ => Vec::new(),
+    };
+    let wrong = |id: &Value, message: String| {
+        Err(Box::new(Wrong { id: id.clone(), failure: Failure::protocol(message), announced: announced() }))
     };
     let id = match line.remove("id") {
         Some(id @ (Value::String(_) | Value::Number(_))) => id,
@@ -133,16 +161,13 @@ fn head(line: &[u8]) -> Result<Head, Box<(Value, Failure)>> {
         None | Some(Value::Null) => Map::new(),
         Some(_) => return wrong(&id, "`params`: expected an object".into()),
     };
-    let frames = match line.remove("frames") {
-        Some(Value::Array(frames)) => frames,
-        None | Some(Value::Null) => Vec::new(),
-        Some(_) => return wrong(&id, "`frames`: expected a list of objects with `dtype` and `shape`".into()),
-    };
+    if !matches!(frames, None | Some(Value::Null | Value::Array(_))) {
+        return wrong(&id, "`frames`: expected a list of objects with `dtype` and `shape`".into());
+    }
     if let Some(name) = line.keys().next() {
         return wrong(&id, format!("`{name}`: expected id, method, params and frames alone"));
     }
-    let announced = frames.iter().map(announced).collect();
-    Ok((Request { id, method, params, frames: Vec::new() }, announced))
+    Ok((Request { id, method, params, frames: Vec::new() }, announced()))
 }
 
 fn announced(frame: &Value) -> Announced {
@@ -164,7 +189,12 @@ fn check(announced: &[Announced]) -> Result<(), Failure> {
             "`frames`: number {at}: expected a dtype of {names}, and a shape of whole numbers"
         )));
     }
-    let bytes = announced.iter().fold(0u64, |sum, frame| sum.saturating_add(frame.bytes.unwrap_or(0)));
+    // A dimension of 0 makes no bytes, and others beside it could still ask for any number of rows.
+    let of_frame = |frame: &Announced| {
+        let size = |bytes: u64, &n: &usize| bytes.saturating_mul((n as u64).max(1));
+        frame.shape.iter().fold(frame.dtype.size() as u64, size)
+    };
+    let bytes = announced.iter().fold(0u64, |sum, frame| sum.saturating_add(of_frame(frame)));
     if announced.len() > MOST_FRAMES {
         let found = announced.len();
         return Err(Failure::protocol(format!("`frames`: expected at most {MOST_FRAMES}, found {found}")));

@@ -1,7 +1,7 @@
 //! The folder with the state of a loop: models, optimizers, and `trainer_state.json` with everything else.
 
 use crate::rl::learner::Learner;
-use crate::run::checkpoint::{OPTIMIZER, STATE, commit};
+use crate::run::checkpoint::{OPTIMIZER, STATE, commit_among_others};
 use crate::train::ppo::VALUE_MODEL;
 use rlhf_base::weights::{pretty, read_json, write_text};
 use rlhf_base::{Error, Result};
@@ -22,6 +22,9 @@ pub(super) fn save(
     let name = dir.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| Error::invalid(dir, "expected the name of a folder for the state, found none"))?;
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if dir.exists() && !dir.is_dir() {
+        return Err(Error::invalid(dir, "expected a folder for the state, or none yet, found a file"));
+    }
     // A checkpoint of a run has a file of this name too, and another content.
     let is_state = || read_json(&dir.join(STATE)).is_ok_and(|state| state["kind"].is_string());
     if std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some()) && !is_state() {
@@ -29,7 +32,7 @@ pub(super) fn save(
     }
     learner.save_together(|| {
         std::fs::create_dir_all(parent).map_err(Error::io("create the folder", parent))?;
-        commit(parent, name, |dir| {
+        commit_among_others(parent, name, |dir| {
             write_models(dir)?;
             learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
             let of_value = learner.value_optimizer.as_ref();

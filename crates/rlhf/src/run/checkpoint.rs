@@ -20,9 +20,9 @@ mod state;
 
 pub(super) use changes::settings;
 pub(crate) use changes::{Change, EarlierSettings, FREE, LENGTH, Length, OF_BEST, is_compared_by_content};
-pub(crate) use folders::commit;
 pub use folders::has_checkpoint;
 pub(crate) use folders::{clear, folders, name_of, newest, numbered, places};
+pub(crate) use folders::{commit, commit_among_others};
 pub(crate) use saved::{FinishedRun, Saved, UpdateRecord};
 pub(crate) use state::{PartStates, State};
 

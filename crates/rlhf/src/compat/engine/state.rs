@@ -35,6 +35,8 @@ impl RlhfEngine {
             "last": last,
             "cursor": self.cursor.as_ref().map(|cursor| cursor.state()),
             "texts": self.learner.unsupervised.as_ref().map(|texts| texts.state()),
+            "rewards": self.reward.state(),
+            "entropy_controller": self.learner.entropy_controller.as_ref().map(|controller| controller.state()),
             "loss_scale": self.learner.scaling.as_ref().map(|scaling| scaling.state()),
             "micro_batch_tokens": self.learner.micro_batch_tokens,
         });
@@ -57,6 +59,13 @@ impl RlhfEngine {
         if let Some(texts) = self.learner.unsupervised.as_mut().filter(|_| !state["texts"].is_null()) {
             texts.load_state(&state["texts"], false)?;
         }
+        if !state["rewards"].is_null() {
+            self.reward.load_state(&state["rewards"])?;
+        }
+        let controller = self.learner.entropy_controller.as_mut();
+        if let Some(controller) = controller.filter(|_| !state["entropy_controller"].is_null()) {
+            controller.load_state(&state["entropy_controller"])?;
+        }
         if let Some(scaling) = self.learner.scaling.as_mut().filter(|_| !state["loss_scale"].is_null()) {
             scaling.load_state(&state["loss_scale"])?;
         }
@@ -65,7 +74,8 @@ impl RlhfEngine {
         (self.waiting, self.overflow) = (None, (false, false));
         let number = |name| count(&state, name).map(|number| number as usize);
         (self.iterations, self.generated) = (number("steps").unwrap_or(0), number("generated").unwrap_or(0));
-        self.num_total_iters = number("num_total_iters");
+        // The one that the engine was opened with counts: the learning rates of a longer run may be wanted.
+        self.num_total_iters = self.num_total_iters.or(number("num_total_iters"));
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! The parts of a step on tensors of the caller's own.
 
 use super::StepTrainer;
+use crate::rl::advantage::AdvantageEstimator;
 use crate::rl::experience::Experience;
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{self, KlEstimator};
@@ -65,6 +66,12 @@ impl StepTrainer {
     /// If the shapes differ.
     pub fn advantages_of(&self, values: &Tensor, rewards: &Tensor, mask: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         check_shapes("compute_advantages", &[("rewards", rewards), ("mask", mask)], values)?;
+        if self.config.advantage_estimator != AdvantageEstimator::Gae {
+            return Err(Error::Usage(format!(
+                "advantage_estimator = {}: compute_advantages has that of gae alone; step() computes the others",
+                self.config.advantage_estimator.name()
+            )));
+        }
         let (values, mut rewards) = (math::keep(values, mask), math::keep(rewards, mask));
         if self.config.whiten_rewards {
             rewards = math::whiten(&rewards, mask, false);

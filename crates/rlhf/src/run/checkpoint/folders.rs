@@ -20,6 +20,26 @@ const LEAVING: &str = ".removing-";
 /// removed after.
 pub(crate) fn commit(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     clear(dir)?;
+    replace(dir, name, write)
+}
+
+/// [`commit`] in a folder that may hold those of others: of what a killed process left, only that of the name is removed, or gets its name
+/// back.
+pub(crate) fn commit_among_others(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let (beside, old) = (dir.join(format!("{WRITING}{name}")), dir.join(format!("{LEAVING}{name}")));
+    if beside.is_dir() {
+        fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
+    }
+    if old.is_dir() && dir.join(name).exists() {
+        fs::remove_dir_all(&old).map_err(Error::io("remove", &old))?;
+    } else if old.is_dir() {
+        fs::rename(&old, dir.join(name)).map_err(Error::io("rename", &old))?;
+    }
+    replace(dir, name, write)
+}
+
+/// Writes the folder `dir/name` under another name, and renames it.
+fn replace(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let (beside, place) = (dir.join(format!("{WRITING}{name}")), dir.join(name));
     fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
     if let Err(error) = write(&beside).and_then(|()| sync(&beside)) {
