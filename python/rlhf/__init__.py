@@ -95,7 +95,10 @@ def __getattr__(name: str) -> object:
     if module is None:
         from rlhf._errors import nearest
 
-        hint = _ABSENT.get(name) or nearest(name, list(_MODULES))
+        if name in _ABSENT:
+            # `from rlhf import NAME` shows the text of no other exception.
+            raise ImportError(f"module 'rlhf' has no {name}{_ABSENT[name]}", name=__name__)
+        hint = nearest(name, list(_MODULES))
         raise AttributeError(f"module 'rlhf' has no attribute {name!r}{hint}")
     found = getattr(importlib.import_module(f"rlhf.{module}"), name)
     globals()[name] = found

@@ -50,6 +50,8 @@ class Process:
         )
         self.lines: collections.deque[str] = collections.deque(maxlen=KEPT)
         self.replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # A line of its output that is no reply.
+        self.foreign: str | None = None
         # Replies are read in a thread: an interrupt while one is waited for loses nothing.
         self.threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._listen)]
         for thread in self.threads:
@@ -71,12 +73,26 @@ class Process:
         assert stream is not None
         try:
             for line in stream:
-                reply = json.loads(line)
+                reply = self._parsed(line)
+                if reply is None:
+                    break
                 frames = [self._frame(stream, announced) for announced in reply.get("frames", ())]
                 self.replies.put((reply, frames))
         except (OSError, ValueError):
             pass
         self.replies.put(None)
+
+    def _parsed(self, line: bytes) -> "dict[str, Any] | None":
+        """A reply; ends the program where the line is none, as nobody knows where the next reply begins."""
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if isinstance(reply, dict):
+            return reply
+        self.foreign = line.decode(errors="replace").strip()[:200]
+        self.process.kill()
+        return None
 
     @staticmethod
     def _frame(stream: Any, announced: "dict[str, Any]") -> Array:
@@ -107,8 +123,17 @@ class Process:
                 return reply, frames
 
     def last_line(self) -> str:
-        """Why the program has ended."""
-        code = self.process.wait()
+        """Why the program has ended; one that sends no more replies is ended."""
+        try:
+            code = self.process.wait(END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        if self.foreign is not None:
+            return (
+                f"the program's output: expected a reply, found the line {self.foreign!r}: a library has written it there; "
+                "where it is NCCL, unset NCCL_DEBUG or set NCCL_DEBUG_FILE"
+            )
         self.threads[1].join(timeout=1.0)
         line = _program.last_line("\n".join(self.lines)) if code >= 0 else ""
         return line or _program.ended(code)
@@ -130,11 +155,12 @@ class Session:
 
     Args:
         num_processes (`int`): ranks that are started. Under a launcher such as torchrun this process is one of its ranks, and drives one.
+        environ (*optional*): variables of the program beside those of this process, such as a token.
     """
 
-    def __init__(self, num_processes: int = 1) -> None:
+    def __init__(self, num_processes: int = 1, environ: "dict[str, str] | None" = None) -> None:
         self.number = 0
-        self.processes = [Process(environ) for environ in environments(num_processes)]
+        self.processes = [Process({**of_rank, **(environ or {})}) for of_rank in environments(num_processes)]
         self._close = weakref.finalize(self, close_all, self.processes)
         self.capabilities = self.call("hello", {"protocol": PROTOCOL, "arrays": "frames"})
 

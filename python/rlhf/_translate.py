@@ -5,17 +5,31 @@ from typing import Any
 from rlhf._errors import Unsupported
 
 
-def of_peft(peft_config: Any) -> dict[str, Any]:
-    """The settings of a `LoraConfig` of PEFT, or of this package."""
-    if peft_config is None:
-        return {}
-    get = peft_config.get if isinstance(peft_config, dict) else lambda name, default=None: getattr(peft_config, name, default)
+def reader(config: Any) -> Any:
+    """Reads an object, or a map, by name."""
+    return config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
+
+
+def check_lora(peft_config: Any) -> None:
+    """Refuses configurations of PEFT that are not of LoRA, or ask of it what the program does not do."""
+    get = reader(peft_config)
     kind = str(getattr(get("peft_type"), "value", get("peft_type")) or "LORA")
     if kind != "LORA":
         raise Unsupported(f"peft_config: expected a LoraConfig, found {kind}")
     for name, fine in (("bias", "none"), ("init_lora_weights", True)):
         if get(name, fine) not in (fine, None):
             raise Unsupported(f"peft_config: {name} = {get(name)}: expected {fine}")
+    targets = get("target_modules")
+    if isinstance(targets, str) and not targets.replace("-", "").replace("_", "").isalnum():
+        raise Unsupported(f"peft_config: target_modules = {targets}: expected `all-linear` or a list of names, found a regular expression")
+
+
+def of_peft(peft_config: Any) -> dict[str, Any]:
+    """The settings of a `LoraConfig` of PEFT, or of this package."""
+    if peft_config is None:
+        return {}
+    check_lora(peft_config)
+    get = reader(peft_config)
     for name in (
         "layers_to_transform",
         "layers_pattern",
@@ -28,8 +42,6 @@ def of_peft(peft_config: Any) -> dict[str, Any]:
         if get(name):
             raise Unsupported(f"peft_config: {name}: expected none; the program chooses layers by target_modules")
     targets = get("target_modules")
-    if isinstance(targets, str) and not targets.replace("-", "").replace("_", "").isalnum():
-        raise Unsupported(f"peft_config: target_modules = {targets}: expected `all-linear` or a list of names, found a regular expression")
     names = [targets] if isinstance(targets, str) else sorted(targets or ())
     saved = sorted(get("modules_to_save") or ())
     settings = {"use_peft": True, "lora_r": get("r", 8), "lora_alpha": get("lora_alpha", 8), "lora_dropout": get("lora_dropout", 0.0)}
@@ -46,7 +58,7 @@ def of_quantization(config: Any) -> dict[str, Any]:
     """The settings of a `BitsAndBytesConfig` of transformers, or of this package."""
     if config is None:
         return {}
-    get = config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
+    get = reader(config)
     if get("load_in_4bit"):
         settings: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": get("bnb_4bit_quant_type", "fp4")}
         if get("bnb_4bit_use_double_quant"):

@@ -418,8 +418,17 @@ class Loops(Sessions):
             PPOTrainer(PPOConfig(), POLICY, args=1)
         with self.assertRaisesRegex(TypeError, "rlhf.legacy"):
             rlhf.PPOTrainer(config=PPOConfig(), model=POLICY, tokenizer=POLICY)
-        with self.assertRaisesRegex(AttributeError, "rlhf.legacy"):
+        with self.assertRaisesRegex(ImportError, "from rlhf.legacy import it"):
             rlhf.AutoModelForCausalLMWithValueHead  # noqa: B018
+        for line, expected in (
+            ("from rlhf.legacy import SFTTrainer", "from rlhf import SFTTrainer"),
+            ("from rlhf.dschat import create_prompt_dataset", "padded on the left"),
+            ("from rlhf import DPOTrainer", "rlhf has no DPO"),
+        ):
+            with self.assertRaisesRegex(ImportError, expected):
+                exec(line, {})
+        with self.assertRaisesRegex(TypeError, "one of rlhf.PPOConfig .TRL 1.x.; here it is `ppo_epochs`"):
+            PPOConfig(num_ppo_epochs=4)
         with self.assertRaisesRegex(TypeError, "expected a PPOConfig of rlhf.legacy"):
             PPOTrainer(rlhf.PPOConfig("out"), POLICY)
 
@@ -435,7 +444,10 @@ class Loops(Sessions):
         queries, responses, scores = [[5, 6, 7], [8, 9], [5], [6, 7]], [[30, 31], [32, 33, 34], [35], [36]], [1.0, -0.5, 0.0, 2.0]
         found = []
         for ranks in (1, 2):
-            trainer = self.trainer(num_processes=ranks, batch_size=4 // ranks, mini_batch_size=2 // ranks, ppo_epochs=1)
+            rows = [{"query": str(row)} for row in range(8)]
+            trainer = self.trainer(num_processes=ranks, batch_size=4 // ranks, mini_batch_size=2 // ranks, ppo_epochs=1, dataset=rows)
+            # The script passes the rows of all ranks.
+            self.assertEqual([len(batch["query"]) for batch in trainer.dataloader], [4, 4])
             stats = trainer.step(queries, responses, scores, orders=[[0, 1, 2, 3]])
             trainer.save_pretrained(self.folder / str(ranks))
             found.append((stats["ppo/loss/total"], Tensors(self.folder / str(ranks) / "model.safetensors")))
@@ -454,13 +466,14 @@ class Loops(Sessions):
             "from rlhf.legacy import PPOConfig, PPOTrainer\n"
             "rank, data = int(os.environ['RANK']), json.loads(sys.argv[1])\n"
             "config = PPOConfig(batch_size=2, mini_batch_size=1, ppo_epochs=1, learning_rate=1e-3, num_threads=1, device='cpu')\n"
-            "trainer = PPOTrainer(config, data['model'], dataset=[{'query': str(row)} for row in range(4)])\n"
+            "trainer = PPOTrainer(config, data['model'], dataset=[{'query': str(row)} for row in range(5)])\n"
             "rows = [row for batch in trainer.dataloader for row in batch['query']]\n"
             "own = slice(2 * rank, 2 * rank + 2)\n"
             "queries, responses, scores = (part[own] for part in data['rows'])\n"
             "drawn = trainer.generate(queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4)\n"
             "stats = trainer.step(queries, responses, scores, orders=[[0, 1, 2, 3]])\n"
             "trainer.save_pretrained(data['folder'])\n"
+            "trainer.create_model_card(data['folder'] + '-card')\n"
             "trainer.close()\n"
             "print(json.dumps({'rows': rows, 'drawn': drawn, 'loss': stats['ppo/loss/total'], 'ranks': trainer.accelerator.num_processes}))\n"
         )
@@ -483,7 +496,9 @@ class Loops(Sessions):
         self.assertEqual([rank.returncode for rank in ranks], [0, 0], outputs)
         found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
         self.assertEqual([one["ranks"] for one in found], [2, 2])
-        self.assertEqual(sorted(found[0]["rows"] + found[1]["rows"]), ["0", "1", "2", "3"])
+        # Five rows are three of each: one of them comes twice, so that both ranks take as many steps.
+        self.assertEqual([len(one["rows"]) for one in found], [3, 3])
+        self.assertEqual(set(found[0]["rows"] + found[1]["rows"]), set("01234"))
         self.assertEqual(found[0]["loss"], found[1]["loss"])
         alone = self.trainer(batch_size=4, mini_batch_size=2, ppo_epochs=1)
         drawn = alone.generate(queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4)
@@ -491,6 +506,221 @@ class Loops(Sessions):
         stats = alone.step(queries, responses, scores, orders=[[0, 1, 2, 3]])
         self.assertAlmostEqual(found[0]["loss"], stats["ppo/loss/total"], places=5)
         self.assertTrue((self.folder / "ranks" / "model.safetensors").exists())
+        self.assertTrue((self.folder / "ranks-card" / "README.md").exists())
+
+    def test_an_interrupted_pass_of_the_dataloader_is_continued(self):
+        rows = [{"query": str(number), "input_ids": [10 + number, 20, 30]} for number in range(10)]
+
+        def taken(trainer, count):
+            from rlhf.legacy import LengthSampler
+
+            found = []
+            while len(found) < count:
+                for batch in trainer.dataloader:
+                    found.append((batch["query"], LengthSampler(1, 1000)()))
+                    if len(found) == count:
+                        trainer.save_state(self.folder / "state")
+                        break
+            return found
+
+        from rlhf.legacy import set_seed
+
+        trainer = self.trainer(dataset=rows)
+        set_seed(3)
+        whole = taken(trainer, 8)
+        for count in (2, 3, 4):
+            first = self.trainer(dataset=rows)
+            set_seed(3)
+            found = taken(first, count)
+            set_seed(4)
+            second = self.trainer(dataset=rows)
+            second.load_state(self.folder / "state")
+            self.assertEqual(found + taken(second, 8 - count), whole, count)
+        # A pass that is left is left, as in a loop that is not interrupted.
+        self.assertEqual(second.dataloader.batches, 0)
+
+    def test_a_trainer_that_nothing_holds_ends_its_program(self):
+        from rlhf.legacy import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+        trainer = PPOTrainer(PPOConfig(batch_size=4, mini_batch_size=2, device="cpu"), model)
+        process = trainer.session.processes[0].process
+        with self.assertRaisesRegex(NotImplementedError, "before the PPOTrainer is made"):
+            model.gradient_checkpointing_enable()
+        for name in ("save_pretrained", "push_to_hub"):
+            with self.assertRaisesRegex(NotImplementedError, f"ref_model.{name}: expected the model that is trained"):
+                getattr(trainer.ref_model, name)("nowhere")
+        with self.assertRaisesRegex(NotImplementedError, "push_to_hub = True: expected a folder alone: write push_to_hub"):
+            trainer.save_pretrained(self.folder / "model", push_to_hub=True)
+        del trainer
+        self.assertEqual(process.wait(10), 0)
+        with self.assertRaisesRegex(Exception, "expected a model that a PPOTrainer was made of"):
+            model.save_pretrained(self.folder / "model")
+
+    def test_the_weight_of_the_kl_is_the_programs(self):
+        from rlhf.legacy import AdaptiveKLController, FixedKLController
+
+        trainer = self.trainer()
+        for change in (
+            lambda: setattr(trainer.kl_ctl, "value", 1.0),
+            lambda: setattr(trainer, "kl_ctl", FixedKLController(0.1)),
+            lambda: trainer.kl_ctl.update(1.0, 4),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "set init_kl_coef"):
+                change()
+        alone = AdaptiveKLController(0.2, 6.0, 100.0)
+        alone.update(12.0, 10)
+        self.assertAlmostEqual(alone.value, 0.2 * 1.02)
+
+    def test_logs_are_by_the_names_of_columns(self):
+        batch = {"query": ["a", "b"], "response": ["c", "d"], "other": [1, 2]}
+        quiet = self.trainer()
+        quiet.log_stats({"x": float("nan")}, batch, [1.0, 2.0], columns_to_log=("other", "absent"))
+        trainer = self.trainer(output_dir=str(self.folder / "logs"))
+        trainer.log_stats({"x": float("nan"), "y": 1.0}, batch, [1.0, 2.0], columns_to_log=("response", "query"))
+        for name, expected in (("absent", "found 'absent'"), ("other", "expected query and response, found 'other'")):
+            with self.assertRaisesRegex(Exception, expected):
+                trainer.log_stats({}, batch, [1.0, 2.0], columns_to_log=(name,))
+        trainer.close()
+        sample = json.loads(next((self.folder / "logs").rglob("samples/*")).read_text().splitlines()[0])
+        self.assertEqual((sample["prompt"], sample["response"]), ("a", "c"))
+
+
+class Arguments(Sessions):
+    """Arguments that need no program: taken over, or refused in one line."""
+
+    def test_arguments_of_from_pretrained(self):
+        from rlhf.legacy import AutoModelForCausalLMWithValueHead as Model
+
+        for arguments, expected in (
+            ({"quantization_config": {"load_in_4bit": True}}, "fp4': expected 'nf4'"),
+            ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, "`bits`: expected a setting of BitsAndBytesConfig"),
+            (
+                {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}},
+                "double_quant",
+            ),
+            ({"cache_dir": "x"}, "set HF_HUB_CACHE"),
+            ({"local_files_only": True}, "set HF_HUB_OFFLINE=1"),
+            ({"token": False}, "unset HF_TOKEN"),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, expected):
+                Model.from_pretrained(POLICY, **arguments)
+        model = Model.from_pretrained(POLICY, quantization_config={"load_in_8bit": True}, use_auth_token="hf_x", local_files_only=False)
+        self.assertEqual((model.settings, model.token), ({"load_in_8bit": True}, "hf_x"))
+
+    def test_adapters(self):
+        from rlhf.legacy._models import adapter_settings
+
+        for config, expected in (
+            ({"peft_type": "IA3"}, "expected a LoraConfig, found IA3"),
+            ({"lora_r": 8}, "`lora_r`|lora_r = 8"),
+            ({"use_qalora": True}, "use_qalora"),
+            ({"target_modules": ".*proj$"}, "regular expression"),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, expected):
+                adapter_settings(config)
+        self.assertEqual(adapter_settings({"r": 2, "peft_type": "LORA", "lora_bias": False, "bias": "none"}), {"r": 2})
+
+    def test_settings_of_a_reference_model(self):
+        from rlhf.legacy import AutoModelForCausalLMWithValueHead as Model
+
+        for arguments, expected in (
+            ({"torch_dtype": "bfloat16"}, "dtype = 'bfloat16': expected that of the model"),
+            ({"load_in_8bit": True}, "load_in_8bit = True"),
+            ({"peft_config": {"r": 2}}, "peft_config: expected none"),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, f"ref_model: {expected}"):
+                self.trainer(ref_model=Model.from_pretrained(POLICY, **arguments))
+
+    def test_the_token_goes_by_the_environment(self):
+        from unittest import mock
+
+        from rlhf.legacy import AutoModelForCausalLMWithValueHead as Model
+
+        with mock.patch("rlhf._session.subprocess.Popen", side_effect=OSError("stop")) as popen, self.assertRaisesRegex(OSError, "stop"):
+            self.trainer(model=Model.from_pretrained(POLICY, token="hf_secret"))
+        self.assertEqual(popen.call_args.kwargs["env"]["HF_TOKEN"], "hf_secret")
+        self.assertNotIn("hf_secret", str(popen.call_args.args))
+
+    def test_generation_configs_are_checked_as_arguments_are(self):
+        from rlhf.legacy._generation import Generation
+
+        kind = type("GenerationConfig", (), {"to_diff_dict": lambda self: self.__dict__})
+
+        def config(**values):
+            made = kind()
+            made.__dict__.update(transformers_version="4", bad_words_ids=None, **values)
+            return made
+
+        for name, value in (("num_beams", 4), ("no_repeat_ngram_size", 2), ("penalty_alpha", 0.6)):
+            for made in (config(**{name: value}), {name: value}):
+                with self.assertRaisesRegex(NotImplementedError, f"generation_config: .*{name}"):
+                    Generation({"generation_config": made}, POLICY)
+        found = Generation({"generation_config": config(do_sample=True, top_k=7), "temperature": None, "top_p": None}, POLICY)
+        params = found.params([[5]], False)
+        self.assertEqual((params["do_sample"], params["temperature"], params["top_k"], params["top_p"]), (True, 1.0, 7, 1.0))
+        none = dict.fromkeys(("do_sample", "top_k", "max_length", "min_length", "repetition_penalty"))
+        self.assertEqual(Generation(none, POLICY).params([[5]], False)["do_sample"], False)
+        self.assertEqual(Generation({"do_sample": True, "top_k": None}, POLICY).params([[5]], False)["top_k"], 0)
+
+    def test_responses_are_on_the_device_of_the_queries(self):
+        from rlhf.legacy._trainer import device_of, on_device
+
+        class Fake:
+            def __init__(self, device):
+                self.device = device
+
+            def to(self, device):
+                return Fake(device)
+
+        self.assertEqual(on_device(Fake("cpu"), [Fake("cuda:1")]).device, "cuda:1")
+        self.assertEqual(on_device([5], Fake("cuda:1")), [5])
+        self.assertEqual(on_device(Fake("cpu"), [5]).device, "cpu")
+        self.assertEqual((device_of("cuda(0)"), device_of("cpu")), ("cuda:0", "cpu"))
+
+    def test_the_start_token_of_a_decoder_is_found(self):
+        from rlhf.legacy import AutoModelForSeq2SeqLMWithValueHead as Model
+        from rlhf.legacy._models import decoder_start_of
+
+        path = str(support.MODELS / "t5")
+        self.assertEqual(decoder_start_of(Model.from_pretrained(path), path), 0)
+        cached = self.folder / "models--org--t5" / "snapshots" / "1"
+        cached.mkdir(parents=True)
+        (cached / "config.json").write_text('{"decoder_start_token_id": 7}')
+        from unittest import mock
+
+        with mock.patch.dict(os.environ, HF_HUB_CACHE=str(self.folder)):
+            self.assertEqual(decoder_start_of(Model.from_pretrained("org/t5"), "org/t5"), 7)
+            with self.assertRaisesRegex(Exception, "pass the folder of the model"):
+                decoder_start_of(Model.from_pretrained("org/other"), "org/other")
+
+    def test_batches_of_ranks_are_as_many(self):
+        from rlhf.legacy._trainer import DataLoader
+
+        rows = [{"query": str(number)} for number in range(9)]
+        for count, ranks in ((9, 2), (8, 2), (1, 3), (7, 4)):
+            loaders = [DataLoader(rows[:count], 4, None, 0, (rank, ranks)) for rank in range(ranks)]
+            batches = [list(loader) for loader in loaders]
+            sizes = [[len(batch["query"]) for batch in found] for found in batches]
+            self.assertEqual(sizes, [sizes[0]] * ranks)
+            self.assertEqual([len(loader) for loader in loaders], [len(sizes[0])] * ranks)
+            self.assertEqual({row for found in batches for batch in found for row in batch["query"]}, set(map(str, range(count))))
+
+    def test_a_line_that_is_no_reply_ends_the_program_with_an_error(self):
+        from unittest import mock
+
+        from rlhf import RunError
+        from rlhf._session import Session
+
+        fake = self.folder / "fake"
+        for line in ("NCCL version 2.21.5", "5"):
+            fake.write_text(f"#!/bin/sh\nread line\necho '{line}'\nexec sleep 60\n")
+            fake.chmod(0o755)
+            began = time.monotonic()
+            expected = f"found the line '{line}'.*NCCL_DEBUG"
+            with mock.patch.dict(os.environ, RLHF_PROGRAM=str(fake)), self.assertRaisesRegex(RunError, expected):
+                Session()
+            self.assertLess(time.monotonic() - began, 10.0)
 
 
 def model_with_adapter():
@@ -538,9 +768,30 @@ class MainLoop(Goldens):
         self.assertNotEqual(self.bytes_of(self.folder / "out" / "actor"), self.bytes_of(self.folder / "out" / "actor_ema"))
         with self.assertRaisesRegex(NotImplementedError, "train_rlhf"):
             engine.actor.backward(actor_loss)
+        with self.assertRaisesRegex(NotImplementedError, "ref.save_pretrained: expected actor, critic or actor_ema"):
+            engine.ref.save_pretrained("nowhere")
         with self.assertRaisesRegex(Exception, "mixes_texts"):
             trainer.train_rlhf(exp)
             trainer.train_rlhf(exp)
+
+    def test_arguments_may_be_a_map_and_are_those_of_the_engine(self):
+        from rlhf.dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, save_hf_format
+
+        folders = models_of_dschat(self.folder)
+        args = {"max_answer_seq_len": 6, "dtype": "float32", "device": "cpu", "num_threads": 1, "lr_scheduler_type": "constant"}
+        args |= {"num_warmup_steps": 0, "print_answers": True, "output_dir": str(self.folder / "out")}
+        engine = DeepSpeedRLHFEngine(str(folders["actor"]), str(folders["critic"]), None, args)
+        trainer = DeepSpeedPPOTrainer(engine)
+        trainer.generate_experience(*self.prompts())
+        self.assertIn("--- ans", self.out.getvalue())
+        save_hf_format(engine.actor, None, args, sub_folder="actor")
+        self.assertTrue((self.folder / "out" / "actor" / "model.safetensors").exists())
+        process = engine.session.processes[0].process
+        actor = engine.actor
+        del engine, trainer
+        self.assertEqual(process.wait(10), 0)
+        with self.assertRaisesRegex(Exception, "actor: expected its engine"):
+            actor.save_pretrained(self.folder / "gone")
 
     def test_the_arguments_of_main_py_are_taken_over_or_refused(self):
         # Its parser's defaults; those of the models' passes are changed below.

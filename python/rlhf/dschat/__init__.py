@@ -51,5 +51,8 @@ _ABSENT = {
 def __getattr__(name: str) -> object:
     from rlhf._errors import nearest
 
-    hint = _ABSENT.get(name) or nearest(name, __all__)
+    if name in _ABSENT:
+        # `from rlhf.dschat import NAME` shows the text of no other exception.
+        raise ImportError(f"module 'rlhf.dschat' has no {name}{_ABSENT[name]}", name=__name__)
+    hint = nearest(name, __all__)
     raise AttributeError(f"module 'rlhf.dschat' has no attribute {name!r}{hint}")

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf import _program
@@ -67,10 +68,19 @@ class Module:
     """One of the models. The program has its weights."""
 
     def __init__(self, engine: "DeepSpeedRLHFEngine", name: str) -> None:
-        self.engine = engine
+        # Weak, as the engine has the model: `del engine` ends the program.
+        self._engine = weakref.ref(engine)
         self.name = name
         # Its adapter is merged when it is saved.
         self.merges = False
+
+    @property
+    def engine(self) -> "DeepSpeedRLHFEngine":
+        """The engine of the model."""
+        engine = self._engine()
+        if engine is None:
+            raise RunError(f"{self.name}: expected its engine, found it gone: keep the DeepSpeedRLHFEngine, which has the program")
+        return engine
 
     @property
     def module(self) -> "Module":
@@ -130,7 +140,7 @@ class DeepSpeedRLHFEngine:
         self.tokenizer = tokenizer
         self._folder = tempfile.mkdtemp(prefix="rlhf-dschat-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        values = dict(args) if isinstance(args, dict) else dict(vars(args)) if args is not None else {}
+        values = arguments(args)
         given = {name: value for name, value in values.items() if name not in OF_LOOP and not (name in FLAGS and value is False)}
         settings = {name: plain(name, value) for name, value in given.items() if value is not None}
         settings["actor_model_name_or_path"] = self._place(actor_model_name_or_path, "actor")
@@ -165,7 +175,9 @@ class DeepSpeedRLHFEngine:
         """Writes one of the trained models to a folder, in the format of transformers."""
         parts = {"actor": "", "critic": "value_model", "actor_ema": "ema"}
         if model.name not in parts:
-            raise Unsupported(f"{model.name}: it is not trained: its folder is the one it was loaded from")
+            raise Unsupported(
+                f"{model.name}.save_pretrained: expected actor, critic or actor_ema: it is not trained, and is where it was loaded from"
+            )
         os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".rlhf-save-", dir=os.path.dirname(folder) or ".") as whole:
             self.session.call("save_model", {"dir": whole})
@@ -179,6 +191,13 @@ class DeepSpeedRLHFEngine:
             for name in os.listdir(part):
                 if not os.path.isdir(os.path.join(part, name)) or name == "base_model":
                     shutil.move(os.path.join(part, name), os.path.join(folder, name))
+
+
+def arguments(args: Any) -> "dict[str, Any]":
+    """The arguments of main.py, which are a namespace or a map, by name."""
+    if args is None:
+        return {}
+    return dict(args) if isinstance(args, Mapping) else dict(vars(args))
 
 
 def plain(name: str, value: Any) -> Any:

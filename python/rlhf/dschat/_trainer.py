@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf._arrays import Array, find_torch, ids, matrix, rows_of_ids, vector
 from rlhf._arrays import plain as lists_of
-from rlhf.dschat._engine import DeepSpeedRLHFEngine, Module
+from rlhf.dschat._engine import DeepSpeedRLHFEngine, Module, arguments
 
 Experience = dict[str, Any]
 # The arrays of an experience, with their types.
@@ -45,7 +45,7 @@ class DeepSpeedPPOTrainer:
 
     Args:
         rlhf_engine (`DeepSpeedRLHFEngine`): the models.
-        args (*optional*): the arguments of main.py; the engine has them.
+        args (*optional*): the arguments of main.py; those of the engine by default.
     """
 
     def __init__(self, rlhf_engine: DeepSpeedRLHFEngine, args: Any = None) -> None:
@@ -56,7 +56,7 @@ class DeepSpeedPPOTrainer:
         self.ref_model: Module = rlhf_engine.ref
         self.reward_model: Module = rlhf_engine.reward
         self.tokenizer = rlhf_engine.tokenizer
-        self.args = args
+        self.args = rlhf_engine.args if args is None else args
         self.generate_time = 0.0
         found = self.session.call("configure")
         self._hyper = {name: found[name] for name in HYPER}
@@ -86,8 +86,8 @@ class DeepSpeedPPOTrainer:
 
     def _print_answers(self, experience: Experience, step: int) -> None:
         """Prints prompts and responses, where the arguments ask for it."""
-        every = getattr(self.args, "print_answers_interval", 1) or 1
-        if not getattr(self.args, "print_answers", False) or step % every:
+        args = arguments(self.args)
+        if not args.get("print_answers") or step % (args.get("print_answers_interval") or 1):
             return
         found = self.session.call("answers", self._arrays(experience))
         for prompt, response in zip(found["prompts"], found["responses"], strict=True):

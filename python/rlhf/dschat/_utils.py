@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from rlhf._errors import RunError, Unsupported
-from rlhf.dschat._engine import Module
+from rlhf.dschat._engine import Module, arguments
 from rlhf.legacy._utils import set_seed
 
 
@@ -74,7 +74,10 @@ def convert_lora_to_linear_layer(model: Any) -> Any:
 
 def save_hf_format(model: Module, tokenizer: Any, args: Any, sub_folder: str = "") -> None:
     """Writes a model with its tokenizer to `args.output_dir/sub_folder`, in the format of transformers."""
-    model.save_pretrained(os.path.join(args.output_dir, sub_folder))
+    output_dir = arguments(args).get("output_dir")
+    if output_dir is None:
+        raise ValueError("save_hf_format: args.output_dir: expected a folder, found none")
+    model.save_pretrained(os.path.join(output_dir, sub_folder))
 
 
 def save_zero_three_model(model_ema: Module, global_rank: int, save_dir: str, zero_stage: int = 0) -> None:
@@ -107,12 +110,13 @@ def get_all_reduce_mean(tensor: Any) -> Any:
 
 
 def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, add_special_tokens: Any = None) -> Any:
-    """The tokenizer of transformers, which pads on the right until `padding_side` is set."""
+    """The tokenizer of transformers, which pads as DeepSpeed-Chat's: on the right, with eos, where it is not a Llama's with a pad token."""
     from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
 
     tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, use_fast=fast_tokenizer)
     if add_special_tokens is not None:
         raise Unsupported("load_hf_tokenizer: add_special_tokens: expected none: give a model and a tokenizer that have the token")
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token is None or "llama" not in str(model_name_or_path):
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
     return tokenizer

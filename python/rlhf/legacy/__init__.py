@@ -46,5 +46,8 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> object:
     from rlhf._errors import nearest
 
-    hint = _ELSEWHERE.get(name) or nearest(name, __all__)
+    if name in _ELSEWHERE:
+        # `from rlhf.legacy import NAME` shows the text of no other exception.
+        raise ImportError(f"module 'rlhf.legacy' has no {name}{_ELSEWHERE[name]}", name=__name__)
+    hint = nearest(name, __all__)
     raise AttributeError(f"module 'rlhf.legacy' has no attribute {name!r}{hint}")

@@ -33,7 +33,6 @@ OWN = (
 )
 # Arguments of TRL 1.x's PPOConfig that are not among those of 0.11.
 OF_NEW = (
-    "output_dir_",
     "num_ppo_epochs",
     "per_device_train_batch_size",
     "response_length",
@@ -45,6 +44,10 @@ OF_NEW = (
     "kl_estimator",
     "num_mini_batches",
 )
+
+
+# Their names in 0.11.
+RENAMED = {"num_ppo_epochs": "ppo_epochs", "kl_coef": "init_kl_coef", "kl_estimator": "kl_penalty", "sft_model_path": "model_name"}
 
 
 def script_name() -> str:
@@ -124,6 +127,14 @@ class PPOConfig:
     bf16: bool = False
     num_threads: int | None = None
     num_processes: int = 1
+
+    def __new__(cls, *args: Any, **named: Any) -> "PPOConfig":
+        """Says where an argument of TRL 1.x belongs; `__init__` would only say that it is unknown."""
+        found = [name for name in named if name in OF_NEW]
+        if found:
+            hint = f"; here it is `{RENAMED[found[0]]}`" if found[0] in RENAMED else ""
+            raise TypeError(f"PPOConfig: `{found[0]}`: expected a setting of TRL 0.11, found one of rlhf.PPOConfig (TRL 1.x){hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.forward_batch_size is not None:

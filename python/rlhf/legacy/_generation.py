@@ -35,6 +35,8 @@ READ = (
     "top_k",
     "top_p",
 )
+# What None switches off; other arguments that are None are as if they were not given.
+OFF: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 # transformers' defaults.
 USUAL: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_length": 20}
 
@@ -43,14 +45,11 @@ class Generation:
     """How responses are drawn: the arguments of a call, else the model's generation_config.json, else transformers' defaults."""
 
     def __init__(self, given: "dict[str, Any]", model: str) -> None:
-        config = given.pop("generation_config", None)
-        for name, value in given.items():
-            if name in NEUTRAL and value not in (None, NEUTRAL[name]):
-                raise Unsupported(f"generate: {name} = {value!r}: expected {NEUTRAL[name]!r}; the program samples token by token")
-            if name not in (*PASSED, *NEUTRAL, *READ):
-                raise Unsupported(f"generate: `{name}`: expected some of {', '.join(READ)}{nearest(name, list(READ))}")
-        values = {**USUAL, **of_model(model), **of_object(config), **given}
-        self.values = {name: value for name, value in values.items() if value is not None}
+        config = of_object(given.pop("generation_config", None))
+        check(given, "generate")
+        check(config, "generate: generation_config")
+        self.values = {**USUAL, **of_model(model), **without_none(config), **without_none(given)}
+        values = self.values
         self.has_length = any(values.get(name) is not None for name in ("max_new_tokens",))
 
     def params(self, queries: "list[list[int]]", is_encoder_decoder: bool) -> "dict[str, Any]":
@@ -97,8 +96,31 @@ def of_model(model: str) -> "dict[str, Any]":
 
 
 def of_object(config: Any) -> "dict[str, Any]":
-    """The values of a GenerationConfig of transformers."""
+    """The values of a GenerationConfig of transformers, or of a map."""
     if config is None:
         return {}
+    if isinstance(config, dict):
+        return config
     values = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(vars(config))
-    return {name: value for name, value in values.items() if name in READ}
+    # Unknown ones that are off, and what the object says about itself, ask for nothing.
+    about = ("transformers_version", "generation_kwargs", "is_assistant", "cache_implementation")
+    return {
+        name: value
+        for name, value in values.items()
+        if name in READ or not (name.startswith("_") or name in about or value in (None, False, [], {}))
+    }
+
+
+def check(values: "dict[str, Any]", what: str) -> None:
+    """Refuses what the program does not do."""
+    for name, value in values.items():
+        if name in NEUTRAL and value not in (None, NEUTRAL[name]):
+            raise Unsupported(f"{what}: {name} = {value!r}: expected {NEUTRAL[name]!r}; the program samples token by token")
+        if name not in (*PASSED, *NEUTRAL, *READ):
+            raise Unsupported(f"{what}: `{name}`: expected some of {', '.join(READ)}{nearest(name, list(READ))}")
+
+
+def without_none(values: "dict[str, Any]") -> "dict[str, Any]":
+    """The values that are set; None is off, or not given."""
+    found = {name: OFF.get(name) if value is None else value for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,26 +1,25 @@
 """Models by their folders or names: the program has their weights, and this process what describes them."""
 
+import contextlib
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from rlhf._arrays import find_torch
-from rlhf._errors import RunError, Unsupported
+from rlhf._errors import RunError, Unsupported, nearest
 from rlhf._objects import is_text, place_model
+from rlhf._translate import check_lora, of_quantization
 
 # Arguments of from_pretrained that change nothing here: where and how transformers loads and computes.
 PASSED = (
     "attn_implementation",
-    "cache_dir",
     "device_map",
     "is_trainable",
-    "local_files_only",
     "low_cpu_mem_usage",
     "summary_dropout_prob",
-    "token",
-    "use_auth_token",
     "use_cache",
     "use_safetensors",
 )
@@ -38,6 +37,33 @@ OF_ADAPTER = (
     "exclude_modules",
     "layers_to_transform",
 )
+# Those that change nothing: they describe an adapter, or belong to another setting that is off.
+ABOUT_ADAPTER = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "loftq_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+)
+# Keys of a map in place of a BitsAndBytesConfig.
+OF_QUANTIZATION = (
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
+)
 BACKWARD = "write ppo_trainer.step(queries, responses, scores), or ppo_trainer.train_minibatch(...): the program has the gradients"
 
 
@@ -53,7 +79,10 @@ class PreTrainedModelWrapper:
         self.settings = settings
         self.is_peft_model = peft_config is not None
         self.is_gradient_checkpointing = False
-        self.trainer: Any = None
+        # The token of the hub, which goes to the program in its environment.
+        self.token: str | None = None
+        # Weak, as the trainer has the model: `del trainer` ends the program.
+        self._trainer: weakref.ref[Any] | None = None
         self._parameter: Any = None
 
     @classmethod
@@ -63,14 +92,27 @@ class PreTrainedModelWrapper:
         Args:
             peft_config (`peft.LoraConfig` or `dict`, *optional*): an adapter to train in place of all weights.
             torch_dtype, dtype (*optional*): the dtype in which the weights are held.
-            load_in_8bit, load_in_4bit, quantization_config (*optional*): the format of frozen weights, beside an adapter.
+            load_in_8bit, load_in_4bit, quantization_config (*optional*): the format of frozen weights, beside an adapter; 4 bits are NF4.
+            token (`str`, *optional*): the token of the hub.
             v_head_init_strategy (`str`, *optional*): `normal`: draws the head with the deviation `v_head_initializer_range` (0.2).
         """
         if model_args:
             raise Unsupported(f"from_pretrained: expected arguments by name, found {len(model_args)} more by place")
         peft_config = kwargs.pop("peft_config", None)
+        token = token_of(kwargs)
         settings = dict(model_settings(kwargs))
-        return cls(pretrained_model_name_or_path, peft_config, **settings)
+        made = cls(pretrained_model_name_or_path, peft_config, **settings)
+        made.token = token
+        return made
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer that was made of the model, or None."""
+        return self._trainer() if self._trainer is not None else None
+
+    def bind(self, trainer: Any) -> None:
+        """Makes the model that of a trainer."""
+        self._trainer = weakref.ref(trainer)
 
     def place(self, folder: str) -> str:
         """The path or name for the program; an object is saved into `folder`."""
@@ -110,30 +152,44 @@ class PreTrainedModelWrapper:
             yield "all", parameter
 
     def _bound(self, what: str) -> Any:
-        if self.trainer is None:
-            raise RunError(f"{what}: expected a model that a PPOTrainer was made of: the trainer loads it")
-        return self.trainer
+        trainer = self.trainer
+        if trainer is None:
+            raise RunError(f"{what}: expected a model that a PPOTrainer was made of, and that trainer: the program has the weights")
+        return trainer
+
+    def _trained(self, what: str) -> Any:
+        trainer = self._bound(what)
+        if self is trainer.ref_model and self is not trainer.model:
+            raise Unsupported(f"ref_model.{what}: expected the model that is trained, found its reference, which is as it was loaded")
+        return trainer
 
     def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
         """Responses with their prompts, as transformers returns them; the model is that of a trainer."""
-        return self._bound("generate")._generate_as_transformers(input_ids, reference=self is self.trainer.ref_model, **kwargs)
+        trainer = self._bound("generate")
+        return trainer._generate_as_transformers(input_ids, reference=self is trainer.ref_model, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Writes the model of a trainer."""
-        self._bound("save_pretrained").save_pretrained(save_directory)
+        self._trained("save_pretrained").save_pretrained(save_directory, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
         """Pushes the model of a trainer."""
-        found: str = self._bound("push_to_hub").push_to_hub(repo_id, **kwargs)
+        found: str = self._trained("push_to_hub").push_to_hub(repo_id, **kwargs)
         return found
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Has the program recompute activations."""
-        self.is_gradient_checkpointing = True
+        self._set_checkpointing(True)
 
     def gradient_checkpointing_disable(self) -> None:
         """Has the program keep activations."""
-        self.is_gradient_checkpointing = False
+        self._set_checkpointing(False)
+
+    def _set_checkpointing(self, is_on: bool) -> None:
+        if is_on != self.is_gradient_checkpointing and self.trainer is not None:
+            name = f"gradient_checkpointing_{'enable' if is_on else 'disable'}"
+            raise Unsupported(f"{name}: expected it before the PPOTrainer is made; PPOConfig(gradient_checkpointing={is_on}) does the same")
+        self.is_gradient_checkpointing = is_on
 
     def eval(self) -> "PreTrainedModelWrapper":
         """Does nothing: the program applies no dropout."""
@@ -171,7 +227,9 @@ class ReferenceModel(PreTrainedModelWrapper):
     """The start of a policy as its reference, which may share lower layers with it."""
 
     def __init__(self, policy: Any, num_shared_layers: "int | None") -> None:
-        super().__init__(policy.source if isinstance(policy, PreTrainedModelWrapper) else policy)
+        policy = policy if isinstance(policy, PreTrainedModelWrapper) else PreTrainedModelWrapper(policy)
+        super().__init__(policy.source, None, **policy.settings)
+        self.token = policy.token
         self.num_shared_layers = num_shared_layers
 
 
@@ -182,6 +240,36 @@ def create_reference_model(model: Any, num_shared_layers: "int | None" = None, p
         pattern (`str`, *optional*): of names of layers in TRL; the program knows the layers of its families, and it has no effect.
     """
     return ReferenceModel(model, num_shared_layers)
+
+
+# Arguments of from_pretrained that are variables of the program.
+OF_PROGRAM = {"cache_dir": "HF_HUB_CACHE", "local_files_only": "HF_HUB_OFFLINE=1"}
+
+
+def token_of(kwargs: "dict[str, Any]") -> "str | None":
+    """Takes the token of the hub out of the arguments of from_pretrained."""
+    found = [kwargs.pop(name, None) for name in ("token", "use_auth_token")]
+    given = next((token for token in found if token is not None), None)
+    if given is False:
+        raise Unsupported("from_pretrained: token = False: expected a token or none: unset HF_TOKEN in the environment")
+    # True is the token that is saved, which the program reads itself.
+    return None if given is None or given is True else str(given)
+
+
+def quantization_settings(config: Any) -> "dict[str, Any]":
+    """The program's parameters for a BitsAndBytesConfig, or a map in its place."""
+    if isinstance(config, dict):
+        for name in config:
+            if name not in OF_QUANTIZATION and not name.startswith(("llm_int8_", "_")):
+                hint = nearest(name, list(OF_QUANTIZATION))
+                raise Unsupported(f"quantization_config: `{name}`: expected a setting of BitsAndBytesConfig{hint}")
+    settings = of_quantization(config)
+    kind = settings.pop("bnb_4bit_quant_type", "nf4")
+    if kind != "nf4":
+        raise Unsupported(f"quantization_config: bnb_4bit_quant_type = {kind!r}: expected 'nf4' in this loop; write it out")
+    if settings.pop("use_bnb_nested_quant", False):
+        raise Unsupported("quantization_config: bnb_4bit_use_double_quant = True: expected False in this loop")
+    return settings
 
 
 def model_settings(kwargs: "dict[str, Any]") -> "Iterator[tuple[str, Any]]":
@@ -199,8 +287,10 @@ def model_settings(kwargs: "dict[str, Any]") -> "Iterator[tuple[str, Any]]":
         elif name in ("load_in_8bit", "load_in_4bit"):
             yield name, bool(value)
         elif name == "quantization_config":
-            yield "load_in_8bit", bool(getattr(value, "load_in_8bit", False))
-            yield "load_in_4bit", bool(getattr(value, "load_in_4bit", False))
+            yield from quantization_settings(value).items()
+        elif name in OF_PROGRAM:
+            if value:
+                raise Unsupported(f"from_pretrained: {name} = {value!r}: expected none: set {OF_PROGRAM[name]} in the environment")
         elif name == "trust_remote_code" and value:
             raise Unsupported("from_pretrained: trust_remote_code: expected False: code that comes with a model is never run")
         elif name == "revision" and value not in (None, "main"):
@@ -213,6 +303,7 @@ def adapter_settings(peft_config: Any) -> "dict[str, Any] | None":
     """The program's parameters for an adapter of PEFT."""
     if peft_config is None:
         return None
+    check_lora(peft_config)
     if isinstance(peft_config, dict):
         values = dict(peft_config)
     else:
@@ -226,11 +317,53 @@ def adapter_settings(peft_config: Any) -> "dict[str, Any] | None":
             value = [value]
         if value not in (None, {}, []):
             found[name] = value
-    refused = {"bias": ("none", None), "init_lora_weights": (True, None), "lora_bias": (False, None), "layer_replication": (None,)}
-    for name, expected in refused.items():
-        if values.get(name, expected[0]) not in expected:
-            raise Unsupported(f"peft_config: {name} = {values[name]!r}: expected {expected[0]!r}")
+    for name, value in values.items():
+        # PEFT's objects have all fields, most of them off.
+        if name not in ABOUT_ADAPTER and value not in (None, False, {}, []):
+            raise Unsupported(f"peft_config: {name} = {value!r}: expected some of {', '.join(OF_ADAPTER)}{nearest(name, list(OF_ADAPTER))}")
     return found
+
+
+def check_reference(reference: PreTrainedModelWrapper, policy: PreTrainedModelWrapper, dtype: "str | None") -> None:
+    """Refuses settings of a reference model that are not the policy's: the program loads both in one way."""
+    if reference is policy:
+        return
+    if reference.peft_config is not None:
+        raise Unsupported("ref_model: peft_config: expected none: a reference has no adapter to train; merge an adapter of its own into it")
+    if reference.token and policy.token and reference.token != policy.token:
+        raise Unsupported("ref_model: token: expected that of the model, found another one")
+    own = {"dtype": dtype or ("float32" if policy.peft_config is None else None), **policy.settings}
+    for name, value in reference.settings.items():
+        if name != "value_head_std" and value and value != own.get(name):
+            found = own.get(name)
+            raise Unsupported(f"ref_model: {name} = {value!r}: expected that of the model ({found!r}): the program loads both in one way")
+
+
+def decoder_start_of(model: PreTrainedModelWrapper, folder: str) -> "int | None":
+    """The token with which a decoder starts, by the config of the model: an object, a folder, or a name whose files are in the cache."""
+    config = getattr(model.source, "config", None)
+    if config is None:
+        path = next((path for path in configs_of(folder) if os.path.isfile(path)), None)
+        if path is None:
+            raise RunError(f"model: {folder}: expected its config.json, which has the decoder's start, found none; pass the folder of the model")
+        with open(path, encoding="utf-8") as file:
+            config = SimpleNamespace(**json.load(file))
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None and hasattr(config, "base_model_name_or_path"):
+        return decoder_start_of(PreTrainedModelWrapper(None), str(config.base_model_name_or_path))
+    return start
+
+
+def configs_of(name: str) -> "Iterator[str]":
+    """Where the config of a folder, or of a name on the hub, may be."""
+    yield os.path.join(name, "config.json")
+    yield os.path.join(name, "adapter_config.json")
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    folder = os.path.join(cache, "models--" + name.replace("/", "--"))
+    with contextlib.suppress(OSError):
+        for revision in sorted(os.listdir(os.path.join(folder, "snapshots"))):
+            yield os.path.join(folder, "snapshots", revision, "config.json")
 
 
 def source_of(model: Any, what: str) -> Any:

@@ -1,6 +1,7 @@
 """TRL 0.11's PPOTrainer: the loop is the caller's, and the program has the models."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -19,14 +20,16 @@ from rlhf.legacy import _stats
 from rlhf.legacy._config import PPOConfig, refuse_new
 from rlhf.legacy._generation import Generation
 from rlhf.legacy._layout import Layout, scalar, tensor, value
-from rlhf.legacy._models import ReferenceModel, adapter_settings, source_of
+from rlhf.legacy._models import ReferenceModel, adapter_settings, check_reference, decoder_start_of, source_of
 from rlhf.legacy._optimizers import Optimizer, Schedule
-from rlhf.legacy._utils import AdaptiveKLController, FixedKLController, is_list_of_rows
+from rlhf.legacy._utils import KL_HINT, AdaptiveKLController, FixedKLController, is_list_of_rows
 
 # Rows of the forward passes that train_minibatch can be called with.
 PASSES = 64
 # What this process adds to a saved state.
 OWN_STATE = "python_state.json"
+# Arguments of save_pretrained that change nothing at these values.
+SAVED: dict[str, Any] = {"safe_serialization": True, "push_to_hub": False}
 
 
 class PPOTrainer:
@@ -88,9 +91,12 @@ class PPOTrainer:
     def _open(self, num_shared_layers: "int | None") -> None:
         """Starts the program, which loads the models."""
         config = self.config
-        self.session = Session(config.num_processes)
+        check_reference(self.ref_model, self.model, config.dtype)
+        token = self.model.token or self.ref_model.token
+        self.session = Session(config.num_processes, {"HF_TOKEN": token} if token else None)
         ranks = self.session.capabilities["ranks"]
         settings = {**config.settings(), "learning_rate": self._optimizer.learning_rate}
+        self._logs = "output_dir" in settings
         source = self.model.place(os.path.join(self._folder, "model"))
         shared = getattr(self.ref_model, "num_shared_layers", None) if num_shared_layers is None else num_shared_layers
         reference = None
@@ -122,13 +128,14 @@ class PPOTrainer:
             params["tokenizer"] = place_tokenizer(self.tokenizer, os.path.join(self._folder, "tokenizer"))
         opened = self.session.call("open", {name: value for name, value in params.items() if value is not None})
         self._source, self._eos = source, opened["eos_token_ids"]
-        self.model.trainer = self.ref_model.trainer = self
+        self.model.bind(self)
+        self.ref_model.bind(self)
         self.is_encoder_decoder = bool(opened["is_encoder_decoder"])
         self.is_peft_model = bool(opened["is_peft_model"])
         if self.model.is_seq2seq and not self.is_encoder_decoder:
             raise ValueError(f"model: {source}: expected an encoder-decoder for AutoModelForSeq2SeqLMWithValueHead, found a causal one")
         self.is_distributed, rank = ranks > 1, self.session.capabilities["rank"]
-        self.current_device = opened["device"]
+        self.current_device = device_of(opened["device"])
         self.accelerator = SimpleNamespace(
             device=self._device(),
             num_processes=ranks,
@@ -140,7 +147,18 @@ class PPOTrainer:
             print=print,
         )
         kl = (config.init_kl_coef, config.target, config.horizon) if config.adap_kl_ctrl else None
-        self.kl_ctl: FixedKLController = FixedKLController(config.init_kl_coef) if kl is None else AdaptiveKLController(*kl)
+        self._kl_ctl: FixedKLController = FixedKLController(config.init_kl_coef) if kl is None else AdaptiveKLController(*kl)
+        self._kl_ctl._is_of_trainer = True
+        self._start = decoder_start_of(self.model, source) if self.is_encoder_decoder else None
+
+    @property
+    def kl_ctl(self) -> FixedKLController:
+        """The weight of the KL, as the program has it."""
+        return self._kl_ctl
+
+    @kl_ctl.setter
+    def kl_ctl(self, controller: Any) -> None:
+        raise Unsupported(f"kl_ctl: {KL_HINT}")
 
     def _device(self) -> Any:
         """The device of the caller's tensors: rewards are computed there, not in the program."""
@@ -157,9 +175,13 @@ class PPOTrainer:
     # Data
 
     def prepare_dataloader(self, dataset: Any, data_collator: "Callable[[list[Any]], Any] | None" = None) -> "DataLoader":
-        """Batches of `batch_size` rows, in a new order in each pass; the last one may be smaller. Ranks have rows of their own."""
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes if self.config.num_processes == 1 else 1
-        return DataLoader(dataset, self.config.batch_size, data_collator, self.config.seed, (rank if ranks > 1 else 0, ranks))
+        """Batches in a new order in each pass; the last one may be smaller.
+
+        Under a launcher ranks have rows of their own, `batch_size` in a batch; a script that starts its ranks gets the rows of all.
+        """
+        config, rank = self.config, (self.accelerator.process_index, self.accelerator.num_processes)
+        rank = rank if config.num_processes == 1 else (0, 1)
+        return DataLoader(dataset, config.batch_size * config.num_processes, data_collator, config.seed, rank)
 
     # The loop
 
@@ -191,7 +213,7 @@ class PPOTrainer:
             queries = [ids(query_tensor, "query_tensor")]
             found = self._respond(queries, Generation(generation_kwargs, self._source), length_sampler, 1, generate_ref_response, False)
             whole = [[self._joined(queries[0], rows[0], return_prompt)] for rows in found]
-            made = [tensor(row, "int64") if row[0] else tensor([[]], "int64") for row in whole]
+            made = [on_device(tensor(row, "int64") if row[0] else tensor([[]], "int64"), query_tensor) for row in whole]
             return tuple(made) if generate_ref_response else made[0]
         queries = [ids(query, "query_tensor") for query in query_tensor]
         if not queries:
@@ -199,7 +221,11 @@ class PPOTrainer:
         generation = Generation(generation_kwargs, self._source)
         found = self._respond(queries, generation, length_sampler, batch_size, generate_ref_response, True)
         lists = [
-            [tensor(self._joined(query, row, return_prompt), "int64") for query, row in zip(queries, rows, strict=True)] for rows in found
+            [
+                on_device(tensor(self._joined(query, row, return_prompt), "int64"), like)
+                for query, row, like in zip(queries, rows, query_tensor, strict=True)
+            ]
+            for rows in found
         ]
         return tuple(lists) if generate_ref_response else lists[0]
 
@@ -250,8 +276,9 @@ class PPOTrainer:
         generation = Generation(kwargs, self._source)
         found = self._respond(rows, generation, None, len(rows), reference, False)[-1]
         whole = [self._joined(query, response, True) for query, response in zip(rows, found, strict=True)]
-        width, pad = max(map(len, whole)), kwargs.get("pad_token_id", self._pad())
-        return tensor([row + [pad] * (width - len(row)) for row in whole], "int64")
+        pad = kwargs.get("pad_token_id")
+        width, pad = max(map(len, whole)), self._pad() if pad is None else pad
+        return on_device(tensor([row + [pad] * (width - len(row)) for row in whole], "int64"), input_ids)
 
     def _pad(self) -> int:
         for name in ("pad_token_id", "eos_token_id"):
@@ -288,7 +315,7 @@ class PPOTrainer:
             params["learning_rate"] = self._optimizer.learning_rate
         result = self.session.call("step", params)
         self.current_step = result["steps"]
-        self.kl_ctl.value = result["kl_coef"]
+        self._kl_ctl._value = result["kl_coef"]
         self._schedule.step()
         layout = Layout(query_ids, response_ids, self.is_encoder_decoder)
         return _stats.of_step(result["stats"], layout if not self.is_distributed else None)
@@ -305,8 +332,7 @@ class PPOTrainer:
 
     def _without_start(self, response: "list[int]") -> "list[int]":
         """A response without the decoder's start token, which transformers returns and the program adds."""
-        start = getattr(getattr(self.model.source, "config", None), "decoder_start_token_id", None)
-        return response[1:] if start is not None and response[:1] == [start] else response
+        return response[1:] if len(response) > 1 and response[0] == self._start else response
 
     @staticmethod
     def _scores(scores: Any, rows: int) -> Array:
@@ -449,20 +475,27 @@ class PPOTrainer:
     def log_stats(
         self, stats: "dict[str, Any]", batch: "dict[str, Any]", rewards: Any, columns_to_log: Iterable[str] = ("query", "response")
     ) -> None:
-        """Logs statistics and rewards to `log_with` and `output_dir`, with the texts of the batch; without these nothing is written."""
+        """Logs statistics and rewards to `log_with` and `output_dir`, with the texts of the batch; without these nothing is written.
+
+        Of the columns `query` and `response` are logged. A statistic that is not finite is left out.
+        """
         numbers = {name: float(number) for name, number in stats.items() if _stats.is_number(number)}
-        scores = vector(rewards, "rewards", "float64")
-        params: dict[str, Any] = {"stats": numbers, "rewards": scores}
-        texts = [list(batch[name]) for name in columns_to_log if name in batch]
-        missing = [name for name in columns_to_log if name not in batch]
-        if missing:
-            raise ValueError(f"log_stats: columns_to_log: expected columns of the batch ({', '.join(batch)}), found {missing[0]!r}")
-        for name, column in zip(("query", "response"), texts, strict=False):
-            params[name] = [str(text) for text in column]
+        numbers = {name: number for name, number in numbers.items() if math.isfinite(number)}
+        params: dict[str, Any] = {"stats": numbers, "rewards": vector(rewards, "rewards", "float64")}
+        for name in columns_to_log if self._logs else ():
+            if name not in batch:
+                raise ValueError(f"log_stats: columns_to_log: expected columns of the batch ({', '.join(batch)}), found {name!r}")
+            if name not in ("query", "response"):
+                raise Unsupported(f"log_stats: columns_to_log: expected query and response, found {name!r}: log it by your tracker's own call")
+            params[name] = [str(text) for text in batch[name]]
         self.session.call("log_stats", params)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Writes the policy with its value head, the tokenizer and a model card."""
+        """Writes the policy with its value head, the tokenizer and a model card, always as safetensors; all ranks call it."""
+        for name, given in kwargs.items():
+            if given is not None and name != "is_main_process" and given is not SAVED.get(name):
+                hint = ": write push_to_hub(repo_id)" if name == "push_to_hub" else ""
+                raise Unsupported(f"save_pretrained: {name} = {given!r}: expected a folder alone{hint}")
         self.session.call("save_pretrained", {"dir": os.path.abspath(save_directory)})
 
     _save_pretrained = save_pretrained
@@ -471,24 +504,37 @@ class PPOTrainer:
         """Writes the model card beside a model: `save_pretrained` writes it too."""
         with tempfile.TemporaryDirectory(prefix="rlhf-card-") as folder:
             self.save_pretrained(folder)
+            if not self.accelerator.is_main_process:
+                return
             os.makedirs(path, exist_ok=True)
             shutil.copyfile(os.path.join(folder, "README.md"), os.path.join(path, "README.md"))
 
     def push_to_hub(self, repo_id: str, private: "bool | None" = None, token: "str | None" = None, **kwargs: Any) -> str:
-        """Pushes the policy with its value head to the hub; returns the program's last line."""
+        """Pushes the policy with its value head to the hub; returns the program's last line. All ranks call it; the first one pushes."""
         if kwargs:
             raise Unsupported(f"push_to_hub: `{next(iter(kwargs))}`: expected repo_id, private and token")
         with tempfile.TemporaryDirectory(prefix="rlhf-push-") as folder:
             self.save_pretrained(folder)
+            if not self.accelerator.is_main_process:
+                return ""
             words = ["push", folder, repo_id, *(["--private"] if private else [])]
             return _program.call(words, "push_to_hub", {"HF_TOKEN": token} if token else None).strip()
 
     def save_state(self, folder: Any) -> None:
-        """Writes the state from which an interrupted loop continues."""
+        """Writes the state from which an interrupted loop continues, within a pass of `dataloader` too.
+
+        Python's `random`, from which LengthSampler draws, is in it: that of the first rank.
+        """
         folder = os.path.abspath(folder)
         self.session.call("save_state", {"dir": folder})
         if self.accelerator.is_main_process:
-            own = {"scheduler": self._schedule.state(), "passes": self.dataloader.passes if self.dataloader is not None else 0}
+            loader = self.dataloader
+            own = {
+                "scheduler": self._schedule.state(),
+                "passes": loader.passes if loader is not None else 0,
+                "batches": loader.batches if loader is not None else 0,
+                "random": random.getstate(),
+            }
             with open(os.path.join(folder, OWN_STATE), "w", encoding="utf-8") as file:
                 json.dump(own, file)
 
@@ -496,14 +542,30 @@ class PPOTrainer:
         """Continues from a saved state, in a trainer that was made as the interrupted one was."""
         folder = os.path.abspath(folder)
         result = self.session.call("load_state", {"dir": folder})
-        self.current_step, self.kl_ctl.value = result["steps"], result["kl_coef"]
+        self.current_step, self._kl_ctl._value = result["steps"], result["kl_coef"]
         path = os.path.join(folder, OWN_STATE)
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 own = json.load(file)
             self._schedule.load_state(own["scheduler"])
+            if "random" in own:
+                version, numbers, gauss = own["random"]
+                random.setstate((version, tuple(numbers), gauss))
             if self.dataloader is not None:
                 self.dataloader.passes = own["passes"]
+                self.dataloader.start = own.get("batches", 0)
+
+
+def device_of(name: str) -> Any:
+    """A device by the program's name of it, such as cuda(0), as torch's where torch is there."""
+    name, torch = name.replace("(", ":").rstrip(")"), find_torch()
+    return name if torch is None else torch.device(name)
+
+
+def on_device(made: Any, like: Any) -> Any:
+    """A tensor on the device of another; what is no tensor stays as it is."""
+    like = like[0] if isinstance(like, (list, tuple)) and like else like
+    return made.to(like.device) if hasattr(made, "to") and hasattr(like, "device") else made
 
 
 class DataLoader:
@@ -520,22 +582,37 @@ class DataLoader:
         self.collate_fn = collate or columns
         self.seed = seed
         self.rank = rank
-        # Passes that have begun.
+        # Passes that have begun, and batches that the present one has given.
         self.passes = 0
+        self.batches = 0
+        # Batches of a pass that a loaded state has had: the next pass is the rest of it.
+        self.start = 0
 
     def __len__(self) -> int:
-        return -(-len(self._own(range(len(self.dataset)))) // self.batch_size)
+        return -(-self._rows() // self.batch_size)
 
-    def _own(self, rows: Any) -> Any:
-        return rows[self.rank[0] :: self.rank[1]]
+    def _rows(self) -> int:
+        """Rows of each rank: as many on all of them, which take their steps together."""
+        return -(-len(self.dataset) // self.rank[1])
+
+    def _own(self, order: "list[int]") -> "list[int]":
+        """The rows of this rank; where they do not divide, the first ones come again, as with accelerate."""
+        rank, ranks = self.rank
+        return [order[at % len(order)] for at in range(rank, self._rows() * ranks, ranks)]
 
     def __iter__(self) -> "Iterator[Any]":
+        start, self.start = self.start, 0
+        self.passes += start == 0
         order = list(range(len(self.dataset)))
-        random.Random(f"{self.seed}-{self.passes}").shuffle(order)
-        self.passes += 1
+        random.Random(f"{self.seed}-{self.passes - 1}").shuffle(order)
         order = self._own(order)
-        for at in range(0, len(order), self.batch_size):
-            yield self.collate_fn([self.dataset[row] for row in order[at : at + self.batch_size]])
+        # A pass that is left early, or at its end, is not continued.
+        try:
+            for at in range(start * self.batch_size, len(order), self.batch_size):
+                self.batches = (at // self.batch_size + 1) % len(self)
+                yield self.collate_fn([self.dataset[row] for row in order[at : at + self.batch_size]])
+        finally:
+            self.batches = 0
 
 
 def columns(rows: "list[Any]") -> "dict[str, list[Any]]":
