@@ -124,13 +124,18 @@ impl Session<'_> {
         let is_load = request.method == "load_state";
         if reply.is_ok() && is_load {
             self.broken_by = None;
-        } else if reply.is_err()
-            && CHANGING.contains(&&*request.method)
-            && (panicked || (is_load && self.owned.is_some()))
-        {
+        } else if reply.is_err() && CHANGING.contains(&&*request.method) && (panicked || self.is_half_loaded()) {
             self.broken_by = Some(request.method.clone());
         }
         reply
+    }
+
+    fn is_half_loaded(&self) -> bool {
+        match &self.owned {
+            Some(Owned::Step(owned)) => owned.is_half_loaded(),
+            Some(Owned::Engine(owned)) => owned.is_half_loaded(),
+            None => false,
+        }
     }
 
     fn answer(&mut self, request: &Request) -> Result<Reply, Failure> {

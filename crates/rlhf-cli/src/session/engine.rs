@@ -45,6 +45,10 @@ impl EngineLoop {
         "state",
     ];
 
+    pub(super) fn is_half_loaded(&self) -> bool {
+        self.engine.is_half_loaded()
+    }
+
     /// Reads the settings and loads the models.
     pub(super) fn open(params: &Params<'_>, read: &ReadSettings, reply: &mut Reply) -> Result<Self, Failure> {
         let settings = params.needed("settings", Params::map)?;

@@ -62,6 +62,10 @@ impl StepLoop {
         "state",
     ];
 
+    pub(super) fn is_half_loaded(&self) -> bool {
+        self.trainer.is_half_loaded()
+    }
+
     /// Answers a request.
     pub(super) fn answer(&mut self, method: &str, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
         match method {

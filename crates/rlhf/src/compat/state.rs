@@ -42,7 +42,8 @@ pub(super) fn save(
     })
 }
 
-/// Reads the state of a loop of this `kind` in the folder `dir`, and the models and optimizers of `learner`.
+/// Reads the state of a loop of this `kind` in the folder `dir`, and the models and optimizers of `learner`, which is half loaded until the
+/// caller has done its part.
 ///
 /// # Errors
 /// If the folder holds no such state, or one that does not fit the models.
@@ -59,6 +60,7 @@ pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Valu
     if !dir.join(OPTIMIZER).is_file() {
         return Err(Error::invalid(dir, format!("expected the file {OPTIMIZER}, found none: the state is not whole")));
     }
+    learner.is_half_loaded = true;
     learner.policy.load_trained(dir)?;
     learner.policy_optimizer.load(&dir.join(OPTIMIZER))?;
     let of_value = dir.join(VALUE_MODEL);

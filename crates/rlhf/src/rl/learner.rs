@@ -230,6 +230,8 @@ pub struct Learner {
     pub(crate) scaling: Option<Scaling>,
     /// The coefficient of the entropy bonus, where it follows a target.
     pub(crate) entropy_controller: Option<EntropyController>,
+    /// A state is being loaded, or its loading has failed on the way.
+    pub(crate) is_half_loaded: bool,
     /// Most tokens in one forward and backward pass.
     pub(crate) micro_batch_tokens: usize,
 }
@@ -275,6 +277,7 @@ impl Learner {
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             entropy_controller: settings.entropy_control.map(EntropyController::new),
+            is_half_loaded: false,
             shared_gradients: None,
             unsupervised: None,
             collect_ratios: false,

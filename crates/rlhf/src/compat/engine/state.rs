@@ -76,7 +76,13 @@ impl RlhfEngine {
         (self.iterations, self.generated) = (number("steps").unwrap_or(0), number("generated").unwrap_or(0));
         // The one that the engine was opened with counts: the learning rates of a longer run may be wanted.
         self.num_total_iters = self.num_total_iters.or(number("num_total_iters"));
+        self.learner.is_half_loaded = false;
         Ok(())
+    }
+
+    /// Returns true if a [`RlhfEngine::load_state`] has failed after it had begun to change the models.
+    pub fn is_half_loaded(&self) -> bool {
+        self.learner.is_half_loaded
     }
 
     /// Writes the trained models to the folder of a state, with every bit of them.

@@ -49,7 +49,13 @@ impl StepTrainer {
         let number = |name| count(&state, name).unwrap_or(0);
         (self.steps, self.logged) = (number("steps") as usize, number("logged") as usize);
         (self.passes, self.generations) = (number("passes"), number("generations"));
+        self.learner.is_half_loaded = false;
         Ok(())
+    }
+
+    /// Returns true if a [`StepTrainer::load_state`] has failed after it had begun to change the models.
+    pub fn is_half_loaded(&self) -> bool {
+        self.learner.is_half_loaded
     }
 
     /// Calls of [`StepTrainer::step`] that were counted so far.
