@@ -109,7 +109,8 @@ enum Owned {
 }
 
 impl Session<'_> {
-    /// The reply to a request; a panic is a failure too, and the session goes on.
+    /// Returns the reply to a request. A panic is an error reply, and the session continues; if the models may be half changed, only
+    /// `load_state` and `stop` are accepted after it.
     fn reply(&mut self, request: &Request) -> Result<Reply, Failure> {
         let take_panic = self.host.take_panic;
         if let Some(by) = self.broken_by.as_ref().filter(|_| !["load_state", "stop"].contains(&&*request.method)) {
@@ -130,6 +131,7 @@ impl Session<'_> {
         reply
     }
 
+    /// Returns true if loading a state failed after the models had begun to change.
     fn is_half_loaded(&self) -> bool {
         match &self.owned {
             Some(Owned::Step(owned)) => owned.is_half_loaded(),

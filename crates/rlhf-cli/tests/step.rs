@@ -606,9 +606,9 @@ fn a_step_on_tensors_of_the_callers_own_is_that_of_step() {
             && stats.stat("policy/ratio").is_some()
             && stats.get("ppo/mean_scores").is_none()
     );
-    for (ours, theirs) in parts.learner.policy.params().iter().zip(whole.learner.policy.params()) {
-        if !ours.name.ends_with("c_attn.bias") {
-            assert_close(&ours.name, &ours.tensor.detach(), &theirs.tensor.detach(), 1e-5);
+    for (found, expected) in parts.learner.policy.params().iter().zip(whole.learner.policy.params()) {
+        if !found.name.ends_with("c_attn.bias") {
+            assert_close(&found.name, &found.tensor.detach(), &expected.tensor.detach(), 1e-5);
         }
     }
     let before = weights(&parts.learner.policy);

@@ -124,7 +124,7 @@ impl EngineLoop {
         Ok(())
     }
 
-    /// Numbers about the engine.
+    /// Adds the numbers of `norms`, `get_overflow` or `state` to a reply.
     fn describe(&self, method: &str, reply: &mut Reply) {
         match method {
             "norms" => self.engine.model_norms().into_iter().for_each(|(name, norm)| reply.set(name, norm)),

@@ -101,7 +101,7 @@ impl StepLoop {
         }
     }
 
-    /// Where the loop is.
+    /// Adds the number of steps, the KL coefficient, the score moments and the learning rate to a reply.
     fn describe(&self, reply: &mut Reply) {
         reply.set("steps", self.trainer.steps_done());
         reply.set("kl_coef", self.trainer.kl_coef());

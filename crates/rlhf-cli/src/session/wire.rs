@@ -50,32 +50,16 @@ pub(super) fn read(input: &mut impl BufRead, mut take: impl FnMut(Incoming) -> b
         let incoming = match read_line(input) {
             Ok(Some(Ok(line))) if line.trim_ascii().is_empty() => continue,
             Ok(Some(Ok(line))) => match head(&line) {
-                Ok((request, announced)) => match check(&announced) {
-                    Ok(()) => with_frames(input, request, &announced),
-                    Err(failure) => {
-                        // The client has its reply before what it announced is skipped.
-                        if !take(Incoming::Refused(request.id.clone(), failure)) {
-                            return;
-                        }
-                        match skip(input, &announced) {
-                            Ok(()) => continue,
-                            Err(failure) => Incoming::Lost(request.id, failure),
-                        }
-                    }
-                },
+                Ok((request, announced)) => with_frames(input, request, &announced),
                 Err(wrong) => {
                     let Wrong { id, failure, announced } = *wrong;
-                    let is_lost = check(&announced).is_err();
-                    if is_lost {
-                        Incoming::Lost(id, failure)
-                    } else {
-                        if !take(Incoming::Refused(id.clone(), failure)) {
-                            return;
-                        }
-                        match skip(input, &announced) {
-                            Ok(()) => continue,
-                            Err(failure) => Incoming::Lost(id, failure),
-                        }
+                    // The client has its reply before what it announced is skipped.
+                    if !take(Incoming::Refused(id.clone(), failure)) {
+                        return;
+                    }
+                    match skip(input, &announced) {
+                        Ok(()) => continue,
+                        Err(failure) => Incoming::Lost(id, failure),
                     }
                 }
             },
@@ -121,7 +105,7 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Option<Result<Vec<u8>, Fail
 /// A request without its frames, and these as they are announced.
 type Head = (Request, Vec<Announced>);
 
-/// A line that is no request, with the frames that follow it.
+/// A line that is not a valid request, with the frames that follow it.
 struct Wrong {
     id: Value,
     failure: Failure,
@@ -141,33 +125,42 @@ fn head(line: &[u8]) -> Result<Head, Box<Wrong>> {
         Err(error) => return no_object(format!("expected a request as one line of JSON: {error}")),
     };
     let frames = line.remove("frames");
-    let announced = || match &frames {
-        Some(Value::Array(frames)) => frames.iter().map(announced).collect(),
-        _ => Vec::new(),
+    let list = frames.as_ref().and_then(Value::as_array);
+    let announced: Vec<Announced> = list.into_iter().flatten().map(announced).collect();
+    let id = match line.get("id") {
+        Some(id @ (Value::String(_) | Value::Number(_))) => id.clone(),
+        _ => Value::Null,
     };
-    let wrong = |id: &Value, message: String| {
-        Err(Box::new(Wrong { id: id.clone(), failure: Failure::protocol(message), announced: announced() }))
+    let request = if matches!(frames, None | Some(Value::Null | Value::Array(_))) {
+        check(&announced).and_then(|()| without_frames(line))
+    } else {
+        Err(Failure::protocol("`frames`: expected a list of objects with `dtype` and `shape`"))
     };
+    match request {
+        Ok(request) => Ok((request, announced)),
+        Err(failure) => Err(Box::new(Wrong { id, failure, announced })),
+    }
+}
+
+/// The request with these fields.
+fn without_frames(mut line: Map<String, Value>) -> Result<Request, Failure> {
     let id = match line.remove("id") {
         Some(id @ (Value::String(_) | Value::Number(_))) => id,
-        Some(_) => return wrong(&Value::Null, "`id`: expected a number or a text".into()),
+        Some(_) => return Err(Failure::protocol("`id`: expected a number or a text")),
         None => Value::Null,
     };
     let Some(Value::String(method)) = line.remove("method") else {
-        return wrong(&id, "`method`: expected a text, the name of what to do".into());
+        return Err(Failure::protocol("`method`: expected a text, the name of what to do"));
     };
     let params = match line.remove("params") {
         Some(Value::Object(params)) => params,
         None | Some(Value::Null) => Map::new(),
-        Some(_) => return wrong(&id, "`params`: expected an object".into()),
+        Some(_) => return Err(Failure::protocol("`params`: expected an object")),
     };
-    if !matches!(frames, None | Some(Value::Null | Value::Array(_))) {
-        return wrong(&id, "`frames`: expected a list of objects with `dtype` and `shape`".into());
+    match line.keys().next() {
+        Some(name) => Err(Failure::protocol(format!("`{name}`: expected id, method, params and frames alone"))),
+        None => Ok(Request { id, method, params, frames: Vec::new() }),
     }
-    if let Some(name) = line.keys().next() {
-        return wrong(&id, format!("`{name}`: expected id, method, params and frames alone"));
-    }
-    Ok((Request { id, method, params, frames: Vec::new() }, announced()))
 }
 
 fn announced(frame: &Value) -> Announced {
@@ -403,6 +396,22 @@ mod tests {
         assert!(
             matches!(&half[..], [Incoming::Refused(_, failure), Incoming::End] if failure.message().contains("ended within a line"))
         );
+    }
+
+    #[test]
+    fn the_frames_of_a_line_that_is_refused_are_skipped() {
+        let line = r#"{"id": 1, "method": "step", "more": 1, "frames": [{"dtype": "bool", "shape": [2]}]}"#;
+        let bytes = [framed(line, &[b"\n\n"]), b"{\"id\": 2, \"method\": \"stop\"}\n".to_vec()].concat();
+        let found = all(&bytes);
+        let [Incoming::Refused(id, _), Incoming::Request(stop), Incoming::End] = &found[..] else {
+            panic!("{found:?}")
+        };
+        assert_eq!((id, &stop.id), (&json!(1), &json!(2)));
+        // No bytes, but more rows than there is memory for.
+        let empty = r#"{"id": 1, "method": "step", "frames": [{"dtype": "int64", "shape": [1099511627776, 0]}]}"#;
+        let found = all(&framed(empty, &[b""]));
+        let [Incoming::Refused(_, failure), Incoming::End] = &found[..] else { panic!("{found:?}") };
+        assert!(failure.message().contains("expected at most 268435456 bytes"), "{failure:?}");
     }
 
     #[test]
