@@ -10,6 +10,7 @@ mod rules;
 mod settings;
 mod special;
 mod templates;
+mod tools;
 mod turns;
 
 use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
@@ -29,6 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use templates::Templates;
 pub use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
+pub use tools::{ToolCall, ToolTemplate, Turn};
 use turns::Turns;
 
 /// The file of a tokenizer that is read.

@@ -126,7 +126,7 @@ fn rsplit(text: &str, separator: Option<&str>, most: Option<usize>) -> Result<Va
 }
 
 /// Whether Python takes the character for a space.
-fn is_space(c: char) -> bool {
+pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 

@@ -134,7 +134,7 @@ impl Turns<'_> {
 }
 
 /// Returns the number of bytes that two texts share at their start.
-fn shared_start(a: &str, b: &str) -> usize {
+pub(super) fn shared_start(a: &str, b: &str) -> usize {
     a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum()
 }
 

@@ -1,0 +1,278 @@
+use super::*;
+use std::path::{Path, PathBuf};
+
+/// Turns in the style of ChatML with calls in tags; each fault of other templates replaces a part of it.
+const TAGGED: &str = "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}\
+    {% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n[{{ m.content }}]<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ REASONING }}\
+    {{ m.content }}{% for c in m.tool_calls %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", \
+    \"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// As Qwen3's template: an empty block of reasoning in the last turn alone.
+const EMPTY_LAST: &str = "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}";
+
+/// As Llama 3.1's: one call, which is the whole turn.
+const BARE: &str = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{\"name\": \"{{ m.tool_calls[0].function.name }}\", \"parameters\": \
+    {{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}\
+    {% if add_generation_prompt %}<|assistant|>{% endif %}";
+
+fn tagged(reasoning: &str) -> String {
+    TAGGED.replace("{{ REASONING }}", reasoning)
+}
+
+fn tokenizer(source: &str) -> Tokenizer {
+    let dir = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/gpt_neox");
+    std::fs::copy(golden.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    let config =
+        json!({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "chat_template": source});
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let mut tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
+    tokenizer.dir = PathBuf::from("model");
+    tokenizer
+}
+
+fn template(source: &str) -> ToolTemplate {
+    ToolTemplate::new(&tokenizer(source)).unwrap()
+}
+
+fn shown_ids(template: &ToolTemplate, ids: &[i64]) -> String {
+    template.renderer.tokenizer.decode_verbatim(ids).unwrap()
+}
+
+fn read(template: &ToolTemplate, text: &str, tools: &[Value]) -> Turn {
+    let ids = template.renderer.tokenizer.encode_verbatim(text).unwrap();
+    template.read_turn(&ids, tools).unwrap()
+}
+
+fn weather() -> Value {
+    let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
+    let parameters = json!({"type": "object", "properties": properties});
+    json!({"type": "function", "function": {"name": "weather", "parameters": parameters}})
+}
+
+#[test]
+fn tools_a_suffix_begins_after_the_end_of_the_turn_and_ends_with_the_next_header() {
+    for (source, wanted) in [
+        (tagged(""), "\n<|im_start|>user\n[21]<|im_end|>\n<|im_start|>assistant\n"),
+        (tagged(EMPTY_LAST), "\n<|im_start|>user\n[21]<|im_end|>\n<|im_start|>assistant\n"),
+        (BARE.into(), "<|tool|>21<|im_end|><|assistant|>"),
+    ] {
+        let template = template(&source);
+        let suffix = template.suffix(&[result_of("weather", "21")]).unwrap();
+        assert_eq!(shown_ids(&template, &suffix), wanted);
+    }
+    let template = template(&tagged(""));
+    let two = template.suffix(&[result_of("f", "1"), result_of("g", "2")]).unwrap();
+    assert_eq!(
+        shown_ids(&template, &two),
+        "\n<|im_start|>user\n[1]<|im_end|>\n<|im_start|>user\n[2]<|im_end|>\n<|im_start|>assistant\n"
+    );
+    let next = template.suffix(&[crate::tokenizer::user_message("And now?")]).unwrap();
+    assert_eq!(shown_ids(&template, &next), "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n");
+    assert!(template.suffix(&[]).unwrap_err().to_string().contains("at least one message"));
+}
+
+#[test]
+fn tools_a_prompt_with_history_goes_on_as_the_turns_were_sampled() {
+    let template = template(&tagged(EMPTY_LAST));
+    assert!(template.writes_turns_apart());
+    let mut called = calling("weather", &json!({"city": "Bern"}));
+    let user = crate::tokenizer::user_message("Weather?");
+    let result = result_of("weather", "21");
+    let prompt = template.prompt_text(&[user.clone(), called.clone(), result.clone()], &[]).unwrap();
+    let turn = "<think>\n\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Bern\"}}\n</tool_call><|im_end|>";
+    let start = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n";
+    let suffix = "\n<|im_start|>user\n[21]<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(prompt, format!("{start}{turn}{suffix}"));
+    // The ids are those of the first prompt, the turn and the suffix.
+    let ids = template.prompt(std::slice::from_ref(&user), &[]).unwrap();
+    let sampled = template.renderer.tokenizer.encode_verbatim(turn).unwrap();
+    let joined = [ids, sampled, template.suffix(std::slice::from_ref(&result)).unwrap()].concat();
+    assert_eq!(joined, template.prompt(&[user.clone(), called.clone(), result.clone()], &[]).unwrap());
+    // Reasoning stays.
+    called["reasoning_content"] = "so".into();
+    let prompt = template.prompt_text(&[user.clone(), called, result], &[weather()]).unwrap();
+    assert!(
+        prompt.starts_with("<|im_start|>system\n{\"type\"") && prompt.contains("<think>\nso\n</think>"),
+        "{prompt}"
+    );
+    // A beginning of a turn is continued.
+    let begun = [user, json!({"role": "assistant", "content": "It is"})];
+    let ids = template.continued_prompt(&begun, &[]).unwrap();
+    assert_eq!(shown_ids(&template, &ids), format!("{start}<think>\n\n</think>\n\nIt is"));
+    let rest = template.renderer.tokenizer.encode_verbatim(" warm.<|im_end|>").unwrap();
+    let message = template.read_continued(&ids, &rest, &[]).unwrap().message;
+    assert_eq!(message, json!({"role": "assistant", "content": "It is warm."}));
+}
+
+#[test]
+fn tools_turns_are_read_with_their_reasoning_text_and_calls() {
+    let template = template(&tagged(""));
+    let call = |days: Value| json!({"type": "function", "function": {"name": "weather", "arguments": {"city": "7", "days": days}}});
+    let json = |days: &str| {
+        format!(
+            "<tool_call>\n{{\"name\": \"weather\", \"arguments\": {{\"city\": \"7\", \"days\": {days}}}}}\n</tool_call>"
+        )
+    };
+    let tools = [weather()];
+    // Arguments that are texts are cast by the schema; several calls; reasoning and text beside them.
+    let text = format!("<think>\nwhy\n</think>\n\nI look.\n{}\n{}<|im_end|>", json("\"2\""), json("3"));
+    let turn = read(&template, &text, &tools);
+    let wanted = json!({"role": "assistant", "reasoning_content": "why", "content": "I look.", "tool_calls": [call(2.into()), call(3.into())]});
+    assert_eq!((turn.message, turn.malformed), (wanted, None));
+    assert_eq!(turn.calls[0].arguments, *json!({"city": "7", "days": 2}).as_object().unwrap());
+    assert_eq!(read(&template, &json("\"2\""), &[]).calls[0].arguments["days"], "2");
+    // The closing tag is cut off.
+    let part = json("2");
+    let cut = read(&template, part.trim_end_matches("l>"), &tools);
+    assert!(cut.calls.is_empty() && cut.malformed.is_some());
+    let cut = read(&template, json("2").trim_end_matches("\n</tool_call>"), &tools);
+    assert_eq!(cut.calls.len(), 1);
+    // No arguments.
+    let bare = read(&template, "<tool_call>{\"name\": \"now\"}</tool_call>", &[]);
+    assert_eq!(bare.message["tool_calls"][0]["function"], json!({"name": "now", "arguments": {}}));
+    // Text alone, and reasoning that is cut off.
+    assert_eq!(read(&template, " Hi. <|im_end|>", &[]).message, json!({"role": "assistant", "content": "Hi."}));
+    assert_eq!(
+        read(&template, "<think>why", &[]).message,
+        json!({"role": "assistant", "reasoning_content": "why", "content": ""})
+    );
+}
+
+#[test]
+fn tools_a_turn_with_a_call_that_cannot_be_read_is_plain_text_with_the_fault() {
+    let template = template(&tagged(""));
+    for (text, wanted) in [
+        (
+            "<tool_call>{\"name\": \"f\"}</tool_call><tool_call>{\"name\": </tool_call><|im_end|>",
+            "expected JSON, found",
+        ),
+        ("<tool_call>[1]</tool_call>", "expected a JSON object, found \"[1]\""),
+        ("<tool_call>{\"arguments\": {}}</tool_call>", "expected a text as its `name`"),
+        ("<tool_call>{\"name\": \"f\"}<|im_end|>", "expected JSON"),
+    ] {
+        let turn = read(&template, text, &[]);
+        assert_eq!(turn.message, json!({"role": "assistant", "content": text.replace("<|im_end|>", "")}));
+        let fault = turn.malformed.unwrap();
+        assert!(turn.calls.is_empty() && fault.contains(wanted) && fault.lines().count() == 1, "{text}: {fault}");
+    }
+    // A call that is one, and fails.
+    let turn = read(&template, "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>", &[]);
+    assert_eq!(turn.calls[0].fault.as_deref(), Some("tool f: expected an object as `arguments`, found \"[1]\""));
+}
+
+#[test]
+fn tools_a_call_without_tags_is_the_rest_of_the_turn() {
+    let template = template(BARE);
+    let call = "{\"name\": \"weather\", \"parameters\": {\"days\": \"2\"}}";
+    for text in [
+        format!("{call}<|im_end|>"),
+        format!("<|python_tag|>{call}<|im_end|>"),
+        call.into(),
+        call[..call.len() - 1].into(),
+    ] {
+        let turn = read(&template, &text, &[weather()]);
+        let function = json!({"name": "weather", "arguments": {"days": 2}});
+        let wanted =
+            json!({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]});
+        assert_eq!(turn.message, wanted, "{text}");
+    }
+    let turn =
+        read(&template, "{\"name\": \"a\", \"parameters\": {}}; {\"name\": \"b\", \"parameters\": {}}<|im_end|>", &[]);
+    assert!(turn.malformed.is_some() && turn.calls.is_empty());
+}
+
+#[test]
+fn tools_arguments_are_cast_as_in_transformers() {
+    let cast = |schema: Value, argument: Value| {
+        let tools = [json!({"name": "f", "parameters": {"properties": {"x": schema}}})];
+        let mut arguments = Map::from_iter([("x".to_string(), argument)]);
+        cast::Schemas::new(&tools).cast("f", &mut arguments);
+        arguments["x"].clone()
+    };
+    let of = |name: &str| json!({"type": name});
+    // Computed by `parse_response` of transformers 5.23.
+    for (schema, text, value) in [
+        (of("integer"), "7", json!(7)),
+        (of("integer"), " 3.0 ", json!(3)),
+        (of("integer"), "3.5", json!("3.5")),
+        (of("integer"), "1_000", json!(1000)),
+        (of("integer"), "1__0", json!("1__0")),
+        (of("number"), "7", json!(7)),
+        (of("number"), "7.0", json!(7.0)),
+        (of("number"), "1e3", json!(1000)),
+        (of("number"), "nan", json!("nan")),
+        (of("boolean"), "True", json!(true)),
+        (of("boolean"), "0", json!(false)),
+        (of("boolean"), "yes", json!("yes")),
+        (of("null"), "None", json!(null)),
+        (of("object"), "{\"a\": 1}", json!({"a": 1})),
+        (of("array"), "{\"a\": 1}", json!("{\"a\": 1}")),
+        (of("string"), "7", json!("7")),
+        (json!({"type": ["string", "integer"]}), "7", json!(7)),
+        (json!({"anyOf": [{"type": "integer"}, {"type": "null"}]}), "null", json!(null)),
+        (json!({"type": "integer", "nullable": true}), "None", json!(null)),
+        (json!({}), "7", json!("7")),
+    ] {
+        assert_eq!(cast(schema.clone(), text.into()), value, "{schema} {text}");
+    }
+    assert_eq!(cast(of("integer"), json!(["1", "a", 2])), json!([1, "a", 2]));
+    assert_eq!(cast(of("string"), json!(7)), json!(7));
+}
+
+#[test]
+fn tools_templates_that_cannot_hold_a_conversation_with_tools_are_refused_in_one_line() {
+    let refused = |source: &str| ToolTemplate::new(&tokenizer(source)).unwrap_err().to_string();
+    let plain = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let without_results = TAGGED.replace("[{{ m.content }}]", "");
+    let xml = TAGGED.replace("{\"name\"", "<function={{ c.function.name }}>{\"name\"");
+    let rewritten = tagged("{% if m.role == 'assistant' %}{% if loop.last %}a{% else %}b{% endif %}{% endif %}");
+    let raises = TAGGED.replace("[{{ m.content }}]", "{{ raise_exception('no tools here') }}");
+    for (source, wanted) in [
+        (plain, "expected a chat template that writes the assistant's tool calls, found one that leaves them out"),
+        (&without_results, "expected a chat template that writes the results of tools, found one that leaves them out"),
+        (&xml, "a form that is not read"),
+        (&rewritten, "found one that writes it otherwise"),
+        (&raises, "no tools here"),
+    ] {
+        let error = refused(&source.replace("{{ REASONING }}", ""));
+        assert!(
+            error.contains(wanted) && error.contains("tokenizer_config.json") && error.lines().count() == 1,
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn tools_a_template_that_describes_calls_and_does_not_write_them_gets_them_as_text() {
+    // As SmolLM3's, which has its tools under another name.
+    let source = "{% if xml_tools %}<|im_start|>system\nUse <tool_call></tool_call>: {{ xml_tools | tojson }}<|im_end|>\n{% endif %}\
+        {% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let template = template(source);
+    let messages = [crate::tokenizer::user_message("Hi"), calling("now", &json!({"zone": 1})), result_of("now", "12")];
+    let text = template.prompt_text(&messages, &[weather()]).unwrap();
+    assert!(text.contains("\"weather\""), "{text}");
+    let call = "<|im_start|>assistant\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"zone\": 1}}\n</tool_call><|im_end|>\n<|im_start|>user\n12<|im_end|>";
+    assert!(text.contains(call), "{text}");
+    let suffix = template.suffix(&[result_of("now", "12")]).unwrap();
+    assert_eq!(shown_ids(&template, &suffix), "\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n");
+}
+
+#[test]
+fn tools_have_the_template_of_that_name_and_a_turn_that_the_prompt_has_begun_is_read_from_there() {
+    let mut named = tokenizer("");
+    let think = tagged("").replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}");
+    let list = json!({"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": think}]});
+    named.templates = crate::tokenizer::templates::Templates::read(Path::new("model"), &list).unwrap();
+    let template = ToolTemplate::new(&named).unwrap();
+    let turn = read(&template, "why\n</think>\n\nHi.<|im_end|>", &[]);
+    assert_eq!(turn.message, json!({"role": "assistant", "reasoning_content": "why", "content": "Hi."}));
+}
+
+#[test]
+fn tools_a_template_is_shared_by_threads() {
+    fn check<T: Clone + Send + Sync>() {}
+    check::<ToolTemplate>();
+}
