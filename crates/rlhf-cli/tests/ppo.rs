@@ -4,3 +4,4 @@ mod golden;
 mod groups_golden;
 mod invariance;
 mod settings;
+mod tools_golden;

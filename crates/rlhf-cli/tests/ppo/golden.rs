@@ -130,6 +130,7 @@ fn responses(variant: &Variant, iteration: usize) -> Vec<Response> {
             logprobs: vec![0.0; (last + 1) as usize],
             finish: if has_eos == 1 { FinishReason::Stop } else { FinishReason::Length },
             sets: None,
+            inserted: Vec::new(),
         })
         .collect()
 }
