@@ -48,6 +48,16 @@ pub fn loaded(program: &str) -> String {
     format!("{}\n{program}", program.len())
 }
 
+/// Returns true if a process has exited. Reads `/proc` if possible rather than collecting the exit status: until that is collected, the
+/// process id, which may also be the id of its group, cannot be reused.
+pub fn has_exited(child: &mut Child) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id()));
+    match stat.as_deref().map(|stat| stat.rsplit_once(") ").and_then(|(_, state)| state.chars().next())) {
+        Ok(Some(state)) => matches!(state, 'Z' | 'X'),
+        _ => matches!(child.try_wait(), Ok(Some(_))),
+    }
+}
+
 /// Output of a process that has ended.
 #[derive(Debug)]
 pub struct Ended {

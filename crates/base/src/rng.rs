@@ -42,6 +42,8 @@ pub enum Purpose {
     Bootstrap = 13,
     /// Stochastic rounding of weights and moments; counters: the optimizer step, the tensor's index in the optimizer.
     Rounding = 14,
+    /// Seeds of environments; counters: the update, the group.
+    Environments = 15,
 }
 
 /// A stream of random numbers.

@@ -45,6 +45,8 @@ pub const MODELS: &str = "Models";
 pub const DATA: &str = "Data";
 /// Rewards, and what changes a response's score.
 pub const REWARDS: &str = "Rewards";
+/// Tools that a policy calls, and environments that it acts in.
+pub const ENVIRONMENTS: &str = "Tools and environments";
 /// Sampling, and the end of a response.
 pub const SAMPLING: &str = "Generation";
 /// Batch sizes, and the length of the run.
@@ -79,10 +81,11 @@ pub const DIST: &str = "Several ranks";
 pub const RUN: &str = "Run";
 
 /// All headings, in the order of `--help`.
-pub const HEADINGS: [&str; 19] = [
+pub const HEADINGS: [&str; 20] = [
     MODELS,
     DATA,
     REWARDS,
+    ENVIRONMENTS,
     SAMPLING,
     BATCHES,
     ADVANTAGES,

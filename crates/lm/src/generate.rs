@@ -1,8 +1,10 @@
 //! Generation with a key-value cache: samples responses to ragged prompts. A response that stops leaves the batch.
 
 pub mod settings;
+mod turns;
 
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
+pub use turns::{Next, Turns, generate_turns};
 
 use crate::model::{CausalLm, KvCache, StopCheck, TokenSet, TopLogprobs, uses_kernels};
 use crate::tokenizer::Tokenizer;
@@ -208,16 +210,21 @@ pub enum FinishReason {
 /// One generated response.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Response {
-    /// Token ids, at least one; includes the stop token, or the whole token that completes a stop string.
+    /// Token ids, at least one; includes the stop token, or the whole token that completes a stop string. A response of several turns has
+    /// all of them, with what is between them.
     pub tokens: Vec<i64>,
     /// Log-probability of each token under softmax(logits / temperature) of the model's logits, before the
-    /// repetition penalty, the minimum length and the filters; the temperature of greedy decoding is 1.
+    /// repetition penalty, the minimum length and the filters; the temperature of greedy decoding is 1. 0 for tokens that were not sampled.
     pub logprobs: Vec<f32>,
     /// The reason that it ended.
     pub finish: FinishReason,
     /// The set of tokens that each token was drawn from, after the filters and the minimum length, if
     /// [`GenerationConfig::keep_sets`] is set.
     pub sets: Option<Vec<TokenSet>>,
+    /// The tokens that the model did not sample, in order: results of tools, and what a chat template writes between turns. Empty for a
+    /// response of one turn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inserted: Vec<Range<usize>>,
 }
 
 /// One token of a response, as [`generate_with`] reports it.
@@ -267,7 +274,19 @@ type Each<'e> = dyn FnMut(&Token) -> ControlFlow<()> + 'e;
 impl Response {
     fn empty(config: &GenerationConfig) -> Self {
         let sets = config.stores_sets().then(Vec::new);
-        Self { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length, sets }
+        Self { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length, sets, inserted: Vec::new() }
+    }
+
+    /// Whether the model sampled each token.
+    pub fn sampled(&self) -> Vec<bool> {
+        let mut sampled = vec![true; self.tokens.len()];
+        self.inserted.iter().for_each(|span| sampled[span.clone()].fill(false));
+        sampled
+    }
+
+    /// Number of tokens that the model sampled.
+    pub fn num_sampled(&self) -> usize {
+        self.tokens.len() - self.inserted.iter().map(Range::len).sum::<usize>()
     }
 }
 
@@ -347,23 +366,7 @@ fn generate_by<P: AsRef<[i64]>>(
     each: &mut Each<'_>,
     ends: StopCheck<'_>,
 ) -> Result<Vec<Response>> {
-    config.check()?;
-    let context = model.config().max_position_embeddings;
-    let longest = model.config().max_prompt_len(context, config.max_new_tokens);
-    for (row, prompt) in prompts.iter().enumerate() {
-        let (len, new_tokens) = (prompt.as_ref().len(), config.max_new_tokens);
-        if longest.is_some_and(|longest| len <= longest) {
-            continue;
-        }
-        return Err(Error::Run(if model.config().is_encoder_decoder() {
-            format!(
-                "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {new_tokens}",
-                context - 1
-            )
-        } else {
-            format!("prompt {row}: {len} tokens and {new_tokens} new ones exceed the model's context of {context}")
-        }));
-    }
+    check_fit(model, prompts, config)?;
     let per_prompt = config.num_return_sequences;
     let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * per_prompt];
     let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
@@ -391,6 +394,28 @@ fn generate_by<P: AsRef<[i64]>>(
     Ok(responses.into_iter().map(|response| response.unwrap_or_else(|| Response::empty(config))).collect())
 }
 
+/// Checks the settings, and that each prompt fits the model's context beside the new tokens.
+fn check_fit<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<()> {
+    config.check()?;
+    let context = model.config().max_position_embeddings;
+    let longest = model.config().max_prompt_len(context, config.max_new_tokens);
+    for (row, prompt) in prompts.iter().enumerate() {
+        let (len, new_tokens) = (prompt.as_ref().len(), config.max_new_tokens);
+        if longest.is_some_and(|longest| len <= longest) {
+            continue;
+        }
+        return Err(Error::Run(if model.config().is_encoder_decoder() {
+            format!(
+                "prompt {row}: expected at most {context} tokens for the encoder and {} new ones for the decoder, found {len} and {new_tokens}",
+                context - 1
+            )
+        } else {
+            format!("prompt {row}: {len} tokens and {new_tokens} new ones exceed the model's context of {context}")
+        }));
+    }
+    Ok(())
+}
+
 /// Divides prompts of these lengths into batches of at most `batch_size` responses, or of one prompt. Prompts of similar length are
 /// in one batch: less of the cache is empty, and less attention is wasted on it.
 fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
@@ -403,13 +428,9 @@ fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
 /// Generates the responses to the prompts of `prefill`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
 /// Reads results from the device every `steps` steps. StopCheck early, with the responses of the parts so far, if `each` ends the generation.
 fn generate_batch(steps: usize, mut prefill: Prefill<'_>, each: &mut Each<'_>) -> Result<Vec<Response>> {
-    let config = prefill.config;
-    let count = prefill.batch.len() * config.num_return_sequences;
-    let parts = count.div_ceil(config.batch_size.max(1));
-    let rows: Vec<usize> = (0..count).collect();
-    let mut responses = Vec::with_capacity(count);
-    for rows in rows.chunks(count.div_ceil(parts)) {
-        let (done, flow) = prefill.decoding(rows).run(steps, each)?;
+    let mut responses = Vec::new();
+    for rows in prefill.parts() {
+        let (done, flow) = prefill.decoding(&rows).run(steps, each)?;
         responses.extend(done);
         if flow.is_break() {
             break;
@@ -445,6 +466,14 @@ impl<'a> Prefill<'a> {
         Ok(Self { model, config, batch, prompts, cache: Some(cache), logits })
     }
 
+    /// The responses of the batch in parts of similar size, of at most `batch_size` each.
+    fn parts(&self) -> Vec<Vec<usize>> {
+        let count = self.batch.len() * self.config.num_return_sequences;
+        let parts = count.div_ceil(self.config.batch_size.max(1));
+        let rows: Vec<usize> = (0..count).collect();
+        rows.chunks(count.div_ceil(parts).max(1)).map(<[usize]>::to_vec).collect()
+    }
+
     /// Starts decoding the responses `rows` of the batch, where the responses to a prompt are neighbours. The last response of the
     /// batch takes the cache, so that the prefill of each layer is freed once it is copied.
     fn decoding(&mut self, rows: &[usize]) -> Decoding<'a> {
@@ -473,6 +502,7 @@ impl<'a> Prefill<'a> {
             config,
             streams: numbers.iter().map(stream).collect(),
             rows: numbers,
+            last_of_prompts: copied.iter().map(|&prompt| *self.prompts[prompt as usize].last().unwrap_or(&0)).collect(),
             responses: vec![Response::empty(config); rows.len()],
             stopped: vec![false; rows.len()],
             alive: (0..rows.len()).collect(),
@@ -493,6 +523,8 @@ struct Decoding<'a> {
     rows: Vec<usize>,
     /// The random numbers of each response.
     streams: Vec<Stream>,
+    /// The last token of each response's prompt.
+    last_of_prompts: Vec<i64>,
     responses: Vec<Response>,
     stopped: Vec<bool>,
     /// Index of the response that each row of the cache belongs to. A stopped response stays in the cache until enough have
@@ -569,10 +601,7 @@ impl Decoding<'_> {
                 continue;
             }
             if !logprob.is_finite() {
-                let prompt = self.rows[i] / config.num_return_sequences;
-                return Err(Error::Run(format!(
-                    "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
-                )));
+                return Err(self.not_finite(i));
             }
             let response = &mut self.responses[i];
             response.tokens.push(token);
@@ -596,6 +625,14 @@ impl Decoding<'_> {
             }
         }
         Ok(ControlFlow::Continue(()))
+    }
+
+    /// The error for logits of response `i` that are not finite.
+    fn not_finite(&self, i: usize) -> Error {
+        let prompt = self.rows[i] / self.config.num_return_sequences;
+        Error::Run(format!(
+            "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
+        ))
     }
 
     /// Removes stopped responses from the cache once an eighth of its rows have stopped. Returns whether any response has not.

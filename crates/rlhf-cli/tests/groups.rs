@@ -110,6 +110,7 @@ fn of_groups(learner: &Learner, config: &PpoConfig, order: &[usize]) -> Experien
         logprobs: vec![],
         finish: FinishReason::Length,
         sets: None,
+        inserted: Vec::new(),
     };
     let responses: Vec<Response> = order.iter().map(response).collect();
     let scores: Vec<f32> = order.iter().map(|&row| [1.0, 4.0, 2.0, 2.5, 6.0, -3.0][row]).collect();

@@ -45,5 +45,6 @@ mod step;
 mod structure;
 mod support;
 mod tokenizers;
+mod tools;
 mod trackers;
 mod watch;

@@ -50,6 +50,7 @@ impl Batch {
             response_ids: &[7, 8],
             finish: FinishReason::Stop,
             row,
+            episode: None,
         };
         self.prompts.iter().map(String::as_str).zip(&self.rows).map(input).collect()
     }
@@ -911,6 +912,7 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
             response_ids: &response_ids,
             finish: FinishReason::Stop,
             row,
+            episode: None,
         };
         let inputs: Vec<RewardInput<'_>> = rows.iter().map(input).collect();
         let found: Vec<f64> = reward.score(&inputs).unwrap().iter().map(Score::total).collect();
@@ -1278,6 +1280,7 @@ fn encoders_of_today_are_rewards_of_a_run_and_read_pairs_of_prompt_and_response(
                 response_ids: &[],
                 finish: FinishReason::Stop,
                 row: &row,
+                episode: None,
             })
             .collect();
         let found: Vec<f32> = model

@@ -25,6 +25,7 @@
 //! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`model::PretrainedModel`] for both, [`tokenizer::Tokenizer`] |
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
+//! | tools and environments that a policy acts in: Rust, programs, Python, OpenEnv | [`environment::Environment`], [`environment::Sessions`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the memory and time of a run before it starts | [`plan::plan`] |
@@ -40,6 +41,7 @@
 pub mod compat;
 pub mod convert;
 pub mod data;
+pub mod environment;
 pub mod eval;
 pub mod merge;
 pub mod plan;

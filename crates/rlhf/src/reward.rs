@@ -20,7 +20,7 @@ mod trl;
 pub(crate) use address::without_query;
 pub(crate) use client::Client;
 pub use command::CommandReward;
-pub(crate) use command::RestartedProgram;
+pub(crate) use command::{DRIVER, EXIT_WAIT, MAX_STDERR_LINE, RestartedProgram, STDERR_LINES, read_lines};
 pub use http::{HttpReward, HttpSettings};
 pub use math_verify::{Solution, Verdict};
 pub use model::RewardModel;
@@ -37,7 +37,7 @@ pub use spec::{check_written, is_function_path};
 pub use state::TrainerState;
 pub use trl::{TrlFunction, TrlReward};
 
-use crate::data::Prompt;
+use crate::data::{Episode, Prompt};
 use printed::joined_columns;
 use retry::{RETRIES, check};
 use rlhf_base::dist::{World, ZeroStage};
@@ -73,7 +73,7 @@ impl From<Tensor> for Scores {
 pub struct RewardInput<'a> {
     /// Text of the prompt.
     pub prompt: &'a str,
-    /// Text of the response, without special tokens.
+    /// Text of the response, without special tokens; with an environment, the content of the last turn.
     pub response: &'a str,
     /// Token ids of the prompt.
     pub prompt_ids: &'a [i64],
@@ -83,6 +83,8 @@ pub struct RewardInput<'a> {
     pub finish: FinishReason,
     /// The prompt's row of the dataset.
     pub row: &'a Value,
+    /// The turns of the response and what its environment said; `None` without an environment.
+    pub episode: Option<&'a Episode>,
 }
 
 impl RewardInput<'_> {
@@ -553,20 +555,36 @@ impl Rewards {
         responses: &[Response],
         usage: ScoreUse,
     ) -> Result<Scored> {
+        self.score_episodes(tokenizer, prompts, responses, &[], usage)
+    }
+
+    /// [`Rewards::score_responses`] with the episode of each response; `episodes` is empty without an environment.
+    pub(crate) fn score_episodes(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompts: &[&Prompt],
+        responses: &[Response],
+        episodes: &[Episode],
+        usage: ScoreUse,
+    ) -> Result<Scored> {
         if prompts.len() != responses.len() {
             let (expected, found) = (prompts.len(), responses.len());
             return Err(Error::Run(format!("expected {expected} responses, one per prompt, found {found}")));
         }
         let pairs = || prompts.iter().zip(responses);
-        let texts = pairs().map(|(prompt, response)| tokenizer.decode_after(&prompt.tokens, &response.tokens));
-        let texts: Vec<String> = texts.collect::<Result<_>>()?;
-        let inputs = pairs().zip(&texts).map(|((prompt, response), text)| RewardInput {
+        let text = |(at, (prompt, response)): (usize, (&&Prompt, &Response))| match episodes.get(at) {
+            Some(episode) => Ok(episode.answer()),
+            None => tokenizer.decode_after(&prompt.tokens, &response.tokens),
+        };
+        let texts: Vec<String> = pairs().enumerate().map(text).collect::<Result<_>>()?;
+        let inputs = pairs().zip(&texts).enumerate().map(|(at, ((prompt, response), text))| RewardInput {
             prompt: &prompt.text,
             response: text,
             prompt_ids: &prompt.tokens,
             response_ids: &response.tokens,
             finish: response.finish,
             row: &prompt.row,
+            episode: episodes.get(at),
         });
         self.score(&inputs.collect::<Vec<_>>(), usage)
     }
@@ -830,6 +848,7 @@ mod tests {
                 response_ids: &ids[..len],
                 finish: FinishReason::Length,
                 row: &row,
+                episode: None,
             })
             .collect();
         f(&batch)

@@ -41,7 +41,7 @@ pub(crate) mod tracking;
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 
 pub use checkpoint::has_checkpoint;
-pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
+pub use event::{Evaluation, Event, Rollout, RolloutRow, RolloutTurns, Sample, SampleSource};
 pub use output_dir::CONFIG;
 #[doc(hidden)] // For `rlhf watch`.
 pub use output_dir::{FolderLock, SAMPLES, is_at_work};

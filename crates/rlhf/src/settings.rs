@@ -186,9 +186,15 @@ mod tests {
             "reward_scale": [], "reward_clip": [], "reward_pair": false, "reward_label_column": "label", "reward_batch_size": 32,
             "reward_concurrency": 4, "reward_timeout": 120.0, "reward_retries": 3,
         });
+        let environment = json!({
+            "tools": [], "environment_factory": [], "max_tool_calling_iterations": null, "malformed_calls": "text",
+            "environment_failure_reward": null, "max_environments": 64, "tool_timeout": 30.0, "reset_timeout": 60.0,
+            "tool_output_limit": "64KB", "tool_memory": null, "tool_processes": null, "tool_env": [],
+        });
         assert_settings(
             &ppo(),
             joined([
+                environment,
                 json!({
                     "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
                     "reward_model_path": "judge", "reward_label": null,

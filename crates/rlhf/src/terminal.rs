@@ -278,7 +278,8 @@ fn without_secrets(words: Vec<String>) -> Vec<String> {
 }
 
 /// Settings with command lines or addresses, which may hold secrets.
-const PROGRAMS: [&str; 5] = ["reward", "reward_funcs", "reward_command", "reward_url", "report_to"];
+const PROGRAMS: [&str; 6] =
+    ["reward", "reward_funcs", "reward_command", "reward_url", "report_to", "environment_factory"];
 
 /// Returns the settings of a run for others: without the arguments of programs, and the passwords and queries of addresses.
 pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Value> {
@@ -335,7 +336,9 @@ fn without_secret(flag: &str, value: &str) -> String {
     // The arguments of a program may be secret: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`, and so may
     // be variables before it.
     let (head, program) = match value.split_once("command:") {
-        Some((head, program)) if ["reward", "reward_funcs", "report_to", "log_with"].contains(&flag) => {
+        Some((head, program))
+            if ["reward", "reward_funcs", "report_to", "log_with", "environment_factory"].contains(&flag) =>
+        {
             (format!("{head}command:"), Some(program))
         }
         _ => (String::new(), (flag == "reward_command").then_some(value)),

@@ -310,6 +310,16 @@ impl KvCache {
         positions
     }
 
+    /// Takes the last token from each of `rows`, which have one: the next step writes its place again.
+    pub fn step_back(&mut self, rows: &[usize]) {
+        rows.iter().for_each(|&row| self.lens[row] -= 1);
+        if let Some(filled) = &mut self.filled {
+            // In place: a graph reads this tensor.
+            filled.copy_(&on_device(&self.lens, self.device));
+        }
+        self.step = None;
+    }
+
     /// Number of tokens of the longest row.
     fn longest(&self) -> i64 {
         self.lens.iter().copied().max().unwrap_or(0)

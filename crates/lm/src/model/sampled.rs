@@ -46,6 +46,11 @@ impl TokenSet {
         }))
     }
 
+    /// Creates the set of one token.
+    pub fn only(id: i64) -> Self {
+        Self(Arc::new(Ids::Listed(Box::new([id as i32]))))
+    }
+
     /// The ids of the tokens, in ascending order.
     pub fn ids(&self) -> Vec<i64> {
         match &*self.0 {

@@ -169,6 +169,7 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             response_ids: &response.response_ids,
             finish: response.finish,
             row: &response.prompt.row,
+            episode: None,
         });
         let scored = rewards.score(&inputs.collect::<Vec<_>>(), ScoreUse::Training)?;
         let (totals, unscored) = (scored.totals(), scored.unscored());

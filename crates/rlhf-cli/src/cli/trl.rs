@@ -322,7 +322,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Noted("print_answers shows a few"), GROUPS, &["num_completions_to_print"]),
     (Only(UNSET, "responses are written to output_dir only"), GRPO, &["log_completions_hub_repo"]),
-    (Noted("responses call no tools"), GRPO, &["max_tool_calling_iterations"]),
     (
         Only(OFF, "logits have the precision of the run, and their log-probabilities are float32"),
         GRPO,

@@ -24,6 +24,7 @@ fn score(reward: impl Reward + 'static) -> rlhf::Result<()> {
         response_ids: &[7, 8],
         finish: FinishReason::Stop,
         row: &row,
+        episode: None,
     };
     let batch = ["one", "two\n", "\u{9b}three"].map(input);
     let mut rewards = Rewards::new().with("judge", reward);
@@ -130,6 +131,7 @@ fn a_program_that_errs_with_its_lines_never_gives_a_response_the_score_of_anothe
             response_ids: &[2],
             finish: FinishReason::Stop,
             row: &row,
+            episode: None,
         };
         let batch = [(); 3].map(input);
         let mut reward = CommandReward::new(line.clone(), retry);

@@ -278,6 +278,7 @@ fn responses(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
             logprobs: Vec::new(),
             finish: if ended { FinishReason::Stop } else { FinishReason::Length },
             sets: None,
+            inserted: Vec::new(),
         }
     };
     rows.iter().zip(&masks).map(one).collect()
@@ -441,6 +442,7 @@ fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
                     logprobs: Vec::new(),
                     finish: FinishReason::Stop,
                     sets: None,
+                    inserted: Vec::new(),
                 };
                 let prompt = Tensor::from_slice(&[3i64, 4]).view([1, 2]);
                 let found = engine.experience_of(&prompt, &prompt.ones_like(), vec![response]).unwrap();
@@ -532,7 +534,7 @@ fn short_responses(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperie
     let prompts = Tensor::from_slice(&[3i64, 4]).view([1, 2]).repeat([rows, 1]);
     let responses = long.iter().zip(10..).map(|(&long, id)| {
         let tokens = if long { vec![id, 5, 6] } else { vec![id] };
-        Response { tokens, logprobs: Vec::new(), finish: FinishReason::Length, sets: None }
+        Response { tokens, logprobs: Vec::new(), finish: FinishReason::Length, sets: None, inserted: Vec::new() }
     });
     engine.experience_of(&prompts, &prompts.ones_like(), responses.collect()).map_err(|e| e.to_string())
 }
@@ -758,8 +760,13 @@ fn an_engine_generates_responses_in_deepspeed_chats_shapes() {
             assert!(number(&gap) < 1e-4, "{gap}");
             assert_eq!(engine.responses(&exp).unwrap().len(), rows as usize);
             // One response too few or too many is neither dropped nor made up, nor is a mask.
-            let response =
-                || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length, sets: None };
+            let response = || Response {
+                tokens: vec![5, 6, 7],
+                logprobs: Vec::new(),
+                finish: FinishReason::Length,
+                sets: None,
+                inserted: Vec::new(),
+            };
             for count in [3, 5] {
                 let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| response()).collect());
                 let expected =
@@ -821,6 +828,7 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
                 logprobs: Vec::new(),
                 finish: FinishReason::Length,
                 sets: None,
+                inserted: Vec::new(),
             };
             let exp = engine.experience_of(&prompts, &mask, (5..9).map(responses).collect()).unwrap();
             let before = weights(engine.actor().params());

@@ -591,7 +591,8 @@ impl RlhfEngine {
             values: of_response(&e.value, &value),
             // The slot behind the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; else
             // both log-probabilities are 0 there.
-            masks: Masks { response: value.shallow_clone(), loss: response, value, value_loss },
+            sampled: counted.clone(),
+            masks: Masks { response: value.shallow_clone(), loss: response, value, value_loss, inserted: None },
             full_kl: None,
             reference: None,
             scores: e.rewards.shallow_clone(),

@@ -536,6 +536,7 @@ impl StepTrainer {
             logprobs: Vec::new(),
             finish: FinishReason::Length,
             sets: None,
+            inserted: Vec::new(),
         };
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let scores: Vec<f32> = scores.iter().map(|&score| score as f32).collect();

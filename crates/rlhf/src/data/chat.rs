@@ -1,8 +1,8 @@
 //! Conversations in the fields of a row.
 
-use super::row::{expected, field};
+use super::row::{expected, field, prompt_field};
 use rlhf_base::{Error, Result};
-use rlhf_lm::tokenizer::{Tokenizer, shared_prefix, without_nulls};
+use rlhf_lm::tokenizer::{Tokenizer, shared_prefix, user_message, without_nulls};
 use serde_json::{Map, Value};
 
 /// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids. With
@@ -58,6 +58,27 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
         variables.insert("tools".into(), tools);
     }
     Ok((conversation, variables))
+}
+
+/// Returns the prompt of a row as messages; a text is the user's.
+///
+/// # Errors
+/// If the row has token ids alone, or messages that are not valid.
+pub(crate) fn prompt_messages(row: &Value) -> Result<Vec<Value>> {
+    match prompt_field(row) {
+        Some((name, Value::Array(_))) => {
+            if field(row, "chat_template_kwargs").is_some() {
+                return Err(Error::Run(expected(
+                    "chat_template_kwargs",
+                    "none, with tools and environments: --chat_template_kwargs is for all rows",
+                    row,
+                )));
+            }
+            Ok(conversation(row, &[name])?.0)
+        }
+        Some((_, Value::String(text))) => Ok(vec![user_message(text)]),
+        _ => Err(Error::Run(expected("prompt", "a text or a list of messages, for tools and environments", row))),
+    }
 }
 
 /// Appends `messages` to a conversation. Where this ends with the beginning of the assistant's message and they start with the assistant's, the

@@ -7,10 +7,11 @@ use super::row::{expected, field, prompt_field, token_ids};
 use super::settings::{LongPrompts, PromptLengthConfig};
 use rlhf_base::{Error, Result};
 use rlhf_lm::tokenizer::Tokenizer;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// A prompt to generate responses to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     /// Token ids, at least one.
     pub tokens: Vec<i64>,

@@ -38,6 +38,7 @@ impl Scored<'_> {
             response_ids: &self.ids,
             finish: self.finish,
             row: self.row,
+            episode: None,
         }
     }
 }

@@ -6,7 +6,7 @@ use super::retry::{Failure, Retries, check, excerpt};
 use super::sources::{module_contents, program_files};
 use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use rlhf_base::dist::launch::VARIABLES;
-use rlhf_base::process::{loaded, loader, python, python_hint};
+use rlhf_base::process::{has_exited, loaded, loader, python, python_hint};
 use rlhf_base::safe_text::{beginning, one_line};
 use rlhf_base::signals::{add_program, kill_program};
 use rlhf_base::{Error, Result};
@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 /// The program that calls a function of Python.
 const FUNCTION: &str = include_str!("function.py");
 /// The environment variable with the driver's socket, which the bridge to its functions needs.
-const DRIVER: &str = "RLHF_DRIVER";
+pub(crate) const DRIVER: &str = "RLHF_DRIVER";
 /// Number of bytes of a line of standard error that are kept.
-const MAX_STDERR_LINE: usize = 4096;
+pub(crate) const MAX_STDERR_LINE: usize = 4096;
 /// Number of lines at the end of standard error that are shown when the program fails.
-const STDERR_LINES: usize = 5;
+pub(crate) const STDERR_LINES: usize = 5;
 /// Interval at which a program without output is checked for its exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Least wait for an extra output line after the last score of a batch.
@@ -38,7 +38,7 @@ const MAX_EXTRA_LINE_WAIT: Duration = Duration::from_millis(500);
 /// Most wait for the last lines of a program whose input has been closed.
 const MAX_END_WAIT: Duration = Duration::from_secs(10);
 /// Maximum wait for the exit of a program whose input has been closed.
-const EXIT_WAIT: Duration = Duration::from_millis(500);
+pub(crate) const EXIT_WAIT: Duration = Duration::from_millis(500);
 
 /// A program that scores responses.
 ///
@@ -72,6 +72,9 @@ struct Line<'a> {
     response_ids: &'a [i64],
     finish_reason: &'static str,
     row: &'a Value,
+    /// Turns and results of tools, with an environment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    messages: Option<&'a [Value]>,
     /// Number of lines of this batch that follow, for programs that score in batches.
     left: usize,
 }
@@ -470,7 +473,8 @@ impl Program {
             let RewardInput { prompt, response, prompt_ids, response_ids, row, .. } = *input;
             let (finish_reason, left) = (input.finish_reason(), batch.len() - at - 1);
             let id = first + at as u64;
-            let line = Line { id, prompt, response, prompt_ids, response_ids, finish_reason, row, left };
+            let messages = input.episode.map(|episode| episode.messages.as_slice());
+            let line = Line { id, prompt, response, prompt_ids, response_ids, finish_reason, row, messages, left };
             serde_json::to_writer(&mut bytes, &line).map_err(|e| Failure::permanent(e.to_string()))?;
             bytes.push(b'\n');
         }
@@ -585,7 +589,7 @@ impl Program {
                     return Err(RecvTimeoutError::Disconnected);
                 }
                 Err(RecvTimeoutError::Timeout) if !left.is_zero() => {
-                    if self.has_exited() {
+                    if has_exited(&mut self.child) {
                         exited.get_or_insert_with(Instant::now);
                     }
                 }
@@ -619,23 +623,13 @@ impl Program {
     /// Waits for the exit of the program; returns false after `EXIT_WAIT`.
     fn wait(&mut self) -> bool {
         let start = Instant::now();
-        while !self.has_exited() {
+        while !has_exited(&mut self.child) {
             if start.elapsed() > EXIT_WAIT {
                 return false;
             }
             thread::sleep(Duration::from_millis(5));
         }
         true
-    }
-
-    /// Returns true if the program has exited. Reads `/proc` if possible rather than collecting the exit status: until that is
-    /// collected, the process id, which is also the id of the group, cannot be reused.
-    fn has_exited(&mut self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
-        match stat.as_deref().map(|stat| stat.rsplit_once(") ").and_then(|(_, state)| state.chars().next())) {
-            Ok(Some(state)) => matches!(state, 'Z' | 'X'),
-            _ => matches!(self.child.try_wait(), Ok(Some(_))),
-        }
     }
 
     /// Kills the program and every process of its group, which may outlive it; returns its exit status.
@@ -672,7 +666,7 @@ fn shown(line: &[u8]) -> String {
 
 /// Calls `take` with every line that is not blank, until the end of input or until `take` returns false. A line of more than
 /// `max_len` bytes is truncated to `max_len + 1` bytes, and the rest is skipped.
-fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
+pub(crate) fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
     let mut from = BufReader::new(from);
     let mut skipping = false;
     loop {

@@ -166,7 +166,10 @@ def arguments(batch):
     prompts, completions = [prompt_of(line) for line in batch], []
     for prompt, line in zip(prompts, batch):
         text = line["response"]
-        if isinstance(prompt, list):
+        if "messages" in line:
+            # Turns with calls, and the results of tools.
+            text = line["messages"]
+        elif isinstance(prompt, list):
             # A response that continues the assistant's message is one message with it, as in TRL.
             begun = prompt[-1].get("content") if prompt and prompt[-1].get("role") == "assistant" else None
             text = [{"role": "assistant", "content": (begun if isinstance(begun, str) else "") + text}]

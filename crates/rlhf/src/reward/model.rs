@@ -188,6 +188,9 @@ impl OwnTokenizer {
         let cut = input.finish == FinishReason::Length;
         let content = if cut { format!("{}{CUT}", input.response) } else { input.response.to_string() };
         row["completion"] = json!([{"role": "assistant", "content": content}]);
+        if let Some(episode) = input.episode {
+            row["completion"] = episode.messages.clone().into();
+        }
         let (text, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
         match text.rfind(CUT).filter(|_| cut) {
             Some(end) => self.tokenizer.encode_verbatim(&text[..end]),

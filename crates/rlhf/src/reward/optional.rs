@@ -107,6 +107,7 @@ mod tests {
             response_ids: &[2],
             finish: FinishReason::Stop,
             row,
+            episode: None,
         };
         let batch: Vec<RewardInput<'_>> = rows.iter().map(input).collect();
         let rule = |is_optional| Optional::new(Rule::parse("exact", "answer").unwrap(), Rule::column, is_optional);

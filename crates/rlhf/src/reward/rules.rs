@@ -398,7 +398,15 @@ mod tests {
         let (kind, argument) = written.split_once(':').unwrap_or((written, ""));
         let rule = Rule::parse(kind, argument).unwrap();
         let finish = FinishReason::Stop;
-        let input = RewardInput { prompt: "", response, prompt_ids: &[1], response_ids: &response_ids, finish, row };
+        let input = RewardInput {
+            prompt: "",
+            response,
+            prompt_ids: &[1],
+            response_ids: &response_ids,
+            finish,
+            row,
+            episode: None,
+        };
         rule.check_row(row).unwrap();
         rule.score_one(&input).unwrap()
     }

@@ -338,7 +338,7 @@ mod tests {
         let mut reward = TrlReward::new(TrlFunction::parse(kind, argument).unwrap());
         reward.check_row(row).unwrap();
         let finish = FinishReason::Stop;
-        let input = RewardInput { prompt: "", response, prompt_ids: &[1], response_ids, finish, row };
+        let input = RewardInput { prompt: "", response, prompt_ids: &[1], response_ids, finish, row, episode: None };
         reward.score(&[input]).unwrap().remove(0)
     }
 
@@ -442,6 +442,7 @@ mod tests {
             response_ids: &[1],
             finish: FinishReason::Stop,
             row: &row,
+            episode: None,
         };
         let scores = reward.score(&[input("\\boxed{\\sum_{i=1}^{3} i}"), input("\\boxed{6}")]).unwrap();
         assert_eq!(scores, [Score::Response(0.0), Score::Response(1.0)]);

@@ -2,7 +2,7 @@
 
 use super::settings::WhitenAdvantages;
 use crate::rl::experience::{Experience, row_index};
-use crate::rl::math::{self, LeaveOut, ScorePosition};
+use crate::rl::math::{self, Lambda, LeaveOut, ScorePosition};
 use rlhf_base::Result;
 use rlhf_base::schema::{ADVANTAGES, Choices, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
 use serde::Serialize;
@@ -247,15 +247,17 @@ impl Advantage {
     pub fn estimate(&self, e: &Experience, rewards: &Tensor, reward_clip: Option<[f64; 2]>) -> (Tensor, Tensor) {
         match *self {
             Self::Gae { gamma, lam, lam_policy } => {
-                let (advantages, returns) = math::gae(rewards, &e.values, &e.masks.value, gamma, lam);
+                let gae = |lam: &Lambda| {
+                    math::gae_across(rewards, &e.values, &e.masks.value, e.masks.inserted.as_ref(), gamma, lam)
+                };
+                let (advantages, returns) = gae(&Lambda::Fixed(lam));
                 let of_policy = match lam_policy {
                     None => return (advantages, returns),
-                    Some(PolicyLambda::Fixed(lam)) => math::gae(rewards, &e.values, &e.masks.value, gamma, lam).0,
+                    Some(PolicyLambda::Fixed(lam)) => gae(&Lambda::Fixed(lam)).0,
                     Some(PolicyLambda::OfLength { alpha }) => {
                         let of_length = |&length: &i64| (1.0 - 1.0 / (alpha * (length.max(1)) as f64)).max(0.0) as f32;
-                        let lams: Vec<f32> = e.counted.iter().map(of_length).collect();
-                        let lams = on_device(&lams, rewards.device());
-                        math::gae_of_rows(rewards, &e.values, &e.masks.value, gamma, &lams).0
+                        let lams: Vec<f32> = e.counted_and_sampled().iter().map(of_length).collect();
+                        gae(&Lambda::OfRows(Tensor::from_slice(&lams))).0
                     }
                 };
                 (of_policy, returns)
@@ -289,7 +291,10 @@ impl Advantage {
                         rewards + math::rewards(&rewards.zeros_like(), &less, &e.counted, 0.0, ScorePosition::LastToken)
                     }
                 };
-                (math::keep(&math::returns(&rewards, gamma), &e.whitened_mask(false)), rewards.zeros_like())
+                (
+                    math::keep(&math::returns(&rewards, e.masks.inserted.as_ref(), gamma), &e.whitened_mask(false)),
+                    rewards.zeros_like(),
+                )
             }
         }
     }

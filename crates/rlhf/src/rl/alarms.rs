@@ -858,7 +858,13 @@ mod tests {
 
     fn response(tokens: &[i64], stopped: bool) -> Response {
         let finish = if stopped { FinishReason::Stop } else { FinishReason::Length };
-        Response { tokens: tokens.to_vec(), logprobs: vec![0.0; tokens.len()], sets: None, finish }
+        Response {
+            tokens: tokens.to_vec(),
+            logprobs: vec![0.0; tokens.len()],
+            sets: None,
+            inserted: Vec::new(),
+            finish,
+        }
     }
 
     /// The warnings about responses to as many different prompts.

@@ -92,7 +92,7 @@ impl Checks {
         let sampled: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
         let sampled = Tensor::from_slice(&sampled).to_device(device);
         let sampled = to_slots(&sampled, &experience.lengths(), experience.width());
-        let tokens = experience.lengths().iter().sum::<i64>() as f64;
+        let tokens = experience.sampled.iter().sum::<i64>() as f64;
         let distance = |a: &Tensor, b: &Tensor| {
             let difference = math::keep(&(a - b), &experience.masks.response).to_kind(Kind::Double);
             (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()

@@ -18,6 +18,9 @@ pub struct Masks {
     pub value: Tensor,
     /// Slots whose values are in the value loss; within `value`.
     pub value_loss: Tensor,
+    /// Slots before the last token that counts whose tokens the policy did not sample: results of tools, and the text of the template between
+    /// turns. They are in no other mask; advantages and returns pass over them. `None` where all tokens were sampled.
+    pub inserted: Option<Tensor>,
 }
 
 /// The responses of one update with their log-probabilities, values and scores; B rows, R = `response_length` slots.
@@ -36,6 +39,8 @@ pub struct Experience {
     pub counted: Vec<i64>,
     /// Number of values of each row: one per token that counts, and one after the last where the context allows.
     pub value_counts: Vec<i64>,
+    /// Number of tokens of each row that the policy sampled.
+    pub sampled: Vec<i64>,
     /// The slots that count.
     pub masks: Masks,
     /// Log-probabilities under the policy that sampled, within `masks.response`.
@@ -81,6 +86,14 @@ impl Experience {
     /// Number of response tokens of each row.
     pub fn lengths(&self) -> Vec<i64> {
         self.responses.iter().map(|response| response.len() as i64).collect()
+    }
+
+    /// Number of tokens of each row that count and that the policy sampled.
+    pub(crate) fn counted_and_sampled(&self) -> Vec<i64> {
+        let Some(inserted) = &self.masks.inserted else { return self.counted.clone() };
+        let inserted = inserted.sum_dim_intlist(1i64, false, Kind::Int64);
+        let inserted = Vec::<i64>::try_from(inserted).expect("a vector of i64");
+        self.counted.iter().zip(inserted).map(|(counted, inserted)| counted - inserted).collect()
     }
 
     /// Prompt and response of a row, joined: the sequence that the models read.
@@ -211,10 +224,15 @@ impl Experience {
             return;
         }
         let index = row_index(rows, &self.masks.response);
-        let Masks { response, loss, value, value_loss } = &mut self.masks;
+        let Masks { response, loss, value, value_loss, .. } = &mut self.masks;
         for mask in [response, loss, value, value_loss] {
             *mask = mask.index_fill(0, &index, 0);
         }
+        self.clear_outside_masks();
+    }
+
+    /// Sets log-probabilities, values and KLs to 0 outside their masks.
+    pub(crate) fn clear_outside_masks(&mut self) {
         for (x, mask) in [(&mut self.logprobs, &self.masks.response), (&mut self.values, &self.masks.value)] {
             *x = math::keep(x, mask);
         }
@@ -248,17 +266,15 @@ impl Experience {
         let flat = on_device(&flat, self.masks.response.device());
         let left = to_slots(&flat, &lengths, self.width()).gt(0.5);
         let lost = self.masks.response.logical_and(&left.logical_not());
-        let Masks { response, loss, value, value_loss } = &mut self.masks;
+        let Masks { response, loss, value, value_loss, .. } = &mut self.masks;
         for mask in [response, loss, value, value_loss] {
             *mask = mask.logical_and(&lost.logical_not());
         }
         let last = |row: &Vec<bool>| row.iter().rposition(|&kept| kept).map_or(0, |at| at as i64 + 1);
         self.counted = kept.iter().zip(&self.counted).map(|(row, &counted)| last(row).min(counted)).collect();
-        for (x, mask) in [(&mut self.logprobs, &self.masks.response), (&mut self.values, &self.masks.value)] {
-            *x = math::keep(x, mask);
-        }
-        for x in self.ref_logprobs.iter_mut().chain(&mut self.full_kl).chain(&mut self.token_scores) {
-            *x = math::keep(x, &self.masks.response);
+        self.clear_outside_masks();
+        if let Some(scores) = &mut self.token_scores {
+            *scores = math::keep(scores, &self.masks.response);
         }
         Ok(())
     }
@@ -396,7 +412,8 @@ pub(crate) mod tests {
             groups: (0..rows).map(|row| row / size).collect(),
             counted: lengths.to_vec(),
             value_counts: lengths.to_vec(),
-            masks: Masks { response: mask(), loss: mask(), value: value(), value_loss: value() },
+            sampled: lengths.to_vec(),
+            masks: Masks { response: mask(), loss: mask(), value: value(), value_loss: value(), inserted: None },
             logprobs: zeros(),
             ref_logprobs: None,
             full_kl: None,

@@ -146,7 +146,7 @@ pub fn truncated(responses: &[Response]) -> Vec<usize> {
 pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
     for (kind, only_stopped) in [("", false), ("terminated_", true)] {
         let counted = responses.iter().filter(|response| !only_stopped || response.finish == FinishReason::Stop);
-        let lengths: Vec<usize> = counted.map(|response| response.tokens.len()).collect();
+        let lengths: Vec<usize> = counted.map(Response::num_sampled).collect();
         let of_any = |length: Option<&usize>| length.map_or(0.0, |&length| length as f64);
         m.push(
             format!("completions/mean_{kind}length"),
@@ -197,6 +197,7 @@ mod tests {
             logprobs: vec![0.0; len],
             finish: FinishReason::Length,
             sets: None,
+            inserted: Vec::new(),
         };
         let penalties = config.overlong_penalties(&[of(5), of(6), of(7), of(10)], 10).unwrap();
         assert_eq!(penalties, [0.0, 0.0, 0.5, 2.0]);

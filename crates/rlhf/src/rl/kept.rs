@@ -81,7 +81,7 @@ impl KeptResponses {
         let responses = tokens.into_iter().zip(stopped);
         let responses = responses.map(|(tokens, stopped)| {
             let logprobs = vec![0.0; tokens.len()];
-            Response { tokens, logprobs, finish: finish(stopped), sets: None }
+            Response { tokens, logprobs, finish: finish(stopped), sets: None, inserted: Vec::new() }
         });
         self.last = Some((rows, responses.collect()));
         Ok(())

@@ -805,9 +805,9 @@ mod tests {
         };
         assert_eq!(least(&[(&[true, false], &[true, false]), (&[true, true], &[true, true])]), [1.0, 1.0]);
         assert_eq!(least(&[(&[true, true], &[true, false])]), [0.0, 0.0]);
-        // A rank whose rows are masked, or that has none, leaves the minimum to the others; without any row it is 0.
-        assert_eq!(least(&[(&[false, false], &[false, false])]), [f64::INFINITY, 0.0]);
-        assert_eq!(least(&[]), [f64::INFINITY, 0.0]);
+        // A rank whose rows are masked, or that has none, leaves the minimum to the others; without any row there is none.
+        assert_eq!(least(&[(&[false, false], &[false, false])]), [f64::INFINITY; 2]);
+        assert_eq!(least(&[]), [f64::INFINITY; 2]);
     }
 
     #[test]

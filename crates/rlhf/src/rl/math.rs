@@ -114,23 +114,34 @@ pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, posi
 /// Shapes: `rewards`, `values` `[B, R]` f32, `mask` `[B, R]` bool, true = slot with a value. Both results are `[B, R]` f32 and
 /// exactly 0 outside `mask`; the value after the last counted slot is 0. Source: Schulman et al. 2016, eq. 16.
 pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f64) -> (Tensor, Tensor) {
-    gae_by(rewards, values, mask, gamma, |next| gamma * lam * next)
+    gae_across(rewards, values, mask, None, gamma, &Lambda::Fixed(lam))
 }
 
-/// [`gae`] with a lambda of its own for each row, `lams` `[B]` f32. Source: Yue et al. 2025, VAPO, section 4.2.
-pub fn gae_of_rows(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lams: &Tensor) -> (Tensor, Tensor) {
-    let lams = lams.to_device(Device::Cpu);
-    gae_by(rewards, values, mask, gamma, |next| gamma * &lams * next)
+/// The lambda of [`gae_across`].
+#[derive(Debug)]
+pub enum Lambda {
+    /// The same for all rows.
+    Fixed(f64),
+    /// One for each row, `[B]` f32. Source: Yue et al. 2025, VAPO, section 4.2.
+    OfRows(Tensor),
 }
 
-/// [`gae`] where `discounted` multiplies the next slot's advantages, `[B]`, by gamma and lambda.
-fn gae_by(
+/// [`gae`] that passes over the slots of `skipped`, `[B, R]` bool, if there are any: they are no steps, and the slot before them is followed by the
+/// one after them, whose value and advantage it gets with one discount. Results are 0 there.
+pub fn gae_across(
     rewards: &Tensor,
     values: &Tensor,
     mask: &Tensor,
+    skipped: Option<&Tensor>,
     gamma: f64,
-    discounted: impl Fn(&Tensor) -> Tensor,
+    lam: &Lambda,
 ) -> (Tensor, Tensor) {
+    // Lambdas of rows are on the host as everything else here.
+    let discounted = |next: &Tensor| match lam {
+        Lambda::Fixed(lam) => gamma * *lam * next,
+        Lambda::OfRows(lams) => gamma * lams.to_device(Device::Cpu) * next,
+    };
+    let skipped = skipped.map(|skipped| skipped.to_device(Device::Cpu));
     // Slot after slot, with a few numbers in each: on a GPU, starting each operation would take longer than all of it on the host.
     let device = rewards.device();
     let [rewards, values, mask] = &[rewards, values, mask].map(|x| x.to_device(Device::Cpu));
@@ -142,8 +153,14 @@ fn gae_by(
     for t in (0..width).rev() {
         let value = values.select(1, t);
         let delta = rewards.select(1, t) + gamma * &next_value - &value;
-        next_advantage = delta + discounted(&next_advantage);
-        next_value = value;
+        let advantage = delta + discounted(&next_advantage);
+        (next_value, next_advantage) = match &skipped {
+            None => (value, advantage),
+            Some(skipped) => {
+                let here = skipped.select(1, t);
+                (next_value.where_self(&here, &value), next_advantage.where_self(&here, &advantage))
+            }
+        };
         advantages.push(next_advantage.shallow_clone());
     }
     advantages.reverse();
@@ -152,17 +169,20 @@ fn gae_by(
     (advantages.to_device(device), returns.to_device(device))
 }
 
-/// Discounted returns: the sum of each slot's reward and all later ones of its row, `[B, R]` f32.
-pub fn returns(rewards: &Tensor, gamma: f64) -> Tensor {
+/// Discounted returns: the sum of each slot's reward and all later ones of its row, `[B, R]` f32. The slots of `skipped`, `[B, R]` bool, are no
+/// steps: nothing is discounted there.
+pub fn returns(rewards: &Tensor, skipped: Option<&Tensor>, gamma: f64) -> Tensor {
     if gamma == 1.0 {
         return rewards.flip([1i64]).cumsum(1, Kind::Float).flip([1i64]);
     }
     let device = rewards.device();
     let rewards = rewards.to_device(Device::Cpu);
+    let skipped = skipped.map(|skipped| skipped.to_device(Device::Cpu));
     let mut next = rewards.select(1, 0).zeros_like();
     let mut found = Vec::new();
     for t in (0..rewards.size()[1]).rev() {
-        next = rewards.select(1, t) + gamma * next;
+        let here = rewards.select(1, t) + gamma * &next;
+        next = skipped.as_ref().map_or(here.shallow_clone(), |skipped| next.where_self(&skipped.select(1, t), &here));
         found.push(next.shallow_clone());
     }
     found.reverse();
@@ -501,6 +521,35 @@ mod tests {
     }
 
     const CLIP: PolicyClip = PolicyClip { low: 0.2, high: 0.2, dual: None };
+
+    #[test]
+    fn slots_that_are_skipped_change_no_advantage_and_no_return_of_the_others() {
+        let nan = f32::NAN; // whatever lies there must not matter
+        let kept = [true, true, false, false, true, false, true];
+        let skipped = Tensor::from_slice(&kept).logical_not().unsqueeze(0);
+        let (rewards, values) = ([0.1, -0.3, nan, nan, 0.2, nan, 1.0f32], [0.5, 0.4, nan, nan, -0.2, nan, 0.7f32]);
+        let dense = |x: &[f32]| -> Tensor {
+            let kept: Vec<f32> = x.iter().zip(kept).filter(|(_, kept)| *kept).map(|(x, _)| *x).collect();
+            rows(&[&kept])
+        };
+        let of_kept = |x: &Tensor| x.masked_select(&skipped.logical_not()).unsqueeze(0);
+        let all = Tensor::ones([1, 4], (Kind::Bool, Device::Cpu));
+        for (gamma, lam) in [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0)] {
+            let expected = gae(&dense(&rewards), &dense(&values), &all, gamma, lam);
+            for lam in [Lambda::Fixed(lam), Lambda::OfRows(Tensor::from_slice(&[lam as f32]))] {
+                let (rewards, values) = (rows(&[&rewards]), rows(&[&values]));
+                let (advantages, returns) =
+                    gae_across(&rewards, &values, &skipped.logical_not(), Some(&skipped), gamma, &lam);
+                assert_close(&of_kept(&advantages), &expected.0, 1e-6);
+                assert_close(&of_kept(&returns), &expected.1, 1e-6);
+                let outside = advantages.masked_select(&skipped).abs().sum(Kind::Double).double_value(&[]);
+                assert_eq!(outside, 0.0);
+            }
+            let rewards = keep(&rows(&[&rewards]), &skipped.logical_not());
+            let found = super::returns(&rewards, Some(&skipped), gamma);
+            assert_close(&of_kept(&found), &super::returns(&of_kept(&rewards), None, gamma), 1e-6);
+        }
+    }
 
     /// Two rows of five slots, from TRL 1.11's own code: lengths 3 and 5, pad 0, eos 9 (reference/peers, vector B5).
     struct Vector {

@@ -38,7 +38,7 @@ impl Learner {
         if matches!(self.value, ValueModel::Model(_)) {
             m.push("val/grad_norm", steps.mean_norm(|s| s.value_grad_norm, |s| s.value_overflowed));
         }
-        m.push("val/response_length", mean(&Tensor::from_slice(&e.lengths())));
+        m.push("val/response_length", mean(&Tensor::from_slice(&e.sampled)));
         m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
         if self.scaling.is_some() {
             m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
@@ -107,11 +107,15 @@ impl Learner {
         match settings.objective {
             Objective::Clipped(_) => {
                 let (low, high) = (share(|s| s.low_clipped), share(|s| s.high_clipped));
-                let steps_of = steps.entries().count() as f64;
+                // As in TRL, a part whose responses are all masked is in no mean of extremes.
+                let counting: Vec<&StepStats> = steps.entries().filter(|s| s.low_clipped_min.is_finite()).collect();
+                let mean = |f: fn(&StepStats) -> f64| {
+                    counting.iter().map(|s| f(s)).sum::<f64>() / counting.len().max(1) as f64
+                };
                 m.push("clip_ratio/low_mean", low);
-                m.push("clip_ratio/low_min", steps.sum(|s| s.low_clipped_min) / steps_of);
+                m.push("clip_ratio/low_min", mean(|s| s.low_clipped_min));
                 m.push("clip_ratio/high_mean", high);
-                m.push("clip_ratio/high_max", steps.sum(|s| s.high_clipped_max) / steps_of);
+                m.push("clip_ratio/high_max", mean(|s| s.high_clipped_max));
                 m.push("clip_ratio/region_mean", low + high);
             }
             Objective::Cispo { .. } => m.push("cispo_clip_ratio", share(|s| s.high_clipped)),

@@ -85,6 +85,10 @@ pub fn experience(
     };
     (experience.logprobs, experience.ref_logprobs, experience.values) = (logprobs, ref_logprobs, values);
     (experience.full_kl, experience.reference) = (full_kl, reference);
+    if experience.masks.inserted.is_some() {
+        // The passes have numbers for all tokens.
+        experience.clear_outside_masks();
+    }
     Ok(experience)
 }
 
@@ -103,10 +107,30 @@ pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: us
     }
 }
 
-/// Number of tokens of each response that count: all, except an end token listed in `left_out`.
+/// Number of first tokens of each response that count: all up to the last that was sampled, except an end token listed in `left_out`.
 pub fn counted_tokens(responses: &[Response], left_out: &[i64]) -> Vec<i64> {
-    let ends = |r: &Response| r.tokens.last().is_some_and(|last| left_out.contains(last));
-    responses.iter().map(|r| r.tokens.len() as i64 - i64::from(ends(r))).collect()
+    let of = |r: &Response| {
+        // Neighbouring spans may have been inserted one after the other.
+        let sampled =
+            |end: usize| r.inserted.iter().rev().fold(end, |end, span| if span.end == end { span.start } else { end });
+        let end = sampled(r.tokens.len());
+        let ends = end > 0 && left_out.contains(&r.tokens[end - 1]);
+        // A last turn that is an end token alone leaves the turn before it as the last that counts.
+        if ends { sampled(end - 1) as i64 } else { end as i64 }
+    };
+    responses.iter().map(of).collect()
+}
+
+/// The slots of tokens that were inserted, `[B, width]` bool; `None` if all were sampled.
+fn inserted_slots(responses: &[Response], width: i64, device: Device) -> Option<Tensor> {
+    if responses.iter().all(|response| response.inserted.is_empty()) {
+        return None;
+    }
+    let mut slots = vec![false; responses.len() * width as usize];
+    for (row, response) in slots.chunks_mut(width as usize).zip(responses) {
+        response.inserted.iter().for_each(|span| row[span.clone()].fill(true));
+    }
+    Some(on_device(&slots, device).view([responses.len() as i64, width]))
 }
 
 /// The forward passes over the rows of one experience, of which each rank has a part.
@@ -266,15 +290,27 @@ pub(crate) fn unevaluated(
     let lengths: Vec<i64> = responses.iter().map(|r| r.tokens.len() as i64).collect();
     let counted = counted_tokens(responses, &settings.left_out);
     let extra = i64::from(settings.score_position == ScorePosition::AfterStop);
-    let loss = math::response_mask(&counted, width, device);
-    let value = math::value_mask(&counted, width, settings.score_position, device);
+    let inserted = inserted_slots(responses, width, device);
+    let sampled = |mask: Tensor, inserted: Option<&Tensor>| match inserted {
+        Some(inserted) => mask.logical_and(&inserted.logical_not()),
+        None => mask,
+    };
+    let response = sampled(math::response_mask(&lengths, width, device), inserted.as_ref());
+    let counting = math::response_mask(&counted, width, device);
+    // The slot after the last token that counts has a value, whatever follows.
+    let inserted = inserted.map(|inserted| inserted.logical_and(&counting));
+    let loss = sampled(counting, inserted.as_ref());
+    let value = sampled(math::value_mask(&counted, width, settings.score_position, device), inserted.as_ref());
     let value_loss = if settings.last_value_in_loss { &value } else { &loss }.shallow_clone();
     let flat = |rows: Vec<Vec<f32>>| on_device(&rows.concat(), device);
+    let token_scores = scores.tokens.map(|rows| to_slots(&flat(rows), &lengths, width));
     Experience {
         prompts: prompts.to_vec(),
         groups: (0..prompts.len()).map(|row| row / settings.group_size.max(1)).collect(),
         value_counts: counted.iter().map(|&len| (len + extra).min(width)).collect(),
-        masks: Masks { response: math::response_mask(&lengths, width, device), loss, value, value_loss },
+        sampled: responses.iter().map(|response| response.num_sampled() as i64).collect(),
+        token_scores: token_scores.map(|scores| math::keep(&scores, &response)),
+        masks: Masks { response, loss, value, value_loss, inserted },
         logprobs: Tensor::new(),
         ref_logprobs: None,
         full_kl: None,
@@ -283,7 +319,6 @@ pub(crate) fn unevaluated(
         unscored: Vec::new(),
         rewards: None,
         baselines: None,
-        token_scores: scores.tokens.map(|rows| to_slots(&flat(rows), &lengths, width)),
         scores: scores.responses.to_device(device),
         sets: sets_of(responses, settings),
         responses: responses.iter().map(|response| response.tokens.clone()).collect(),

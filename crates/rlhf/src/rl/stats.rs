@@ -17,7 +17,7 @@ pub struct StepStats {
     pub low_clipped: [f64; 2],
     /// Tokens above the clip range with a positive advantage; and the sum over responses of their shares of the tokens.
     pub high_clipped: [f64; 2],
-    /// The least share of a response's tokens that is clipped below; 0 without a response that counts.
+    /// The least share of a response's tokens that is clipped below; infinite without a response that counts.
     pub low_clipped_min: f64,
     /// The largest share of a response's tokens that is clipped above.
     pub high_clipped_max: f64,
@@ -149,9 +149,6 @@ impl StepStats {
         if world.size() > 1 {
             self.low_clipped_min = -world.max_number(-self.low_clipped_min)?;
             self.high_clipped_max = world.max_number(self.high_clipped_max)?;
-        }
-        if self.low_clipped_min == f64::INFINITY {
-            self.low_clipped_min = 0.0;
         }
         if world.size() > 1 && world.any(!self.ratios.is_empty())? {
             let ratios: Vec<f64> = self.ratios.iter().map(|&ratio| f64::from(ratio)).collect();

@@ -6,6 +6,7 @@ use rlhf_lm::generate::FinishReason;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// An event of a run, as [`crate::train::ppo::PpoTrainer::train_with`] passes it to its caller.
@@ -129,6 +130,25 @@ pub struct RolloutRow {
     pub baseline: Option<f64>,
     /// Ids of the tokens that each token was sampled from, with `logprobs_of` `filtered`.
     pub kept_ids: Option<Vec<Vec<i64>>>,
+    /// The turns of the response, with an environment.
+    pub turns: Option<RolloutTurns>,
+}
+
+/// The turns of a response with an environment.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutTurns {
+    /// Token ids of the prompt, with the tools and with what the environment said.
+    pub prompt_ids: Vec<i64>,
+    /// First token and end of each span of the response that the policy did not sample.
+    pub inserted: Vec<Range<usize>>,
+    /// Turns and results of tools, as messages.
+    pub messages: Vec<Value>,
+    /// Number of calls that were executed.
+    pub calls: usize,
+    /// Number of those that failed.
+    pub failures: usize,
+    /// Reward of the environment, if it gives one.
+    pub reward: Option<f64>,
 }
 
 /// One row of a sample table.

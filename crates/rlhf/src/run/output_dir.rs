@@ -32,11 +32,15 @@ pub(crate) const TRACKERS: &str = "trackers.json";
 /// The report of a run, a page of HTML.
 pub(crate) const REPORT: &str = "report.html";
 
+/// The file with what tools and environments print.
+pub(crate) const TOOLS_LOG: &str = "tools.log";
+
 /// The folder of a run's rollouts, with a Parquet file for each update.
 pub(crate) const ROLLOUTS: &str = "rollouts";
 
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 14] = [
+const RUN_FILES: [&str; 15] = [
+    TOOLS_LOG,
     METRICS,
     TRACKERS,
     RUN_LENGTH,
@@ -120,7 +124,7 @@ pub(crate) fn is_run_file(name: &str) -> bool {
 /// Returns the paths of the files in a run's folder that belong to its models: weights, tokenizer, model card, settings; also those of
 /// the value model, the moving average and the bases of adapters. Settings with secrets are left out.
 pub(crate) fn model_files(dir: &Path) -> Vec<String> {
-    let others = [METRICS, TRACKERS, RUN_LENGTH, REPORT, ALARMS, OLD_CONFIG];
+    let others = [METRICS, TRACKERS, RUN_LENGTH, REPORT, ALARMS, OLD_CONFIG, TOOLS_LOG];
     let is_of_model = |name: &str| {
         is_run_file(name)
             && !others.contains(&name)

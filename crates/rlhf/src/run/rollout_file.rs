@@ -1,6 +1,6 @@
 //! An update as the run has recorded it: the file of its rollout, and its line of metrics.
 
-use crate::run::event::{Rollout, RolloutRow};
+use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, rollout_update};
 use parquet::record::Field;
 use ring::digest::{Context, SHA256};
@@ -175,8 +175,26 @@ impl Row<'_> {
             token_scores: self.doubles("token_scores", token_ids.len())?,
             baseline: self.score("baseline")?,
             kept_ids: self.kept_ids(token_ids.len())?,
+            turns: self.turns(token_ids.len())?,
             token_ids,
         })
+    }
+
+    /// The turns of a response of `len` tokens; `None` without their columns.
+    fn turns(&self, len: usize) -> Read<Option<RolloutTurns>> {
+        let Some(prompt_ids) = self.numbers("prompt_ids")? else { return Ok(None) };
+        let bounds = self.numbers("inserted")?.ok_or("inserted")?;
+        let is_ordered = bounds.len().is_multiple_of(2)
+            && bounds.is_sorted()
+            && bounds.iter().all(|&at| at >= 0 && at <= len as i64);
+        if !is_ordered {
+            return Err("inserted");
+        }
+        let messages = serde_json::from_str(&self.text("messages")?).map_err(|_| "messages")?;
+        let inserted = bounds.chunks(2).map(|span| span[0] as usize..span[1] as usize).collect();
+        let (calls, failures) = (self.number("tool_calls")?, self.number("tool_failures")?);
+        let reward = self.score("env_reward")?;
+        Ok(Some(RolloutTurns { prompt_ids, inserted, messages, calls, failures, reward }))
     }
 
     fn number(&self, name: &'static str) -> Read<usize> {

@@ -12,6 +12,7 @@ use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::{LossType, WhitenAdvantages};
 use crate::run::settings::EVAL_SCORES;
+use crate::settings::LongPrompts;
 use rlhf_base::Result;
 use rlhf_base::schema::{
     Choices, Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
@@ -135,6 +136,8 @@ impl PpoConfig {
             self.check_stop(),
             check_token_id(self.stop_token_id),
             self.rewards.check(),
+            self.environment.check(),
+            self.check_environment(),
             crate::reward::specs(self).and_then(|rewards| self.rewards.check_outside(&rewards)),
             self.data.check(self.eval_dataset_name.as_deref()),
             self.prompt_length.check(),
@@ -155,6 +158,38 @@ impl PpoConfig {
             self.check_best_metric(),
             sizes.map(drop),
         ])
+    }
+
+    /// Refuses settings that an environment does not go with.
+    fn check_environment(&self) -> Result<()> {
+        if !self.environment.is_used() {
+            return Ok(());
+        }
+        if self.stop_token.is_none() && self.stop_token_id.is_none() && self.sampling.stop_strings.is_empty() {
+            usage(
+                "tools and environments without stop_token, stop_token_id or stop_strings: no turn would end; expected stop_token = eos",
+            )?;
+        }
+        let least = self.mask.min_response_length;
+        if least > 0 {
+            usage(format!(
+                "min_response_length = {least} with tools or an environment: responses of an earlier update would be trained on again without \
+                 theirs; expected min_response_length = 0"
+            ))?;
+        }
+        let long = self.prompt_length.long_prompts;
+        if matches!(long, LongPrompts::TruncateLeft | LongPrompts::TruncateRight) {
+            usage(format!(
+                "long_prompts = {} with tools or an environment: a prompt with its tools is not cut; expected error or drop",
+                long.name()
+            ))?;
+        }
+        if !self.dist.ds3_gather_for_generation && self.policy_stage().shards_parameters() {
+            usage(
+                "ds3_gather_for_generation = false with tools or an environment: ranks would wait for each other's turns; expected true",
+            )?;
+        }
+        Ok(())
     }
 
     /// Refuses to offload frozen models alone where there are none.

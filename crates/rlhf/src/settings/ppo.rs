@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::presets::Preset;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
+use crate::environment::EnvironmentConfig;
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, ScoreScalingConfig, Spec};
 use crate::rl::advantage::AdvantageConfig;
 use crate::rl::alarms::settings::AlarmConfig;
@@ -74,6 +75,11 @@ pub struct PpoConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
+
+    /// Tools that the policy calls, and environments that it acts in.
+    #[setting(flatten)]
+    #[serde(flatten)]
+    pub environment: EnvironmentConfig,
 
     /// Datasets of prompts.
     #[setting(flatten)]

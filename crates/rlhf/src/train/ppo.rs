@@ -1,5 +1,6 @@
 //! PPO training: one update samples responses, scores them, computes advantages, and trains policy and value model.
 
+mod converse;
 mod evaluate;
 mod groups;
 mod load;
@@ -9,7 +10,7 @@ mod rollouts;
 mod run;
 mod save;
 
-use crate::data::{Cursor, Prompt};
+use crate::data::{Cursor, Episode, Prompt};
 use crate::reward::{Rewards, ScoreScaling, Warn};
 use crate::rl::alarms::{Alarms, Sampled};
 use crate::rl::checks::Skips;
@@ -26,6 +27,7 @@ use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
+use converse::{Conversing, push_tool_metrics};
 use evaluate::ReportedScores;
 use load::open;
 pub(in crate::train) use load::{Ends, check_sync, find_texts, read_prompts};
@@ -68,7 +70,8 @@ impl PpoTrainer {
         tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
         self.warn_unscored(&mut batch, scores.reported.scored.warning.clone());
-        let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let prompts: Vec<Vec<i64>> =
+            batch.asked(&self.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
         let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
@@ -132,7 +135,7 @@ impl PpoTrainer {
         self.push_batch_metrics(&mut m, &batch, scores);
         let constant = self.push_group_metrics(&mut m, &batch, (experience, targets), steps, clock.total());
         self.push_rates(&mut m, rates);
-        clock.push_metrics(&mut m, experience.lengths().iter().sum(), batch.sampling);
+        clock.push_metrics(&mut m, experience.sampled.iter().sum(), batch.sampling);
         self.push_collectives(&mut m)?;
         self.skips.record(steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
@@ -160,7 +163,7 @@ impl PpoTrainer {
             Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
             None => self.cursor.take(size),
         };
-        let (rows, responses, sampling) = self.respond(&rows, update as u64)?;
+        let (rows, Answers { responses, episodes, sampling }) = self.respond(&rows, update as u64)?;
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
         let mut warnings = self.alarms.of_responses(&Sampled {
             update: update + 1,
@@ -186,6 +189,7 @@ impl PpoTrainer {
             update,
             rows,
             responses,
+            episodes,
             dropped,
             reused,
             warnings,
@@ -198,13 +202,12 @@ impl PpoTrainer {
 
     /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, the responses, and their sampling.
     /// `step` keys the random draws.
-    fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Vec<Response>, Timed)> {
+    fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Answers)> {
         let size = self.config.advantage.num_generations;
-        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
-        let (responses, timed) =
-            self.timed(&prompts, &GenerationConfig { num_return_sequences: size, ..generation })?;
-        Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), responses, timed))
+        let answers = self.answers(&asked, &GenerationConfig { num_return_sequences: size, ..generation })?;
+        Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), answers))
     }
 
     /// Policy, critic and reference model for the evaluation of responses.
@@ -241,6 +244,7 @@ impl PpoTrainer {
         if !self.config.needs_critic() {
             scores.scored.push_trl_metrics(m);
         }
+        push_tool_metrics(m, &batch.episodes);
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
@@ -275,24 +279,26 @@ impl PpoTrainer {
         }
     }
 
-    /// Samples responses to prompts; `step` and `purpose` key the random draws.
-    fn generate(
-        &self,
-        prompts: &[Vec<i64>],
-        sampling: Sampling,
-        purpose: Purpose,
-        step: usize,
-    ) -> Result<(Vec<Response>, Timed)> {
-        self.timed(prompts, &self.generation(sampling, purpose, step as u64))
+    /// Samples one response to each prompt; `step` and `purpose` key the random draws.
+    fn generate(&self, asked: &[&Prompt], sampling: Sampling, purpose: Purpose, step: usize) -> Result<Answers> {
+        self.answers(asked, &self.generation(sampling, purpose, step as u64))
     }
 
-    /// Samples responses to prompts, and counts their tokens and the time.
-    fn timed(&self, prompts: &[Vec<i64>], generation: &GenerationConfig) -> Result<(Vec<Response>, Timed)> {
+    /// Samples responses to prompts, in turns with the environment if there is one, and counts their tokens and the time.
+    fn answers(&self, asked: &[&Prompt], generation: &GenerationConfig) -> Result<Answers> {
         let began = Instant::now();
+        let (policy, world) = (&self.learner.policy, &self.learner.world);
         let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
-        let responses = generate_on(&self.learner.world, &self.learner.policy, prompts, generation)?;
-        let tokens = responses.iter().map(|response| response.tokens.len()).sum();
-        Ok((responses, Timed { seconds: began.elapsed().as_secs_f64(), tokens }))
+        let (responses, episodes) = match &self.environment {
+            Some(environment) => environment.converse(world, policy, asked, generation)?,
+            None => {
+                let prompts: Vec<&[i64]> = asked.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+                (generate_on(world, policy, &prompts, generation)?, Vec::new())
+            }
+        };
+        let tokens = responses.iter().map(Response::num_sampled).sum();
+        let sampling = Timed { seconds: began.elapsed().as_secs_f64(), tokens };
+        Ok(Answers { responses, episodes, sampling })
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
@@ -419,6 +425,8 @@ pub struct PpoTrainer {
     stop_strings: Option<StopStrings>,
     /// End tokens of responses that are in no loss.
     left_out: Vec<i64>,
+    /// The tools and environments of the responses, if there are any.
+    environment: Option<Conversing>,
     /// Selects the responses to train on.
     kept: KeptResponses,
     /// The responses of the next update, in a replay.
@@ -508,6 +516,8 @@ struct Batch {
     /// Rows of the prompts.
     rows: Vec<usize>,
     responses: Vec<Response>,
+    /// The episode of each response; empty without an environment.
+    episodes: Vec<Episode>,
     /// Responses that are too short to train on.
     dropped: usize,
     /// These are responses of an earlier update.
@@ -520,6 +530,36 @@ struct Batch {
     replaced_groups: usize,
     /// The scores that a run has recorded, in a replay.
     recorded: Option<RecordedScores>,
+}
+
+impl Batch {
+    /// The prompt of each response; `prompts` are those of the run.
+    fn asked<'a>(&'a self, prompts: &'a [Prompt]) -> Vec<&'a Prompt> {
+        asked(&self.rows, prompts, &self.episodes)
+    }
+}
+
+/// The prompts of the rows `rows` of `prompts`, as their `episodes` have them, if there are any.
+fn asked<'a>(rows: &[usize], prompts: &'a [Prompt], episodes: &'a [Episode]) -> Vec<&'a Prompt> {
+    let of = |(at, &row): (usize, &usize)| episodes.get(at).map_or(&prompts[row], |episode| &episode.prompt);
+    rows.iter().enumerate().map(of).collect()
+}
+
+/// Sampled responses.
+#[derive(Debug)]
+struct Answers {
+    responses: Vec<Response>,
+    /// The episode of each response; empty without an environment.
+    episodes: Vec<Episode>,
+    sampling: Timed,
+}
+
+impl Answers {
+    /// The prompts as they were asked, where `prompts` are those of the data.
+    fn asked<'a>(&'a self, prompts: &[&'a Prompt]) -> Vec<&'a Prompt> {
+        let of = |(at, prompt): (usize, &&'a Prompt)| self.episodes.get(at).map_or(*prompt, |episode| &episode.prompt);
+        prompts.iter().enumerate().map(of).collect()
+    }
 }
 
 /// Time and tokens of sampling.

@@ -103,7 +103,7 @@ impl StepTrainer {
         }
         let response = |tokens: &Vec<i64>| {
             let (tokens, logprobs, finish, sets) = (tokens.clone(), Vec::new(), FinishReason::Length, None);
-            Response { tokens, logprobs, finish, sets }
+            Response { tokens, logprobs, finish, sets, inserted: Vec::new() }
         };
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let device = self.learner.policy.device();

@@ -65,6 +65,7 @@ mod tests {
             logprobs: vec![0.0; tokens.len()],
             finish: FinishReason::Length,
             sets: None,
+            inserted: Vec::new(),
         };
         let responses: Vec<Response> = rows.iter().map(|(_, tokens)| response(tokens)).collect();
         Likeness::of(&prompts, &responses)

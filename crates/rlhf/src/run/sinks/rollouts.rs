@@ -1,6 +1,6 @@
 //! The sink of `rollouts/`: all responses of an update as a Parquet file.
 
-use crate::run::event::{Event, Rollout};
+use crate::run::event::{Event, Rollout, RolloutTurns};
 use crate::run::output_dir::{ROLLOUTS, remove_files, rollout_update};
 use crate::run::rollout_file::{RECORD, digest_entry, file_name};
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
@@ -58,6 +58,8 @@ type Column<'a> = (&'a str, Values<'a>);
 enum Values<'a> {
     Numbers(Vec<i64>),
     Texts(Vec<&'a str>),
+    /// Texts that no other part of the run has.
+    MadeTexts(Vec<String>),
     /// Null where there is none.
     Scores(Vec<Option<f64>>),
     /// Named scores in one struct.
@@ -114,7 +116,25 @@ fn columns(step: usize, rollout: &Rollout) -> Vec<Column<'_>> {
         columns.push(("kept_counts", Values::Made(counts)));
         columns.push(("kept_ids", Values::Made(kept.iter().map(|row| row.concat()).collect())));
     }
+    let turns: Option<Vec<&RolloutTurns>> = rows.iter().map(|row| row.turns.as_ref()).collect();
+    columns.extend(turns.into_iter().flat_map(|turns| columns_of_turns(&turns)));
     columns
+}
+
+/// Returns the columns of a rollout with an environment.
+fn columns_of_turns<'a>(turns: &[&'a RolloutTurns]) -> [Column<'a>; 6] {
+    let count = |of: fn(&RolloutTurns) -> usize| Values::Numbers(turns.iter().map(|turns| of(turns) as i64).collect());
+    let spans =
+        |turns: &&RolloutTurns| turns.inserted.iter().flat_map(|span| [span.start as i64, span.end as i64]).collect();
+    let messages = turns.iter().map(|turns| Value::from(turns.messages.as_slice()).to_string());
+    [
+        ("prompt_ids", Values::Ids(turns.iter().map(|turns| turns.prompt_ids.as_slice()).collect())),
+        ("inserted", Values::Made(turns.iter().map(spans).collect())),
+        ("messages", Values::MadeTexts(messages.collect())),
+        ("tool_calls", count(|turns| turns.calls)),
+        ("tool_failures", count(|turns| turns.failures)),
+        ("env_reward", Values::Scores(turns.iter().map(|turns| turns.reward).collect())),
+    ]
 }
 
 /// Returns the bytes of a Parquet file with these columns, in one row group, with the `record` and a digest of both in its metadata.
@@ -159,7 +179,7 @@ impl Values<'_> {
         };
         match self {
             Self::Numbers(_) => leaf(name, Physical::INT64, Repetition::REQUIRED),
-            Self::Texts(_) => Type::primitive_type_builder(name, Physical::BYTE_ARRAY)
+            Self::Texts(_) | Self::MadeTexts(_) => Type::primitive_type_builder(name, Physical::BYTE_ARRAY)
                 .with_repetition(Repetition::REQUIRED)
                 .with_logical_type(Some(LogicalType::String))
                 .build(),
@@ -183,6 +203,7 @@ impl Values<'_> {
                 let texts: Vec<ByteArray> = texts.iter().map(|text| ByteArray::from(*text)).collect();
                 write_leaf::<ByteArrayType>(group, &texts, None, None)
             }
+            Self::MadeTexts(texts) => Values::Texts(texts.iter().map(String::as_str).collect()).write(group),
             Self::Scores(scores) => write_scores(group, scores),
             Self::Struct(fields) => fields.iter().try_for_each(|(_, scores)| write_scores(group, scores)),
             Self::Ids(lists) => write_lists::<Int64Type>(group, lists),
@@ -253,6 +274,7 @@ mod tests {
             token_scores: None,
             baseline: None,
             kept_ids: None,
+            turns: None,
         }
     }
 

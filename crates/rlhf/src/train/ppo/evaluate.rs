@@ -1,7 +1,7 @@
 //! Evaluation, samples and the scores of responses.
 
-use super::{Batch, PpoTrainer, SAMPLE_ROWS};
-use crate::data::Prompt;
+use super::{Answers, Batch, PpoTrainer, SAMPLE_ROWS, asked};
+use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, ScoreUse, Scored, Scores, TrainerState};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
@@ -50,17 +50,19 @@ impl PpoTrainer {
         let began = Instant::now();
         let asked = self.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let sampling = self.config.sampling();
         // The same draws each time: where two evaluations differ, the policy does.
-        let (responses, _) = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
-        let (scores, components) = self.whole_scores(&asked, &responses)?;
-        let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
+        let answers = self.generate(&asked, sampling, Purpose::Evaluation, 0)?;
+        let asked = answers.asked(&asked);
+        let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = &answers.responses;
+        let (scores, components) = self.whole_scores(&asked, &answers)?;
+        let samples = self.sample_rows(&asked, responses, &scores, &components)?;
         // Policy and reference by the same pass: decoding rounds differently in low precision and on a GPU.
         let anew = self.reference.is_some() && !self.learner.policy.is_exact();
         let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(anew) };
         let models = self.rollout_models();
-        let e = experience(models, &prompts, &responses, scores, &settings)?;
+        let e = experience(models, &prompts, responses, scores, &settings)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
@@ -75,7 +77,7 @@ impl PpoTrainer {
         if let Some(reference) = &e.ref_logprobs {
             m.push("eval/kl", per_row(&(&e.logprobs - reference)));
         }
-        m.push("eval/response_length", e.lengths().iter().sum::<i64>() as f64 / rows);
+        m.push("eval/response_length", e.sampled.iter().sum::<i64>() as f64 / rows);
         m.push("time/eval", began.elapsed().as_secs_f64());
         Ok(Evaluation { metrics: m, samples })
     }
@@ -111,7 +113,7 @@ impl PpoTrainer {
     pub(super) fn score_batch(&mut self, batch: &mut Batch) -> Result<BatchScores> {
         let mut scored = match &batch.recorded {
             Some(recorded) => recorded.scored.clone(),
-            None => self.score_rows(&batch.rows, &batch.responses)?,
+            None => self.score_rows(&batch.rows, &batch.responses, &batch.episodes)?,
         };
         if self.config.groups.filters() && batch.recorded.is_none() {
             scored = self.replace_groups(batch, scored)?;
@@ -121,8 +123,8 @@ impl PpoTrainer {
         let (penalized, ends) = self.trained_scores(&mut scored, &batch.responses, true);
         let log = &self.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
-            let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
-            let samples = self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?;
+            let shown: Vec<&Prompt> = batch.asked(&self.prompts).into_iter().take(SAMPLE_ROWS).collect();
+            let samples = self.sample_rows(&shown, &batch.responses, &raw, &scored.components)?;
             self.with_tokens(samples, &batch.responses)?
         } else {
             Vec::new()
@@ -143,21 +145,26 @@ impl PpoTrainer {
     }
 
     /// Scores responses to the prompts `rows`, to train on them.
-    pub(super) fn score_rows(&mut self, rows: &[usize], responses: &[Response]) -> Result<Scored> {
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+    pub(super) fn score_rows(
+        &mut self,
+        rows: &[usize],
+        responses: &[Response],
+        episodes: &[Episode],
+    ) -> Result<Scored> {
         self.rewards.set_trainer_state(&trainer_state(self));
-        self.rewards.score_responses(&self.tokenizer, &prompts, responses, ScoreUse::Training)
+        let prompts = asked(rows, &self.prompts, episodes);
+        self.rewards.score_episodes(&self.tokenizer, &prompts, responses, episodes, ScoreUse::Training)
     }
 
     /// Greedy responses to the sample prompts, with their scores.
     pub(super) fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
-        let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let (responses, _) = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
         let asked = self.sample_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let (scores, components) = self.whole_scores(&asked, &responses)?;
-        let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        self.with_tokens(samples, &responses)
+        let answers = self.generate(&asked, Sampling::Greedy, Purpose::Samples, update)?;
+        let asked = answers.asked(&asked);
+        let (scores, components) = self.whole_scores(&asked, &answers)?;
+        let samples = self.sample_rows(&asked, &answers.responses, &scores, &components)?;
+        self.with_tokens(samples, &answers.responses)
     }
 
     /// Adds to samples, the first of the `responses`, their tokens with log-probabilities.
@@ -193,7 +200,7 @@ impl PpoTrainer {
                     components,
                     extra,
                     finish_reason: Some(response.finish),
-                    num_tokens: Some(response.tokens.len()),
+                    num_tokens: Some(response.num_sampled()),
                     tokens: Vec::new(),
                     logprobs: Vec::new(),
                     conversation: Conversation::of(&prompt.row, &prompt.text),
@@ -206,10 +213,10 @@ impl PpoTrainer {
     pub(super) fn whole_scores(
         &mut self,
         prompts: &[&Prompt],
-        responses: &[Response],
+        Answers { responses, episodes, .. }: &Answers,
     ) -> Result<(Tensor, Vec<ComponentScores>)> {
         self.rewards.set_trainer_state(&trainer_state(self));
-        let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, ScoreUse::Report)?;
+        let scored = self.rewards.score_episodes(&self.tokenizer, prompts, responses, episodes, ScoreUse::Report)?;
         Ok((self.raw_scores(&scored, responses), scored.components))
     }
 
@@ -225,8 +232,10 @@ impl PpoTrainer {
     /// score to be lowered.
     fn penalized(&self, scored: &Scored, unscored: &[bool], responses: &[Response]) -> (Scores, Vec<usize>) {
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
-        let ends: Vec<usize> =
-            responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
+        // Each turn before the last one ends with such a token too.
+        let last_turn = |r: &Response| r.inserted.last().map_or(0, |span| span.end);
+        let count = |r: &Response| r.tokens[last_turn(r)..].iter().filter(|id| end.contains(id)).count();
+        let ends: Vec<usize> = responses.iter().map(count).collect();
         let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
         let spared: Vec<bool> = stopped.zip(unscored).map(|(stopped, unscored)| stopped || *unscored).collect();
         let mut scores = scored.to_scores(self.learner.policy.device());

@@ -13,7 +13,7 @@ use crate::run::output_dir::REFERENCE;
 use rlhf_base::Result;
 use rlhf_base::metrics::{Metrics, Warning};
 use rlhf_base::rng::Purpose;
-use rlhf_lm::generate::{Response, Sampling};
+use rlhf_lm::generate::Sampling;
 use std::path::Path;
 use tch::Tensor;
 
@@ -54,11 +54,12 @@ impl PpoTrainer {
             }
             let rows = self.cursor.take(wanted);
             // The number of the batch is part of the key of its random draws.
-            let (rows, responses, sampling) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
-            batch.sampling += sampling;
-            let more = self.score_rows(&rows, &responses)?;
+            let (rows, answers) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
+            batch.sampling += answers.sampling;
+            let more = self.score_rows(&rows, &answers.responses, &answers.episodes)?;
             batch.rows.extend(rows);
-            batch.responses.extend(responses);
+            batch.responses.extend(answers.responses);
+            batch.episodes.extend(answers.episodes);
             let lengths: Vec<usize> = batch.responses.iter().map(|response| response.tokens.len()).collect();
             scored.extend(more, &lengths);
         }
@@ -68,9 +69,8 @@ impl PpoTrainer {
         let chosen = kept.into_iter().chain(left_out).take(wanted);
         let rows: Vec<usize> = chosen.flat_map(|group| group * size..(group + 1) * size).collect();
         batch.rows = rows.iter().map(|&row| batch.rows[row]).collect();
-        let responses = std::mem::take(&mut batch.responses);
-        let mut responses: Vec<Option<Response>> = responses.into_iter().map(Some).collect();
-        batch.responses = rows.iter().filter_map(|&row| responses[row].take()).collect();
+        batch.responses = selected(std::mem::take(&mut batch.responses), &rows);
+        batch.episodes = selected(std::mem::take(&mut batch.episodes), &rows);
         Ok(scored.select(&rows))
     }
 
@@ -79,13 +79,14 @@ impl PpoTrainer {
     fn greedy_scores(&mut self, batch: &mut Batch) -> Result<Tensor> {
         let size = self.config.advantage.num_generations;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
-        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let (responses, sampling) = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
-        batch.sampling += sampling;
-        let asked: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
-        let asked: Vec<_> = asked.iter().collect();
-        let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, ScoreUse::Baseline)?;
-        let (scores, _) = self.trained_scores(&mut scored, &responses, false);
+        let prompts: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
+        let prompts: Vec<_> = prompts.iter().collect();
+        let answers = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
+        batch.sampling += answers.sampling;
+        let (asked, responses) = (answers.asked(&prompts), &answers.responses);
+        let mut scored =
+            self.rewards.score_episodes(&self.tokenizer, &asked, responses, &answers.episodes, ScoreUse::Baseline)?;
+        let (scores, _) = self.trained_scores(&mut scored, responses, false);
         let total = match &scores.tokens {
             Some(tokens) => {
                 let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
@@ -138,11 +139,17 @@ impl PpoTrainer {
         }
         let size = self.config.advantage.num_generations;
         let prompts: usize = e.prompts.iter().map(Vec::len).sum();
-        self.num_tokens += (prompts + e.lengths().iter().sum::<i64>() as usize) as u64;
+        self.num_tokens += (prompts + e.sampled.iter().sum::<i64>() as usize) as u64;
         m.push("num_tokens", self.num_tokens as f64);
         push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
         m.push("step_time", seconds);
         (size > 1).then(|| self.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
+}
+
+/// The items at `rows`, each at most once.
+fn selected<T>(items: Vec<T>, rows: &[usize]) -> Vec<T> {
+    let mut items: Vec<Option<T>> = items.into_iter().map(Some).collect();
+    rows.iter().filter_map(|&row| items.get_mut(row)?.take()).collect()
 }

@@ -1,8 +1,10 @@
 //! Loads and checks the parts of a PPO run.
 
 use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
+use super::converse::Conversing;
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
+use crate::environment::{Environment, Log};
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
@@ -11,6 +13,7 @@ use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::inputs::Inputs;
+use crate::run::output_dir::TOOLS_LOG;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::run::start::{Found, Start};
@@ -29,6 +32,7 @@ use rlhf_lm::optim::{LearningRates, Optim};
 use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 impl PpoTrainer {
     /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts.
@@ -51,8 +55,9 @@ impl PpoTrainer {
 
     /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start.
     pub(super) fn load(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
-        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
+        let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
         let mut trainer = Self::of_parts(config, parts)?;
+        trainer.environment = environment;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, notes, commits);
         trainer.inputs.replace("PpoParts::prompts", inputs);
         Ok(trainer)
@@ -111,6 +116,7 @@ impl PpoTrainer {
             prompts,
             stop,
             stop_strings,
+            environment: None,
             kept: KeptResponses::new(config.mask.min_response_length),
             recorded: None,
             last_metrics: Metrics::default(),
@@ -135,6 +141,17 @@ impl PpoTrainer {
         self.order = Some(PerUpdate(Box::new(order)));
         take_snapshot(&mut self);
         self
+    }
+
+    /// Adds tools and environments that the policy calls, with their rewards.
+    ///
+    /// # Errors
+    /// If they cannot be started, or the tokenizer's chat template cannot be used with tools.
+    pub fn with_environment(mut self, environment: Arc<dyn Environment>) -> Result<Self> {
+        environment.start()?;
+        let (tokenizer, config) = (&self.tokenizer, &self.config.environment);
+        self.environment = Some(Conversing::new(environment, tokenizer, config, &mut self.rewards)?);
+        Ok(self)
     }
 
     /// Sets the learning rates of each update: `schedule(update)`, instead of those of the settings; called as
@@ -253,6 +270,7 @@ impl PpoParts {
 /// The parts that the settings name, loaded, with what a resumed run compares.
 pub(crate) struct Loaded {
     pub(crate) parts: PpoParts,
+    environment: Option<Conversing>,
     pub(crate) cursor: Cursor,
     /// Warnings about prompts and dtypes.
     notes: Vec<String>,
@@ -288,9 +306,11 @@ impl Loaded {
         let mut inputs = Inputs::default();
         let folders = Folders::find(config, &mut inputs)?;
         let optional: Vec<_> = folders.specs.iter().filter_map(Spec::optional_column).collect();
-        let Models { learner, reference, rewards, tokenizer, mut notes } = Models::load(config, more, folders)?;
+        let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(config, more, folders)?;
+        let environment = start_environment(config, &tokenizer, &mut rewards)?;
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
+        let environment = environment.map(|environment| environment.limited_to(limit.1));
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
         check_cuts(config, &rewards, &prompts)?;
@@ -298,8 +318,19 @@ impl Loaded {
         let (cursor, commits) = (prompts.cursor, asked.commits());
         let parts =
             PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
-        Ok(Self { parts, cursor, notes, commits, inputs })
+        Ok(Self { parts, environment, cursor, notes, commits, inputs })
     }
+}
+
+/// Starts the tools and environments that the settings name, and adds their rewards; a replay starts none.
+fn start_environment(config: &PpoConfig, tokenizer: &Tokenizer, rewards: &mut Rewards) -> Result<Option<Conversing>> {
+    if rewards.is_recorded() {
+        return Ok(None);
+    }
+    let log = Log::at(&config.run.output_dir.join(TOOLS_LOG));
+    let Some(environment) = config.environment.environment(&log)? else { return Ok(None) };
+    environment.start()?;
+    Conversing::new(environment, tokenizer, &config.environment, rewards).map(Some)
 }
 
 /// The models that the settings name, loaded.
@@ -609,13 +640,15 @@ pub(in crate::train) fn read_prompts(
 /// Refuses a run that has no reward, or chooses the best model by one that it has not; `names` are those of its rewards.
 pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
-    if names.is_empty() {
+    // An environment names its reward once it has started.
+    if names.is_empty() && config.environment.environment_factory.is_empty() {
         let message = "no reward: set at least one of `reward_model_path`, `reward`, `reward_command` and `reward_url`";
         return Err(Error::Usage(message.into()));
     }
     if let Some(metric) = &config.eval.metric_for_best_model
         && let Some(name) = metric.strip_prefix(EVAL_SCORES)
         && !names.contains(&name)
+        && config.environment.environment_factory.is_empty()
     {
         let known = names.join(", ");
         let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");

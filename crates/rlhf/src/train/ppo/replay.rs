@@ -7,12 +7,12 @@ mod changes;
 mod compare;
 
 use super::{Batch, COMMAND, PpoTrainer, Timed};
-use crate::data::Prompt;
+use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
-use crate::run::event::{Rollout, RolloutRow};
+use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
 use crate::run::rollout_file::{file_name, is_of_ppo, metrics_line, read_rollout, recorded_updates};
@@ -330,13 +330,14 @@ impl RecordedUpdate {
         for (place, row) in (1..).zip(rows) {
             let invalid = |message: String| Err(Error::invalid(&self.record.path, format!("row {place}: {message}")));
             let prompt: Option<&Prompt> = trainer.prompts.get(row.prompt_row);
-            if prompt.is_none_or(|prompt| prompt.text != row.prompt) {
+            if prompt.is_none_or(|prompt| row.turns.is_none() && prompt.text != row.prompt) {
                 return invalid(format!(
                     "expected the prompt of row {} of the data, found another text",
                     row.prompt_row
                 ));
             }
-            if let Some(id) = row.token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
+            let of_prompt = row.turns.iter().flat_map(|turns| &turns.prompt_ids);
+            if let Some(id) = row.token_ids.iter().chain(of_prompt).find(|id| !(0..vocab).contains(*id)) {
                 return invalid(format!("expected token ids below the vocabulary of {vocab}, found {id}"));
             }
         }
@@ -355,11 +356,20 @@ impl RecordedUpdate {
             logprobs: row.logprobs.clone(),
             finish: row.finish_reason,
             sets: sets(row),
+            inserted: row.turns.as_ref().map(|turns| turns.inserted.clone()).unwrap_or_default(),
+        };
+        let episode = |row: &RolloutRow| {
+            let turns = row.turns.clone()?;
+            let row_of_data = trainer.prompts[row.prompt_row].row.clone();
+            let prompt = Prompt { tokens: turns.prompt_ids, text: row.prompt.clone(), row: row_of_data };
+            let RolloutTurns { messages, calls, failures, reward, .. } = turns;
+            Some(Episode { prompt, messages, calls, failures, reward, reward_name: None, has_failed: false })
         };
         Ok(Batch {
             update: self.update - 1,
             rows: rows.iter().map(|row| row.prompt_row).collect(),
             responses: rows.iter().map(response).collect(),
+            episodes: rows.iter().filter_map(episode).collect(),
             dropped: self.count("dropped")?,
             reused: self.count("reused")? > 0,
             warnings: Vec::new(),

@@ -7,7 +7,7 @@ use crate::reward::Scored;
 use crate::rl::experience::Experience;
 use crate::rl::shaping::Targets;
 use crate::run::checkpoint::State;
-use crate::run::event::{Rollout, RolloutRow};
+use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use rlhf_base::Result;
 use rlhf_lm::model::{TokenSet, ValueModel};
 use serde_json::{Value, json};
@@ -37,9 +37,18 @@ impl PpoTrainer {
         let values = has_critic.then(|| numbers(&e.values, &e.value_counts)).transpose()?;
         let present = |score: f64| (!score.is_nan()).then_some(score);
         let scores = e.scored_totals();
+        let asked = batch.asked(&self.prompts);
         let baselines = e.baselines.as_ref().map(to_host);
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
+            let turns = batch.episodes.get(row).map(|episode| RolloutTurns {
+                prompt_ids: episode.prompt.tokens.clone(),
+                inserted: response.inserted.clone(),
+                messages: episode.messages.clone(),
+                calls: episode.calls,
+                failures: episode.failures,
+                reward: episode.reward,
+            });
             let components = scored.components.iter();
             // Of tokens that the run does not count, those of sampling: a replay with other settings may count them.
             let sampled = response.logprobs.iter().zip(logprobs[row].iter().zip(&counts[row]));
@@ -47,7 +56,7 @@ impl PpoTrainer {
             Ok(RolloutRow {
                 group: e.groups[row],
                 prompt_row,
-                prompt: self.prompts[prompt_row].text.clone(),
+                prompt: asked[row].text.clone(),
                 response: self.tokenizer.decode(&response.tokens)?,
                 token_ids: response.tokens.clone(),
                 finish_reason: response.finish,
@@ -62,6 +71,7 @@ impl PpoTrainer {
                 token_scores: scored.tokens.as_ref().map(|tokens| tokens[row].clone()),
                 baseline: baselines.as_ref().and_then(|baselines| present(baselines[row])),
                 kept_ids: response.sets.as_ref().map(|sets| sets.iter().map(TokenSet::ids).collect()),
+                turns,
             })
         };
         let rows = (0..e.rows()).map(row).collect::<Result<_>>()?;

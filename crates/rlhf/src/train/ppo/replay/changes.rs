@@ -188,10 +188,10 @@ mod tests {
             others.map(|name| name.as_str()).filter(|name| !name.starts_with("reward")).collect();
         others.sort_unstable();
         let expected = "apply_chat_template bf16 bnb_4bit_quant_type chat_template_kwargs data_split data_split_seed dataset_columns dataset_config dataset_name dataset_test_split \
-                        dataset_train_split dataset_weights dtype enable_ema eval_dataset_name eval_split_size fp16 hysteresis initial_scale_power \
-                        load_in_4bit load_in_8bit long_prompts lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules loss_scale_window max_prompt_length \
-                        min_loss_scale model_name_or_path model_revision new_reward_head num_shared_layers optim output_dir preset \
-                        sft_model_path sync_ref_model system_prompt unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
+                        dataset_train_split dataset_weights dtype enable_ema environment_factory environment_failure_reward eval_dataset_name eval_split_size fp16 hysteresis initial_scale_power \
+                        load_in_4bit load_in_8bit long_prompts lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules loss_scale_window malformed_calls max_environments max_prompt_length max_tool_calling_iterations \
+                        min_loss_scale model_name_or_path model_revision new_reward_head num_shared_layers optim output_dir preset reset_timeout \
+                        sft_model_path sync_ref_model system_prompt tool_env tool_memory tool_output_limit tool_processes tool_timeout tools unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
                         use_peft use_rslora value_head value_lora_modules_to_save value_lora_r value_lora_target_modules value_model_path value_use_peft";
         assert_eq!(others.join(" "), expected);
     }

@@ -1,0 +1,480 @@
+//! Generation of responses of several turns: after a turn, tokens that the model did not sample may follow, and the model goes on.
+//!
+//! The keys and values of a row stay in the cache over all its turns. Tokens that are inserted are fed one in each step, beside the rows that
+//! sample; a row that waits feeds its last token again, in the same place.
+
+use super::{
+    Choice, Decoding, FinishReason, GenerationConfig, HostChoice, Prefill, Response, batches, check_fit, choose,
+    on_host, without,
+};
+use crate::model::{CausalLm, StopCheck, TokenSet};
+use rlhf_base::{Error, Result};
+use std::collections::VecDeque;
+use tch_ext::on_device;
+
+/// The continuation of a response after a turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Next {
+    /// The response ends with the turn.
+    End,
+    /// The model goes on after these tokens. If they and the response exceed [`GenerationConfig::max_new_tokens`], the response ends with the
+    /// turn; if nothing is left after them, it ends with them.
+    Continue(Vec<i64>),
+}
+
+/// Decides what follows each turn.
+pub trait Turns {
+    /// A turn of response `response`, counted from 0 among those of this call, has ended; `tokens` are those that were sampled in it.
+    ///
+    /// # Errors
+    /// An error ends the generation.
+    fn ended(&mut self, response: usize, tokens: &[i64], finish: FinishReason) -> Result<()>;
+
+    /// The decisions that were made since the last call, each with its response. Where `wait` is set, nothing can be generated before the next
+    /// one: there is at least one.
+    ///
+    /// # Errors
+    /// An error ends the generation.
+    fn decided(&mut self, wait: bool) -> Result<Vec<(usize, Next)>>;
+
+    /// Returns true if decisions are made only after each response has ended its turn: `decided` is then called with `wait` alone.
+    fn in_lockstep(&self) -> bool;
+}
+
+/// Generates responses of several turns; `turns` decides after each turn, which ends as a response of [`super::generate`] does. All tokens after
+/// the prompt count in `max_new_tokens`, those that are inserted too.
+///
+/// The draws of a response depend on the number of tokens that were sampled for it, and on what [`super::generate`] says: not on when a decision
+/// is made.
+///
+/// # Errors
+/// As [`super::generate`], and those of `turns`.
+pub fn generate_turns<P: AsRef<[i64]>>(
+    model: &CausalLm,
+    prompts: &[P],
+    config: &GenerationConfig,
+    turns: &mut dyn Turns,
+) -> Result<Vec<Response>> {
+    if model.config().is_encoder_decoder() {
+        return Err(Error::Usage("turns with tools: expected a model without an encoder".into()));
+    }
+    check_fit(model, prompts, config)?;
+    let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
+    let batches = if config.max_new_tokens == 0 { Vec::new() } else { batches(&lens, config) };
+    let count = prompts.len() * config.num_return_sequences;
+    let mut responses: Vec<Option<Response>> = vec![None; count];
+    let mut store = |conversations: Conversations<'_>| {
+        for (row, response) in conversations.finished() {
+            responses[row] = Some(response);
+        }
+    };
+    tch::no_grad(|| {
+        let lockstep = turns.in_lockstep();
+        let mut all = Vec::new();
+        for batch in &batches {
+            let mut prefill = Prefill::new(model, prompts, batch, config, StopCheck::NEVER)?;
+            for rows in prefill.parts() {
+                let mut conversations = Conversations::new(prefill.decoding(&rows), turns.in_lockstep());
+                if lockstep {
+                    all.push(conversations);
+                    continue;
+                }
+                while conversations.step(turns)? {
+                    conversations.take(&mut turns.decided(conversations.is_blocked())?);
+                }
+                store(conversations);
+            }
+        }
+        // Each turn of all rows before the next one of any.
+        while !all.is_empty() {
+            for conversations in &mut all {
+                while !conversations.is_blocked() && conversations.step(turns)? {}
+            }
+            let (ended, others) = all.into_iter().partition(Conversations::has_ended);
+            let _: () = Vec::into_iter(ended).for_each(&mut store);
+            all = others;
+            if !all.is_empty() {
+                let mut decided = turns.decided(true)?;
+                all.iter_mut().for_each(|conversations| conversations.take(&mut decided));
+            }
+        }
+        Ok::<_, Error>(())
+    })?;
+    Ok(responses.into_iter().map(|response| response.unwrap_or_else(|| Response::empty(config))).collect())
+}
+
+/// The state of a row at a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// It feeds its tokens, and samples after the last of them.
+    Runs,
+    /// Its turn has ended: it feeds what is left to feed, and waits.
+    Waits,
+    /// Its response has ended.
+    Ended,
+}
+
+/// A row of [`Conversations`].
+struct Row {
+    phase: Phase,
+    /// Tokens of the response that are not in the cache yet.
+    unfed: VecDeque<i64>,
+    /// The token that was fed last, or the last one of the prompt.
+    fed: i64,
+    /// Number of tokens of the response at the start of its turn.
+    turn: usize,
+}
+
+/// A batch of responses in the middle of their turns.
+struct Conversations<'a> {
+    decoding: Decoding<'a>,
+    /// One for each response.
+    rows: Vec<Row>,
+    /// Remove rows that have ended from the cache: only where this happens at the same step in each run, since products round by the number of
+    /// rows.
+    compacts: bool,
+    /// The prompts have been read, and no token has been sampled.
+    at_start: bool,
+}
+
+impl<'a> Conversations<'a> {
+    fn new(decoding: Decoding<'a>, compacts: bool) -> Self {
+        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), fed: *last, turn: 0 };
+        let rows = decoding.last_of_prompts.iter().map(row).collect();
+        Self { decoding, rows, compacts, at_start: true }
+    }
+
+    /// Whether no row can feed or sample a token before a decision.
+    fn is_blocked(&self) -> bool {
+        self.rows.iter().all(|row| row.phase != Phase::Runs)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.rows.iter().all(|row| row.phase == Phase::Ended)
+    }
+
+    /// The responses with their numbers among all.
+    fn finished(self) -> impl Iterator<Item = (usize, Response)> {
+        self.decoding.rows.into_iter().zip(self.decoding.responses)
+    }
+
+    /// One step, unless no row can take one. Returns false if all responses have ended.
+    fn step(&mut self, turns: &mut dyn Turns) -> Result<bool> {
+        if self.has_ended() {
+            return Ok(false);
+        }
+        if self.is_blocked() {
+            return Ok(true);
+        }
+        if !self.at_start {
+            self.feed()?;
+        }
+        self.at_start = false;
+        let samples: Vec<bool> = self.decoding.alive.iter().map(|&i| self.samples(i)).collect();
+        if samples.contains(&true) {
+            let choice = self.choose(&samples);
+            self.record(&samples, on_host(&[choice]).remove(0), turns)?;
+        }
+        Ok(true)
+    }
+
+    /// Whether response `i` samples a token now.
+    fn samples(&self, i: usize) -> bool {
+        self.rows[i].phase == Phase::Runs && self.rows[i].unfed.is_empty()
+    }
+
+    /// Feeds one token of each row; a row without one feeds its last again.
+    fn feed(&mut self) -> Result<()> {
+        let decoding = &mut self.decoding;
+        let (mut tokens, mut again) = (Vec::with_capacity(decoding.alive.len()), Vec::new());
+        for (at, &i) in decoding.alive.iter().enumerate() {
+            let row = &mut self.rows[i];
+            match row.unfed.pop_front() {
+                Some(token) => row.fed = token,
+                None => again.push(at),
+            }
+            tokens.push(row.fed);
+        }
+        if !again.is_empty() {
+            decoding.cache.step_back(&again);
+        }
+        let tokens = on_device(&tokens, decoding.model.device());
+        decoding.logits = decoding.model.decode(&tokens, &mut decoding.cache)?;
+        if let Some(seen) = &mut decoding.seen {
+            seen.add(&tokens);
+        }
+        Ok(())
+    }
+
+    /// Chooses a token for each row of the cache; those of rows that do not sample have no meaning, and take no draw.
+    fn choose(&mut self, samples: &[bool]) -> Choice {
+        let decoding = &mut self.decoding;
+        let (config, logits) = (decoding.config, &decoding.logits);
+        let streams = &mut decoding.streams;
+        let rows = decoding.alive.iter().zip(samples);
+        let draws: Vec<f64> = rows.map(|(&i, &samples)| if samples { streams[i].uniform() } else { 0.5 }).collect();
+        let draws = on_device(&draws, logits.device());
+        let wide = || logits.to_kind(tch::Kind::Float);
+        let mut adjusted = decoding.seen.as_ref().map(|seen| seen.penalize(&wide(), config.repetition_penalty));
+        let short = |&i: &usize| decoding.responses[i].num_sampled() < config.min_new_tokens;
+        let short: Vec<bool> = decoding.alive.iter().map(short).collect();
+        if short.contains(&true) && !config.stop_token_ids.is_empty() {
+            let before = adjusted.unwrap_or_else(wide);
+            let short = on_device(&short, logits.device()).unsqueeze(1);
+            adjusted = Some(without(&before, &decoding.stop_ids).where_self(&short, &before));
+        }
+        choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws)
+    }
+
+    /// Appends the tokens of the rows that sampled, and tells `turns` which turns have ended.
+    fn record(&mut self, samples: &[bool], choice: HostChoice, turns: &mut dyn Turns) -> Result<()> {
+        let HostChoice { tokens, logprobs, kept, .. } = choice;
+        let config = self.decoding.config;
+        let vocab = kept.len() / tokens.len().max(1);
+        for at in (0..samples.len()).filter(|&at| samples[at]) {
+            let i = self.decoding.alive[at];
+            let (token, logprob) = (tokens[at], logprobs[at]);
+            if !logprob.is_finite() {
+                return Err(self.decoding.not_finite(i));
+            }
+            let response = &mut self.decoding.responses[i];
+            response.tokens.push(token);
+            response.logprobs.push(logprob);
+            if let Some(sets) = &mut response.sets {
+                sets.push(TokenSet::new(&kept[at * vocab..(at + 1) * vocab]));
+            }
+            let row = &mut self.rows[i];
+            row.unfed.push_back(token);
+            let turn = &response.tokens[row.turn..];
+            let stops = config.stop_token_ids.contains(&token)
+                || match &config.stop_strings {
+                    Some(strings) => {
+                        response.num_sampled() >= config.min_new_tokens && strings.completed_by_last(turn)?
+                    }
+                    None => false,
+                };
+            response.finish = if stops { FinishReason::Stop } else { FinishReason::Length };
+            if stops || response.tokens.len() == config.max_new_tokens {
+                row.phase = Phase::Waits;
+                turns.ended(self.decoding.rows[i], turn, response.finish)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes from `decided` the decisions for these responses.
+    fn take(&mut self, decided: &mut Vec<(usize, Next)>) {
+        decided.retain(|(number, next)| {
+            let Some(i) = self.decoding.rows.iter().position(|row| row == number) else { return true };
+            self.go_on(i, next);
+            false
+        });
+        if self.compacts {
+            self.remove_ended();
+        }
+    }
+
+    /// Goes on with response `i`, whose turn has ended.
+    fn go_on(&mut self, i: usize, next: &Next) {
+        let most = self.decoding.config.max_new_tokens;
+        let (response, row) = (&mut self.decoding.responses[i], &mut self.rows[i]);
+        let left = most - response.tokens.len();
+        let (tokens, goes_on) = match next {
+            Next::End => (&[][..], false),
+            Next::Continue(tokens) if tokens.len() > left => (&[][..], false),
+            Next::Continue(tokens) => (&tokens[..], true),
+        };
+        row.phase = Phase::Ended;
+        if !tokens.is_empty() {
+            let start = response.tokens.len();
+            response.inserted.push(start..start + tokens.len());
+            response.tokens.extend(tokens);
+            response.logprobs.resize(response.tokens.len(), 0.0);
+            if let Some(sets) = &mut response.sets {
+                sets.extend(tokens.iter().map(|&token| TokenSet::only(token)));
+            }
+        }
+        if goes_on && tokens.len() < left {
+            row.phase = Phase::Runs;
+            row.unfed.extend(tokens);
+            row.turn = response.tokens.len();
+        } else if goes_on {
+            // Nothing of the next turn fits.
+            response.finish = FinishReason::Length;
+        }
+    }
+
+    /// Removes rows that have ended from the cache once an eighth of its rows have.
+    fn remove_ended(&mut self) {
+        for i in 0..self.rows.len() {
+            self.decoding.stopped[i] = self.rows[i].phase == Phase::Ended;
+        }
+        self.decoding.remove_stopped();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::generate::{Sampling, generate};
+    use crate::model::{Batch, ModelOptions};
+    use std::collections::VecDeque;
+    use std::path::Path;
+
+    const STOPS: i64 = 12;
+
+    fn golden_model(name: &str) -> CausalLm {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
+        CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap()
+    }
+
+    fn prompts() -> Vec<Vec<i64>> {
+        (0..5i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % 250).collect()).collect()
+    }
+
+    fn config(model: &CausalLm) -> GenerationConfig {
+        GenerationConfig {
+            stop_token_ids: (0..model.config().vocab_size).filter(|id| id % STOPS == 0).collect(),
+            num_return_sequences: 2,
+            batch_size: 4,
+            seed: 3,
+            ..GenerationConfig::new(Sampling::at_temperature(0.7), 24)
+        }
+    }
+
+    /// Inserts `response % 4 + 1` tokens after each of the first `turns` turns; decisions are handed out late, one at a time, where not in
+    /// lockstep.
+    struct Script {
+        turns: usize,
+        lockstep: bool,
+        seen: Vec<Vec<(Vec<i64>, FinishReason)>>,
+        due: VecDeque<(usize, Next)>,
+        asked: usize,
+    }
+
+    impl Script {
+        fn new(turns: usize, lockstep: bool) -> Self {
+            Self { turns, lockstep, seen: vec![Vec::new(); 10], due: VecDeque::new(), asked: 0 }
+        }
+
+        fn inserted(response: usize) -> Vec<i64> {
+            (0..=response as i64 % 4).map(|at| 31 + at).collect()
+        }
+    }
+
+    impl Turns for Script {
+        fn ended(&mut self, response: usize, tokens: &[i64], finish: FinishReason) -> Result<()> {
+            let next = if self.seen[response].len() < self.turns {
+                Next::Continue(Self::inserted(response))
+            } else {
+                Next::End
+            };
+            self.seen[response].push((tokens.to_vec(), finish));
+            self.due.push_back((response, next));
+            Ok(())
+        }
+
+        fn decided(&mut self, wait: bool) -> Result<Vec<(usize, Next)>> {
+            self.asked += 1;
+            if self.lockstep {
+                assert!(wait);
+                return Ok(self.due.drain(..).collect());
+            }
+            let is_late = self.asked.is_multiple_of(3);
+            Ok(if wait || is_late { self.due.pop_back().into_iter().collect() } else { Vec::new() })
+        }
+
+        fn in_lockstep(&self) -> bool {
+            self.lockstep
+        }
+    }
+
+    /// The responses turn by turn, each from a cache of its own: the whole text so far is the prompt of the next turn.
+    fn by_prompts(model: &CausalLm, response: &Response, prompt: &[i64]) -> Vec<f32> {
+        let text = [prompt, &response.tokens].concat();
+        let span = prompt.len()..text.len();
+        let found = tch::no_grad(|| model.logprobs_of(Batch::new(&[&text], &[span]), 0.7, false)).unwrap();
+        Vec::try_from(found.logprobs).unwrap()
+    }
+
+    #[test]
+    fn a_response_goes_on_after_inserted_tokens_as_a_pass_over_the_whole_text_has_it() {
+        for name in ["gpt_neox", "llama_tied"] {
+            let model = golden_model(name);
+            let config = config(&model);
+            let mut expected = None;
+            for lockstep in [true, false] {
+                let mut script = Script::new(2, lockstep);
+                let found = generate_turns(&model, &prompts(), &config, &mut script).unwrap();
+                for (row, response) in found.iter().enumerate() {
+                    let what = format!("{name}, lockstep {lockstep}, row {row}: {response:?}");
+                    let turns = &script.seen[row];
+                    assert!(response.tokens.len() <= 24 && !turns.is_empty(), "{what}");
+                    // The turns and what is between them are the tokens, in order.
+                    let mut tokens = Vec::new();
+                    for (at, (turn, _)) in turns.iter().enumerate() {
+                        if at > 0 {
+                            tokens.extend(Script::inserted(row));
+                        }
+                        tokens.extend(turn);
+                    }
+                    assert!(response.tokens.starts_with(&tokens), "{what}");
+                    let sampled = response.sampled();
+                    assert_eq!(sampled.iter().filter(|sampled| **sampled).count(), response.num_sampled(), "{what}");
+                    let all = by_prompts(&model, response, &prompts()[row / 2]);
+                    for ((logprob, whole), sampled) in response.logprobs.iter().zip(all).zip(&sampled) {
+                        assert!(if *sampled { (logprob - whole).abs() < 2e-4 } else { *logprob == 0.0 }, "{what}");
+                    }
+                    let is_full = response.inserted.last().is_some_and(|span| span.end == 24);
+                    let expected = if is_full { FinishReason::Length } else { turns[turns.len() - 1].1 };
+                    assert_eq!(response.finish, expected, "{what}");
+                }
+                // When decisions are made changes no token.
+                let tokens: Vec<_> = found.into_iter().map(|response| (response.tokens, response.inserted)).collect();
+                assert_eq!(expected.get_or_insert_with(|| tokens.clone()), &tokens, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_response_of_one_turn_is_that_of_generate() {
+        let model = golden_model("gpt_neox");
+        let config = GenerationConfig { min_new_tokens: 3, repetition_penalty: 1.3, ..config(&model) };
+        let expected = generate(&model, &prompts(), &config).unwrap();
+        for lockstep in [true, false] {
+            let found = generate_turns(&model, &prompts(), &config, &mut Script::new(0, lockstep)).unwrap();
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish));
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_ends_the_response_with_its_turn_and_what_fits_exactly_ends_it() {
+        struct Long(usize, Vec<usize>);
+        impl Turns for Long {
+            fn ended(&mut self, response: usize, tokens: &[i64], _finish: FinishReason) -> Result<()> {
+                self.1.resize(10, 0);
+                self.1[response] = tokens.len();
+                Ok(())
+            }
+            fn decided(&mut self, _wait: bool) -> Result<Vec<(usize, Next)>> {
+                let more = self.0;
+                let next =
+                    |(row, len): (usize, &usize)| (*len > 0).then(|| (row, Next::Continue(vec![40; 24 - len + more])));
+                Ok(self.1.iter().enumerate().filter_map(next).collect())
+            }
+            fn in_lockstep(&self) -> bool {
+                true
+            }
+        }
+        let model = golden_model("gpt_neox");
+        let config = GenerationConfig { batch_size: 32, ..config(&model) };
+        let exact = generate_turns(&model, &prompts(), &config, &mut Long(0, Vec::new())).unwrap();
+        assert!(exact.iter().all(|r| r.tokens.len() == 24 && r.finish == FinishReason::Length), "{exact:?}");
+        assert!(exact.iter().any(|r| r.inserted.len() == 1));
+        let long = generate_turns(&model, &prompts(), &config, &mut Long(1, Vec::new())).unwrap();
+        assert!(long.iter().all(|r| r.inserted.is_empty()), "{long:?}");
+        assert!(long.iter().any(|r| r.finish == FinishReason::Stop && r.tokens.len() < 24));
+    }
+}

@@ -1,0 +1,177 @@
+//! Training with tools and environments: the policy `tests/golden/tools_policy` calls `add` before it answers.
+
+use crate::cli::{Ran, Scratch};
+use crate::support::golden;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// Tools and environments of Python.
+const MODULE: &str = r#"
+import os, time
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+
+
+def dies(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    os._exit(3)
+
+dies.__name__ = "add"
+
+
+class Sum:
+    def reset(self, answer, **row):
+        self.answer, self.found = answer, None
+
+    def add(self, a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        self.found = a + b
+        print("added", a, b)
+        return self.found
+
+    def get_reward(self) -> float:
+        return float(str(self.found) == self.answer)
+"#;
+
+/// A folder with the policy, the tools and 24 sums to be found.
+fn scratch() -> Scratch {
+    let scratch = Scratch::new();
+    std::fs::create_dir(scratch.path("caller")).unwrap();
+    for file in std::fs::read_dir(golden().join("tools_policy")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), scratch.path("caller").join(file.file_name())).unwrap();
+    }
+    scratch.write("helpers.py", MODULE);
+    let mut rows = String::new();
+    for row in 0..24 {
+        let (a, b) = (1 + row % 9, 1 + row * 7 % 9);
+        let prompt = json!([{"role": "user", "content": format!("{a}+{b}")}]);
+        let _ = writeln!(rows, "{}", json!({"prompt": prompt, "answer": (a + b).to_string()}));
+    }
+    scratch.write("sums.jsonl", &rows);
+    scratch
+}
+
+const GRPO: &str = "grpo --model_name_or_path caller --dataset_name sums.jsonl --max_completion_length 100 --num_generations 4 \
+                    --train_batch_size 16 --max_steps 3 --learning_rate 1e-4 --temperature 1.0";
+const TOOL: &str = "--tools helpers.add --reward exact:answer";
+
+/// Runs what must succeed; the policy is nearly certain of its calls, of which a run may warn.
+#[track_caller]
+fn trains(scratch: &Scratch, line: &str) {
+    let ran = scratch.run(line);
+    assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+}
+
+fn weights(scratch: &Scratch, run: &str) -> Vec<u8> {
+    std::fs::read(scratch.path(run).join("model.safetensors")).unwrap()
+}
+
+#[test]
+fn grpo_with_tools_trains_on_sampled_tokens_alone_resumes_and_is_replayed_to_the_bit() {
+    let scratch = scratch();
+    let line = format!("{GRPO} {TOOL} --log_rollouts true --save_steps 1");
+    trains(&scratch, &format!("{line} --output_dir whole"));
+    let metrics = scratch.metrics("whole");
+    let number = |step: usize, name: &str| metrics[step][name].as_f64().unwrap_or_else(|| panic!("{name}"));
+    assert!(number(0, "tools/call_frequency") > 0.5, "{:?}", metrics[0]);
+    assert!(number(0, "tools/failure_frequency") < 0.5);
+    // Results and the template's text between turns are no sampled tokens.
+    let pages = Value::from(metrics.iter().map(|m| m["num_tokens"].clone()).collect::<Vec<_>>());
+    assert!(number(0, "completions/mean_length") < 60.0, "{pages}");
+    trains(&scratch, &format!("{line} --output_dir part --max_steps 3 --resume_from_checkpoint whole/checkpoint-1"));
+    assert!(weights(&scratch, "part") == weights(&scratch, "whole"));
+    let verdict = scratch.run("replay whole --update 2 --output_dir again");
+    assert!(verdict.code == 0 && verdict.stdout.contains("equal to the run"), "{}{}", verdict.stdout, verdict.stderr);
+}
+
+#[test]
+fn ranks_have_their_own_sessions_and_give_the_same_numbers() {
+    let scratch = scratch();
+    let line = format!("{GRPO} --environment_factory helpers.Sum --bf16 false");
+    trains(&scratch, &format!("{line} --output_dir one"));
+    let ran = scratch.run(&format!("launch --nproc_per_node 2 {line} --output_dir two"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for (one, two) in scratch.metrics("one").iter().zip(&scratch.metrics("two")) {
+        for name in ["tools/call_frequency", "rewards/Sum/mean", "env_reward", "completions/mean_length", "num_tokens"]
+        {
+            let [one, two] = [one, two].map(|m| m[name].as_f64().unwrap_or_else(|| panic!("{name} in {m:?}")));
+            assert!((one - two).abs() < 1e-9, "{name}: {one} {two}");
+        }
+    }
+}
+
+#[test]
+fn ppo_with_a_critic_learns_from_the_reward_of_an_environment() {
+    let scratch = scratch();
+    let line = "ppo --sft_model_path caller --dataset_name sums.jsonl --response_length 100 --train_batch_size 16 \
+                --total_episodes 32 --learning_rate 1e-3 --stop_token eos --missing_eos_penalty 1 --environment_factory helpers.Sum \
+                --eval_dataset_name sums.jsonl --eval_steps 1 --num_eval_prompts 8 --output_dir run";
+    trains(&scratch, line);
+    let metrics = scratch.metrics("run");
+    let update = metrics.iter().find(|m| m.get("loss/value_avg").is_some()).unwrap();
+    assert!(update["tools/call_frequency"].as_f64().unwrap() > 0.5, "{update:?}");
+    assert!(update["env_reward"].as_f64().unwrap() > 0.2, "{update:?}");
+    let evaluated = metrics.iter().find(|m| m.get("eval/score").is_some()).unwrap();
+    assert!(evaluated["eval/scores/Sum"].as_f64().unwrap() > 0.2, "{evaluated:?}");
+    assert!(scratch.read("run/tools.log").contains("added "), "{}", scratch.read("run/tools.log"));
+}
+
+#[test]
+fn what_cannot_be_used_with_tools_is_one_line_before_anything_is_written() {
+    let scratch = scratch();
+    scratch.copy("plain", "gpt_neox");
+    let with = |words: &str| format!("{GRPO} --output_dir new {words}");
+    for (words, code, expected) in [
+        ("--tools nowhere.add --reward exact:answer", 1, &["no module `nowhere`"][..]),
+        ("--tools helpers.subtract --reward exact:answer", 1, &["helpers", "has no function `subtract`"]),
+        ("--tools helpers.add", 2, &["no reward"]),
+        ("--tools add --reward exact:answer", 2, &["tools = add: expected the module and the name of a function"]),
+        (
+            "--max_tool_calling_iterations 3 --reward exact:answer",
+            2,
+            &["max_tool_calling_iterations = 3 has no effect"],
+        ),
+        (
+            "--tools helpers.add --reward exact:answer --max_prompt_length 20 --long_prompts truncate_left",
+            2,
+            &["long_prompts = truncate_left with tools"],
+        ),
+        ("--tools helpers.add --reward exact:answer --model_name_or_path plain", 1, &["chat template"]),
+    ] {
+        scratch.refuses(&with(words), code, expected);
+    }
+}
+
+#[test]
+fn an_environment_that_dies_names_the_row_or_scores_it_where_the_user_says_so() {
+    let scratch = scratch();
+    let line = format!("{GRPO} --tools helpers.dies --reward exact:answer --output_dir new");
+    let ran: Ran = scratch.run(&line);
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    let error = ran.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default().to_string();
+    assert!(
+        error.contains("row ") && error.contains("response ") && error.contains("exit status: 3"),
+        "{}",
+        ran.stderr
+    );
+    let line = format!("{GRPO} --environment_factory helpers.Sum --environment_failure_reward -1 --output_dir scored");
+    trains(&scratch, &line);
+}

@@ -1,0 +1,33 @@
+//! Responses of several turns.
+
+use super::prompts::Prompt;
+use rlhf_lm::tokenizer::message_text;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A response of several turns with an environment: its conversation, and what the environment said of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Episode {
+    /// The prompt with the tools and with what the environment said at its start.
+    pub prompt: Prompt,
+    /// Messages of the response, in the order of the conversation: turns of the policy, and results of its calls.
+    pub messages: Vec<Value>,
+    /// Number of calls that were executed.
+    pub calls: usize,
+    /// Number of those calls that failed.
+    pub failures: usize,
+    /// The environment's reward; `None` where it gives none.
+    pub reward: Option<f64>,
+    /// Name of that reward.
+    pub reward_name: Option<String>,
+    /// Whether the environment died, and the reward is that of the settings for this case.
+    pub has_failed: bool,
+}
+
+impl Episode {
+    /// The text of the policy's last turn: its answer, where it has called tools before.
+    pub fn answer(&self) -> String {
+        let last = self.messages.iter().rfind(|message| message["role"] == "assistant");
+        last.and_then(|message| message_text(&message["content"])).unwrap_or_default()
+    }
+}

@@ -1,0 +1,147 @@
+//! Environments by name, of which the column `environment` of a row chooses one, with tools that all of them have.
+
+use super::{Called, Environment, Finished, Opened, Session, ToolCall};
+use rlhf_base::safe_text::{beginning, one_line};
+use rlhf_base::{Error, Result};
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// The column that chooses the environment of a row.
+const COLUMN: &str = "environment";
+
+/// Several environments, of which each row chooses one by its column `environment`; and tools beside them.
+pub struct Combined {
+    /// Tools that every row has, before those of its environment.
+    pub tools: Option<Arc<dyn Environment>>,
+    /// Environments by name; or one without a name, for all rows.
+    pub environments: Vec<(Option<String>, Arc<dyn Environment>)>,
+}
+
+impl Combined {
+    fn parts(&self) -> impl Iterator<Item = &Arc<dyn Environment>> {
+        self.tools.iter().chain(self.environments.iter().map(|(_, environment)| environment))
+    }
+
+    /// Returns the environment of a row. Removes the column that chose it, which is no part of the task.
+    fn of(&self, columns: &mut Map<String, Value>) -> Result<Option<&dyn Environment>> {
+        if self.environments.iter().all(|(name, _)| name.is_none()) {
+            return Ok(self.environments.first().map(|(_, environment)| &**environment));
+        }
+        let chosen = columns.shift_remove(COLUMN).unwrap_or(Value::Null);
+        let found = self.environments.iter().find(|(name, _)| name.as_deref() == chosen.as_str());
+        match found.filter(|_| chosen.is_string()) {
+            Some((_, environment)) => Ok(Some(&**environment)),
+            None => {
+                let known: Vec<_> =
+                    self.environments.iter().flat_map(|(name, _)| name).map(|name| format!("`{name}`")).collect();
+                let found = chosen.to_string();
+                Err(Error::Run(format!(
+                    "expected one of the environments {} in the column `{COLUMN}`, found {}",
+                    known.join(", "),
+                    beginning(&one_line(&found), 80)
+                )))
+            }
+        }
+    }
+}
+
+impl Environment for Combined {
+    fn open(&self, row: &Map<String, Value>, seed: u64) -> Result<Option<Box<dyn Session>>> {
+        let mut columns = row.clone();
+        let own = match self.of(&mut columns)? {
+            Some(environment) => match environment.open(&columns, seed)? {
+                Some(session) => Some(session),
+                None => return Ok(None),
+            },
+            None => None,
+        };
+        let shared = match &self.tools {
+            Some(tools) => match tools.open(row, seed)? {
+                Some(session) => Some(session),
+                None => return Ok(None),
+            },
+            None => None,
+        };
+        let tools =
+            |session: &Option<Box<dyn Session>>| session.as_ref().map_or_else(Vec::new, |s| s.opened().tools.clone());
+        let names = tools(&own).iter().filter_map(|tool| tool["function"]["name"].as_str().map(String::from)).collect();
+        let mut opened = own.as_ref().map_or_else(Opened::default, |session| session.opened().clone());
+        opened.tools = [tools(&shared), tools(&own)].concat();
+        Ok(Some(Box::new(CombinedSession { shared, own, names, opened })))
+    }
+
+    fn start(&self) -> Result<()> {
+        self.parts().try_for_each(|part| part.start())
+    }
+
+    fn tools(&self) -> Vec<Value> {
+        let mut tools: Vec<Value> = Vec::new();
+        for tool in self.parts().flat_map(|part| part.tools()) {
+            if !tools.contains(&tool) {
+                tools.push(tool);
+            }
+        }
+        tools
+    }
+
+    fn reward_names(&self) -> Vec<String> {
+        let mut names: Vec<String> = Vec::new();
+        for name in self.parts().flat_map(|part| part.reward_names()) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
+    }
+
+    fn in_lockstep(&self) -> bool {
+        self.parts().any(|part| part.in_lockstep())
+    }
+}
+
+struct CombinedSession {
+    /// The session of the tools.
+    shared: Option<Box<dyn Session>>,
+    /// The session of the row's environment.
+    own: Option<Box<dyn Session>>,
+    /// Names of the tools of the row's environment.
+    names: Vec<String>,
+    opened: Opened,
+}
+
+impl Session for CombinedSession {
+    fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    /// Calls both sessions, with consecutive calls of one of them together. A name that both have is the environment's.
+    fn call(&mut self, calls: &[ToolCall]) -> Result<Called> {
+        let mut all = Called::default();
+        let is_own = |call: &ToolCall| self.names.contains(&call.name);
+        for part in calls.chunk_by(|a, b| is_own(a) == is_own(b)) {
+            let (own, shared) = (&mut self.own, &mut self.shared);
+            let is_own = part.first().is_some_and(is_own);
+            let session = if is_own { own.as_mut().or(shared.as_mut()) } else { shared.as_mut().or(own.as_mut()) };
+            let Some(session) = session else {
+                return Err(Error::Run("tools were called, and there are neither tools nor environments".into()));
+            };
+            let called = session.call(part)?;
+            all.results.extend(called.results);
+            if let Some(reward) = called.reward {
+                all.reward = Some(all.reward.unwrap_or(0.0) + reward);
+            }
+            if called.done {
+                all.done = true;
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Finished> {
+        if let Some(shared) = self.shared {
+            shared.finish()?;
+        }
+        self.own.map_or_else(|| Ok(Finished::default()), |session| session.finish())
+    }
+}

@@ -1,0 +1,440 @@
+//! Responses of several turns: the policy calls tools, and an environment gives the results and the reward.
+
+use crate::data::{Episode, Prompt, PromptLimit, prompt_messages};
+use crate::environment::{
+    Environment, EnvironmentConfig, EnvironmentReward, Event, MalformedCalls, Opened, Outcome, Sessions, ToolCall,
+    ToolResult,
+};
+use crate::reward::Rewards;
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::safe_text::{beginning, one_line};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{FinishReason, GenerationConfig, Next, Response, Turns, generate_turns};
+use rlhf_lm::model::CausalLm;
+use rlhf_lm::tokenizer::{Tokenizer, ToolTemplate, Turn, message_text};
+use serde_json::{Value, json};
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Time after which a session that has sent nothing is asked for again; sessions have their own time limits.
+const WAIT: Duration = Duration::from_secs(1);
+
+/// Name of the reward of rows whose environment dies, where no environment gives one.
+const FAILURE_REWARD: &str = "environment";
+
+/// The tools and environments of a run.
+pub(crate) struct Conversing {
+    environment: Arc<dyn Environment>,
+    template: ToolTemplate,
+    tokenizer: Tokenizer,
+    config: EnvironmentConfig,
+    /// Name of the reward of rows whose environment dies.
+    failure_reward: String,
+    /// Limit on the length of prompts with their tools.
+    limit: Option<PromptLimit>,
+}
+
+impl fmt::Debug for Conversing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Conversing").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl Conversing {
+    /// Tools and environments that have been started, for a policy with this tokenizer; adds their rewards to `rewards`.
+    ///
+    /// # Errors
+    /// If the tokenizer's chat template cannot be used with tools.
+    pub(crate) fn new(
+        environment: Arc<dyn Environment>,
+        tokenizer: &Tokenizer,
+        config: &EnvironmentConfig,
+        rewards: &mut Rewards,
+    ) -> Result<Self> {
+        let (template, tokenizer) = (ToolTemplate::new(tokenizer)?, tokenizer.clone());
+        let mut of_environment = Rewards::new();
+        let mut names = environment.reward_names();
+        let failure_reward = names.first().cloned().unwrap_or_else(|| FAILURE_REWARD.into());
+        if names.is_empty() && config.environment_failure_reward.is_some() {
+            names.push(failure_reward.clone());
+        }
+        for name in names {
+            of_environment = of_environment.with(&name.clone(), EnvironmentReward { name });
+        }
+        rewards.extend(of_environment);
+        Ok(Self { environment, template, tokenizer, config: config.clone(), failure_reward, limit: None })
+    }
+
+    /// Samples responses to prompts, [`GenerationConfig::num_return_sequences`] to each, in turns with the environment. Each rank has the
+    /// sessions of its rows; all get the results of all.
+    ///
+    /// # Errors
+    /// As [`generate_turns`]; if an environment is dead; if a prompt with what its environment says does not fit the model.
+    pub(crate) fn converse(
+        &self,
+        world: &World,
+        policy: &CausalLm,
+        asked: &[&Prompt],
+        generation: &GenerationConfig,
+    ) -> Result<(Vec<Response>, Vec<Episode>)> {
+        let size = generation.num_return_sequences;
+        let own = world.share(asked.len());
+        let rows = own.start * size..own.end * size;
+        let found = world.gather(world.agree(self.own_rows(policy, asked, rows, generation))?)?;
+        Ok(found.into_iter().flatten().unzip())
+    }
+
+    /// [`Conversing::converse`] for some rows: those of one rank, as many at a time as there may be sessions.
+    fn own_rows(
+        &self,
+        policy: &CausalLm,
+        asked: &[&Prompt],
+        rows: Range<usize>,
+        generation: &GenerationConfig,
+    ) -> Result<Vec<(Response, Episode)>> {
+        // Functions and classes of Python alone see the rows in the order of the whole batch, as in TRL.
+        let is_whole = self.environment.in_lockstep() && !self.config.has_sessions_elsewhere();
+        let at_once = if is_whole { rows.len().max(1) } else { self.config.max_environments };
+        let mut found = Vec::with_capacity(rows.len());
+        for start in rows.clone().step_by(at_once) {
+            let part = start..(start + at_once).min(rows.end);
+            let config = GenerationConfig { first_row: generation.first_row + start as u64, ..generation.clone() };
+            let talk = Talk::open(self, asked, part, &config)?;
+            found.extend(talk.run(policy, &config)?);
+        }
+        Ok(found)
+    }
+
+    /// Sets the limit on the length of prompts with their tools.
+    pub(super) fn limited_to(mut self, limit: PromptLimit) -> Self {
+        self.limit = Some(limit);
+        self
+    }
+
+    fn prompt(&self, asked: &Prompt, opened: &Opened) -> Result<Prompt> {
+        let mut messages = prompt_messages(&asked.row)?;
+        if let Some(said) = &opened.prompt {
+            append(&mut messages, said);
+        }
+        let tokens = if is_continued(&messages) {
+            self.template.continued_prompt(&messages, &opened.tools)?
+        } else {
+            self.template.prompt(&messages, &opened.tools)?
+        };
+        if let Some(limit) = self.limit.filter(|limit| tokens.len() > limit.max_length()) {
+            return Err(Error::Run(format!(
+                "the prompt {:?} with its tools: expected at most {} tokens ({}), found {}",
+                beginning(&one_line(&asked.text), 60),
+                limit.max_length(),
+                limit.reason(),
+                tokens.len()
+            )));
+        }
+        let mut row = asked.row.clone();
+        row["prompt"] = messages.into();
+        Ok(Prompt { text: self.tokenizer.decode_verbatim(&tokens)?, tokens, row })
+    }
+}
+
+/// Whether the response continues the last message.
+fn is_continued(messages: &[Value]) -> bool {
+    messages.last().is_some_and(|message| message["role"] == "assistant")
+}
+
+/// Appends a text to the last message, as it is.
+fn append(messages: &mut Vec<Value>, said: &str) {
+    match messages.last_mut().map(|message| &mut message["content"]) {
+        Some(Value::Array(parts)) => parts.push(json!({"type": "text", "text": said})),
+        Some(content) => *content = (message_text(content).unwrap_or_default() + said).into(),
+        None => messages.push(json!({"role": "user", "content": said})),
+    }
+}
+
+impl Row {
+    /// Notes that the environment is dead for this row, whose reward has the name `name` where it has none of its own.
+    fn fail(&mut self, name: &str) {
+        (self.is_open, self.episode.has_failed) = (false, true);
+        self.episode.reward_name.get_or_insert_with(|| name.to_string());
+    }
+}
+
+/// The conversations of some rows.
+struct Talk<'a> {
+    of: &'a Conversing,
+    sessions: Sessions,
+    rows: Vec<Row>,
+    most_tokens: usize,
+    /// Decisions that wait to be handed out.
+    decided: Vec<(usize, Next)>,
+    /// Calls in lockstep, which are made once all rows have ended their turn.
+    pending: Vec<(usize, Vec<ToolCall>)>,
+    /// Rows whose calls are being made.
+    busy: usize,
+}
+
+/// The conversation of a row.
+struct Row {
+    episode: Episode,
+    tools: Vec<Value>,
+    /// Number of tokens of the response so far.
+    tokens: usize,
+    /// Number of turns with calls that were made.
+    iterations: usize,
+    /// The turn whose calls are being made: for each call, its result where that is known without a call.
+    known: Vec<Option<ToolResult>>,
+    /// Whether there is a session to be finished.
+    is_open: bool,
+}
+
+impl<'a> Talk<'a> {
+    /// Opens the sessions of `rows`, which are responses to `asked`, and makes their prompts.
+    fn open(of: &'a Conversing, asked: &[&Prompt], rows: Range<usize>, generation: &GenerationConfig) -> Result<Self> {
+        let size = generation.num_return_sequences;
+        let config = &of.config;
+        let most = if of.environment.in_lockstep() { rows.len() } else { config.max_environments };
+        let mut sessions = Sessions::new(of.environment.clone(), most.max(1), config.environment_failure_reward)?;
+        for (at, row) in rows.clone().enumerate() {
+            let (group, columns) = (row / size, asked[row / size].row.as_object().cloned().unwrap_or_default());
+            // All rows of a group begin alike.
+            let mut stream = Stream::new(generation.seed, Purpose::Environments, generation.step, group as u64);
+            let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
+            let place = format!("response {} to {:?}", row % size + 1, beginning(&one_line(&asked[group].text), 60));
+            sessions.open(at, &place, columns, seed)?;
+        }
+        let mut opened: Vec<Option<Result<Opened, f64>>> = (0..rows.len()).map(|_| None).collect();
+        while opened.iter().any(Option::is_none) {
+            let events = sessions.poll(WAIT)?;
+            if events.is_empty() && sessions.is_blocked() {
+                let free = opened.iter().flatten().count();
+                return Err(Error::Usage(format!(
+                    "max_environments = {}: expected at most {free}, the sessions that the environment has: the rows of a batch begin together",
+                    config.max_environments
+                )));
+            }
+            for Event { row, outcome } in events {
+                opened[row] = Some(match outcome {
+                    Outcome::Opened(opened) => Ok(opened),
+                    Outcome::Failed { reward, .. } => Err(reward),
+                    Outcome::Called(_) | Outcome::Finished(_) => continue,
+                });
+            }
+        }
+        let rows = opened.into_iter().flatten().zip(rows).map(|(opened, row)| {
+            let (is_open, failed) = (opened.is_ok(), opened.as_ref().err().copied());
+            let opened = opened.unwrap_or_default();
+            let prompt = of.prompt(asked[row / size], &opened)?;
+            let Opened { tools, reward_name, .. } = opened;
+            let reward_name = if is_open { reward_name } else { Some(of.failure_reward.clone()) };
+            let episode = Episode {
+                prompt,
+                messages: Vec::new(),
+                calls: 0,
+                failures: 0,
+                reward: failed,
+                reward_name,
+                has_failed: !is_open,
+            };
+            Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Vec::new(), is_open })
+        });
+        let rows = rows.collect::<Result<_>>()?;
+        let most_tokens = generation.max_new_tokens;
+        Ok(Self { of, sessions, rows, most_tokens, decided: Vec::new(), pending: Vec::new(), busy: 0 })
+    }
+
+    /// Generates the responses, and ends the sessions.
+    fn run(mut self, policy: &CausalLm, generation: &GenerationConfig) -> Result<Vec<(Response, Episode)>> {
+        let prompts: Vec<Vec<i64>> = self.rows.iter().map(|row| row.episode.prompt.tokens.clone()).collect();
+        let size = generation.num_return_sequences;
+        // The prompt of a group is computed once, where its rows have the same.
+        let same = prompts.len().is_multiple_of(size)
+            && prompts.chunks(size).all(|group| group.iter().all(|prompt| *prompt == group[0]));
+        let responses = if same && generation.first_row.is_multiple_of(size as u64) {
+            let of_groups: Vec<&Vec<i64>> = prompts.iter().step_by(size).collect();
+            generate_turns(policy, &of_groups, generation, &mut self)?
+        } else {
+            let config = GenerationConfig { num_return_sequences: 1, ..generation.clone() };
+            generate_turns(policy, &prompts, &config, &mut self)?
+        };
+        self.finish()?;
+        Ok(responses.into_iter().zip(self.rows.into_iter().map(|row| row.episode)).collect())
+    }
+
+    /// Ends the open sessions, which give their rewards.
+    fn finish(&mut self) -> Result<()> {
+        let open: Vec<usize> = (0..self.rows.len()).filter(|&row| self.rows[row].is_open).collect();
+        open.iter().try_for_each(|&row| self.sessions.finish(row))?;
+        let mut left = open.len();
+        while left > 0 {
+            for Event { row, outcome } in self.sessions.poll(WAIT)? {
+                self.rows[row].episode.reward = match outcome {
+                    Outcome::Finished(finished) => {
+                        if finished.reward.is_some() && self.rows[row].episode.reward_name.is_none() {
+                            return Err(Error::Usage(
+                                "an environment gave a reward without a name: expected one in Opened::reward_name and in \
+                                 Environment::reward_names"
+                                    .into(),
+                            ));
+                        }
+                        finished.reward
+                    }
+                    Outcome::Failed { reward, .. } => {
+                        self.rows[row].fail(&self.of.failure_reward);
+                        Some(reward)
+                    }
+                    Outcome::Opened(_) | Outcome::Called(_) => continue,
+                };
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the calls of a turn, now or with those of the other rows.
+    fn call(&mut self, at: usize, turn: Turn) -> Result<()> {
+        let row = &mut self.rows[at];
+        row.iterations += 1;
+        let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
+        // A turn that cannot be read is a call that fails, where the settings say so.
+        row.known = match &turn.malformed {
+            Some(fault) => vec![Some(fails("", fault))],
+            None => turn.calls.iter().map(|call| Some(fails(&call.name, call.fault.as_ref()?))).collect(),
+        };
+        let made = turn.calls.into_iter().filter(|call| call.fault.is_none());
+        let calls: Vec<ToolCall> = made.map(|call| ToolCall { name: call.name, arguments: call.arguments }).collect();
+        self.busy += 1;
+        if self.in_lockstep() {
+            self.pending.push((at, calls));
+            return Ok(());
+        }
+        self.submit(at, calls)
+    }
+
+    fn submit(&mut self, at: usize, calls: Vec<ToolCall>) -> Result<()> {
+        if calls.is_empty() {
+            return self.answered(at, Vec::new(), false);
+        }
+        self.sessions.call(at, calls)
+    }
+
+    /// Takes the results of the calls that row `at` has made.
+    fn answered(&mut self, at: usize, results: Vec<ToolResult>, done: bool) -> Result<()> {
+        self.busy -= 1;
+        let row = &mut self.rows[at];
+        let mut results = results.into_iter();
+        let known = std::mem::take(&mut row.known);
+        // An episode that is over may leave out the last results.
+        let results: Vec<ToolResult> = known.into_iter().map_while(|known| known.or_else(|| results.next())).collect();
+        row.episode.calls += results.len();
+        row.episode.failures += results.iter().filter(|result| result.failed).count();
+        let messages: Vec<Value> = results
+            .iter()
+            .map(|result| json!({"role": "tool", "name": result.name, "content": result.content}))
+            .collect();
+        if done {
+            row.episode.messages.extend(messages);
+            self.decided.push((at, Next::End));
+            return Ok(());
+        }
+        let suffix = self.of.template.suffix(&messages)?;
+        // As the generation decides: a round that does not fit is not part of the response.
+        if row.tokens + suffix.len() <= self.most_tokens {
+            row.tokens += suffix.len();
+            row.episode.messages.extend(messages);
+        }
+        self.decided.push((at, Next::Continue(suffix)));
+        Ok(())
+    }
+
+    fn take(&mut self, Event { row: at, outcome }: Event) -> Result<()> {
+        match outcome {
+            Outcome::Called(called) => self.answered(at, called.results, called.done),
+            Outcome::Failed { reward, .. } => {
+                self.busy -= 1;
+                let row = &mut self.rows[at];
+                row.episode.reward = Some(reward);
+                row.fail(&self.of.failure_reward);
+                self.decided.push((at, Next::End));
+                Ok(())
+            }
+            Outcome::Opened(_) | Outcome::Finished(_) => Ok(()),
+        }
+    }
+}
+
+impl Turns for Talk<'_> {
+    fn ended(&mut self, at: usize, tokens: &[i64], finish: FinishReason) -> Result<()> {
+        let row = &mut self.rows[at];
+        row.tokens += tokens.len();
+        let prompt = &row.episode.prompt;
+        let begins =
+            row.episode.messages.is_empty() && is_continued(prompt.row["prompt"].as_array().map_or(&[], Vec::as_slice));
+        let turn = if begins {
+            self.of.template.read_continued(&prompt.tokens, tokens, &row.tools)?
+        } else {
+            self.of.template.read_turn(tokens, &row.tools)?
+        };
+        row.episode.messages.push(turn.message.clone());
+        let config = &self.of.config;
+        let may_call = row.is_open && config.max_tool_calling_iterations.is_none_or(|most| row.iterations < most);
+        let is_answered = turn.malformed.is_some() && config.malformed_calls == MalformedCalls::Error;
+        let has_calls = !turn.calls.is_empty() || is_answered && finish == FinishReason::Stop;
+        if may_call && has_calls {
+            return self.call(at, turn);
+        }
+        self.decided.push((at, Next::End));
+        Ok(())
+    }
+
+    fn decided(&mut self, wait: bool) -> Result<Vec<(usize, Next)>> {
+        let in_lockstep = self.in_lockstep();
+        // Tools with a state see the rows in their order.
+        let mut pending = std::mem::take(&mut self.pending);
+        pending.sort_by_key(|(row, _)| *row);
+        pending.into_iter().try_for_each(|(row, calls)| self.submit(row, calls))?;
+        loop {
+            let waits = self.busy > 0 && (in_lockstep || wait && self.decided.is_empty());
+            let events = self.sessions.poll(if waits { WAIT } else { Duration::ZERO })?;
+            events.into_iter().try_for_each(|event| self.take(event))?;
+            let is_complete = if in_lockstep { self.busy == 0 } else { !wait || !self.decided.is_empty() };
+            if is_complete {
+                return Ok(std::mem::take(&mut self.decided));
+            }
+        }
+    }
+
+    fn in_lockstep(&self) -> bool {
+        self.of.environment.in_lockstep()
+    }
+}
+
+/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as for calls that were made.
+fn error_text(fault: &str) -> String {
+    let quote = if fault.contains('\'') && !fault.contains('"') { '"' } else { '\'' };
+    format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))
+}
+
+/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them; nothing without an environment.
+pub(super) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
+    if episodes.is_empty() {
+        return;
+    }
+    let calls: usize = episodes.iter().map(|episode| episode.calls).sum();
+    let failures: usize = episodes.iter().map(|episode| episode.failures).sum();
+    let failed = episodes.iter().filter(|episode| episode.has_failed).count();
+    if failed > 0 {
+        m.push("env_failure_frequency", failed as f64 / episodes.len() as f64);
+    }
+    m.push("tools/call_frequency", calls as f64 / episodes.len() as f64);
+    m.push("tools/failure_frequency", failures as f64 / calls.max(1) as f64);
+    let rewards: Vec<f64> = episodes.iter().filter_map(|episode| episode.reward).collect();
+    if !rewards.is_empty() {
+        m.push("env_reward", rewards.iter().sum::<f64>() / rewards.len() as f64);
+    }
+}
+
+#[cfg(test)]
+mod tests;
