@@ -52,12 +52,12 @@ ELSEWHERE = set(
     """
     accelerator_kwargs attn_implementation backward_batch_size bnb_4bit_quant_storage bnb_4bit_quant_type compare_steps
     config_name dataset_config dataset_name dataset_streaming dataset_test_split dataset_train_split datasets device_map dtype
-    eval_dataset_name eval_only exp_name forward_batch_size global_backward_batch_size global_batch_size ignore_bias_buffers
+    environment_factory eval_dataset_name eval_only exp_name forward_batch_size global_backward_batch_size global_batch_size ignore_bias_buffers
     is_encoder_decoder is_peft_model load_in_4bit load_in_8bit lora_alpha lora_dropout lora_modules_to_save lora_r
     lora_target_modules lora_target_parameters lora_task_type model_name model_name_or_path model_revision optimize_cuda_cache
     optimize_device_cache project_kwargs push_to_hub_if_best_kwargs query_dataset resume_from_checkpoint reward reward_command
     reward_funcs reward_model reward_model_name_or_path reward_model_path reward_url sft_model_path steps streaming task_name test_split_size tokenizer_name
-    torch_dtype total_ppo_epochs use_bnb_nested_quant use_dora use_peft use_rslora value_model_path
+    tools torch_dtype total_ppo_epochs use_bnb_nested_quant use_dora use_peft use_rslora value_model_path
     """.split()
 )
 
@@ -166,7 +166,6 @@ OF_OTHERS = {
     "logging_strategy": ("str", "steps"),
     "low_cpu_mem_usage": ("bool | None", None),
     "lr_scheduler_kwargs": ("dict[str, Any] | str | None", None),
-    "max_tool_calling_iterations": ("int | None", None),
     "model_init_kwargs": ("dict[str, Any] | str | None", None),
     "neftune_noise_alpha": ("float | None", None),
     "num_completions_to_print": ("int | None", None),

@@ -216,6 +216,16 @@ class _Rollouts(_Training):
     reward_concurrency: int = field(default=4, metadata={"help": "Concurrent requests to a reward service"})
     reward_timeout: float = field(default=120.0, metadata={"help": "Timeout in seconds for the next score of a reward program, or for a request to a service"})
     reward_retries: int = field(default=3, metadata={"help": "Retries after a reward program or service fails, before the run ends with an error"})
+    max_tool_calling_iterations: int | None = field(default=None, metadata={"help": "Maximum number of turns with tool calls per response [default: no limit but its length]"})
+    malformed_calls: str = field(default='text', metadata={"help": "Treatment of a turn with a broken tool call: plain text, as in TRL, or a failed call whose error the policy sees: text, error"})
+    environment_failure_reward: float | None = field(default=None, metadata={"help": "Reward of a row whose environment dies [default: the run ends with an error]"})
+    max_environments: int = field(default=64, metadata={"help": "Maximum number of sessions of environments that are open at a time; further rows wait"})
+    tool_timeout: float = field(default=30.0, metadata={"help": "Time limit of a tool call in seconds"})
+    reset_timeout: float = field(default=60.0, metadata={"help": "Time limit in seconds for the beginning and the end of a session, and for the start of its program"})
+    tool_output_limit: str = field(default='64KB', metadata={"help": "Maximum size of the result of a tool call; a longer one is cut, with a mark that the policy sees"})
+    tool_memory: str | None = field(default=None, metadata={"help": "Maximum address space of each process of tools and environments"})
+    tool_processes: int | None = field(default=None, metadata={"help": "Number of processes and threads of the user above which tools and environments start no more"})
+    tool_env: list[str] | None = field(default=None, metadata={"help": "Environment variables that tools and environments see although their names are those of secrets, such as HF_TOKEN"})
     long_prompts: str = field(default='error', metadata={"help": "Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side: error, drop, truncate_left, truncate_right"})
     apply_chat_template: bool = field(default=False, metadata={"help": "Put a prompt that is a string into the chat template, as a user message"})
     system_prompt: str | None = field(default=None, metadata={"help": "System message of every conversation that has none"})
@@ -1345,6 +1355,28 @@ class PPOConfig(_Rollouts):
             Timeout in seconds for the next score of a reward program, or for a request to a service.
         reward_retries (`int`, *optional*, defaults to `3`):
             Retries after a reward program or service fails, before the run ends with an error.
+        max_tool_calling_iterations (`int`, *optional*):
+            Maximum number of turns with tool calls per response [default: no limit but its length].
+        malformed_calls (`str`, *optional*, defaults to `'text'`):
+            Treatment of a turn with a broken tool call: plain text, as in TRL, or a failed call whose error the policy
+            sees: text, error.
+        environment_failure_reward (`float`, *optional*):
+            Reward of a row whose environment dies [default: the run ends with an error].
+        max_environments (`int`, *optional*, defaults to `64`):
+            Maximum number of sessions of environments that are open at a time; further rows wait.
+        tool_timeout (`float`, *optional*, defaults to `30.0`):
+            Time limit of a tool call in seconds.
+        reset_timeout (`float`, *optional*, defaults to `60.0`):
+            Time limit in seconds for the beginning and the end of a session, and for the start of its program.
+        tool_output_limit (`str`, *optional*, defaults to `'64KB'`):
+            Maximum size of the result of a tool call; a longer one is cut, with a mark that the policy sees.
+        tool_memory (`str`, *optional*):
+            Maximum address space of each process of tools and environments.
+        tool_processes (`int`, *optional*):
+            Number of processes and threads of the user above which tools and environments start no more.
+        tool_env (`list[str]`, *optional*):
+            Environment variables that tools and environments see although their names are those of secrets, such as
+            HF_TOKEN.
         dataset_weights (`list[float]`, *optional*):
             Sampling weights of several datasets, a number for each [default: every row is equally likely].
         dataset_columns (`list[str]`, *optional*):
@@ -2183,6 +2215,28 @@ class GRPOConfig(_Groups):
             Timeout in seconds for the next score of a reward program, or for a request to a service.
         reward_retries (`int`, *optional*, defaults to `3`):
             Retries after a reward program or service fails, before the run ends with an error.
+        max_tool_calling_iterations (`int`, *optional*):
+            Maximum number of turns with tool calls per response [default: no limit but its length].
+        malformed_calls (`str`, *optional*, defaults to `'text'`):
+            Treatment of a turn with a broken tool call: plain text, as in TRL, or a failed call whose error the policy
+            sees: text, error.
+        environment_failure_reward (`float`, *optional*):
+            Reward of a row whose environment dies [default: the run ends with an error].
+        max_environments (`int`, *optional*, defaults to `64`):
+            Maximum number of sessions of environments that are open at a time; further rows wait.
+        tool_timeout (`float`, *optional*, defaults to `30.0`):
+            Time limit of a tool call in seconds.
+        reset_timeout (`float`, *optional*, defaults to `60.0`):
+            Time limit in seconds for the beginning and the end of a session, and for the start of its program.
+        tool_output_limit (`str`, *optional*, defaults to `'64KB'`):
+            Maximum size of the result of a tool call; a longer one is cut, with a mark that the policy sees.
+        tool_memory (`str`, *optional*):
+            Maximum address space of each process of tools and environments.
+        tool_processes (`int`, *optional*):
+            Number of processes and threads of the user above which tools and environments start no more.
+        tool_env (`list[str]`, *optional*):
+            Environment variables that tools and environments see although their names are those of secrets, such as
+            HF_TOKEN.
         dataset_weights (`list[float]`, *optional*):
             Sampling weights of several datasets, a number for each [default: every row is equally likely].
         dataset_columns (`list[str]`, *optional*):
@@ -2882,8 +2936,6 @@ class GRPOConfig(_Groups):
             Of TRL or transformers; it has no effect here: print_answers shows a few.
         log_completions_hub_repo (`str`, *optional*):
             Of TRL or transformers; expected none: responses are written to output_dir only.
-        max_tool_calling_iterations (`int`, *optional*):
-            Of TRL or transformers; it has no effect here: responses call no tools.
         cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
             Of TRL or transformers; expected none or false: logits have the precision of the run, and their
             log-probabilities are float32.
@@ -2912,7 +2964,6 @@ class GRPOConfig(_Groups):
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: the model that generates is the one that is trained"})
     vllm_importance_sampling_cap: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: the model that generates is the one that is trained"})
     log_completions_hub_repo: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: responses are written to output_dir only"})
-    max_tool_calling_iterations: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: responses call no tools"})
     cast_lm_head_to_fp32: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or false: logits have the precision of the run, and their log-probabilities are float32"})
 
 
@@ -2953,6 +3004,28 @@ class RLOOConfig(_Groups):
             Timeout in seconds for the next score of a reward program, or for a request to a service.
         reward_retries (`int`, *optional*, defaults to `3`):
             Retries after a reward program or service fails, before the run ends with an error.
+        max_tool_calling_iterations (`int`, *optional*):
+            Maximum number of turns with tool calls per response [default: no limit but its length].
+        malformed_calls (`str`, *optional*, defaults to `'text'`):
+            Treatment of a turn with a broken tool call: plain text, as in TRL, or a failed call whose error the policy
+            sees: text, error.
+        environment_failure_reward (`float`, *optional*):
+            Reward of a row whose environment dies [default: the run ends with an error].
+        max_environments (`int`, *optional*, defaults to `64`):
+            Maximum number of sessions of environments that are open at a time; further rows wait.
+        tool_timeout (`float`, *optional*, defaults to `30.0`):
+            Time limit of a tool call in seconds.
+        reset_timeout (`float`, *optional*, defaults to `60.0`):
+            Time limit in seconds for the beginning and the end of a session, and for the start of its program.
+        tool_output_limit (`str`, *optional*, defaults to `'64KB'`):
+            Maximum size of the result of a tool call; a longer one is cut, with a mark that the policy sees.
+        tool_memory (`str`, *optional*):
+            Maximum address space of each process of tools and environments.
+        tool_processes (`int`, *optional*):
+            Number of processes and threads of the user above which tools and environments start no more.
+        tool_env (`list[str]`, *optional*):
+            Environment variables that tools and environments see although their names are those of secrets, such as
+            HF_TOKEN.
         dataset_weights (`list[float]`, *optional*):
             Sampling weights of several datasets, a number for each [default: every row is equally likely].
         dataset_columns (`list[str]`, *optional*):

@@ -1,6 +1,6 @@
 """The channel to the program: it connects to a socket of this process and tells what happens, one line of JSON for each event.
 
-Its processes that call reward functions connect to the same socket. docs/internals/driver.md has the protocol.
+Its processes that call reward functions, tools and environments connect to the same socket. docs/internals/driver.md has the protocol.
 """
 
 import contextlib
@@ -26,6 +26,8 @@ class Connection:
         self.stream = stream
         self.read = bytearray()
         self.reward: int | None = None
+        # What serves its requests, where they are of tools and environments.
+        self.service: Any = None
 
     def lines(self) -> "list[Message] | None":
         """The lines that have come; None at the end."""
@@ -47,6 +49,11 @@ class Connection:
         # The other end closes its side while it dies: how it has ended is known soon.
         with contextlib.suppress(OSError):
             self.stream.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self.stream.close()
+        if self.service is not None:
+            self.service.stop()
 
 
 class Channel:
@@ -98,7 +105,7 @@ class Channel:
         lines = connection.lines()
         if lines is None:
             self.selector.unregister(connection.stream)
-            connection.stream.close()
+            connection.close()
             return False
         for line in lines:
             if "reward" in line:
@@ -110,7 +117,7 @@ class Channel:
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
             if isinstance(key.data, Connection):
-                key.data.stream.close()
+                key.data.close()
         self.selector.close()
         self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)

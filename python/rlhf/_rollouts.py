@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from rlhf import _configs, _program, _translate
 from rlhf._config import Config
 from rlhf._data import is_name, path_or_name, rows, write
+from rlhf._environments import Environments
 from rlhf._errors import Unsupported
 from rlhf._objects import is_same, is_text, place_tokenizer
 from rlhf._output import in_notebook
@@ -45,6 +46,11 @@ class Rollouts(Trainer):
             # A function of this process takes as long as it takes, as in TRL.
             settings["reward_timeout"] = DAY
         return settings
+
+    def _acts_in(self, tools: Any, environment_factory: Any) -> None:
+        """Takes the tools and environments, once the arguments are there."""
+        self._environments = Environments(tools, environment_factory)
+        self._settings.update(self._environments.settings(self._settings, DAY))
 
     def _policy(self, resumes: bool) -> dict[str, Any]:
         """The policy, and the model or folder of its tokenizer."""
@@ -121,6 +127,7 @@ class PPOTrainer(Rollouts):
             [`GRPOTrainer`].
         value_model: the critic at the start; by default a copy of the reward model.
         reward_funcs: further rewards beside the model; only here.
+        tools, environment_factory: as those of [`GRPOTrainer`]; only here.
     """
 
     _config: ClassVar[type[Config]] = _configs.PPOConfig
@@ -146,6 +153,8 @@ class PPOTrainer(Rollouts):
         ref_policy: Any = None,
         reward_funcs: Any = None,
         quantization_config: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
         **unknown: Any,
     ) -> None:
         args = args if args is not None else config
@@ -166,12 +175,13 @@ class PPOTrainer(Rollouts):
         self.reward_model = reward_model if is_model else None
         given = [] if is_model else list(reward_model) if isinstance(reward_model, (list, tuple)) else [reward_model]
         given += list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs] if reward_funcs is not None else []
-        if self.reward_model is None and not given:
+        if self.reward_model is None and not given and environment_factory is None:
             raise ValueError("PPOTrainer: reward_model: expected a model or a reward function, found none")
         self.reward_funcs, self.value_model = given, value_model
         super().__init__(
             model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
         )
+        self._acts_in(tools, environment_factory)
 
     @property
     def policy_model(self) -> Any:
@@ -198,6 +208,10 @@ class GRPOTrainer(Rollouts):
             `prompts`, `completions`, `completion_ids` and every column of the rows by name, and, where it takes them, `trainer_state`,
             `log_metric` and `log_extra`; it runs in this process. It may be a coroutine function.
         reward_processing_classes: tokenizers of reward models that are objects.
+        tools: functions that the policy may call, with type hints and a docstring in Google's style. They run in this process, on the thread
+            that called `train()`; coroutine functions are awaited. What one raises is a result that the policy sees.
+        environment_factory: a class without arguments, or a map of names to classes, of which the column `environment` of a row chooses one:
+            `reset(**row)` begins, the other public methods are tools, and `get_reward()`, if there is one, is a further reward.
 
     Example:
 
@@ -231,14 +245,16 @@ class GRPOTrainer(Rollouts):
         *,
         tokenizer: Any = None,
     ) -> None:
-        _translate.refuse({"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory})
-        if reward_funcs is None or reward_funcs == []:
+        _translate.refuse({"rollout_func": rollout_func})
+        reward_funcs = [] if reward_funcs is None else reward_funcs
+        if reward_funcs == [] and environment_factory is None:
             raise ValueError(f"{type(self).__name__}: reward_funcs: expected a reward function or model, found none")
         self.reward_funcs, self._reward_tokenizers = reward_funcs, reward_processing_classes
         processing_class = processing_class if processing_class is not None else tokenizer
         super().__init__(
             model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
         )
+        self._acts_in(tools, environment_factory)
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
         return {**self._data(), **self._policy(resumes), **self._rewards(self.reward_funcs, self._reward_tokenizers, resumes)}
@@ -247,7 +263,7 @@ class GRPOTrainer(Rollouts):
 class RLOOTrainer(GRPOTrainer):
     """Trains a language model with RLOO, on groups of responses, with the arguments of TRL's class of the same name.
 
-    The arguments are those of [`GRPOTrainer`], but for tools and environments.
+    The arguments are those of [`GRPOTrainer`]: tools and environments too, which TRL's class does not have.
     """
 
     _config: ClassVar[type[Config]] = _configs.RLOOConfig

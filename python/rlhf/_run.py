@@ -1,4 +1,4 @@
-"""One run of the program, as a trainer sees it: its events become the state, the calls of callbacks and of reward functions."""
+"""One run of the program, as a trainer sees it: its events become the state, the calls of callbacks, of reward functions and of tools."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from typing import Any
 from rlhf import _program, _signals
 from rlhf._callbacks import Handler, TrainerControl, TrainerState
 from rlhf._driver import Channel, Connection, Message
+from rlhf._environments import Environments, begin
 from rlhf._errors import RunError
 from rlhf._output import Output
 from rlhf._rewards import Function, Loop
@@ -24,9 +25,17 @@ class Run:
     """A training run."""
 
     def __init__(
-        self, args: Any, state: TrainerState, handler: Handler, functions: list[Function], display: "Any | None", more: dict[str, Any]
+        self,
+        args: Any,
+        state: TrainerState,
+        handler: Handler,
+        functions: list[Function],
+        display: "Any | None",
+        more: dict[str, Any],
+        environments: "Environments | None" = None,
     ) -> None:
         self.args, self.state, self.handler, self.functions = args, state, handler, functions
+        self.environments = environments
         self.control = TrainerControl()
         # Arguments of hooks, such as the model.
         self.more = more
@@ -86,6 +95,9 @@ class Run:
         if "call" in message:
             connection.reply(self.score(connection.reward, message))
             return
+        if "environments" in message or "id" in message:
+            self.act(connection, message)
+            return
         handle: Callable[[Connection, Message], None] | None = getattr(self, f"on_{message['event']}", None)
         if handle is not None:
             handle(connection, message)
@@ -105,6 +117,28 @@ class Run:
             # A child that the function has forked, and that has returned from it too.
             os._exit(0)
         return reply
+
+    def act(self, connection: Connection, message: Message) -> None:
+        """Serves a request to tools and environments, of which the first of a connection begins it; the reply may come later."""
+        if self.raised is not None or self.environments is None:
+            why = "the run ends because of an exception in code of the trainer's process"
+            connection.reply({"id": message.get("id", 0), "error": why})
+            return
+        try:
+            with self.interrupts.user_code():
+                if "environments" not in message:
+                    connection.service.take(message)
+                else:
+                    is_kept = getattr(self.args, "environment_failure_reward", None) is not None
+                    limit = message["environments"]["limit"]
+                    connection.service = begin(self.environments, limit, connection.reply, self.fail, is_kept)
+        except BaseException as error:
+            self.fail(error)
+            connection.reply({"id": message.get("id", 0), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"})
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run by an exception of the user's code, on any thread."""
+        self.raised = self.raised or error
 
     def call(self, hook: str, **more: Any) -> None:
         """Calls a hook; an exception in it ends the run after its update."""

@@ -12,6 +12,7 @@ from rlhf import _program, _translate
 from rlhf._callbacks import Handler, TrainerControl, TrainerState
 from rlhf._config import SECRETS, Config, settings_of, write_settings
 from rlhf._data import Data
+from rlhf._environments import Environments
 from rlhf._errors import RunError, Unsupported
 from rlhf._objects import is_text, load_back, place_model, place_tokenizer, source_of
 from rlhf._output import in_notebook
@@ -93,6 +94,7 @@ class Trainer:
         self.accelerator = Accelerator(self.ranks)
         self.hub_model_id = self.args.hub_model_id
         self._functions: list[Function] = []
+        self._environments: Environments | None = None
         self._runs = 0
         self._samples: list[dict[str, Any]] = []
         self.callback_handler.call("on_init_end", self.args, self.state, self.control)
@@ -164,7 +166,7 @@ class Trainer:
         path = os.path.join(self.inputs, "config.yaml")
         write_settings(settings, path)
         more = {"model": self._model, "processing_class": self.processing_class, "tokenizer": self.processing_class}
-        run = Run(self.args, self.state, self.callback_handler, self._functions, self._display(), more)
+        run = Run(self.args, self.state, self.callback_handler, self._functions, self._display(), more, self._environments)
         if resume is not None:
             self.state.log_history.extend(read_log(self.output_dir))
         try:

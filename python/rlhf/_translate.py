@@ -112,9 +112,7 @@ REFUSED = {
     "preprocess_logits_for_metrics": "logits stay in the program; the metrics of an evaluation are in state.log_history",
     "optimizer_cls_and_kwargs": "the program has the optimizer: set optim, learning_rate and lr_scheduler_type in args",
     "model_init": "pass the model, or its path",
-    "tools": "responses call no tools",
-    "rollout_func": "the program samples the responses: temperature, top_p and top_k in args set how",
-    "environment_factory": "responses are single turns",
+    "rollout_func": "the program samples the responses: temperature, top_p and top_k in args set how; tools and environment_factory add turns",
 }
 
 

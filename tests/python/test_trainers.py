@@ -539,7 +539,7 @@ class Arguments(Case):
             ),
             (lambda: sft(optimizers=(object(), None)), "optimizers: the program has the optimizer: set optim, learning_rate"),
             (lambda: sft(compute_metrics=len), "compute_metrics: the metrics of an evaluation are in state.log_history"),
-            (lambda: rlhf.GRPOTrainer(POLICY, brief, train_dataset=PROMPTS, tools=[len]), "tools: responses call no tools"),
+            (lambda: rlhf.GRPOTrainer(POLICY, brief, train_dataset=PROMPTS, rollout_func=len), "rollout_func: the program samples the responses"),
             (
                 lambda: rlhf.GRPOTrainer(POLICY, Module(), grpo(self.folder / "out"), PROMPTS).train(),
                 "pass a function of the completions that calls it",

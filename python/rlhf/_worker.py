@@ -1,0 +1,1 @@
+../../crates/rlhf/src/environment/worker.py
