@@ -40,6 +40,7 @@ PROGRAM = '"${CARGO_TARGET_DIR:-target}/debug/rlhf"'
 PYTHON = {
     "interop": "transformers, trl, peft, tensorboard and openai (once; with torch 5 GB)",
     "trackers": "wandb, mlflow and trackio (once, 1 GB)",
+    "openenv": "openenv (once, 0.5 GB)",
 }
 
 
@@ -285,6 +286,7 @@ PARTS = (
         "python",
         "the trainers of the Python package: the code of the pages, with datasets, transformers and PEFT, TRL's own scripts, its numbers, notebooks",
         paths=("python/", "docs/python/", "docs/migrate/", "docs/guides/reward*", "examples/notebooks/", "tests/python/", "scripts/python_configs.py", f"{SRC}run/sinks/driver.rs",
+               f"{SRC}environment/worker.py",
                f"{SRC}compat*", f"{CLI}session*", f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=1,
         commands=(
@@ -314,10 +316,14 @@ PARTS = (
         "readings",
         "generated templates, rows and folders, read as by transformers and trl",
         paths=(f"{LM}tokenizer*", f"{SRC}data/*", f"{LM}model/config*", f"{LM}model/rope.rs", f"{LM}model/families.rs", f"{SRC}settings/generate.rs",
-               "tests/interop/templates.py", "tests/interop/formats.py", "tests/interop/folders.py", "tests/interop/runner.py",
-               "scripts/interop-requirements.txt"),
+               "crates/lm/examples/tool_turns.rs", "tests/interop/templates.py", "tests/interop/tools.py", "tests/interop/formats.py",
+               "tests/interop/folders.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=2,
-        commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
+        commands=(
+            *(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
+            "cargo build --workspace --locked --example tool_turns",
+            '.venv-interop/bin/python tests/interop/tools.py "${CARGO_TARGET_DIR:-target}/debug/examples/tool_turns"',
+        ),
         python=("interop",),
     ),
     Part(
@@ -328,6 +334,18 @@ PARTS = (
         turn=2,
         commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
         python=("interop",),
+    ),
+    Part(
+        "environments",
+        "tools and environments of Python as transformers and trl have them, those of the package openenv",
+        paths=(f"{SRC}environment*", "tests/interop/environments.py", "tests/interop/openenv_server.py", "scripts/openenv-requirements.txt",
+               "scripts/interop-requirements.txt"),
+        turn=2,
+        commands=(
+            ".venv-interop/bin/python tests/interop/environments.py",
+            f'OPENENV_PYTHON="$PWD/.venv-openenv/bin/python" {BUILD} --lib -- --ignored openenv_package  # starts tests/interop/openenv_server.py',
+        ),
+        python=("interop", "openenv"),
     ),
     Part(
         "trackers",
@@ -358,10 +376,11 @@ ALWAYS = (
     ("kernels", f"{BUILD} --test kernels --test groups --test spin"),
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
-    ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every step::golden::every"),
+    ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),
     ("examples in the docs", f"{BUILD} --doc"),
     ("reference pages", f"python3 scripts/reference.py {PROGRAM} --check"),
     ("Python", f"python3 tests/python/test_trainers.py {PROGRAM}"),
+    ("Python, tools", f"python3 tests/python/test_tools.py {PROGRAM}"),
     ("Python, loops", f"python3 tests/python/test_session.py {PROGRAM}"),
 )
 
