@@ -231,7 +231,7 @@ rlhf.GRPOTrainer(test_tools.POLICY, test_tools.short, args, test_tools.SUMS, too
     def test_ppo_has_them_as_keywords(self):
         from rlhf import PPOTrainer
 
-        args = ppo(self.folder / "out", response_length=100, total_episodes=4, new_reward_head=True)
+        args = ppo(self.folder / "out", response_length=100, total_episodes=4, new_reward_head=True, stop_token="eos")
         trainer = PPOTrainer(args, model=POLICY, reward_funcs=short, value_model=POLICY, train_dataset=SUMS, tools=[of_file().add])
         trainer.train()
         self.assertGreater(trainer.state.log_history[-1]["tools/call_frequency"], 0)

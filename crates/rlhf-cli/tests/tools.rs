@@ -168,7 +168,7 @@ fn an_environment_that_dies_names_the_row_or_scores_it_where_the_user_says_so() 
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     let error = ran.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default().to_string();
     assert!(
-        error.contains("row ") && error.contains("response ") && error.contains("exit status: 3"),
+        error.contains("response ") && error.contains(" to \"") && error.contains("exit status: 3"),
         "{}",
         ran.stderr
     );

@@ -128,7 +128,7 @@ impl Conversing {
         if let Some(limit) = self.limit.filter(|limit| tokens.len() > limit.max_length()) {
             return Err(Error::Run(format!(
                 "the prompt {:?} with its tools: expected at most {} tokens ({}), found {}",
-                beginning(&one_line(&asked.text), 60),
+                shown(asked),
                 limit.max_length(),
                 limit.reason(),
                 tokens.len()
@@ -138,6 +138,13 @@ impl Conversing {
         row["prompt"] = messages.into();
         Ok(Prompt { text: self.tokenizer.decode_verbatim(&tokens)?, tokens, row })
     }
+}
+
+/// The beginning of a prompt's last message, for messages.
+fn shown(prompt: &Prompt) -> String {
+    let messages = prompt_messages(&prompt.row).unwrap_or_default();
+    let last = messages.last().and_then(|message| message_text(&message["content"]));
+    beginning(&one_line(&last.unwrap_or_else(|| prompt.text.clone())), 60).to_string()
 }
 
 /// Whether the response continues the last message.
@@ -202,7 +209,7 @@ impl<'a> Talk<'a> {
             // All rows of a group begin alike.
             let mut stream = Stream::new(generation.seed, Purpose::Environments, generation.step, group as u64);
             let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
-            let place = format!("response {} to {:?}", row % size + 1, beginning(&one_line(&asked[group].text), 60));
+            let place = format!("response {} to {:?}", row % size + 1, shown(asked[group]));
             sessions.open(at, &place, columns, seed)?;
         }
         let mut opened: Vec<Option<Result<Opened, f64>>> = (0..rows.len()).map(|_| None).collect();
