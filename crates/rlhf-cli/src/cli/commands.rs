@@ -410,6 +410,8 @@ mod tests {
         );
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_pair reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
+        let environments = "tools environment_factory max_tool_calling_iterations malformed_calls environment_failure_reward max_environments \
+                            tool_timeout reset_timeout tool_output_limit tool_memory tool_processes tool_env";
         let eval = "eval_steps metric_for_best_model greater_is_better";
         let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
@@ -424,7 +426,7 @@ mod tests {
             flags("ppo"),
             sorted(&format!(
                 "{of_groups} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
-                 new_reward_head {rewards} {data} eval_dataset_name \
+                 new_reward_head {rewards} {environments} {data} eval_dataset_name \
                  max_prompt_length long_prompts \
                  apply_chat_template system_prompt preset per_device_generation_batch_size generation_batches \
                  train_batch_size per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
