@@ -16,7 +16,7 @@ from check import ALWAYS, KEPT, PARTS, ROOT
 COMMANDS = [command for _, command in ALWAYS] + [step for part in PARTS for step in part.steps()]
 # Ignored tests that no part runs, by a part of their reason.
 NOT_HERE = ("started by", "one rank of the test above", "needs a GPU", "another folder of reference values",
-            "needs a Python with the package openenv")  # in a command of the part `environments`
+            "needs a Python with the package openenv")
 
 
 def files(*patterns):
