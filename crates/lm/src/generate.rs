@@ -596,29 +596,14 @@ impl Decoding<'_> {
         let HostChoice { tokens, logprobs, kept, mut alternatives } = choice;
         let config = self.config;
         let vocab = kept.len() / tokens.len().max(1);
-        for (row, ((&i, token), logprob)) in self.alive.iter().zip(tokens).zip(logprobs).enumerate() {
+        for (row, (token, logprob)) in tokens.into_iter().zip(logprobs).enumerate() {
+            let i = self.alive[row];
             if self.stopped[i] {
                 continue;
             }
-            if !logprob.is_finite() {
-                return Err(self.not_finite(i));
-            }
-            let response = &mut self.responses[i];
-            response.tokens.push(token);
-            response.logprobs.push(logprob);
-            if let Some(sets) = &mut response.sets {
-                sets.push(TokenSet::new(&kept[row * vocab..(row + 1) * vocab]));
-            }
-            let ends = config.stop_token_ids.contains(&token)
-                || match &config.stop_strings {
-                    Some(strings) => length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?,
-                    None => false,
-                };
-            if ends {
-                response.finish = FinishReason::Stop;
-            }
+            let ends = self.append(i, 0, (token, logprob), &kept[row * vocab..(row + 1) * vocab])?;
             self.stopped[i] = ends;
-            let finish = (ends || length == config.max_new_tokens).then_some(response.finish);
+            let finish = (ends || length == config.max_new_tokens).then_some(self.responses[i].finish);
             let alternatives = alternatives.get_mut(row).and_then(Option::take);
             if each(&Token { response: self.rows[i], id: token, logprob, alternatives, finish }).is_break() {
                 return Ok(ControlFlow::Break(()));
@@ -627,12 +612,32 @@ impl Decoding<'_> {
         Ok(ControlFlow::Continue(()))
     }
 
-    /// The error for logits of response `i` that are not finite.
-    fn not_finite(&self, i: usize) -> Error {
-        let prompt = self.rows[i] / self.config.num_return_sequences;
-        Error::Run(format!(
-            "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
-        ))
+    /// Appends a sampled token with its log-probability to response `i`; `kept` are the tokens that could be drawn, if sets are stored. Returns
+    /// whether the token ends the turn, which is the response from its token `turn` on.
+    fn append(&mut self, i: usize, turn: usize, (token, logprob): (i64, f32), kept: &[bool]) -> Result<bool> {
+        let config = self.config;
+        if !logprob.is_finite() {
+            let prompt = self.rows[i] / config.num_return_sequences;
+            return Err(Error::Run(format!(
+                "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
+            )));
+        }
+        let response = &mut self.responses[i];
+        response.tokens.push(token);
+        response.logprobs.push(logprob);
+        if let Some(sets) = &mut response.sets {
+            sets.push(TokenSet::new(kept));
+        }
+        let ends = config.stop_token_ids.contains(&token)
+            || match &config.stop_strings {
+                Some(strings) => {
+                    response.num_sampled() >= config.min_new_tokens
+                        && strings.completed_by_last(&response.tokens[turn..])?
+                }
+                None => false,
+            };
+        response.finish = if ends { FinishReason::Stop } else { FinishReason::Length };
+        Ok(ends)
     }
 
     /// Removes stopped responses from the cache once an eighth of its rows have stopped. Returns whether any response has not.

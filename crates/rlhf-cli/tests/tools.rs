@@ -2,8 +2,14 @@
 
 use crate::cli::{Ran, Scratch};
 use crate::support::golden;
-use serde_json::{Value, json};
+use rlhf::environment::{Called, Environment, Finished, Opened, Session, ToolCall, ToolResult};
+use rlhf::generate::StopToken;
+use rlhf::reward::{FnReward, Rewards};
+use rlhf::settings::PpoConfig;
+use rlhf::train::ppo::PpoTrainer;
+use serde_json::{Map, Value, json};
 use std::fmt::Write;
+use std::sync::Arc;
 
 /// Tools and environments of Python.
 const MODULE: &str = r#"
@@ -172,6 +178,90 @@ fn an_environment_that_dies_names_the_row_or_scores_it_where_the_user_says_so() 
         "{}",
         ran.stderr
     );
-    let line = format!("{GRPO} --environment_factory helpers.Sum --environment_failure_reward -1 --output_dir scored");
-    trains(&scratch, &line);
+    let scored = format!(
+        "{GRPO} --tools helpers.dies --reward exact:answer --environment_failure_reward -1 --output_dir scored"
+    );
+    trains(&scratch, &scored);
+    let first = &scratch.metrics("scored")[0];
+    assert!(first["env_failure_frequency"].as_f64().unwrap() > 0.5, "{first:?}");
+    assert_eq!(first["env_reward"], -1.0, "{first:?}");
+    assert_eq!(first["rewards/environment/mean"], -1.0, "{first:?}");
+    trains(
+        &scratch,
+        &format!("{GRPO} --environment_factory helpers.Sum --environment_failure_reward -1 --output_dir lives"),
+    );
+    assert!(scratch.metrics("lives")[0].get("env_failure_frequency").is_none());
+}
+
+#[test]
+fn prompts_and_settings_that_would_be_ignored_with_tools_are_refused() {
+    let scratch = scratch();
+    let row = json!({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2", "chat_template_kwargs": {"a": 1}});
+    scratch.write("own.jsonl", &format!("{row}\n").repeat(4));
+    let ran = scratch.run(&format!("{GRPO} {TOOL} --output_dir own --dataset_name own.jsonl"));
+    assert!(ran.code == 1 && ran.stderr.contains("`chat_template_kwargs`"), "{}", ran.stderr);
+    let ppo = "ppo --sft_model_path caller --dataset_name sums.jsonl --output_dir new --reward exact:answer --tools helpers.add";
+    scratch.refuses(ppo, 2, &["without stop_token, stop_token_id or stop_strings", "expected stop_token = eos"]);
+    let short = format!("{ppo} --stop_token eos --min_response_length 2");
+    scratch.refuses(&short, 2, &["min_response_length = 2 with tools"]);
+}
+
+/// Sums in Rust, with the tool that the policy knows.
+struct Sums(Value);
+
+struct Adding {
+    opened: Opened,
+    expected: String,
+    found: String,
+}
+
+impl Environment for Sums {
+    fn open(&self, row: &Map<String, Value>, _seed: u64) -> rlhf::Result<Option<Box<dyn Session>>> {
+        let opened = Opened { prompt: None, tools: vec![self.0.clone()], reward_name: Some("sum".into()) };
+        let expected = row["answer"].as_str().unwrap_or_default().to_string();
+        Ok(Some(Box::new(Adding { opened, expected, found: String::new() })))
+    }
+
+    fn reward_names(&self) -> Vec<String> {
+        vec!["sum".into()]
+    }
+}
+
+impl Session for Adding {
+    fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    fn call(&mut self, calls: &[ToolCall]) -> rlhf::Result<Called> {
+        let sum =
+            |call: &ToolCall| ["a", "b"].iter().filter_map(|name| call.arguments.get(*name)?.as_i64()).sum::<i64>();
+        self.found = calls.last().map(sum).unwrap_or_default().to_string();
+        let result = |call: &ToolCall| ToolResult::new(&call.name, sum(call).to_string());
+        Ok(Called { results: calls.iter().map(result).collect(), ..Called::default() })
+    }
+
+    fn finish(self: Box<Self>) -> rlhf::Result<Finished> {
+        let reward = f64::from(u8::from(self.found == self.expected));
+        Ok(Finished { reward: Some(reward), ..Finished::default() })
+    }
+}
+
+#[test]
+fn an_environment_in_rust_is_played_by_the_trainer_of_the_library() {
+    let scratch = scratch();
+    let path = |name: &str| scratch.path(name);
+    let mut config = PpoConfig::without_reward(path("caller"), path("sums.jsonl"), path("out"));
+    config.response_length = 100;
+    config.stop_token = Some(StopToken::Eos);
+    config.train_batch_size = Some(8);
+    let tools: Value =
+        serde_json::from_str(&std::fs::read_to_string(golden().join("trl_tools/schemas.json")).unwrap()).unwrap();
+    let brief =
+        FnReward::new(|batch| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect::<Vec<f64>>()));
+    let trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brief", brief)).unwrap();
+    let metrics = trainer.with_environment(Arc::new(Sums(tools["add"].clone()))).unwrap().update().unwrap();
+    let number = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
+    assert!(number("tools/call_frequency") > 0.5 && number("env_reward") > 0.2, "{metrics:?}");
+    // The answer is the last turn: a number.
+    assert!(number("objective/scores") < 0.0);
 }

@@ -1,4 +1,4 @@
-//! Generation of responses of several turns: after a turn, tokens that the model did not sample may follow, and the model goes on.
+//! Generation of responses of several turns. Between two turns, tokens that the model did not sample are inserted, such as the results of tools.
 //!
 //! The keys and values of a row stay in the cache over all its turns. Tokens that are inserted are fed one in each step, beside the rows that
 //! sample; a row that waits feeds its last token again, in the same place.
@@ -17,8 +17,9 @@ use tch_ext::on_device;
 pub enum Next {
     /// The response ends with the turn.
     End,
-    /// The model goes on after these tokens. If they and the response exceed [`GenerationConfig::max_new_tokens`], the response ends with the
-    /// turn; if nothing is left after them, it ends with them.
+    /// These tokens are inserted, and the model continues after them. If the response would then exceed
+    /// [`GenerationConfig::max_new_tokens`], they are not inserted, and the response ends with the turn. If it has exactly that many tokens, it
+    /// ends with them.
     Continue(Vec<i64>),
 }
 
@@ -74,7 +75,7 @@ pub fn generate_turns<P: AsRef<[i64]>>(
         for batch in &batches {
             let mut prefill = Prefill::new(model, prompts, batch, config, StopCheck::NEVER)?;
             for rows in prefill.parts() {
-                let mut conversations = Conversations::new(prefill.decoding(&rows), turns.in_lockstep());
+                let mut conversations = Conversations::new(prefill.decoding(&rows), lockstep);
                 if lockstep {
                     all.push(conversations);
                     continue;
@@ -90,8 +91,8 @@ pub fn generate_turns<P: AsRef<[i64]>>(
             for conversations in &mut all {
                 while !conversations.is_blocked() && conversations.step(turns)? {}
             }
-            let (ended, others) = all.into_iter().partition(Conversations::has_ended);
-            let _: () = Vec::into_iter(ended).for_each(&mut store);
+            let (ended, others): (Vec<_>, Vec<_>) = all.into_iter().partition(Conversations::has_ended);
+            ended.into_iter().for_each(&mut store);
             all = others;
             if !all.is_empty() {
                 let mut decided = turns.decided(true)?;
@@ -233,30 +234,14 @@ impl<'a> Conversations<'a> {
         let vocab = kept.len() / tokens.len().max(1);
         for at in (0..samples.len()).filter(|&at| samples[at]) {
             let i = self.decoding.alive[at];
-            let (token, logprob) = (tokens[at], logprobs[at]);
-            if !logprob.is_finite() {
-                return Err(self.decoding.not_finite(i));
-            }
-            let response = &mut self.decoding.responses[i];
-            response.tokens.push(token);
-            response.logprobs.push(logprob);
-            if let Some(sets) = &mut response.sets {
-                sets.push(TokenSet::new(&kept[at * vocab..(at + 1) * vocab]));
-            }
             let row = &mut self.rows[i];
-            row.unfed.push_back(token);
-            let turn = &response.tokens[row.turn..];
-            let stops = config.stop_token_ids.contains(&token)
-                || match &config.stop_strings {
-                    Some(strings) => {
-                        response.num_sampled() >= config.min_new_tokens && strings.completed_by_last(turn)?
-                    }
-                    None => false,
-                };
-            response.finish = if stops { FinishReason::Stop } else { FinishReason::Length };
-            if stops || response.tokens.len() == config.max_new_tokens {
+            let sampled = (tokens[at], logprobs[at]);
+            let ends = self.decoding.append(i, row.turn, sampled, &kept[at * vocab..(at + 1) * vocab])?;
+            row.unfed.push_back(tokens[at]);
+            let response = &self.decoding.responses[i];
+            if ends || response.tokens.len() == config.max_new_tokens {
                 row.phase = Phase::Waits;
-                turns.ended(self.decoding.rows[i], turn, response.finish)?;
+                turns.ended(self.decoding.rows[i], &response.tokens[row.turn..], response.finish)?;
             }
         }
         Ok(())
@@ -266,7 +251,7 @@ impl<'a> Conversations<'a> {
     fn take(&mut self, decided: &mut Vec<(usize, Next)>) {
         decided.retain(|(number, next)| {
             let Some(i) = self.decoding.rows.iter().position(|row| row == number) else { return true };
-            self.go_on(i, next);
+            self.proceed(i, next);
             false
         });
         if self.compacts {
@@ -274,17 +259,15 @@ impl<'a> Conversations<'a> {
         }
     }
 
-    /// Goes on with response `i`, whose turn has ended.
-    fn go_on(&mut self, i: usize, next: &Next) {
-        let most = self.decoding.config.max_new_tokens;
+    /// Ends response `i`, whose turn has ended, or inserts the tokens that follow.
+    fn proceed(&mut self, i: usize, next: &Next) {
         let (response, row) = (&mut self.decoding.responses[i], &mut self.rows[i]);
-        let left = most - response.tokens.len();
-        let (tokens, goes_on) = match next {
-            Next::End => (&[][..], false),
-            Next::Continue(tokens) if tokens.len() > left => (&[][..], false),
-            Next::Continue(tokens) => (&tokens[..], true),
-        };
+        let left = self.decoding.config.max_new_tokens - response.tokens.len();
         row.phase = Phase::Ended;
+        let Next::Continue(tokens) = next else { return };
+        if tokens.len() > left {
+            return;
+        }
         if !tokens.is_empty() {
             let start = response.tokens.len();
             response.inserted.push(start..start + tokens.len());
@@ -294,14 +277,14 @@ impl<'a> Conversations<'a> {
                 sets.extend(tokens.iter().map(|&token| TokenSet::only(token)));
             }
         }
-        if goes_on && tokens.len() < left {
-            row.phase = Phase::Runs;
-            row.unfed.extend(tokens);
-            row.turn = response.tokens.len();
-        } else if goes_on {
+        if tokens.len() == left {
             // Nothing of the next turn fits.
             response.finish = FinishReason::Length;
+            return;
         }
+        row.phase = Phase::Runs;
+        row.unfed.extend(tokens);
+        row.turn = response.tokens.len();
     }
 
     /// Removes rows that have ended from the cache once an eighth of its rows have.

@@ -1,6 +1,6 @@
 //! The text of tool use: prompts with tools, calls in what a model sampled, and the tokens between two turns.
 //!
-//! Sampled ids are never decoded and encoded again: a conversation goes on by [`ToolTemplate::suffix`], which is the difference of two
+//! Sampled ids are never decoded and encoded again: a conversation continues with [`ToolTemplate::suffix`], which is the difference of two
 //! renderings, as in TRL's `GRPOTrainer`.
 
 mod cast;
@@ -73,8 +73,8 @@ pub struct ToolTemplate {
 impl ToolTemplate {
     /// Finds out how the chat template of `tokenizer` writes calls and results: the template named `tool_use`, or else `default`.
     ///
-    /// Where the template leaves out reasoning of earlier turns, as Qwen3's does, each turn is written as the template writes it when it is the
-    /// last one, as TRL's training templates do; then what has been written stays the same whatever follows.
+    /// Some templates, such as Qwen3's, leave out the reasoning of earlier turns. With these, each turn is rendered as if it were the last one, so
+    /// that later turns do not change the text before them; TRL's training templates have the same effect.
     ///
     /// # Errors
     /// If there is no template; if it does not write calls or results, writes calls in a form that is not known, or writes earlier turns otherwise

@@ -75,28 +75,27 @@ impl Environment for Combined {
     }
 
     fn tools(&self) -> Vec<Value> {
-        let mut tools: Vec<Value> = Vec::new();
-        for tool in self.parts().flat_map(|part| part.tools()) {
-            if !tools.contains(&tool) {
-                tools.push(tool);
-            }
-        }
-        tools
+        distinct(self.parts().flat_map(|part| part.tools()))
     }
 
     fn reward_names(&self) -> Vec<String> {
-        let mut names: Vec<String> = Vec::new();
-        for name in self.parts().flat_map(|part| part.reward_names()) {
-            if !names.contains(&name) {
-                names.push(name);
-            }
-        }
-        names
+        distinct(self.parts().flat_map(|part| part.reward_names()))
     }
 
     fn in_lockstep(&self) -> bool {
         self.parts().any(|part| part.in_lockstep())
     }
+}
+
+/// Returns the items in order, each once.
+fn distinct<T: PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
+    let mut found = Vec::new();
+    for item in items {
+        if !found.contains(&item) {
+            found.push(item);
+        }
+    }
+    found
 }
 
 struct CombinedSession {

@@ -235,7 +235,7 @@ impl OpenEnvSession {
         };
         let reply = lock(&self.socket).ask(&json!({"type": "step", "data": action}), limits.call)?;
         match failure(&reply) {
-            // The action is wrong; the session goes on.
+            // The action is wrong, which ends no session.
             Some((code, message)) if code == "EXECUTION_ERROR" || code == "VALIDATION_ERROR" => Ok(failed(&message)),
             Some((code, message)) => Err(format!("{code}: {message}")),
             None => {

@@ -60,7 +60,7 @@ pub struct EnvironmentConfig {
 pub enum MalformedCalls {
     /// The turn is plain text, and ends the response.
     Text,
-    /// The turn is a failed call, and the policy goes on after the error.
+    /// The turn counts as a failed call: the policy sees the error and continues.
     Error,
 }
 

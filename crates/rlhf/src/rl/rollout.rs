@@ -128,7 +128,7 @@ fn inserted_slots(responses: &[Response], width: i64, device: Device) -> Option<
     }
     let mut slots = vec![false; responses.len() * width as usize];
     for (row, response) in slots.chunks_mut(width as usize).zip(responses) {
-        response.inserted.iter().for_each(|span| row[span.clone()].fill(true));
+        row.iter_mut().zip(response.sampled()).for_each(|(slot, sampled)| *slot = !sampled);
     }
     Some(on_device(&slots, device).view([responses.len() as i64, width]))
 }

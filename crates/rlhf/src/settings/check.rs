@@ -173,8 +173,8 @@ impl PpoConfig {
         let least = self.mask.min_response_length;
         if least > 0 {
             usage(format!(
-                "min_response_length = {least} with tools or an environment: responses of an earlier update would be trained on again without \
-                 theirs; expected min_response_length = 0"
+                "min_response_length = {least} with tools or an environment: it can train on responses of an earlier update again, whose \
+                 episodes are not kept; expected min_response_length = 0"
             ))?;
         }
         let long = self.prompt_length.long_prompts;

@@ -535,14 +535,14 @@ struct Batch {
 impl Batch {
     /// The prompt of each response; `prompts` are those of the run.
     fn asked<'a>(&'a self, prompts: &'a [Prompt]) -> Vec<&'a Prompt> {
-        asked(&self.rows, prompts, &self.episodes)
+        asked(self.rows.iter().map(|&row| &prompts[row]), &self.episodes)
     }
 }
 
-/// The prompts of the rows `rows` of `prompts`, as their `episodes` have them, if there are any.
-fn asked<'a>(rows: &[usize], prompts: &'a [Prompt], episodes: &'a [Episode]) -> Vec<&'a Prompt> {
-    let of = |(at, &row): (usize, &usize)| episodes.get(at).map_or(&prompts[row], |episode| &episode.prompt);
-    rows.iter().enumerate().map(of).collect()
+/// The `prompts`, as their `episodes` have them, if there are any.
+fn asked<'a>(prompts: impl Iterator<Item = &'a Prompt>, episodes: &'a [Episode]) -> Vec<&'a Prompt> {
+    let of = |(at, prompt)| episodes.get(at).map_or(prompt, |episode: &Episode| &episode.prompt);
+    prompts.enumerate().map(of).collect()
 }
 
 /// Sampled responses.
@@ -557,8 +557,7 @@ struct Answers {
 impl Answers {
     /// The prompts as they were asked, where `prompts` are those of the data.
     fn asked<'a>(&'a self, prompts: &[&'a Prompt]) -> Vec<&'a Prompt> {
-        let of = |(at, prompt): (usize, &&'a Prompt)| self.episodes.get(at).map_or(*prompt, |episode| &episode.prompt);
-        prompts.iter().enumerate().map(of).collect()
+        asked(prompts.iter().copied(), &self.episodes)
     }
 }
 

@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time after which a session that has sent nothing is asked for again; sessions have their own time limits.
+/// Interval at which sessions are polled while nothing else is to do; each has a time limit of its own.
 const WAIT: Duration = Duration::from_secs(1);
 
 /// Name of the reward of rows whose environment dies, where no environment gives one.
@@ -161,14 +161,6 @@ fn append(messages: &mut Vec<Value>, said: &str) {
     }
 }
 
-impl Row {
-    /// Notes that the environment is dead for this row, whose reward has the name `name` where it has none of its own.
-    fn fail(&mut self, name: &str) {
-        (self.is_open, self.episode.has_failed) = (false, true);
-        self.episode.reward_name.get_or_insert_with(|| name.to_string());
-    }
-}
-
 /// The conversations of some rows.
 struct Talk<'a> {
     of: &'a Conversing,
@@ -195,6 +187,14 @@ struct Row {
     known: Vec<Option<ToolResult>>,
     /// Whether there is a session to be finished.
     is_open: bool,
+}
+
+impl Row {
+    /// Notes that the environment is dead for this row, whose reward has the name `name` where it has none of its own.
+    fn fail(&mut self, name: &str) {
+        (self.is_open, self.episode.has_failed) = (false, true);
+        self.episode.reward_name.get_or_insert_with(|| name.to_string());
+    }
 }
 
 impl<'a> Talk<'a> {
@@ -256,10 +256,10 @@ impl<'a> Talk<'a> {
     fn run(mut self, policy: &CausalLm, generation: &GenerationConfig) -> Result<Vec<(Response, Episode)>> {
         let prompts: Vec<Vec<i64>> = self.rows.iter().map(|row| row.episode.prompt.tokens.clone()).collect();
         let size = generation.num_return_sequences;
-        // The prompt of a group is computed once, where its rows have the same.
+        // A prompt that neighbours have in common is computed once.
         let same = prompts.len().is_multiple_of(size)
             && prompts.chunks(size).all(|group| group.iter().all(|prompt| *prompt == group[0]));
-        let responses = if same && generation.first_row.is_multiple_of(size as u64) {
+        let responses = if same {
             let of_groups: Vec<&Vec<i64>> = prompts.iter().step_by(size).collect();
             generate_turns(policy, &of_groups, generation, &mut self)?
         } else {

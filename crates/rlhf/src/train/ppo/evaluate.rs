@@ -152,7 +152,7 @@ impl PpoTrainer {
         episodes: &[Episode],
     ) -> Result<Scored> {
         self.rewards.set_trainer_state(&trainer_state(self));
-        let prompts = asked(rows, &self.prompts, episodes);
+        let prompts = asked(rows.iter().map(|&row| &self.prompts[row]), episodes);
         self.rewards.score_episodes(&self.tokenizer, &prompts, responses, episodes, ScoreUse::Training)
     }
 

@@ -2,12 +2,14 @@
 //! are those of TRL.
 
 use super::*;
-use crate::environment::{Limits, Log, ProgramEnvironment};
+use crate::environment::{Called, Limits, Log, ProgramEnvironment, Session};
 use rlhf_base::schema::defaults;
 use rlhf_base::weights::read_json;
 use rlhf_lm::generate::Sampling;
+use serde_json::Map;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use tch::{Kind, Tensor};
 
 /// The id that ends a turn.
@@ -158,4 +160,73 @@ fn the_turns_of_golden_runs_have_the_prompts_results_budgets_and_rewards_of_trl(
         let generations = golden.info["rollouts"].as_array().unwrap().len();
         (0..generations).for_each(|generation| golden.replay(generation));
     }
+}
+
+/// An environment with one tool and one session at a time.
+struct Single(Mutex<bool>);
+
+struct Only(Opened);
+
+impl Environment for Single {
+    fn open(&self, _row: &Map<String, Value>, _seed: u64) -> Result<Option<Box<dyn Session>>> {
+        let is_taken = std::mem::replace(&mut *self.0.lock().unwrap(), true);
+        let tool = json!({"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object", "properties": {}}}});
+        let opened = Opened { tools: vec![tool], ..Opened::default() };
+        if is_taken {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(Only(opened))))
+    }
+}
+
+impl Session for Only {
+    fn opened(&self) -> &Opened {
+        &self.0
+    }
+
+    fn call(&mut self, calls: &[ToolCall]) -> Result<Called> {
+        let results = calls.iter().map(|call| ToolResult::new(&call.name, "1")).collect();
+        Ok(Called { results, ..Called::default() })
+    }
+}
+
+fn with_single() -> Conversing {
+    let tokenizer = Tokenizer::from_pretrained(&folder().join("init/policy")).unwrap();
+    let environment = Arc::new(Single(Mutex::new(false)));
+    Conversing::new(environment, &tokenizer, &defaults(), &mut Rewards::new()).unwrap()
+}
+
+#[test]
+fn an_environment_with_fewer_sessions_than_rows_is_one_line_with_their_number() {
+    let conversing = with_single();
+    let prompt = Prompt { tokens: vec![1], text: "cat".into(), row: json!({"prompt": "cat"}) };
+    let config = GenerationConfig::new(Sampling::Greedy, 8);
+    let error = Talk::open(&conversing, &[&prompt, &prompt], 0..2, &config).map(|_| ()).unwrap_err().to_string();
+    assert!(
+        error.starts_with("max_environments = 64: expected at most 1, the sessions that the environment has"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_prompt_that_ends_with_the_beginning_of_a_turn_is_continued() {
+    let conversing = with_single();
+    let messages = json!([{"role": "user", "content": "cat"}, {"role": "assistant", "content": "rain and"}]);
+    let prompt = Prompt { tokens: vec![1], text: String::new(), row: json!({ "prompt": messages }) };
+    let config = GenerationConfig::new(Sampling::Greedy, 8);
+    let mut talk = Talk::open(&conversing, &[&prompt], 0..1, &config).unwrap();
+    assert!(talk.rows[0].episode.prompt.text.ends_with("rain and"), "{}", talk.rows[0].episode.prompt.text);
+    let sampled = [conversing.tokenizer.encode_verbatim(" one").unwrap(), vec![END]].concat();
+    talk.ended(0, &sampled, FinishReason::Stop).unwrap();
+    assert_eq!(talk.decided(true).unwrap(), [(0, Next::End)]);
+    assert_eq!(talk.rows[0].episode.messages, [json!({"role": "assistant", "content": "rain and one"})]);
+}
+
+#[test]
+fn a_prompt_that_is_too_long_with_its_tools_is_one_line() {
+    let conversing = with_single().limited_to(PromptLimit::of_context(10));
+    let prompt = Prompt { tokens: vec![1], text: "cat".into(), row: json!({"prompt": "cat"}) };
+    let config = GenerationConfig::new(Sampling::Greedy, 8);
+    let error = Talk::open(&conversing, &[&prompt], 0..1, &config).map(|_| ()).unwrap_err().to_string();
+    assert!(error.starts_with("the prompt \"cat\" with its tools: expected at most 10 tokens (the models' context less the response), found "), "{error}");
 }
