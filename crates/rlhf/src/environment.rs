@@ -80,7 +80,7 @@ pub use log::Log;
 pub use openenv::OpenEnv;
 pub use pool::{Event, Outcome, Sessions};
 pub use program::ProgramEnvironment;
-pub(crate) use reward::EnvironmentReward;
+pub(crate) use reward::{environment_rewards, failure_reward_name};
 pub use settings::{EnvironmentConfig, MalformedCalls};
 
 use rlhf_base::Result;

@@ -479,7 +479,7 @@ mod tests {
                 "model_name_or_path model_revision prompts input_format output_format apply_chat_template system_prompt max_new_tokens \
                  min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
-                 ignore_eos seed {rows}"
+                 ignore_eos seed {environments} {rows}"
             ))
         );
         assert_eq!(flags("logprobs"), sorted(&format!("model_name_or_path model_revision temperature {rows}")));
@@ -504,7 +504,7 @@ mod tests {
             sorted(&format!(
                 "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_config dataset_split \
                  dataset_columns chat_template_kwargs num_prompts apply_chat_template reward_model_path reward_label {rewards} \
-                 judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
+                 {environments} judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
                  judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \
                  repetition_penalty num_return_sequences stop_token_ids stop_strings seed output_dir overwrite_output_dir \
                  batch_size dtype {bits} device num_threads config help"
