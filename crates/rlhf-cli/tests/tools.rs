@@ -329,7 +329,7 @@ impl Session for Adding {
 
     fn finish(self: Box<Self>) -> rlhf::Result<Finished> {
         let reward = f64::from(u8::from(self.found == self.expected));
-        Ok(Finished { reward: Some(reward), ..Finished::default() })
+        Ok(Finished { reward: Some(reward), logs: vec![("right".into(), reward)] })
     }
 }
 
@@ -349,6 +349,7 @@ fn an_environment_in_rust_is_played_by_the_trainer_of_the_library() {
     let metrics = trainer.with_environment(Arc::new(Sums(tools["add"].clone()))).unwrap().update().unwrap();
     let number = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
     assert!(number("tools/call_frequency") > 0.5 && number("env_reward") > 0.2, "{metrics:?}");
+    assert_eq!(number("environment/right"), number("env_reward"));
     // The answer is the last turn: a number.
     assert!(number("objective/scores") < 0.0);
 }

@@ -145,7 +145,7 @@ pub struct Called {
 pub struct Finished {
     /// Reward of the whole episode; none if the environment gives none.
     pub reward: Option<f64>,
-    /// Numbers that the environment logs.
+    /// Numbers by name, whose means over the responses of an update are metrics of the run.
     pub logs: Vec<(String, f64)>,
 }
 

@@ -15,6 +15,7 @@ use rlhf_lm::generate::{FinishReason, GenerationConfig, Next, Response, Turns, g
 use rlhf_lm::model::CausalLm;
 use rlhf_lm::tokenizer::{Tokenizer, ToolTemplate, Turn, message_text};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,6 +23,9 @@ use std::time::Duration;
 
 /// Interval at which sessions are polled while nothing else is to do; each has a time limit of its own.
 const WAIT: Duration = Duration::from_secs(1);
+
+/// Beginning of the names of metrics that environments give.
+pub(crate) const ENVIRONMENT_METRICS: &str = "environment/";
 
 /// Tools and environments, and a chat template that writes their calls and results: what responses of several turns need beside a policy.
 pub struct ToolLoop {
@@ -257,6 +261,7 @@ impl<'a> Talk<'a> {
                 failures: 0,
                 reward: failed,
                 reward_name,
+                logs: Vec::new(),
                 has_failed: !is_open,
             };
             Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Vec::new(), is_open })
@@ -300,6 +305,7 @@ impl<'a> Talk<'a> {
                                     .into(),
                             ));
                         }
+                        self.rows[row].episode.logs = finished.logs;
                         finished.reward
                     }
                     Outcome::Failed { reward, .. } => {
@@ -438,7 +444,7 @@ fn error_text(fault: &str) -> String {
     format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))
 }
 
-/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them; nothing without an environment.
+/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
 pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
     if episodes.is_empty() {
         return;
@@ -454,6 +460,13 @@ pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
     let rewards: Vec<f64> = episodes.iter().filter_map(|episode| episode.reward).collect();
     if !rewards.is_empty() {
         m.push("env_reward", rewards.iter().sum::<f64>() / rewards.len() as f64);
+    }
+    let mut logs: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for (name, number) in episodes.iter().flat_map(|episode| &episode.logs) {
+        logs.entry(name).or_default().push(*number);
+    }
+    for (name, numbers) in logs {
+        m.push(format!("{ENVIRONMENT_METRICS}{name}"), numbers.iter().sum::<f64>() / numbers.len() as f64);
     }
 }
 
