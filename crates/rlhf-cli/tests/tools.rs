@@ -1,6 +1,6 @@
 //! Training with tools and environments: the policy `tests/golden/tools_policy` calls `add` before it answers.
 
-use crate::cli::{Ran, Scratch};
+use crate::cli::{Ran, Scratch, json_lines};
 use crate::support::golden;
 use rlhf::environment::{Called, Environment, Finished, Opened, Session, ToolCall, ToolResult};
 use rlhf::generate::StopToken;
@@ -138,6 +138,40 @@ fn ppo_with_a_critic_learns_from_the_reward_of_an_environment() {
     let evaluated = metrics.iter().find(|m| m.get("eval/score").is_some()).unwrap();
     assert!(evaluated["eval/scores/Sum"].as_f64().unwrap() > 0.2, "{evaluated:?}");
     assert!(scratch.read("run/tools.log").contains("added "), "{}", scratch.read("run/tools.log"));
+    views_show_turns(&scratch, "run");
+}
+
+/// Checks that the samples of a run and its report have turns, calls, results and which tokens the policy did not sample.
+#[track_caller]
+fn views_show_turns(scratch: &Scratch, run: &str) {
+    for (file, has_tokens) in [("update-000000", true), ("eval-000001", false)] {
+        let rows = json_lines(&scratch.read(&format!("{run}/samples/{file}.jsonl")));
+        let row =
+            rows.iter().find(|row| row["tool_calls"] == 1).unwrap_or_else(|| panic!("no call in {file}: {rows:?}"));
+        let messages = row["messages"].as_array().unwrap();
+        assert_eq!(messages[0]["tool_calls"][0]["function"]["name"], "add", "{row:?}");
+        assert!(messages[1]["role"] == "tool" && messages[1]["content"].is_string(), "{row:?}");
+        let bounds: Vec<usize> = serde_json::from_value(row["inserted"].clone()).unwrap();
+        assert!(bounds.len() == 2 && row["tool_failures"].is_number() && row["env_reward"].is_number(), "{row:?}");
+        if has_tokens {
+            let tokens: Vec<String> = serde_json::from_value(row["tokens"].clone()).unwrap();
+            let logprobs: Vec<f64> = serde_json::from_value(row["logprobs"].clone()).unwrap();
+            assert!(tokens[bounds[0]..bounds[1]].concat().contains("<tool_response>"), "{tokens:?}");
+            assert!(logprobs[bounds[0]..bounds[1]].iter().all(|logprob| *logprob == 0.0), "{logprobs:?}");
+            assert_eq!(row["num_tokens"], tokens.len() - (bounds[1] - bounds[0]));
+        }
+    }
+    let page = scratch.read(&format!("{run}/report.html"));
+    for part in [
+        "Tools: ",
+        "add({&quot;a&quot;: ",
+        "class=\"result\"",
+        "class=\"inserted\"",
+        "1 call \u{b7} environment ",
+        "env_reward",
+    ] {
+        assert!(page.contains(part), "no {part} in {page}");
+    }
 }
 
 #[test]
