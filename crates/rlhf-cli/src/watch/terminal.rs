@@ -476,6 +476,23 @@ mod tests {
     }
 
     #[test]
+    fn turns_are_shown_with_calls_and_results_in_safe_text() {
+        let dir = tempfile::tempdir().unwrap();
+        write_run(dir.path(), 12);
+        let call = json!({"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}});
+        let messages = json!([{"role": "assistant", "content": "", "reasoning_content": "a product", "tool_calls": [call]},
+                              {"role": "tool", "name": "multiply", "content": "6\u{1b}[2J\tx"},
+                              {"role": "assistant", "content": "It is 6."}]);
+        let row = json!({"step": 3, "prompt": "2*3", "response": "raw", "finish_reason": "stop", "messages": messages,
+                         "inserted": [1, 2], "tool_calls": 1, "tool_failures": 0, "env_reward": 1.0});
+        fs::write(dir.path().join("samples/update-000003.jsonl"), format!("{row}\n")).unwrap();
+        let shown = screen(&View::open(dir.path()).unwrap(), 120, 40);
+        let call = "-> multiply({\"a\": 2, \"b\": 3})";
+        has(&shown, &["greedy, 1 call, stop", "reasoning: a product", call, "<- 6\\u{1b}[2J    x", "It is 6."]);
+        assert!(!shown.contains("raw") && !shown.contains('\u{1b}'), "{shown}");
+    }
+
+    #[test]
     fn a_gap_of_a_metric_is_one_of_its_curve() {
         let dir = tempfile::tempdir().unwrap();
         let drawn = |gap: std::ops::Range<u32>| {

@@ -158,7 +158,7 @@ fn folded(page: &mut Html, shown: &Cut, class: &'static str, label: &str) {
     }
     if is_long {
         let first = lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        page.text(one_line(&beginning(first, MOST_SUMMARY))).raw(" <i>");
+        page.raw("<span>").text(one_line(&beginning(first, MOST_SUMMARY))).raw("</span> <i>");
         page.text(shown.text.chars().count() + shown.left_out).raw(" characters</i></summary>\n");
     }
     text(page, shown, "whole");
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_long_result_is_folded_and_any_text_stays_text() {
         let page = page_of(&with_result(&"<b>\u{1b}[31m</pre></details>\u{202e}\r\n".repeat(400_000), "</script>"));
-        let start = "<details class=\"result\"><summary><b>run</b> &lt;b&gt;\\u{1b}[31m&lt;/pre&gt;&lt;/details&gt;\\u{202e} <i>10400000 characters</i></summary>\n";
+        let start = "<details class=\"result\"><summary><b>run</b> <span>&lt;b&gt;\\u{1b}[31m&lt;/pre&gt;&lt;/details&gt;\\u{202e}</span> <i>10400000 characters</i></summary>\n";
         assert!(page.contains(start), "{page}");
         assert!(page.len() < 10_000, "{}", page.len());
         for markup in ["<b>\\u", "\u{1b}", "</script>"] {

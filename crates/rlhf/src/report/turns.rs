@@ -15,6 +15,9 @@ const MOST_PARTS: usize = 12;
 /// Characters of the turns of a response that are kept, about: half of them from its start, half from its end.
 const MOST_OF_TURNS: usize = 16_000;
 
+/// Characters of a turn and of a part of it beside their texts, about.
+const MARKUP: usize = 60;
+
 /// The turns of a response.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turns {
@@ -95,16 +98,17 @@ impl Turn {
         Self { skipped: 0, parts, left_out, tokens: Vec::new() }
     }
 
-    /// Number of characters of its texts, about.
+    /// Number of characters on the page, about.
     fn chars(&self) -> usize {
-        self.parts.iter().map(|part| part.text.text.len()).sum()
+        MARKUP + self.parts.iter().map(|part| MARKUP + part.text.text.len()).sum::<usize>()
     }
 
     /// Adds its tokens, of which the response may have `left` more that the policy sampled.
     fn add_tokens(&mut self, tokens: &[(&str, f64)], are_sampled: bool, left: &mut usize) {
         if !are_sampled {
             let text: String = tokens.iter().map(|(token, _)| *token).collect();
-            self.tokens = Vec::from_iter((!text.is_empty()).then(|| (Cut::at(&text, MOST_RESULT), None)));
+            self.tokens =
+                Vec::from_iter((!text.is_empty()).then(|| (Cut::at(text.trim_matches('\n'), MOST_RESULT), None)));
         } else if tokens.len() <= *left {
             *left -= tokens.len();
             self.tokens = tokens.iter().map(|(token, p)| (Cut::at(token, MOST_CHARS), Some(*p))).collect();

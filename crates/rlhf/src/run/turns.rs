@@ -5,8 +5,9 @@ use rlhf_lm::tokenizer::{REASONING, json_text, message_text};
 use serde_json::Value;
 use std::borrow::Cow;
 
-/// Characters of a call or a result in a table, at most.
+/// Characters and lines of a call or a result in a table, at most.
 const MOST_CHARS: usize = 300;
+const MOST_LINES: usize = 5;
 
 /// Kind of a part of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -68,13 +69,16 @@ fn call_text(call: &Value) -> String {
 
 /// Returns a part as the lines of a table, `-> name(arguments)` or `<- result`; calls and results are cut.
 pub fn line(kind: Kind, text: &str) -> String {
-    let (sign, next, text) = match kind {
-        Kind::Reasoning => ("reasoning: ", "\n", text.into()),
-        Kind::Text => ("", "\n", text.into()),
-        Kind::Call => ("-> ", "\n   ", beginning(text, MOST_CHARS)),
-        Kind::Result => ("<- ", "\n   ", beginning(text, MOST_CHARS)),
+    let sign = match kind {
+        Kind::Reasoning => return format!("reasoning: {}", text.trim_end()).replace("\r\n", "\n"),
+        Kind::Text => return text.trim_end().replace("\r\n", "\n"),
+        Kind::Call => "->",
+        Kind::Result => "<-",
     };
-    format!("{sign}{}", text.trim_end().replace("\r\n", "\n").replace('\n', next))
+    let text = beginning(text.trim_end(), MOST_CHARS);
+    let more = text.lines().nth(MOST_LINES).map(|_| "...");
+    let lines: Vec<&str> = text.lines().take(MOST_LINES).chain(more).collect();
+    format!("{sign} {}", lines.join("\n   "))
 }
 
 /// Returns the turns of a response as the lines of a table.
@@ -118,6 +122,8 @@ mod tests {
     fn a_long_result_is_cut_and_messages_of_any_shape_have_lines() {
         let result = json!({"role": "tool", "name": "f", "content": "é".repeat(10_000_000)});
         assert_eq!(lines(&[result]), format!("<- {}...", "é".repeat(MOST_CHARS)));
+        let result = json!({"role": "tool", "name": "f", "content": "a\n".repeat(100)});
+        assert_eq!(lines(&[result]), format!("<- {}...", "a\n   ".repeat(MOST_LINES)));
         let odd =
             [json!(1), json!({"role": "assistant", "tool_calls": [7, {"function": {"name": 3, "arguments": "x"}}]})];
         assert_eq!(lines(&odd), "<- \n-> ()\n-> (x)");

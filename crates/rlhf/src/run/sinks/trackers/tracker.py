@@ -408,10 +408,11 @@ def table(samples):
     columns = ["prompt", "response", "score", *components, "finish_reason", "num_tokens", *own]
     rows = []
     for sample in samples:
+        messages = json.dumps(sample["messages"], ensure_ascii=False) if "messages" in sample else None
         scores = sample.get("components") or {}
         row = [sample["prompt"], sample["response"], sample["score"], *(scores.get(name) for name in components)]
         row += [sample.get("finish_reason"), sample.get("num_tokens")]
-        rows.append([*row, *(json.dumps(sample.get(name), ensure_ascii=False) if name == "messages" else sample.get(name) for name in own)])
+        rows.append([*row, *(messages if name == "messages" else sample.get(name) for name in own)])
     return columns, rows
 
 
