@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import json
 import re
 import time
 from typing import Any
@@ -12,8 +13,8 @@ from rlhf._callbacks import TrainerState
 METRICS = {
     "sft": (("loss",), ("mean_token_accuracy",), ("eval_loss",), ("grad_norm",), ("learning_rate",)),
     "reward": (("loss",), ("accuracy",), ("margin",), ("eval_loss",), ("eval_accuracy",)),
-    "ppo": (("objective/scores", "reward"), ("objective/kl",), ("objective/entropy", "entropy"), ("val/num_eos_tokens",), ("eval/score",)),
-    "grpo": (("reward", "objective/scores"), ("reward_std",), ("kl", "objective/kl"), ("completions/mean_length",), ("eval/score",)),
+    "ppo": (("objective/scores", "reward"), ("objective/kl",), ("objective/entropy", "entropy"), ("val/num_eos_tokens",), ("tools/call_frequency",), ("eval/score",)),
+    "grpo": (("reward", "objective/scores"), ("reward_std",), ("kl", "objective/kl"), ("completions/mean_length",), ("tools/call_frequency",), ("eval/score",)),
 }
 METRICS["rloo"] = METRICS["grpo"]
 # Metrics of reward functions: the mean of each, where there are several, and what `log_metric` gets.
@@ -111,7 +112,7 @@ class Display:
     def sample_table(self) -> str:
         if not self.shown_samples:
             return ""
-        cells = [[text(row.get("prompt")), text(row.get("response")), number(row.get("score"))] for row in self.shown_samples]
+        cells = [[text(row.get("prompt")), response(row), number(row.get("score"))] for row in self.shown_samples]
         return table(["prompt", "response", "score"], cells, texts=2)
 
 
@@ -149,3 +150,18 @@ def text(value: Any) -> str:
         value = value[-1].get("content")
     found = str(value if value is not None else "")
     return found if len(found) <= 200 else f"{found[:200]}..."
+
+
+def response(row: dict[str, Any]) -> str:
+    """The response of a row; of one with tools its turns, each part cut."""
+    parts = []
+    for message in row.get("messages") or []:
+        said = text(message.get("content"))
+        if message.get("role") != "assistant":
+            parts.append(f"<- {said}")
+            continue
+        parts.extend([said] if said else [])
+        for call in message.get("tool_calls") or []:
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            parts.append(text(f"-> {call['function']['name']}({arguments})"))
+    return "\n".join(parts) if parts else text(row.get("response"))

@@ -33,6 +33,8 @@ HOSTILE = [
     "👩\u200d🚀 東京 e\u0301",
     "a" * 100_000,
 ]
+# The result of a call, long enough to be folded.
+RESULT = HOSTILE[0] * 20
 
 # Runs in the page, after its own script. Its result is the text of the element `result`.
 PROBE = """
@@ -63,6 +65,12 @@ addEventListener("load", () => {
     overflow: document.documentElement.scrollWidth - innerWidth,
     resources: performance.getEntriesByType("resource").map(entry => entry.name),
   };
+  const shown = selector => all(document, selector).map(part => part.checkVisibility());
+  const turns = () => [shown(".turns .read"), shown(".turns .tokens"), shown(".turns .inserted")].map(parts => [...new Set(parts)]);
+  result.folded = all(document, "article .turns details.result").map(details => [details.open, details.querySelector("pre").textContent]);
+  result.turns = turns();
+  document.querySelector(".show-shades").click();
+  result.shaded = turns();
   order.value = "worst";
   order.dispatchEvent(new Event("input"));
   result.worst = all(document, "article").map(article => article.dataset.score).filter(score => score !== "").map(Number);
@@ -101,6 +109,10 @@ def train(rlhf, work):
         json.dumps({"step": 3, "prompt": text, "response": text, "score": score, "components": {text[:40]: score}}) + "\n"
         for score, text in enumerate(HOSTILE)
     )
+    call = {"type": "function", "function": {"name": "<b>f", "arguments": {"text": HOSTILE[0]}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "<b>f", "content": RESULT}, {"role": "assistant", "content": "ok"}]
+    tokens = {"tokens": ["call", RESULT, "ok"], "logprobs": [-1.0, 0.0, -0.5], "response": f"call{RESULT}ok", "inserted": [1, 2]}
+    samples += json.dumps({"step": 3, "prompt": "turns", **tokens, "score": 9, "messages": turns, "tool_calls": 1, "tool_failures": 0, "env_reward": 1.0}) + "\n"
     (run / "samples/eval-000003.jsonl").write_text(samples)
     alarm = {"step": 2, "alarm": "runaway_kl", "message": "update 2: the policy <b>left</b> its start; a lower learning_rate keeps it near"}
     (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
@@ -143,6 +155,9 @@ def check_page(browser, page, metrics, width):
     expect(f"{width} pixels: title", result["title"] == "run <b>1&2: rlhf ppo", result["title"])
     expect(f"{width} pixels: no element comes from a sample", result["foreign"] == 0, result["foreign"])
     expect(f"{width} pixels: hostile texts are shown", all(text in result["texts"] for text in HOSTILE[:-1]), result["texts"])
+    expect(f"{width} pixels: a long result of a tool is folded, as text", result["folded"] == [[False, RESULT]], result["folded"])
+    switched = [result["turns"], result["shaded"]] == [[[True], [False], [False]], [[False], [True], [True]]]
+    expect(f"{width} pixels: shades show the tokens of turns in place of their texts", switched, (result["turns"], result["shaded"]))
     expect(f"{width} pixels: a long text is cut with a note", "98800 more characters are left out." in result["notes"], result["notes"])
     labelled = result["charts"] > 10 and result["unlabelled"] == 0
     expect(f"{width} pixels: all {result['charts']} charts have a title and a description", labelled)

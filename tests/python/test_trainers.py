@@ -668,6 +668,18 @@ class Notebook(Case):
         self.assertIn("&lt;script&gt;</td><td>1.5</td>", page)
         self.assertNotIn("<script>", page)
 
+    def test_turns_with_tools_have_calls_and_results(self):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<é>"}}}
+        messages = [
+            {"role": "assistant", "content": "So:", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": "3" * 300},
+            {"role": "assistant", "content": "Done."},
+        ]
+        page = self.page("grpo", [], [{"prompt": "p", "response": "raw", "score": 1.0, "messages": messages}])
+        lines = ["So:", "-&gt; add({&quot;a&quot;: 1, &quot;b&quot;: &quot;&lt;é&gt;&quot;})", f"&lt;- {'3' * 200}...", "Done."]
+        self.assertIn("\n".join(lines) + "</td>", page)
+        self.assertNotIn("raw", page)
+
     def test_the_time_left_has_hours(self):
         from rlhf._notebook import duration
 

@@ -164,13 +164,22 @@ pub enum WarningKind {
     HighClipShare,
     /// The norm of a gradient is more than 10 times its running median; once in a run.
     GradientLeap,
+    /// The policy has stopped calling its tools, and the score is not at its best; once in a run.
+    NoCalls,
+    /// More than half of the calls of tools fail, in 5 updates in a row, and not fewer and fewer of them; once in a run.
+    FailingCalls,
+    /// The environments of more than a tenth of the responses of 3 updates failed; once in a run.
+    FailingEnvironments,
+    /// More than half of the responses with an environment end in the middle of a turn or with a call that has no result, in 3 updates in a
+    /// row; once in a run.
+    CutEpisodes,
     /// Optimizer steps of an update were skipped because a loss or a gradient was not finite.
     SkippedSteps,
 }
 
 impl WarningKind {
     /// All kinds, in the order of the documentation.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 18] = [
         Self::RunawayKl,
         Self::LowEntropy,
         Self::LengthLimit,
@@ -184,6 +193,10 @@ impl WarningKind {
         Self::NegativeExplainedVariance,
         Self::HighClipShare,
         Self::GradientLeap,
+        Self::NoCalls,
+        Self::FailingCalls,
+        Self::FailingEnvironments,
+        Self::CutEpisodes,
         Self::SkippedSteps,
     ];
 
@@ -203,6 +216,10 @@ impl WarningKind {
             Self::NegativeExplainedVariance => "negative_explained_variance",
             Self::HighClipShare => "high_clip_share",
             Self::GradientLeap => "gradient_leap",
+            Self::NoCalls => "no_calls",
+            Self::FailingCalls => "failing_calls",
+            Self::FailingEnvironments => "failing_environments",
+            Self::CutEpisodes => "cut_episodes",
             Self::SkippedSteps => "skipped_steps",
         }
     }

@@ -17,7 +17,7 @@ use crate::model::{AdapterFolder, ModelConfig, is_encoder_decoder_family};
 use chat::ChatTemplate;
 pub use chat::user_message;
 pub use date::{FixedDate, fixed as fixed_date, now as date_now};
-pub use messages::{MessageFault, REASONING, check_message, message_text, without_nulls};
+pub use messages::{MessageFault, REASONING, check_message, json_text, message_text, without_nulls};
 use rlhf_base::files;
 use rlhf_base::weights::{no_such_file, read_json};
 use rlhf_base::{Error, Result};

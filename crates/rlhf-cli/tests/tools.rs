@@ -1,7 +1,7 @@
 //! Training with tools and environments: the policy `tests/golden/tools_policy` calls `add` before it answers.
 
-use crate::cli::{Ran, Scratch};
-use crate::support::golden;
+use crate::cli::{Ran, Scratch, json_lines};
+use crate::support::{golden, output};
 use rlhf::environment::{Called, Environment, Finished, Opened, Session, ToolCall, ToolResult};
 use rlhf::generate::StopToken;
 use rlhf::reward::{FnReward, Rewards};
@@ -149,7 +149,8 @@ fn ppo_with_a_critic_learns_from_the_reward_of_an_environment() {
     let line = "ppo --sft_model_path caller --dataset_name sums.jsonl --response_length 100 --train_batch_size 16 \
                 --total_episodes 32 --learning_rate 1e-3 --stop_token eos --missing_eos_penalty 1 --environment_factory helpers.Sum \
                 --eval_dataset_name sums.jsonl --eval_steps 1 --num_eval_prompts 8 --output_dir run";
-    trains(&scratch, line);
+    let ran = Ran::from(output(scratch.command(line).args(["--report_to", "command:cat > events"])));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
     let metrics = scratch.metrics("run");
     let update = metrics.iter().find(|m| m.get("loss/value_avg").is_some()).unwrap();
     assert!(update["tools/call_frequency"].as_f64().unwrap() > 0.5, "{update:?}");
@@ -157,6 +158,43 @@ fn ppo_with_a_critic_learns_from_the_reward_of_an_environment() {
     let evaluated = metrics.iter().find(|m| m.get("eval/score").is_some()).unwrap();
     assert!(evaluated["eval/scores/Sum"].as_f64().unwrap() > 0.2, "{evaluated:?}");
     assert!(scratch.read("run/tools.log").contains("added "), "{}", scratch.read("run/tools.log"));
+    views_show_turns(&scratch, "run");
+}
+
+/// Checks that the samples of a run, its tracker and its report have turns, calls and results, and which tokens the policy did not sample.
+#[track_caller]
+fn views_show_turns(scratch: &Scratch, run: &str) {
+    for (file, has_tokens) in [("update-000000", true), ("eval-000001", false)] {
+        let rows = json_lines(&scratch.read(&format!("{run}/samples/{file}.jsonl")));
+        let row =
+            rows.iter().find(|row| row["tool_calls"] == 1).unwrap_or_else(|| panic!("no call in {file}: {rows:?}"));
+        let messages = row["messages"].as_array().unwrap();
+        assert_eq!(messages[0]["tool_calls"][0]["function"]["name"], "add", "{row:?}");
+        assert!(messages[1]["role"] == "tool" && messages[1]["content"].is_string(), "{row:?}");
+        let bounds: Vec<usize> = serde_json::from_value(row["inserted"].clone()).unwrap();
+        assert!(bounds.len() == 2 && row["tool_failures"].is_number() && row["env_reward"].is_number(), "{row:?}");
+        if has_tokens {
+            let tokens: Vec<String> = serde_json::from_value(row["tokens"].clone()).unwrap();
+            let logprobs: Vec<f64> = serde_json::from_value(row["logprobs"].clone()).unwrap();
+            assert!(tokens[bounds[0]..bounds[1]].concat().contains("<tool_response>"), "{tokens:?}");
+            assert!(logprobs[bounds[0]..bounds[1]].iter().all(|logprob| *logprob == 0.0), "{logprobs:?}");
+            assert_eq!(row["num_tokens"], tokens.len() - (bounds[1] - bounds[0]));
+        }
+    }
+    let events = json_lines(&scratch.read("events"));
+    let row = events.iter().find(|event| event["type"] == "samples").map(|event| &event["samples"][0]).unwrap();
+    assert!(row["messages"].is_array() && row["tool_calls"].is_number() && row.get("inserted").is_none(), "{row}");
+    let page = scratch.read(&format!("{run}/report.html"));
+    for part in [
+        "Tools: ",
+        "add({&quot;a&quot;: ",
+        "class=\"result\"",
+        "class=\"inserted\"",
+        "1 call \u{b7} environment ",
+        "env_reward",
+    ] {
+        assert!(page.contains(part), "no {part} in {page}");
+    }
 }
 
 #[test]

@@ -26,6 +26,7 @@ pub use cursor::Cursor;
 pub use dataset::Dataset;
 pub use demonstrations::{Demonstration, DemonstrationOptions};
 pub use episode::Episode;
+pub(crate) use episode::ends_with_calls;
 pub use files::{Files, is_data_file};
 pub use pairs::Pair;
 pub use prompts::{Prompt, PromptLimit};

@@ -3,15 +3,17 @@
 //!
 //! | subject | file |
 //! |---|---|
-//! | a run's folder as plain data; its responses | `read`, `samples` |
+//! | a run's folder as plain data; its responses, their turns, texts that are cut | `read`, `samples`, `turns`, `cut` |
 //! | the verdict in words | `verdict` |
 //! | which metrics are drawn together; where alarms are marked; curves as inline SVG | `charts`, `marks`, `svg` |
-//! | the page, its style sheet and its script | `page` |
+//! | the page, its style sheet and its script; the responses on it | `page`, `responses` |
 //! | a run that changes; its progress | `live`, `progress` |
 //! | the live page over HTTP; the view in the terminal | `server`, `terminal` |
 //! | escaping: all text of a run goes through it | `html` |
 
 mod charts;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod cut;
 #[doc(hidden)] // For `rlhf watch`.
 pub mod html;
 mod marks;
@@ -21,10 +23,13 @@ pub mod page;
 pub mod progress;
 #[doc(hidden)] // For `rlhf watch`.
 pub mod read;
+mod responses;
 #[doc(hidden)] // For `rlhf watch`.
 pub mod samples;
 #[doc(hidden)] // For `rlhf watch`.
 pub mod svg;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod turns;
 #[doc(hidden)] // For `rlhf watch`.
 pub mod verdict;
 

@@ -9,6 +9,7 @@
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
 //! | whether a resumed run reads the same inputs, in an environment with the same results | `inputs`, `environment` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
+//! | the turns of a response with tools, as all views show them | `turns` |
 //! | an update as the run recorded it, for a replay | `rollout_file` |
 //! | the numbers at the start and at the end, as all views show them | `ends` |
 //! | the model card | `card` |
@@ -37,6 +38,8 @@ pub(crate) mod sizes;
 pub(crate) mod start;
 pub(crate) mod tensorboard;
 pub(crate) mod tracking;
+#[doc(hidden)] // For `rlhf watch`.
+pub mod turns;
 
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 

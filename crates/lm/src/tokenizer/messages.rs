@@ -90,7 +90,7 @@ pub fn message_text(content: &Value) -> Option<String> {
 
 /// Returns a value in JSON as `json.dumps` of Python writes it, except that letters outside of ASCII stay. Unlike the filter `tojson`, it is called
 /// outside of a rendering, whose budget it does not take from.
-pub(super) fn json_text(value: &Value) -> String {
+pub fn json_text(value: &Value) -> String {
     match value {
         Value::Array(items) => format!("[{}]", items.iter().map(json_text).collect::<Vec<_>>().join(", ")),
         Value::Object(fields) => {

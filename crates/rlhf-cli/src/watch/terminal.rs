@@ -15,6 +15,7 @@ use rlhf::report::samples::{Prompt, Response};
 use rlhf::report::svg::{self, Axis, Point, smoothed};
 use rlhf::report::verdict::{Mark, verdict};
 use rlhf::run::ends::{short, window};
+use rlhf::run::turns::{self, Kind, counts};
 use rlhf::safe_text::{lines, one_line};
 use rlhf::signals::stop_requested;
 use rlhf::terminal::Stream;
@@ -30,11 +31,12 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Title and metric of each curve, the most important first: the first [`CURVES_SHOWN`] that a run has are drawn.
-const CURVES: [(&str, &str); 11] = [
+const CURVES: [(&str, &str); 12] = [
     ("Score", "objective/scores"),
     ("KL, nats per response", "objective/kl"),
     ("Length, tokens", "val/response_length"),
     ("Entropy, nats per token", "policy/entropy_avg"),
+    ("Calls per response", "tools/call_frequency"),
     ("Entropy, nats per response", "objective/entropy"),
     ("Loss", "loss"),
     ("Loss, held-out rows", "eval_loss"),
@@ -258,13 +260,13 @@ impl View {
         if response.score.is_finite() {
             about += &format!(", score {}", number(response.score, 4));
         }
+        if let Some(turns) = &response.turns {
+            about += &format!(", {}", counts(turns.calls, turns.failures));
+        }
         about.extend(response.finish.iter().map(|finish| format!(", {}", one_line(finish))));
-        let text = |text: &str| lines(text).replace('\t', "    ").lines().map(String::from).collect::<Vec<_>>();
-        let prompt_lines = text(&prompt.text.text).into_iter().map(|line| Line::from(line).dark_gray());
-        let all: Vec<Line<'_>> = std::iter::once(Line::from(about).italic())
-            .chain(prompt_lines)
-            .chain(text(&response.text.text).into_iter().map(Line::from))
-            .collect();
+        let prompt_lines = text_lines(&prompt.text.text).into_iter().map(|line| Line::from(line).dark_gray());
+        let all: Vec<Line<'_>> =
+            std::iter::once(Line::from(about).italic()).chain(prompt_lines).chain(response_lines(response)).collect();
         let title = format!(" Sample {} of {}, newest first ", place + 1, samples.len());
         let width = usize::from(area.width.saturating_sub(2)).max(1);
         let height = usize::from(area.height.saturating_sub(2));
@@ -275,6 +277,35 @@ impl View {
         let text = Paragraph::new(all).wrap(Wrap { trim: false }).scroll((scrolled, 0));
         frame.render_widget(text.block(Block::bordered().title(title)), area);
     }
+}
+
+/// Returns the lines of a text of a run.
+fn text_lines(text: &str) -> Vec<String> {
+    lines(text).replace('\t', "    ").lines().map(String::from).collect()
+}
+
+/// Returns the lines of a response: of its turns, where it has some.
+fn response_lines(response: &Response) -> Vec<Line<'static>> {
+    let Some(turns) = &response.turns else {
+        return text_lines(&response.text.text).into_iter().map(Line::from).collect();
+    };
+    let mut all = Vec::new();
+    for turn in &turns.turns {
+        all.extend((turn.skipped > 0).then(|| Line::from(format!("... {} turns are left out", turn.skipped)).italic()));
+        for part in &turn.parts {
+            let style = match part.kind {
+                Kind::Text => Style::new(),
+                Kind::Call => Style::new().cyan(),
+                Kind::Reasoning | Kind::Result => Style::new().dark_gray(),
+            };
+            let lines = text_lines(&turns::line(part.kind, &part.text.text));
+            all.extend(lines.into_iter().map(|line| Line::from(line).style(style)));
+        }
+        all.extend(
+            (turn.left_out > 0).then(|| Line::from(format!("... {} more are left out", turn.left_out)).italic()),
+        );
+    }
+    all
 }
 
 /// Returns the end of `text` in at most `columns` characters, with an ellipsis where more are before it.
@@ -442,6 +473,23 @@ mod tests {
         view.live = LiveRun::open(dir.path()).unwrap();
         has(&screen(&view, 60, 30), &["Sample 1 of 2"]);
         assert_eq!([end_of("ab/cd", 5), end_of("ab/cd", 3), end_of("ab", 0)], ["ab/cd", "\u{2026}cd", ""]);
+    }
+
+    #[test]
+    fn turns_are_shown_with_calls_and_results_in_safe_text() {
+        let dir = tempfile::tempdir().unwrap();
+        write_run(dir.path(), 12);
+        let call = json!({"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}});
+        let messages = json!([{"role": "assistant", "content": "", "reasoning_content": "a product", "tool_calls": [call]},
+                              {"role": "tool", "name": "multiply", "content": "6\u{1b}[2J\tx"},
+                              {"role": "assistant", "content": "It is 6."}]);
+        let row = json!({"step": 3, "prompt": "2*3", "response": "raw", "finish_reason": "stop", "messages": messages,
+                         "inserted": [1, 2], "tool_calls": 1, "tool_failures": 0, "env_reward": 1.0});
+        fs::write(dir.path().join("samples/update-000003.jsonl"), format!("{row}\n")).unwrap();
+        let shown = screen(&View::open(dir.path()).unwrap(), 120, 40);
+        let call = "-> multiply({\"a\": 2, \"b\": 3})";
+        has(&shown, &["greedy, 1 call, stop", "reasoning: a product", call, "<- 6\\u{1b}[2J    x", "It is 6."]);
+        assert!(!shown.contains("raw") && !shown.contains('\u{1b}'), "{shown}");
     }
 
     #[test]

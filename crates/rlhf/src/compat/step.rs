@@ -667,6 +667,7 @@ impl StepTrainer {
             num_tokens: None,
             tokens: Vec::new(),
             logprobs: Vec::new(),
+            turns: None,
             conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();

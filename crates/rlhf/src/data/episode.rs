@@ -1,6 +1,7 @@
 //! Responses of several turns.
 
 use super::prompts::Prompt;
+use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::tokenizer::message_text;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -33,4 +34,14 @@ impl Episode {
         let last = self.messages.iter().rfind(|message| message["role"] == "assistant");
         last.and_then(|message| message_text(&message["content"])).unwrap_or_default()
     }
+
+    /// Whether its `response` ends in the middle of a turn, or with a call whose result did not fit or that was one too many.
+    pub(crate) fn is_cut(&self, response: &Response) -> bool {
+        response.finish == FinishReason::Length || ends_with_calls(&self.messages) && !self.has_failed
+    }
+}
+
+/// Returns whether the last of the `messages` of a response has calls: their results did not fit, or no more were made.
+pub(crate) fn ends_with_calls(messages: &[Value]) -> bool {
+    messages.last().and_then(|last| last["tool_calls"].as_array()).is_some_and(|calls| !calls.is_empty())
 }

@@ -14,13 +14,14 @@ type Line = (&'static str, &'static str);
 struct Panel(&'static str, &'static str, &'static [Line]);
 
 /// The headings of charts, with the charts below each; [`REWARDS`], [`TIME`] and [`MEMORY`] get the metrics that a run names.
-const SECTIONS: [(&str, &[Panel]); 4] = [
+const SECTIONS: [(&str, &[Panel]); 5] = [
     (
         REWARDS,
         &[
             Panel("Score", "", &[("training prompts", "objective/scores"), ("held-out prompts", "eval/score")]),
             Panel("Score before scaling", "", &[("", "objective/raw_scores")]),
             Panel("Score less the KL penalty", "", &[("", "objective/rlhf_reward")]),
+            Panel("Reward of the environment", "", &[("", "env_reward")]),
             Panel("Standard deviation of the scores", "", &[("", "objective/scores_std")]),
             Panel("Groups with equal scores", "share", &[("", "frac_reward_zero_std")]),
             Panel("Accuracy", "share of pairs", &[("training pairs", "accuracy"), ("held-out pairs", "eval_accuracy")]),
@@ -60,6 +61,17 @@ const SECTIONS: [(&str, &[Panel]); 4] = [
             Panel("Change of the policy in an update", "nats\u{b2} per token", &[("", "policy/approxkl_avg")]),
             Panel("Ratio of probabilities", "mean", &[("", "val/ratio")]),
             Panel("Ratio of probabilities", "variance", &[("", "val/ratio_var")]),
+        ],
+    ),
+    (
+        "Tools",
+        &[
+            Panel("Calls", "per response", &[("", "tools/call_frequency")]),
+            Panel(
+                "Failures",
+                "share",
+                &[("calls", "tools/failure_frequency"), ("environments", "env_failure_frequency")],
+            ),
         ],
     ),
     (
@@ -398,6 +410,31 @@ mod tests {
         let mut page = crate::report::html::Html::default();
         Charts::of(&runs).sections[0].charts[0].draw(&mut page, 100);
         assert!(page.finish().contains("value=\"0.101\">0.101 \u{b1} 0.05</data>"));
+    }
+
+    #[test]
+    fn calls_and_failures_of_tools_have_charts_and_the_reward_of_the_environment_is_among_the_scores() {
+        let names = [
+            "objective/scores",
+            "tools/call_frequency",
+            "tools/failure_frequency",
+            "env_reward",
+            "env_failure_frequency",
+        ];
+        let values = names.map(|name| [name.len() as f64, 1.0, 2.0]);
+        let metrics: Vec<(&str, &[f64])> = names.into_iter().zip(values.iter().map(|values| &values[..])).collect();
+        let runs = [Run::of(&metrics)];
+        let charts = Charts::of(&runs);
+        let found: Vec<_> = charts
+            .sections
+            .iter()
+            .map(|s| (s.title, s.charts.iter().map(|c| c.title.as_str()).collect::<Vec<_>>()))
+            .collect();
+        assert_eq!(
+            found,
+            [("Score", vec!["Score", "Reward of the environment"]), ("Tools", vec!["Calls", "Failures"])]
+        );
+        assert!(charts.others.is_empty());
     }
 
     #[test]

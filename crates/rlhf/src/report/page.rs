@@ -2,10 +2,12 @@
 
 use super::MARK;
 use super::charts::Charts;
+use super::cut::Cut;
 use super::html::{Html, number};
 use super::progress::Progress;
 use super::read::{Run, Setting, settings_of};
-use super::samples::{Cut, Frame, Highlights, Prompt, Response};
+use super::responses::{is_shaded, response, text};
+use super::samples::{Frame, Highlights, Prompt};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{Mark, verdict};
 use crate::run::ends::{MOST_VALUES, words};
@@ -442,13 +444,17 @@ fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
     if !run.frame.is_empty() {
         frame(page, &run.frame);
     }
-    // Greedy responses of a peaked policy have no shade.
-    let is_shaded = |response: &Response| response.tokens.iter().any(|(_, probability)| percent(*probability) < 100.0);
-    if shown.iter().any(|(place, _)| run.prompts[*place].responses.iter().any(is_shaded)) {
-        page.raw(
-            "<p class=\"controls\"><label><input type=\"checkbox\" class=\"show-shades\"> shade tokens by their \
-                  probability: the darker, the less probable</label></p>\n",
-        );
+    let responses = || shown.iter().flat_map(|(place, _)| &run.prompts[*place].responses);
+    if responses().any(is_shaded) {
+        page.raw("<p class=\"controls\"><label><input type=\"checkbox\" class=\"show-shades\"> shade tokens by their probability: ");
+        page.raw("the darker, the less probable");
+        let has_turns = responses().any(|response| response.turns.is_some());
+        page.raw(if has_turns {
+            "; turns are then shown as the policy reads them, <i>what it did not write</i> in italics"
+        } else {
+            ""
+        });
+        page.raw("</label></p>\n");
     }
     let lists = [("Most changed", &highlights.changed), ("Worst", &highlights.worst), ("Best", &highlights.best)];
     for (name, places) in lists.into_iter().filter(|(_, places)| !places.is_empty()) {
@@ -486,11 +492,6 @@ fn frame(page: &mut Html, frame: &Frame) {
     page.raw("</details>\n");
 }
 
-/// Returns the percentage by which a token is shaded.
-fn percent(probability: f64) -> f64 {
-    (100.0 * probability).round()
-}
-
 /// Writes a prompt with its first and its last response, and those between folded.
 fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
     page.raw("<article id=\"p").text(run).raw("-").text(place).raw("\" data-source=\"").text(prompt.source.name());
@@ -509,58 +510,6 @@ fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
         response(page, last);
     }
     page.raw("</article>\n");
-}
-
-fn response(page: &mut Html, response: &Response) {
-    page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} ");
-    if response.score.is_finite() {
-        page.raw("score <b>").text(number(response.score, 4)).raw("</b>");
-    } else {
-        page.raw("no score");
-    }
-    let rewards: &[(String, f64)] = match &response.rewards[..] {
-        // A single reward without weights and penalties is the score.
-        [(_, score)] if *score == response.score => &[],
-        rewards => rewards,
-    };
-    for (name, score) in rewards {
-        page.raw(" \u{b7} ").text(name).raw(" ").text(number(*score, 4));
-    }
-    if let Some(tokens) = response.num_tokens {
-        page.raw(" \u{b7} ").text(tokens).raw(if tokens == 1 { " token" } else { " tokens" });
-    }
-    if let Some(finish) = &response.finish {
-        page.raw(" \u{b7} ").text(finish);
-    }
-    page.raw("</p>\n");
-    if response.tokens.is_empty() {
-        text(page, &response.text, "text");
-    } else {
-        page.raw("<pre class=\"text\" dir=\"auto\">\n");
-        for (token, probability) in &response.tokens {
-            let percent = percent(*probability);
-            page.raw("<span style=\"--p:")
-                .text(percent)
-                .raw("%\" title=\"")
-                .text(percent)
-                .raw(" %\">")
-                .text(token)
-                .raw("</span>");
-        }
-        page.raw("</pre>\n");
-    }
-    page.raw("</div>\n");
-}
-
-/// Writes a text of a run with its line ends.
-fn text(page: &mut Html, text: &Cut, class: &'static str) {
-    // The line end after the tag is none of the text.
-    page.raw("<pre class=\"").raw(class).raw("\" dir=\"auto\">\n").text(&text.text).raw("</pre>\n");
-    if text.left_out > 0 {
-        page.raw("<p class=\"note\">").text(text.left_out).raw(" more characters are left out.</p>\n");
-    } else if text.text.is_empty() {
-        page.raw("<p class=\"note\">empty</p>\n");
-    }
 }
 
 /// Returns a number for the script.
@@ -681,6 +630,7 @@ fn checks(page: &mut Html, runs: &[Run]) {
 mod tests {
     use super::*;
     use crate::report::read::Series;
+    use crate::report::samples::Response;
 
     fn page_of(run: Run) -> String {
         page(&[run])
@@ -690,7 +640,7 @@ mod tests {
         let tokens: Vec<(String, f64)> = tokens.iter().map(|(text, p)| (text.to_string(), *p)).collect();
         let text: String = tokens.iter().map(|(text, _)| text.as_str()).collect();
         let text = Cut::new(&text);
-        Response { step: 1, text, score, rewards: Vec::new(), finish: None, num_tokens: None, tokens }
+        Response { step: 1, text, score, rewards: Vec::new(), finish: None, num_tokens: None, tokens, turns: None }
     }
 
     fn run_with(responses: Vec<Response>) -> Run {

@@ -1,5 +1,7 @@
 //! The responses of a run: read from `samples/`, gathered by prompt, and chosen for the page.
 
+use super::cut::{Cut, MOST_TOKENS};
+use super::turns::Turns;
 use crate::run::output_dir::{SAMPLES, samples_update};
 use rlhf_base::{Result, files};
 use serde::Deserialize;
@@ -13,9 +15,6 @@ const MOST_FILES: usize = 12;
 
 /// Bytes of one file that are read at most.
 const MOST_BYTES: u64 = 16 << 20;
-
-/// Characters of a text that are kept at most.
-const MOST_CHARS: usize = 1200;
 
 /// Source of the responses of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,23 +38,6 @@ impl Source {
             Self::Samples => "sample prompt, greedy",
             Self::HeldOut => "held-out prompt",
             Self::Rollout => "rollout",
-        }
-    }
-}
-
-/// The beginning of a text, and the number of characters after it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Cut {
-    pub text: String,
-    pub left_out: usize,
-}
-
-impl Cut {
-    pub fn new(text: &str) -> Self {
-        let text = text.replace("\r\n", "\n");
-        match text.char_indices().nth(MOST_CHARS) {
-            None => Self { text, left_out: 0 },
-            Some((end, _)) => Self { left_out: text[end..].chars().count(), text: text[..end].into() },
         }
     }
 }
@@ -84,6 +66,8 @@ pub struct Response {
     pub num_tokens: Option<u64>,
     /// Texts of its tokens with their probabilities, where the file has both.
     pub tokens: Vec<(String, f64)>,
+    /// Its turns, with an environment.
+    pub turns: Option<Turns>,
 }
 
 impl Prompt {
@@ -298,14 +282,13 @@ fn response(line: &[u8], frame: &Frame) -> Option<(Cut, Response)> {
     let rewards = row["components"].as_object().into_iter().flatten();
     let tokens = row["tokens"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let logprobs = row["logprobs"].as_array().into_iter().flatten().filter_map(Value::as_f64);
-    let mut tokens: Vec<(String, f64)> =
-        tokens.map(String::from).zip(logprobs.map(f64::exp)).take(MOST_CHARS / 4).collect();
-    let text = Cut::new(text);
+    let mut tokens: Vec<(&str, f64)> = tokens.zip(logprobs.map(f64::exp)).collect();
     // The shades stand for the text, so they must be all of it.
-    if text.left_out > 0
-        || text.text.is_empty()
-        || tokens.iter().map(|(token, _)| token.as_str()).collect::<String>() != text.text
-    {
+    let joined: String = tokens.iter().map(|(token, _)| *token).collect();
+    let is_whole = joined == text || joined == text.replace("\r\n", "\n");
+    let turns = Turns::of(&row, if is_whole { &tokens } else { &[] });
+    let text = Cut::new(text);
+    if !is_whole || turns.is_some() || text.left_out > 0 || tokens.len() > MOST_TOKENS {
         tokens.clear();
     }
     let response = Response {
@@ -314,7 +297,8 @@ fn response(line: &[u8], frame: &Frame) -> Option<(Cut, Response)> {
         rewards: rewards.map(|(name, score)| (name.clone(), number(score))).collect(),
         finish: row["finish_reason"].as_str().map(String::from),
         num_tokens: row["num_tokens"].as_u64(),
-        tokens,
+        tokens: tokens.into_iter().map(|(token, probability)| (token.into(), probability)).collect(),
+        turns,
         text,
     };
     Some((Cut::new(frame.strip(prompt)), response))
@@ -372,6 +356,7 @@ mod tests {
             finish: None,
             num_tokens: None,
             tokens: Vec::new(),
+            turns: None,
         };
         Prompt { source: Source::Samples, text: cut.clone(), responses: (0..).zip(scores).map(response).collect() }
     }
@@ -461,9 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn long_texts_are_cut_and_files_are_spread_over_the_run() {
-        let cut = Cut::new(&"é".repeat(100_000));
-        assert_eq!((cut.text.chars().count(), cut.left_out), (MOST_CHARS, 100_000 - MOST_CHARS));
+    fn files_are_spread_over_the_run() {
         assert_eq!(spread(3, 5), [0, 1, 2]);
         assert_eq!(spread(1000, 5), [0, 249, 499, 749, 999]);
         assert_eq!((spread(0, 5), spread(7, 1)), (vec![], vec![6]));

@@ -23,6 +23,15 @@ const CUT_SHARE: f64 = 0.2;
 /// Share of responses cut at the limit from which on most are.
 const MOST_CUT: f64 = 0.5;
 
+/// Calls of tools per response from which on a policy calls them, the share of these below which it has stopped, and the share of calls
+/// that fail above which most do: as for the alarms.
+const LEAST_CALLS: f64 = 0.25;
+const LEFT_CALLS: f64 = 0.05;
+const MOST_FAILED: f64 = 0.5;
+
+/// Share of the responses whose environments fail above which too many do.
+const MOST_DEAD: f64 = 0.1;
+
 /// Alarms that are named in the verdict, at most.
 const MOST_NAMED: usize = 5;
 
@@ -154,7 +163,8 @@ fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
 pub fn verdict(run: &Run) -> Vec<Finding> {
     let mut findings = vec![course(run)];
     if run.points("objective/scores").is_some() {
-        findings.extend([score(run), held_out_score(run), kl(run), entropy(run), length(run)].into_iter().flatten());
+        let of_rewards = [score(run), held_out_score(run), kl(run), entropy(run), length(run), tools(run)];
+        findings.extend(of_rewards.into_iter().flatten());
     } else {
         findings.extend([accuracy(run), loss(run)].into_iter().flatten());
     }
@@ -298,6 +308,28 @@ fn cut_share(run: &Run) -> Option<f64> {
     let per_update = finite(run, "episode")?.last()? / finite(run, "step")?.last()?;
     let share = 1.0 - Ends::of(run, "val/num_eos_tokens")?.last / per_update;
     share.is_finite().then_some(share.clamp(0.0, 1.0))
+}
+
+fn tools(run: &Run) -> Option<Finding> {
+    let Ends { first, last, .. } = Ends::of(run, "tools/call_frequency")?;
+    let failed = Ends::of(run, "tools/failure_frequency").map_or(0.0, |failed| failed.last);
+    let mut words = format!("Tools: {} calls per response at the end, {} at the start", short(last), short(first));
+    let (stopped, fails) = (first >= LEAST_CALLS && last < LEFT_CALLS * first, failed > MOST_FAILED);
+    words += &if stopped {
+        ": the policy has stopped calling them".into()
+    } else if last > 0.0 {
+        format!("; {} % of them failed at the end", number(100.0 * failed, 2))
+    } else {
+        String::new()
+    };
+    // An update without a failure has no such metric.
+    let updates = finite(run, "tools/call_frequency")?.len();
+    let dead = finite(run, "env_failure_frequency").map_or(0.0, |shares| shares.iter().sum::<f64>() / updates as f64);
+    if dead > 0.0 {
+        words += &format!("; environments failed for {} % of all responses", number(100.0 * dead, 2));
+    }
+    let mark = if stopped || fails || dead > MOST_DEAD { Mark::Bad } else { Mark::Neutral };
+    Some(finding(mark, format!("{words}.")))
 }
 
 fn accuracy(run: &Run) -> Option<Finding> {
@@ -631,6 +663,29 @@ mod tests {
         assert!(cut.text.contains(": 25 % are cut") && !cut.text.contains("longer"), "{}", cut.text);
         let few = of(&[length, ("completions/clipped_ratio", &[0.5, 0.05])]);
         assert!(few.mark == Mark::Neutral && !few.text.contains("cut"), "{}", few.text);
+    }
+
+    #[test]
+    fn calls_of_tools_and_their_failures_have_a_sentence() {
+        let of = |calls: &[f64], failed: &[f64], dead: &[f64]| {
+            let metrics =
+                [("tools/call_frequency", calls), ("tools/failure_frequency", failed), ("env_failure_frequency", dead)];
+            let found = tools(&run(&metrics)).unwrap();
+            (found.mark, found.text)
+        };
+        let words = "Tools: 2 calls per response at the end, 1.5 at the start; 25 % of them failed at the end.";
+        assert_eq!(of(&[1.5, 2.0], &[0.5, 0.25], &[]), (Mark::Neutral, words.into()));
+        let (mark, text) = of(&[1.5, 2.0], &[0.5, 0.6], &[]);
+        assert!(mark == Mark::Bad && text.ends_with("60 % of them failed at the end."), "{text}");
+        let stopped =
+            "Tools: 0.01 calls per response at the end, 1.5 at the start: the policy has stopped calling them.";
+        assert_eq!(of(&[1.5, 0.01], &[0.0, 0.0], &[]), (Mark::Bad, stopped.into()));
+        assert_eq!(of(&[0.1, 0.0], &[0.0, 0.0], &[]).0, Mark::Neutral, "it hardly called any");
+        // One of four updates has failures.
+        let (mark, text) = of(&[1.0; 4], &[0.0; 4], &[0.6]);
+        assert!(mark == Mark::Bad && text.ends_with("; environments failed for 15 % of all responses."), "{text}");
+        assert_eq!(of(&[1.0; 4], &[0.0; 4], &[0.04]).0, Mark::Neutral);
+        assert!(tools(&run(&[("objective/scores", &[1.0])])).is_none());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 mod likeness;
 pub(crate) mod settings;
+mod tools;
 
 use crate::rl::groups::EqualGroups;
 use likeness::Likeness;
@@ -10,6 +11,7 @@ use rlhf_base::metrics::{Metrics, Warning, WarningKind};
 use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tools::{Found, Tools};
 
 /// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.4 (the
 /// examples in this repository: at most 0.36); at 1 the policy gives each of its tokens e times the reference's probability.
@@ -96,6 +98,8 @@ pub(crate) struct Sampled<'a> {
     pub(crate) eos: &'a [i64],
     /// Something ends a response.
     pub(crate) may_stop: bool,
+    /// With an environment: responses that end in the middle of a turn, or with a call whose result did not fit.
+    pub(crate) cut: Option<usize>,
 }
 
 /// Watches the updates of a run, and warns of each problem once.
@@ -125,6 +129,7 @@ pub(crate) struct Alarms {
     norms: [Vec<f64>; 2],
     /// Entropy per token in the first update.
     first_entropy: Option<f64>,
+    tools: Tools,
     /// Alarms whose metric has begun to move, each with the first of the consecutive updates up to the last one in which it has.
     moving: Vec<(WarningKind, usize)>,
 }
@@ -217,7 +222,10 @@ impl Alarms {
             self.fewer_stops(sampled),
             self.alike_responses(sampled),
         ];
-        found.into_iter().flatten().collect()
+        let all = sampled.responses.len();
+        let cut = sampled.cut.and_then(|cut| self.tools.observe_cuts(sampled.update, cut, all));
+        let cut = cut.and_then(|cut| self.of_tools(sampled.update, cut));
+        found.into_iter().flatten().chain(cut).collect()
     }
 
     /// Records the scores of the groups of `size` rows of an update; returns a warning when too many in a row were equal.
@@ -246,7 +254,16 @@ impl Alarms {
             self.clip_share(update, &finite),
             self.gradient_leap(update, &finite),
         ];
-        found.into_iter().flatten().collect()
+        let solved = score.is_some_and(|score| self.scores.solved(score));
+        let of_tools = self.tools.observe(update, &finite, rows(metrics), solved);
+        let of_tools = of_tools.into_iter().filter_map(|found| self.of_tools(update, found));
+        found.into_iter().flatten().chain(of_tools).collect()
+    }
+
+    /// Returns the warning of a problem with tools.
+    fn of_tools(&mut self, update: usize, (kind, updates, message): Found) -> Option<Warning> {
+        self.moves_since(kind, update, updates);
+        self.once(kind, || message)
     }
 
     fn ignored_eos(&mut self, sampled: &Sampled<'_>) -> Option<Warning> {
@@ -871,7 +888,7 @@ mod tests {
     fn of(alarms: &mut Alarms, responses: &[Response], stop: &[i64], eos: &[i64], may_stop: bool) -> Vec<Warning> {
         let prompts: Vec<[i64; 1]> = (0..).take(responses.len()).map(|prompt| [prompt]).collect();
         let prompts: Vec<&[i64]> = prompts.iter().map(|prompt| &prompt[..]).collect();
-        alarms.of_responses(&Sampled { update: 1, prompts: &prompts, responses, stop, eos, may_stop })
+        alarms.of_responses(&Sampled { update: 1, prompts: &prompts, responses, stop, eos, may_stop, cut: None })
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! Events of a run: what a training loop hands to the sinks.
 
-use crate::data::prompt_field;
+use crate::data::{Episode, prompt_field};
+use crate::run::turns;
 use rlhf_base::metrics::{Metrics, Warning};
-use rlhf_lm::generate::FinishReason;
-use serde::Serialize;
+use rlhf_lm::generate::{FinishReason, Response};
+use serde::{Serialize, Serializer};
 use serde_json::Value;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
@@ -135,20 +137,52 @@ pub struct RolloutRow {
 }
 
 /// The turns of a response with an environment.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RolloutTurns {
     /// Token ids of the prompt, with the tools and with what the environment said.
+    #[serde(skip)]
     pub prompt_ids: Vec<i64>,
     /// First token and end of each span of the response that the policy did not sample.
+    #[serde(serialize_with = "bounds")]
     pub inserted: Vec<Range<usize>>,
     /// Turns and results of tools, as messages.
     pub messages: Vec<Value>,
     /// Number of calls that were executed.
+    #[serde(rename = "tool_calls")]
     pub calls: usize,
     /// Number of those that failed.
+    #[serde(rename = "tool_failures")]
     pub failures: usize,
     /// Reward of the environment, if it gives one.
+    #[serde(rename = "env_reward")]
     pub reward: Option<f64>,
+}
+
+impl RolloutTurns {
+    /// The turns of a `response` with their `episode`.
+    pub(crate) fn of(episode: &Episode, response: &Response) -> Self {
+        Self {
+            prompt_ids: episode.prompt.tokens.clone(),
+            inserted: response.inserted.clone(),
+            messages: episode.messages.clone(),
+            calls: episode.calls,
+            failures: episode.failures,
+            reward: episode.reward,
+        }
+    }
+}
+
+impl Sample {
+    /// Returns the response as a table shows it: its turns, where it has some.
+    pub(crate) fn shown(&self) -> Cow<'_, str> {
+        let turns = self.turns.as_ref().map(|turns| turns::lines(&turns.messages)).filter(|lines| !lines.is_empty());
+        turns.map_or(Cow::Borrowed(&self.response), Cow::Owned)
+    }
+}
+
+/// Writes spans as in the files of rollouts: first tokens and ends, one after another.
+fn bounds<S: Serializer>(spans: &[Range<usize>], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(spans.iter().flat_map(|span| [span.start, span.end]))
 }
 
 /// One row of a sample table.
@@ -177,6 +211,9 @@ pub struct Sample {
     /// Log-probability of each of these tokens.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub logprobs: Vec<f32>,
+    /// The turns of the response, with an environment.
+    #[serde(flatten)]
+    pub turns: Option<RolloutTurns>,
     /// The prompt as a table shows it, where it is a conversation.
     #[serde(skip)]
     pub(crate) conversation: Option<Conversation>,

@@ -171,6 +171,7 @@ impl PpoTrainer {
             stop: &self.stop,
             eos: self.tokenizer.eos_ids(),
             may_stop: !self.stop.is_empty() || self.stop_strings.is_some(),
+            cut: (!episodes.is_empty()).then(|| episodes.iter().zip(&responses).filter(|(e, r)| e.is_cut(r)).count()),
         });
         let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.left_out)?;
         warnings.extend(reused.then(|| Warning {

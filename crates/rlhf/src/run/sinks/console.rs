@@ -5,6 +5,7 @@ use crate::run::event::{Conversation, Event, Sample};
 use crate::run::output_dir::METRICS;
 use crate::run::settings::is_eval_metric;
 use crate::run::sinks::driver::Outgoing;
+use crate::run::turns;
 use crate::terminal::{self, Colour, Stream};
 use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle, WeakProgressBar};
@@ -391,13 +392,15 @@ fn sample_table(samples: &[Sample], width: Option<usize>, colours: bool) -> Stri
             }
             Some(Conversation { turns, .. }) => turns.clone(),
         };
-        let mut row = vec![cell(&prompt), cell(&sample.response), format!("{:.3}", sample.score)];
+        let mut row = vec![cell(&prompt), cell(&sample.shown()), format!("{:.3}", sample.score)];
         if with_ends {
             let end = sample.finish_reason.map(|finish| match finish {
                 FinishReason::Stop => " stop",
                 FinishReason::Length => " length",
             });
-            row.push(sample.num_tokens.map_or(String::new(), |tokens| format!("{tokens}{}", end.unwrap_or_default())));
+            let tokens = sample.num_tokens.map(|tokens| format!("{tokens}{}", end.unwrap_or_default()));
+            let calls = sample.turns.as_ref().map(|turns| turns::counts(turns.calls as u64, turns.failures as u64));
+            row.push(tokens.into_iter().chain(calls).collect::<Vec<_>>().join("\n"));
         }
         table.add_row(row);
     }
@@ -410,6 +413,7 @@ fn sample_table(samples: &[Sample], width: Option<usize>, colours: bool) -> Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::event::RolloutTurns;
     use std::collections::BTreeMap;
 
     fn sample(prompt: &str, response: &str, row: &Value) -> Sample {
@@ -423,6 +427,7 @@ mod tests {
             num_tokens: Some(12),
             tokens: Vec::new(),
             logprobs: Vec::new(),
+            turns: None,
             conversation: Conversation::of(row, prompt),
         }
     }
@@ -470,6 +475,45 @@ mod tests {
         assert!(table.contains("helpful") && table.contains("system: Be rude."), "{table}");
         let cut = sample("a cat?<|assistant|>", "Yes.", &row(rules, "What is a cat?"));
         assert!(sample_table(&[cut], None, false).contains("a cat?<|assistant|>"));
+    }
+
+    #[test]
+    fn a_table_shows_turns_with_calls_and_results_in_safe_text() {
+        let call =
+            serde_json::json!({"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}});
+        let messages = serde_json::json!([
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "multiply", "content": format!("6\u{1b}[2J{}", "x".repeat(1000))},
+            {"role": "assistant", "content": "It is 6."},
+        ]);
+        let messages = messages.as_array().unwrap().clone();
+        let (calls, failures, reward) = (2, 1, None);
+        let turns =
+            RolloutTurns { prompt_ids: Vec::new(), inserted: vec![3..9, 12..14], messages, calls, failures, reward };
+        let mut sample = sample("2*3", "raw", &Value::Null);
+        sample.turns = Some(turns);
+        let table = sample_table(&[sample.clone()], Some(400), false);
+        for text in [
+            "-> multiply({\"a\": 2, \"b\": 3})",
+            "<- 6\\u{1b}[2Jxx",
+            "x...",
+            "It is 6.",
+            "12 stop",
+            "2 calls, 1 failed",
+        ] {
+            assert!(table.contains(text), "no {text} in {table}");
+        }
+        assert!(!table.contains("raw") && !table.contains('\u{1b}') && table.len() < 5000, "{table}");
+        // In the files they are columns of their own.
+        let row = serde_json::to_value(&sample).unwrap();
+        assert_eq!(row["inserted"], serde_json::json!([3, 9, 12, 14]));
+        assert_eq!(
+            (&row["tool_calls"], &row["tool_failures"], &row["env_reward"]),
+            (&2.into(), &1.into(), &Value::Null)
+        );
+        assert!(row["messages"][0]["tool_calls"].is_array() && row.get("prompt_ids").is_none(), "{row}");
+        sample.turns = None;
+        assert!(serde_json::to_value(&sample).unwrap().get("messages").is_none());
     }
 
     #[test]

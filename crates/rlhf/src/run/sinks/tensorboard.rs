@@ -83,7 +83,7 @@ fn markdown(samples: &[Sample]) -> String {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
         });
-        let (prompt, response) = (cell(&sample.prompt), cell(&sample.response));
+        let (prompt, response) = (cell(&sample.prompt), cell(&sample.shown()));
         text.push_str(&format!("| {prompt} | {response} | {:.3} | {tokens} | {end} |\n", sample.score));
     }
     text
@@ -106,6 +106,7 @@ mod tests {
             num_tokens: Some(12),
             tokens: Vec::new(),
             logprobs: Vec::new(),
+            turns: None,
             conversation: None,
         };
         let text = markdown(&[sample]);

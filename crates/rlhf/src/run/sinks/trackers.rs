@@ -215,12 +215,12 @@ impl Drop for Trackers {
     }
 }
 
-/// Returns the line with a table of responses, without the text and the log-probability of each token.
+/// Returns the line with a table of responses, without what is of each token: text, log-probability, whether it was sampled.
 fn table(step: usize, episode: usize, source: &str, samples: &[Sample]) -> Value {
     let row = |sample: &Sample| {
         let mut row = serde_json::to_value(sample).expect("a sample has a JSON form");
         if let Some(row) = row.as_object_mut() {
-            row.retain(|name, _| name != "tokens" && name != "logprobs");
+            row.retain(|name, _| !["tokens", "logprobs", "inserted"].contains(&name.as_str()));
         }
         row
     };

@@ -6,7 +6,7 @@ use crate::reward::{ComponentScores, ScoreUse, Scored, Scores, TrainerState};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
-use crate::run::event::{Conversation, Evaluation, Sample};
+use crate::run::event::{Conversation, Evaluation, RolloutTurns, Sample};
 use crate::settings::EVAL_SCORES;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::rng::Purpose;
@@ -57,7 +57,7 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = &answers.responses;
         let (scores, components) = self.whole_scores(&asked, &answers)?;
-        let samples = self.sample_rows(&asked, responses, &scores, &components)?;
+        let samples = self.sample_rows(&asked, (responses, &answers.episodes), &scores, &components)?;
         // Policy and reference by the same pass: decoding rounds differently in low precision and on a GPU.
         let anew = self.reference.is_some() && !self.learner.policy.is_exact();
         let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(anew) };
@@ -124,7 +124,8 @@ impl PpoTrainer {
         let log = &self.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
             let shown: Vec<&Prompt> = batch.asked(&self.prompts).into_iter().take(SAMPLE_ROWS).collect();
-            let samples = self.sample_rows(&shown, &batch.responses, &raw, &scored.components)?;
+            let answers = (&batch.responses[..], &batch.episodes[..]);
+            let samples = self.sample_rows(&shown, answers, &raw, &scored.components)?;
             self.with_tokens(samples, &batch.responses)?
         } else {
             Vec::new()
@@ -163,7 +164,7 @@ impl PpoTrainer {
         let answers = self.generate(&asked, Sampling::Greedy, Purpose::Samples, update)?;
         let asked = answers.asked(&asked);
         let (scores, components) = self.whole_scores(&asked, &answers)?;
-        let samples = self.sample_rows(&asked, &answers.responses, &scores, &components)?;
+        let samples = self.sample_rows(&asked, (&answers.responses, &answers.episodes), &scores, &components)?;
         self.with_tokens(samples, &answers.responses)
     }
 
@@ -176,10 +177,11 @@ impl PpoTrainer {
         Ok(samples)
     }
 
+    /// Rows of a table of responses to `prompts`, with the episodes of those that have one.
     pub(super) fn sample_rows(
         &self,
         prompts: &[&Prompt],
-        responses: &[Response],
+        (responses, episodes): (&[Response], &[Episode]),
         scores: &Tensor,
         components: &[ComponentScores],
     ) -> Result<Vec<Sample>> {
@@ -203,6 +205,7 @@ impl PpoTrainer {
                     num_tokens: Some(response.num_sampled()),
                     tokens: Vec::new(),
                     logprobs: Vec::new(),
+                    turns: episodes.get(row).map(|episode| RolloutTurns::of(episode, response)),
                     conversation: Conversation::of(&prompt.row, &prompt.text),
                 })
             })

@@ -41,14 +41,7 @@ impl PpoTrainer {
         let baselines = e.baselines.as_ref().map(to_host);
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
-            let turns = batch.episodes.get(row).map(|episode| RolloutTurns {
-                prompt_ids: episode.prompt.tokens.clone(),
-                inserted: response.inserted.clone(),
-                messages: episode.messages.clone(),
-                calls: episode.calls,
-                failures: episode.failures,
-                reward: episode.reward,
-            });
+            let turns = batch.episodes.get(row).map(|episode| RolloutTurns::of(episode, response));
             let components = scored.components.iter();
             // Of tokens that the run does not count, those of sampling: a replay with other settings may count them.
             let sampled = response.logprobs.iter().zip(logprobs[row].iter().zip(&counts[row]));

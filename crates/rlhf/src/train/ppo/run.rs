@@ -21,10 +21,12 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 /// Metrics of the end of a run, by their labels.
-const OUTCOME: [(&str, &str); 6] = [
+const OUTCOME: [(&str, &str); 8] = [
     ("score", "objective/scores"),
     ("KL", "objective/kl"),
     ("length", "val/response_length"),
+    ("calls", "tools/call_frequency"),
+    ("failed calls", "tools/failure_frequency"),
     ("held-out score", "eval/score"),
     ("held-out KL", "eval/kl"),
     ("held-out length", "eval/response_length"),
@@ -447,10 +449,9 @@ fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
 fn watched(m: &Metrics) -> Vec<String> {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
     let kl = m.get("objective/kl").map(|kl| format!("kl {kl:.3}"));
+    let calls = m.get("tools/call_frequency").map(|calls| format!("calls {calls:.2}"));
     let score = format!("score {:.3}", number("objective/scores"));
-    let others = [
-        format!("length {:.1}", number("val/response_length")),
-        format!("{:.0} tokens/s", number("tokens_per_second/update")),
-    ];
-    std::iter::once(score).chain(kl).chain(others).collect()
+    let length = format!("length {:.1}", number("val/response_length"));
+    let speed = format!("{:.0} tokens/s", number("tokens_per_second/update"));
+    std::iter::once(score).chain(kl).chain(calls).chain([length, speed]).collect()
 }

@@ -403,12 +403,16 @@ def first_line(error):
 def table(samples):
     """Returns the columns and the rows of a table of responses."""
     components = sorted({name for sample in samples for name in sample.get("components") or {}})
-    columns = ["prompt", "response", "score", *components, "finish_reason", "num_tokens"]
+    # Those of tools and environments, where there are some.
+    own = [name for name in ("tool_calls", "tool_failures", "env_reward", "messages") if any(name in sample for sample in samples)]
+    columns = ["prompt", "response", "score", *components, "finish_reason", "num_tokens", *own]
     rows = []
     for sample in samples:
+        messages = json.dumps(sample["messages"], ensure_ascii=False) if "messages" in sample else None
         scores = sample.get("components") or {}
         row = [sample["prompt"], sample["response"], sample["score"], *(scores.get(name) for name in components)]
-        rows.append([*row, sample.get("finish_reason"), sample.get("num_tokens")])
+        row += [sample.get("finish_reason"), sample.get("num_tokens")]
+        rows.append([*row, *(messages if name == "messages" else sample.get(name) for name in own)])
     return columns, rows
 
 

@@ -1,0 +1,244 @@
+//! Alarms of runs with tools: calls that are no longer made or fail, environments that fail, responses that are cut.
+
+use super::{FEW_UPDATES, mean};
+use rlhf_base::metrics::WarningKind;
+use serde::{Deserialize, Serialize};
+
+/// Calls per response from which on a policy calls its tools: those of one response in four.
+const LEAST_CALLS: f64 = 0.25;
+/// Share of the most calls per response so far below which a policy has stopped calling.
+const LEFT_CALLS: f64 = 0.05;
+/// Responses over which calls are counted, at least; a policy that makes a call in one of ten then has neither so many nor so few by chance.
+const CALL_WINDOW: f64 = 128.0;
+
+/// Share of calls that fail above which most do, the updates in a row for which they have to, and their calls, at least.
+const MOST_FAILED: f64 = 0.5;
+const FAILING_UPDATES: usize = 5;
+const FAILING_CALLS: f64 = 32.0;
+/// Share of failed calls in the later half of these updates, as a share of that in the earlier half, below which a policy learns to call.
+const LEAST_FALL: f64 = 0.9;
+
+/// Share of the responses whose environments fail, over three updates, above which too many do.
+const MOST_DEAD: f64 = 0.1;
+
+/// Share of the responses that are cut above which most are.
+const MOST_CUT: f64 = 0.5;
+
+/// A problem in an update: its alarm, the number of the last updates that have it, and the message.
+pub(super) type Found = (WarningKind, usize, String);
+
+/// Calls, failures and ends of responses so far.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Tools {
+    /// Calls and responses of each of the last updates.
+    calls: Vec<[f64; 2]>,
+    /// The most calls per response over as many updates.
+    most_calls: f64,
+    /// Calls, and those of them that failed, of the last updates in a row with calls most of which failed.
+    failing: Vec<[f64; 2]>,
+    /// Number of these updates.
+    failing_updates: usize,
+    /// Shares of failed environments in the first updates and in the last ones.
+    first_dead: Vec<f64>,
+    last_dead: Vec<f64>,
+    /// Consecutive updates most of whose responses are cut.
+    cut: usize,
+}
+
+impl Tools {
+    /// Records the metrics of an update of `responses`, with `number` those that are finite; `solved` tells whether the score is at its best.
+    pub(super) fn observe(
+        &mut self,
+        update: usize,
+        number: &dyn Fn(&str) -> Option<f64>,
+        responses: f64,
+        solved: bool,
+    ) -> Vec<Found> {
+        let Some(calls) = number("tools/call_frequency") else { return Vec::new() };
+        let failed = number("tools/failure_frequency").unwrap_or(0.0);
+        let found = [
+            self.no_calls(update, [calls * responses, responses]).filter(|_| !solved),
+            self.failing_calls(update, [calls * responses, failed * calls * responses]),
+            // There is no such metric in an update without a failure.
+            self.failing_environments(update, number("env_failure_frequency").unwrap_or(0.0)),
+        ];
+        found.into_iter().flatten().collect()
+    }
+
+    fn no_calls(&mut self, update: usize, of_update: [f64; 2]) -> Option<Found> {
+        let window = &mut self.calls;
+        window.push(of_update);
+        while window.len() > FEW_UPDATES && sum(&window[1..])[1] >= CALL_WINDOW {
+            window.remove(0);
+        }
+        let [calls, responses] = sum(window);
+        if window.len() < FEW_UPDATES || responses < CALL_WINDOW {
+            return None;
+        }
+        let last = calls / responses;
+        self.most_calls = self.most_calls.max(last);
+        let most = self.most_calls;
+        if most < LEAST_CALLS || last >= LEFT_CALLS * most {
+            return None;
+        }
+        let message = format!(
+            "update {update}: the last {responses:.0} responses have {last:.2} calls of tools each, at most they had {most:.2}: the policy has \
+             stopped calling its tools, as where the reward is as high without them; a reward that needs their results, a lower \
+             learning_rate or a higher kl_coef keep them, and fewer calls that fail"
+        );
+        Some((WarningKind::NoCalls, window.len(), message))
+    }
+
+    fn failing_calls(&mut self, update: usize, of_update: [f64; 2]) -> Option<Found> {
+        let [calls, failed] = of_update;
+        if calls <= 0.0 {
+            return None;
+        }
+        if failed <= MOST_FAILED * calls {
+            (self.failing, self.failing_updates) = (Vec::new(), 0);
+            return None;
+        }
+        self.failing_updates += 1;
+        let window = &mut self.failing;
+        window.push(of_update);
+        if window.len() > FAILING_UPDATES {
+            window.remove(0);
+        }
+        let (earlier, later) = window.split_at(window.len() / 2);
+        let share = |updates: &[[f64; 2]]| sum(updates)[1] / sum(updates)[0];
+        let falls = share(later) < LEAST_FALL * share(earlier);
+        if window.len() < FAILING_UPDATES || sum(window)[0] < FAILING_CALLS || falls {
+            return None;
+        }
+        let message = format!(
+            "update {update}: {:.0} % of the calls of the last {FAILING_UPDATES} updates failed, and the share does not fall: the policy calls tools \
+             that are not there or gives them wrong arguments, or the tools themselves fail; look at the results in the samples and at \
+             tools.log, describe each argument of the tools, or start from a policy that knows them",
+            100.0 * share(window)
+        );
+        Some((WarningKind::FailingCalls, self.failing_updates, message))
+    }
+
+    fn failing_environments(&mut self, update: usize, share: f64) -> Option<Found> {
+        if self.first_dead.len() < FEW_UPDATES {
+            self.first_dead.push(share);
+        }
+        self.last_dead.push(share);
+        if self.last_dead.len() > FEW_UPDATES {
+            self.last_dead.remove(0);
+        }
+        let (first, last) = (100.0 * mean(&self.first_dead), 100.0 * mean(&self.last_dead));
+        if self.last_dead.len() < FEW_UPDATES || last <= 100.0 * MOST_DEAD {
+            return None;
+        }
+        let message = format!(
+            "update {update}: the environments of {last:.0} % of the responses failed in the last {FEW_UPDATES} updates, of {first:.0} % in the \
+             first {FEW_UPDATES}: these responses have environment_failure_reward, whatever they say; tools.log has the causes, and a larger \
+             tool_timeout or a smaller max_environments helps environments that are slow"
+        );
+        Some((WarningKind::FailingEnvironments, FEW_UPDATES, message))
+    }
+
+    /// Records how many of an update's responses, `all`, are cut: in the middle of a turn, or after a call whose result did not fit.
+    pub(super) fn observe_cuts(&mut self, update: usize, cut: usize, all: usize) -> Option<Found> {
+        let share = cut as f64 / all as f64;
+        self.cut = if share > MOST_CUT { self.cut + 1 } else { 0 };
+        if self.cut < FEW_UPDATES {
+            return None;
+        }
+        let message = format!(
+            "update {update}: {:.0} % of the responses end in the middle of a turn or with a call that has no result, and more than half in the \
+             last {} updates: response_length, of which results are a part, leaves no room for an answer; a larger response_length, \
+             shorter results (tool_output_limit) or more turns (max_tool_calling_iterations) let them end",
+            100.0 * share,
+            self.cut
+        );
+        Some((WarningKind::CutEpisodes, self.cut, message))
+    }
+}
+
+fn sum(pairs: &[[f64; 2]]) -> [f64; 2] {
+    pairs.iter().fold([0.0, 0.0], |[a, b], [c, d]| [a + c, b + d])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Metrics of an update.
+    type Line = Vec<(&'static str, f64)>;
+
+    /// The updates, from 1, at which each alarm is found over updates of 64 responses with these metrics, and the number of updates that have it.
+    fn found(updates: impl IntoIterator<Item = Line>, solved: bool) -> Vec<(usize, WarningKind, usize)> {
+        let (mut tools, mut all) = (Tools::default(), Vec::new());
+        for (update, metrics) in (1..).zip(updates) {
+            let number = |name: &str| metrics.iter().find(|(of, _)| *of == name).map(|(_, value)| *value);
+            for (kind, since, message) in tools.observe(update, &number, 64.0, solved) {
+                // The cause ends at the first of these.
+                assert_eq!(message.matches("; ").count(), 1, "{message}");
+                all.push((update, kind, since));
+            }
+            tools = serde_json::from_str(&serde_json::to_string(&tools).unwrap()).unwrap();
+        }
+        all
+    }
+
+    #[test]
+    fn a_policy_that_stops_calling_is_reported_and_one_that_never_called_or_calls_less_is_not() {
+        let lines =
+            |calls: &[f64]| calls.iter().map(|&calls| vec![("tools/call_frequency", calls)]).collect::<Vec<Line>>();
+        let calls = |frequencies: &[f64]| found(lines(frequencies), false);
+        // The mean over three updates is below 0.05 of the most, 1.2, from the seventh on.
+        assert_eq!(calls(&[1.0, 1.2, 1.2, 1.2, 0.1, 0.0, 0.0]), [(7, WarningKind::NoCalls, 3)]);
+        assert_eq!(calls(&[1.0, 1.2, 1.2, 1.2, 0.1, 0.1, 0.1, 0.1]), [], "less");
+        assert_eq!(calls(&[0.0, 0.1, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0]), [], "hardly ever");
+        assert_eq!(calls(&[1.0, 1.0, 0.0, 0.0]), [], "two updates are few");
+        assert_eq!(found(lines(&[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), true), [], "it solves its task without them");
+        assert_eq!(found(vec![vec![("env_failure_frequency", 1.0)]; 9], false), [], "no tools");
+    }
+
+    #[test]
+    fn calls_that_mostly_fail_are_reported_after_five_updates_unless_fewer_and_fewer_do() {
+        // A share below 0 is that of an update without calls.
+        let failing = |calls: f64, shares: &[f64]| {
+            let line = |&share: &f64| {
+                let calls = if share < 0.0 { 0.0 } else { calls };
+                vec![("tools/call_frequency", calls), ("tools/failure_frequency", share.max(0.0))]
+            };
+            found(shares.iter().map(line), false)
+        };
+        let at = |update, since| (update, WarningKind::FailingCalls, since);
+        assert_eq!(failing(1.0, &[0.4, 0.9, 0.8, 0.9, 0.9, 0.8]), [at(6, 5)]);
+        assert_eq!(failing(1.0, &[0.9, 0.9, 0.5, 0.9, 0.9, 0.9, 0.9]), [], "not in a row");
+        assert_eq!(failing(1.0, &[0.98, 0.9, 0.8, 0.7, 0.6, 0.55, 0.5]), [], "it learns");
+        // 7 calls in each update are 35 in five.
+        assert_eq!(failing(0.11, &[1.0; 5]), [at(5, 5)]);
+        assert_eq!(failing(0.05, &[1.0; 9]), [], "few calls");
+        assert_eq!(failing(1.0, &[0.9, 0.9, -1.0, 0.9, 0.9, -1.0, 0.9]), [at(7, 5)]);
+    }
+
+    #[test]
+    fn environments_that_fail_for_a_tenth_of_the_responses_are_reported() {
+        let failing = |shares: &[f64]| {
+            let line = |&share: &f64| {
+                let dead = (share > 0.0).then_some(("env_failure_frequency", share));
+                std::iter::once(("tools/call_frequency", 1.0)).chain(dead).collect()
+            };
+            found(shares.iter().map(line), false)
+        };
+        assert_eq!(failing(&[0.0, 0.0, 0.0, 0.1, 0.1, 0.2]), [(6, WarningKind::FailingEnvironments, 3)]);
+        assert_eq!(failing(&[0.2, 0.0, 0.0, 0.2, 0.05, 0.0]), [], "once in a while");
+    }
+
+    #[test]
+    fn responses_that_are_cut_are_reported_after_three_updates() {
+        let mut tools = Tools::default();
+        let cuts = [40, 40, 32, 33, 40, 64];
+        let found: Vec<_> = (1..).zip(cuts).filter_map(|(update, cut)| tools.observe_cuts(update, cut, 64)).collect();
+        assert!(matches!(found[..], [(WarningKind::CutEpisodes, 3, _)]), "{found:?}");
+        let words = "update 6: 100 % of the responses end in the middle of a turn or with a call that has no result, and more than half in \
+                     the last 3 updates: ";
+        assert!(found[0].2.starts_with(words) && found[0].2.matches("; ").count() == 1, "{}", found[0].2);
+    }
+}
