@@ -57,7 +57,7 @@ class Sum:
 "#;
 
 /// A folder with the policy, the tools and 24 sums to be found.
-fn scratch() -> Scratch {
+pub(crate) fn scratch() -> Scratch {
     let scratch = Scratch::new();
     std::fs::create_dir(scratch.path("caller")).unwrap();
     for file in std::fs::read_dir(golden().join("tools_policy")).unwrap() {

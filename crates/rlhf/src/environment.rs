@@ -73,6 +73,7 @@ mod program;
 mod reward;
 mod settings;
 mod socket;
+mod turn;
 
 pub use combined::Combined;
 pub use limits::Limits;
@@ -82,6 +83,7 @@ pub use pool::{Event, Outcome, Sessions};
 pub use program::ProgramEnvironment;
 pub(crate) use reward::{environment_rewards, failure_reward_name};
 pub use settings::{EnvironmentConfig, MalformedCalls};
+pub use turn::Results;
 
 use rlhf_base::Result;
 use serde_json::{Map, Value};

@@ -2,8 +2,8 @@
 
 use crate::data::{Episode, Prompt, PromptLimit, prompt_messages};
 use crate::environment::{
-    Environment, EnvironmentConfig, Event, Log, MalformedCalls, Opened, Outcome, Sessions, ToolCall, ToolResult,
-    environment_rewards, failure_reward_name,
+    Environment, EnvironmentConfig, Event, Log, MalformedCalls, Opened, Outcome, Results, Sessions, ToolCall,
+    ToolResult, environment_rewards, failure_reward_name,
 };
 use crate::reward::Rewards;
 use rlhf_base::dist::World;
@@ -200,8 +200,8 @@ struct Row {
     tokens: usize,
     /// Number of turns with calls that were made.
     iterations: usize,
-    /// The turn whose calls are being made: for each call, its result where that is known without a call.
-    known: Vec<Option<ToolResult>>,
+    /// The results of the turn whose calls are being made.
+    known: Results,
     /// Whether there is a session to be finished.
     is_open: bool,
 }
@@ -264,7 +264,7 @@ impl<'a> Talk<'a> {
                 logs: Vec::new(),
                 has_failed: !is_open,
             };
-            Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Vec::new(), is_open })
+            Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Results::default(), is_open })
         });
         let rows = rows.collect::<Result<_>>()?;
         let most_tokens = generation.max_new_tokens;
@@ -324,14 +324,9 @@ impl<'a> Talk<'a> {
     fn call(&mut self, at: usize, turn: Turn) -> Result<()> {
         let row = &mut self.rows[at];
         row.iterations += 1;
-        let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
         // A turn that cannot be read is a call that fails, where the settings say so.
-        row.known = match &turn.malformed {
-            Some(fault) => vec![Some(fails("", fault))],
-            None => turn.calls.iter().map(|call| Some(fails(&call.name, call.fault.as_ref()?))).collect(),
-        };
-        let made = turn.calls.into_iter().filter(|call| call.fault.is_none());
-        let calls: Vec<ToolCall> = made.map(|call| ToolCall { name: call.name, arguments: call.arguments }).collect();
+        let calls;
+        (row.known, calls) = Results::of(turn);
         self.busy += 1;
         if self.in_lockstep() {
             self.pending.push((at, calls));
@@ -351,16 +346,10 @@ impl<'a> Talk<'a> {
     fn answered(&mut self, at: usize, results: Vec<ToolResult>, done: bool) -> Result<()> {
         self.busy -= 1;
         let row = &mut self.rows[at];
-        let mut results = results.into_iter();
-        let known = std::mem::take(&mut row.known);
-        // An episode that is over may leave out the last results.
-        let results: Vec<ToolResult> = known.into_iter().map_while(|known| known.or_else(|| results.next())).collect();
+        let results = std::mem::take(&mut row.known).with(results);
         row.episode.calls += results.len();
         row.episode.failures += results.iter().filter(|result| result.failed).count();
-        let messages: Vec<Value> = results
-            .iter()
-            .map(|result| json!({"role": "tool", "name": result.name, "content": result.content}))
-            .collect();
+        let messages: Vec<Value> = results.iter().map(ToolResult::message).collect();
         if done {
             row.episode.messages.extend(messages);
             self.decided.push((at, Next::End));
@@ -436,12 +425,6 @@ impl Turns for Talk<'_> {
     fn in_lockstep(&self) -> bool {
         self.of.environment.in_lockstep()
     }
-}
-
-/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as for calls that were made.
-fn error_text(fault: &str) -> String {
-    let quote = if fault.contains('\'') && !fault.contains('"') { '"' } else { '\'' };
-    format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))
 }
 
 /// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
