@@ -228,6 +228,9 @@ fn generate_plays_with_the_environment_in_parts_of_any_size() {
         rows.iter().map(|row| (row["messages"].clone(), row["env_reward"].clone())).collect::<Vec<_>>()
     };
     assert_eq!(of(&rows(4)), of(&whole));
+    let ran = scratch.run(&format!("{line} --output_format text"));
+    let text = ran.stdout;
+    assert!(text.contains("-> add({\"a\": ") && text.contains("\n<- ") && text.contains("(reward 1)"), "{text}");
 }
 
 #[test]

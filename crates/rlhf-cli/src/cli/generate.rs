@@ -8,6 +8,7 @@ use rlhf::dist::World;
 use rlhf::environment::Log;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
+use rlhf::run::turns;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
@@ -165,9 +166,8 @@ impl<'c> Generator<'c> {
     /// Returns the row of response `index` of those to a prompt, a response of several turns.
     fn episode_row(&self, episode: &Episode, index: usize, response: &Response) -> Result<String> {
         if self.format == Format::Text {
-            let text = self.tokenizer.decode_verbatim(&response.tokens)?;
-            let reward = episode.reward.map(|reward| format!("\n[reward {reward}]")).unwrap_or_default();
-            return Ok(format!("{}{text}{reward}\n", episode.prompt.text));
+            let reward = episode.reward.map(|reward| format!("\n(reward {reward})")).unwrap_or_default();
+            return Ok(format!("{}{}{reward}\n", episode.prompt.text, turns::lines(&episode.messages)));
         }
         let index = (self.config.responses.num_return_sequences > 1).then_some(index);
         let text = self.tokenizer.decode(&response.tokens)?;
