@@ -11,7 +11,7 @@ mod stream;
 
 use super::turns::shared_start;
 use super::{TextStream, Tokenizer};
-use form::{Calls, Form, REASONING_TAGS};
+use form::{Form, REASONING_TAGS};
 use render::{End, Renderer};
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -155,11 +155,8 @@ impl ToolTemplate {
     /// If the tags cannot be encoded.
     pub fn text_stream(&self, prompt: &[i64]) -> Result<TextStream<'_>> {
         let tokenizer = &self.renderer.tokenizer;
-        let calls = match &self.form.calls {
-            Calls::Tagged(tags) => tags.concat(),
-            Calls::Bare => String::new(),
-        };
-        let tags = format!("{calls}{}", REASONING_TAGS.concat());
+        let calls = self.form.calls.tags().unwrap_or_default();
+        let tags = [calls, REASONING_TAGS].as_flattened().concat();
         let mut kept = tokenizer.encode_verbatim(&tags)?;
         // Not an unknown token.
         kept.retain(|&id| tokenizer.decode_verbatim(&[id]).is_ok_and(|text| tags.contains(text.trim())));

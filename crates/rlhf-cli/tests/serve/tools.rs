@@ -21,7 +21,8 @@ fn add() -> Value {
 /// A request with the tool `add`, greedy.
 fn request(messages: &Value, more: Value) -> Value {
     let mut body = json!({"messages": messages, "tools": [add()], "temperature": 0, "max_tokens": 60});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let Value::Object(more) = more else { panic!("{more}") };
+    body.as_object_mut().unwrap().extend(more);
     body
 }
 

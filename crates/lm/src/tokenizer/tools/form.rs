@@ -1,7 +1,7 @@
 //! The form in which a chat template writes tool calls, found by what it writes.
 
 use super::render::{End, Renderer, TAGS, sentinel_call, tool_named};
-use super::{DUMMY, SENTINELS, shown};
+use super::{DUMMY, SENTINELS, read, shown};
 use crate::tokenizer::chat::unused_mark;
 use crate::tokenizer::turns::shared_start;
 use crate::tokenizer::user_message;
@@ -39,7 +39,24 @@ pub(super) enum Calls {
     Tagged([String; 2]),
     /// A JSON object alone, as in those of Llama 3.1 to 3.3.
     Bare,
+    /// A function and its parameters in tags of their own, between [`TAGS`], as in those of Qwen3-Coder, Qwen3.5 and Nemotron 3.
+    Parameters,
 }
+
+impl Calls {
+    /// The tags around a call, if there are any.
+    pub(super) fn tags(&self) -> Option<[&str; 2]> {
+        match self {
+            Self::Tagged([open, close]) => Some([open, close]),
+            Self::Bare => None,
+            Self::Parameters => Some(TAGS),
+        }
+    }
+}
+
+/// The text before the name of a function in [`Calls::Parameters`], and that before the name of a parameter.
+pub(super) const FUNCTION: &str = "<function=";
+pub(super) const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
 
 impl Form {
     /// Finds the form of the template of `renderer`; where the template describes calls to the model but does not write them, sets that they are
@@ -83,8 +100,9 @@ impl Form {
         match calls_in(written) {
             Some((calls, arguments)) => Ok(form(calls.clone(), start_in(written, &calls), arguments)),
             None => Err(renderer.invalid(&format!(
-                "expected tool calls as JSON, alone or between two tags such as {}, found {}, a form that is not read",
+                "expected tool calls as JSON, alone or between two tags such as {}, or as {FUNCTION}NAME>{}NAME>, found {}, a form that is not read",
                 TAGS.join(" and "),
+                PARAMETER[0],
                 shown(written.trim())
             ))),
         }
@@ -102,17 +120,24 @@ fn describes_tags(renderer: &Renderer) -> bool {
 fn start_in(written: &str, calls: &Calls) -> Option<[String; 2]> {
     let [name, key, ..] = SENTINELS;
     let (before, after) = written.split_once(name)?;
-    let start = match calls {
-        Calls::Tagged([open, _]) => before.rfind(open.as_str())?,
-        Calls::Bare => before.rfind('{')?,
+    let start = match calls.tags() {
+        Some([open, _]) => before.rfind(open)?,
+        None => before.rfind('{')?,
     };
-    let between = after[..after.find(key)?].rsplit_once('{')?.0.trim_end();
+    let arguments = if *calls == Calls::Parameters { PARAMETER[0] } else { "{" };
+    let between = after[..after.find(key)?].rsplit_once(arguments)?.0.trim_end();
     Some([before[start..].to_string(), between.to_string()])
 }
 
 /// Returns the form of the call of the sentinels in `written`, and the name of the field with its arguments, if it is known.
 fn calls_in(written: &str) -> Option<(Calls, &'static str)> {
     let [name, key, value, _] = SENTINELS;
+    if let Some((found, arguments)) = read::parameters_call(written)
+        && found == name
+        && json!(arguments) == json!({key: value})
+    {
+        return Some((Calls::Parameters, "arguments"));
+    }
     let start = written[..written.find(name)?].rfind('{')?;
     let mut values = serde_json::Deserializer::from_str(&written[start..]).into_iter::<Value>();
     let call = values.next()?.ok()?;

@@ -1,6 +1,6 @@
 //! A turn while it is sampled: its text as far as no call can begin in it, and at its end the calls.
 
-use super::form::{Calls, PYTHON_TAG, REASONING_TAGS};
+use super::form::{PYTHON_TAG, REASONING_TAGS};
 use super::read::{self, Region, bare_start, literal, stripped, without_end};
 use super::{ToolTemplate, Turn};
 use crate::tokenizer::python::is_space;
@@ -121,10 +121,10 @@ impl<'t> TurnStream<'t> {
         while !self.calls {
             let rest = &self.text[self.plain..];
             let [open, close] = REASONING_TAGS;
-            let (reasoning, call) = match (&self.template.form.calls, self.reasons) {
-                (Calls::Tagged(_), true) => (find(rest, close), None),
-                (Calls::Tagged([tag, _]), false) => (find(rest, open), find(rest, tag)),
-                (Calls::Bare, _) => (None, find_bare(rest, self.template.form.arguments)),
+            let (reasoning, call) = match (self.template.form.calls.tags(), self.reasons) {
+                (Some(_), true) => (find(rest, close), None),
+                (Some([tag, _]), false) => (find(rest, open), find(rest, tag)),
+                (None, _) => (None, find_bare(rest, self.template.form.arguments)),
             };
             let is_call = call
                 .as_ref()

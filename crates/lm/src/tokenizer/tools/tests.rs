@@ -244,6 +244,41 @@ fn tools_templates_that_cannot_hold_a_conversation_with_tools_are_refused_in_one
     }
 }
 
+/// As Qwen3-Coder's and Qwen3.5's.
+fn parameters() -> String {
+    let mut source = tagged("");
+    let start = source.find("{\"name\"").unwrap();
+    let call = start..start + source[start..].find("\n</tool_call>").unwrap();
+    let written = "<function={{ c.function.name }}>\n{% for name, value in c.function.arguments | items %}<parameter={{ name }}>\n{{ value }}\n\
+                   </parameter>\n{% endfor %}</function>";
+    source.replace_range(call, written);
+    source
+}
+
+#[test]
+fn tools_calls_may_have_their_parameters_in_tags() {
+    let template = template(&parameters());
+    let call = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>";
+    let turn = read(&template, &format!("I look.\n{call}\n{}<|im_end|>", call.replace("Bern", "75001")), &[weather()]);
+    assert_eq!((&turn.message["content"], turn.malformed), (&json!("I look."), None));
+    let arguments = turn.calls.iter().map(|call| Value::from(call.arguments.clone())).collect::<Vec<_>>();
+    assert_eq!(arguments, [json!({"city": "Bern", "days": 2}), json!({"city": "75001", "days": 2})]);
+    // A parameter or a call that is cut off, and what is no call.
+    let cut = read(&template, &call[..call.rfind("</parameter>").unwrap()], &[weather()]);
+    assert_eq!(Value::from(cut.calls[0].arguments.clone()), json!({"city": "Bern"}));
+    for text in
+        ["<tool_call>{\"name\": \"weather\"}</tool_call>", "<tool_call><function=>", "<function=weather></function>"]
+    {
+        assert!(read(&template, text, &[]).calls.is_empty(), "{text}");
+    }
+    let user = [crate::tokenizer::user_message("Weather?")];
+    let (ids, own) = template.calling_prompt(&user, &[weather()], Some("weather")).unwrap();
+    assert!(shown_ids(&template, &ids).ends_with("assistant\n<tool_call>\n<function=weather>"));
+    let mut turn = template.turn(template.beginning(&ids).unwrap(), own, &[]);
+    assert_eq!(turn.push("\n<parameter=city>\nBern\n</parameter>\n</function>"), "");
+    assert_eq!(Value::from(turn.finish(None).unwrap().1.calls[0].arguments.clone()), json!({"city": "Bern"}));
+}
+
 #[test]
 fn tools_a_template_that_describes_calls_and_does_not_write_them_gets_them_as_text() {
     // As SmolLM3's, which has its tools under another name.
