@@ -722,6 +722,12 @@ impl Seen {
         let _ = self.0.scatter_value_(1, &tokens.unsqueeze(1), 1);
     }
 
+    /// Adds tokens to one row.
+    fn add_to(&mut self, row: usize, tokens: &[i64]) {
+        let tokens = on_device(tokens, self.0.device());
+        let _ = self.0.get(row as i64).index_fill_(0, &tokens, 1);
+    }
+
     fn keep_rows(&mut self, kept: &[i64]) {
         self.0 = self.0.index_select(0, &on_device(kept, self.0.device()));
     }

@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use templates::Templates;
 pub use templates::{FURTHER as FURTHER_TEMPLATES, further_templates, is_further_template};
-pub use tools::{ToolCall, ToolTemplate, Turn};
+pub use tools::{ToolCall, ToolTemplate, Turn, TurnStream};
 use turns::Turns;
 
 /// The file of a tokenizer that is read.
@@ -674,7 +674,19 @@ impl Tokenizer {
     /// Starts decoding the continuation of `prompt`, a token at a time.
     pub fn stream(&self, prompt: &[i64]) -> TextStream<'_> {
         let prompt = if self.apart { &[] } else { prompt };
-        TextStream { tokenizer: self, ids: prompt.to_vec(), start: 0, shown: prompt.len() }
+        TextStream { tokenizer: self, ids: prompt.to_vec(), start: 0, shown: prompt.len(), kept: None }
+    }
+
+    /// As [`Tokenizer::stream`], with the special tokens `kept` as their names.
+    fn stream_with(&self, prompt: &[i64], kept: Vec<i64>) -> TextStream<'_> {
+        TextStream { kept: Some(kept), ..self.stream(prompt) }
+    }
+
+    /// Whether an id is that of a special token, which texts do not show.
+    fn is_special(&self, id: i64) -> bool {
+        let Some(inner) = &self.inner else { return false };
+        let token = u32::try_from(id).ok().and_then(|id| inner.id_to_token(id));
+        token.is_some_and(|token| inner.get_added_vocabulary().is_special_token(&token))
     }
 
     /// Returns the text of one token alone, as it reads after the token `before`; a special token is its name. Bytes that are no
@@ -866,6 +878,8 @@ pub struct TextStream<'t> {
     /// depends on the one before it.
     start: usize,
     shown: usize,
+    /// Special tokens whose names are text; if there is a list, other special tokens are not in `ids`.
+    kept: Option<Vec<i64>>,
 }
 
 impl TextStream<'_> {
@@ -874,6 +888,9 @@ impl TextStream<'_> {
     /// # Errors
     /// If the tokenizer cannot decode it.
     pub fn push(&mut self, id: i64) -> Result<String> {
+        if self.kept.as_ref().is_some_and(|kept| !kept.contains(&id)) && self.tokenizer.is_special(id) {
+            return Ok(String::new());
+        }
         self.ids.push(id);
         self.next(false)
     }
@@ -891,8 +908,9 @@ impl TextStream<'_> {
         if end == self.shown {
             return Ok(String::new());
         }
-        let before = self.tokenizer.decode_with(&self.ids[self.start..self.shown], true)?;
-        let mut text = self.tokenizer.decode_with(&self.ids[self.start..], true)?;
+        let skips = self.kept.is_none();
+        let before = self.tokenizer.decode_with(&self.ids[self.start..self.shown], skips)?;
+        let mut text = self.tokenizer.decode_with(&self.ids[self.start..], skips)?;
         if text == before {
             // Special tokens only.
             self.shown = end;
@@ -904,7 +922,7 @@ impl TextStream<'_> {
                 return Ok(String::new());
             };
             end = self.shown + rest;
-            text = self.tokenizer.decode_with(&self.ids[self.start..end], true)?;
+            text = self.tokenizer.decode_with(&self.ids[self.start..end], skips)?;
         }
         // The whole of `before`, unless its last bytes were no character and are part of one now.
         let pairs = before.chars().zip(text.chars());

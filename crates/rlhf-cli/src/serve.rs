@@ -6,9 +6,11 @@
 mod api;
 mod choice;
 mod engine;
+mod error;
 mod format;
 mod room;
 mod routes;
+mod tools;
 
 use crate::http_server::Listener;
 use api::Served;

@@ -1,5 +1,7 @@
 //! `rlhf chat` through a pipe: messages in, responses out.
 
+mod tools;
+
 use crate::cli::{Ran, Scratch, json_lines};
 use crate::support::{PROGRAM, output};
 use serde_json::json;
@@ -13,8 +15,11 @@ const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|en
 const FLAGS: &str = "--max_new_tokens 6 --temperature 0";
 
 fn chat(scratch: &Scratch, line: &str, input: &str) -> Ran {
-    let mut child =
-        scratch.command(line).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    piped(scratch.command(line), input)
+}
+
+fn piped(mut line: Command, input: &str) -> Ran {
+    let mut child = line.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // A chat that ends at an error reads no further.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     Ran::from(child.wait_with_output().unwrap())

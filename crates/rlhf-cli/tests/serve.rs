@@ -1,5 +1,7 @@
 //! `rlhf serve` as programs use it, with plain HTTP.
 
+mod tools;
+
 use crate::cli::{Ran, Scratch, json_lines};
 use rlhf::tokenizer::Tokenizer;
 use rustix::process::{Pid, Signal, kill_process};

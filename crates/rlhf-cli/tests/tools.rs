@@ -57,7 +57,7 @@ class Sum:
 "#;
 
 /// A folder with the policy, the tools and 24 sums to be found.
-fn scratch() -> Scratch {
+pub(crate) fn scratch() -> Scratch {
     let scratch = Scratch::new();
     std::fs::create_dir(scratch.path("caller")).unwrap();
     for file in std::fs::read_dir(golden().join("tools_policy")).unwrap() {
@@ -125,6 +125,25 @@ fn ranks_have_their_own_sessions_and_give_the_same_numbers() {
 }
 
 #[test]
+fn groups_that_teach_nothing_are_sampled_again_with_the_environment_and_the_run_resumes_to_the_bit() {
+    let scratch = scratch();
+    let line = format!(
+        "{GRPO} --environment_factory helpers.Sum --dynamic_sampling true --max_num_gen_batches 3 --log_rollouts true --save_steps 1"
+    );
+    trains(&scratch, &format!("{line} --output_dir whole"));
+    let replaced = |m: &Map<String, Value>| m["sampling/replaced_groups"].as_f64().unwrap();
+    assert!(scratch.metrics("whole").iter().map(replaced).sum::<f64>() > 0.0);
+    trains(&scratch, &format!("{line} --output_dir part --resume_from_checkpoint whole/checkpoint-1"));
+    assert!(weights(&scratch, "part") == weights(&scratch, "whole"));
+    let verdict = scratch.run("replay whole --update 2 --output_dir again");
+    assert!(verdict.code == 0 && verdict.stdout.contains("equal to the run"), "{}{}", verdict.stdout, verdict.stderr);
+    // A tool that has changed is another run.
+    scratch.write("helpers.py", &MODULE.replace("self.found = a + b", "self.found = a - b"));
+    let ran = scratch.run(&format!("{line} --output_dir other --resume_from_checkpoint whole/checkpoint-1"));
+    assert!(ran.code != 0 && ran.stderr.contains("helpers.py"), "{}", ran.stderr);
+}
+
+#[test]
 fn ppo_with_a_critic_learns_from_the_reward_of_an_environment() {
     let scratch = scratch();
     let line = "ppo --sft_model_path caller --dataset_name sums.jsonl --response_length 100 --train_batch_size 16 \
@@ -175,6 +194,77 @@ fn views_show_turns(scratch: &Scratch, run: &str) {
         "env_reward",
     ] {
         assert!(page.contains(part), "no {part} in {page}");
+    }
+}
+
+#[test]
+fn generate_plays_with_the_environment_in_parts_of_any_size() {
+    let scratch = scratch();
+    let line = "generate --model_name_or_path caller --dataset_name sums.jsonl --max_new_tokens 100 --environment_factory helpers.Sum \
+                --num_return_sequences 2";
+    let rows = |batch_size: usize| -> Vec<Value> {
+        let ran = scratch.run(&format!("{line} --batch_size {batch_size}"));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        assert!(ran.stderr.contains("added "), "{}", ran.stderr);
+        ran.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let whole = rows(64);
+    assert_eq!(whole.len(), 48);
+    let played = whole.iter().filter(|row| row["tool_calls"].as_u64().unwrap() > 0).collect::<Vec<_>>();
+    assert!(played.len() > 24, "{whole:?}");
+    for row in played {
+        assert_eq!(row["messages"][0]["tool_calls"][0]["function"]["name"], "add", "{row}");
+        assert_eq!(row["messages"][1]["role"], "tool", "{row}");
+        let inserted: Vec<usize> =
+            row["inserted"].as_array().unwrap().iter().map(|at| at.as_u64().unwrap() as usize).collect();
+        let len: usize = inserted.chunks(2).map(|span| span[1] - span[0]).sum();
+        let ids = row["completion_ids"].as_array().unwrap().len();
+        assert_eq!(row["num_tokens"].as_u64().unwrap() as usize, ids - len, "{row}");
+        assert!(row["prompt"].as_str().unwrap().contains("\"name\": \"add\""), "{row}");
+    }
+    let right = whole.iter().filter(|row| row["env_reward"] == 1.0).count();
+    assert!(right > 12, "{right}");
+    let of = |rows: &[Value]| {
+        rows.iter().map(|row| (row["messages"].clone(), row["env_reward"].clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(of(&rows(4)), of(&whole));
+    let ran = scratch.run(&format!("{line} --output_format text"));
+    let text = ran.stdout;
+    assert!(text.contains("-> add({\"a\": ") && text.contains("\n<- ") && text.contains("(reward 1)"), "{text}");
+}
+
+#[test]
+fn eval_scores_by_the_reward_of_the_environment_and_continues_after_a_cut() {
+    let scratch = scratch();
+    let line = "eval --model_name_or_path caller --dataset_name sums.jsonl --max_new_tokens 100 --environment_factory helpers.Sum";
+    let evaluated = |line: &str| -> Value {
+        let ran = scratch.run(line);
+        assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+        serde_json::from_str(&scratch.read("scored/summary.json")).unwrap()
+    };
+    evaluated(&format!("{line} --output_dir scored --num_prompts 10"));
+    let whole = evaluated(&format!("{line} --output_dir scored"));
+    let share = whole["a"]["share_right"].as_f64().unwrap();
+    assert!(share > 0.2 && whole["prompts"] == 24, "{whole}");
+    let responses = scratch.read("scored/responses.jsonl");
+    let rows: Vec<Value> = responses.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let rewards = rows.iter().map(|row| row["responses"][0]["episode"]["reward"].as_f64().unwrap());
+    assert!((rewards.sum::<f64>() / 24.0 - share).abs() < 1e-9, "{whole}");
+    // The answer is the last turn; rules see it too.
+    let ran = scratch.run(&format!("{line} --output_dir ruled --reward exact:answer --pass_score 2"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let ruled: Value = serde_json::from_str(&scratch.read("ruled/summary.json")).unwrap();
+    assert!(ruled["a"]["mean_score"].as_f64().unwrap() > whole["a"]["mean_score"].as_f64().unwrap(), "{ruled}");
+    for (words, expected) in [
+        ("--tools helpers.add --output_dir new", "no judge: set"),
+        (
+            "--environment_factory helpers.Sum --compare_column answer --output_dir new",
+            "an environment scores no column",
+        ),
+    ] {
+        let line = "eval --model_name_or_path caller --dataset_name sums.jsonl";
+        let ran = scratch.run(&format!("{line} {words}"));
+        assert!(ran.code != 0 && ran.stderr.contains(expected), "{words}: {}", ran.stderr);
     }
 }
 
@@ -280,7 +370,7 @@ impl Session for Adding {
 
     fn finish(self: Box<Self>) -> rlhf::Result<Finished> {
         let reward = f64::from(u8::from(self.found == self.expected));
-        Ok(Finished { reward: Some(reward), ..Finished::default() })
+        Ok(Finished { reward: Some(reward), logs: vec![("right".into(), reward)] })
     }
 }
 
@@ -300,6 +390,7 @@ fn an_environment_in_rust_is_played_by_the_trainer_of_the_library() {
     let metrics = trainer.with_environment(Arc::new(Sums(tools["add"].clone()))).unwrap().update().unwrap();
     let number = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
     assert!(number("tools/call_frequency") > 0.5 && number("env_reward") > 0.2, "{metrics:?}");
+    assert_eq!(number("environment/right"), number("env_reward"));
     // The answer is the last turn: a number.
     assert!(number("objective/scores") < 0.0);
 }

@@ -73,6 +73,7 @@ mod program;
 mod reward;
 mod settings;
 mod socket;
+mod turn;
 
 pub use combined::Combined;
 pub use limits::Limits;
@@ -80,8 +81,9 @@ pub use log::Log;
 pub use openenv::OpenEnv;
 pub use pool::{Event, Outcome, Sessions};
 pub use program::ProgramEnvironment;
-pub(crate) use reward::EnvironmentReward;
+pub(crate) use reward::{environment_rewards, failure_reward_name};
 pub use settings::{EnvironmentConfig, MalformedCalls};
+pub use turn::Results;
 
 use rlhf_base::Result;
 use serde_json::{Map, Value};
@@ -145,7 +147,7 @@ pub struct Called {
 pub struct Finished {
     /// Reward of the whole episode; none if the environment gives none.
     pub reward: Option<f64>,
-    /// Numbers that the environment logs.
+    /// Numbers by name, whose means over the responses of an update are metrics of the run.
     pub logs: Vec<(String, f64)>,
 }
 

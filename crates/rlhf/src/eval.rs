@@ -22,9 +22,11 @@ pub use results::{ResultRow, Verdict};
 pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
 use crate::data::{Dataset, Prompt};
+use crate::environment::{Environment, Log, environment_rewards};
 use crate::reward::{Rewards, Spec, Warn, check_columns, resolve};
 use crate::run::Console;
-use crate::run::inputs::Inputs;
+use crate::run::inputs::{ENVIRONMENTS, Inputs};
+use crate::run::output_dir::TOOLS_LOG;
 use crate::settings::EvaluateConfig;
 use crate::terminal::{Stream, about};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
@@ -92,7 +94,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     // An evaluation that continues on another day has the same prompts.
     let date = results::date_of(config)?;
     let _date = FixedDate::new(&date)?;
-    let task = Task::read(config, &models, &specs)?;
+    let mut task = Task::read(config, &models, &specs)?;
     let sampled = sampled(config, &models)?;
     let mut store = Store::open(config, &models.inputs(config, &specs, pairs.as_ref())?, &sampled, &task.rows)?;
     if let [_, ..] = store.judge_changes() {
@@ -104,6 +106,9 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         ));
     }
     store.write_settings(config)?;
+    // Now that there is a folder for what it prints.
+    task.environment = config.environment.environment(&Log::at(&config.output_dir.join(TOOLS_LOG)))?;
+    task.environment.iter().try_for_each(|environment| environment.start())?;
     let progress = Progress::new(console);
     sampling_warning(&sampled).iter().for_each(|warning| progress.warn(warning));
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
@@ -176,6 +181,7 @@ impl Models {
             inputs.file("judge_template", path)?;
         }
         specs.iter().for_each(|spec| inputs.reward(spec.name(), &spec.contents()));
+        inputs.programs(ENVIRONMENTS, &config.environment.contents());
         judge.iter().for_each(|judge| inputs.reward("judge_command", judge.files()));
         Ok(inputs)
     }
@@ -201,6 +207,8 @@ struct Task {
     /// Maximum number of times that a prompt is judged, over all prompts and runs.
     most: Option<usize>,
     tokenizer: Tokenizer,
+    /// Tools and environments, if there are any.
+    environment: Option<Arc<dyn Environment>>,
 }
 
 impl Task {
@@ -240,6 +248,7 @@ impl Task {
             prompts,
             dataset,
             tokenizer,
+            environment: None,
         })
     }
 
@@ -255,7 +264,16 @@ impl Task {
             return Ok(Judge::Pairs(pairs));
         }
         let options = config.compute.options()?;
-        let rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
+        let mut rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
+        let environment = self.environment.iter();
+        environment.for_each(|environment| rewards.extend(environment_rewards(&**environment, &config.environment)));
+        if rewards.is_empty() {
+            return Err(Error::Usage(
+                "environment_factory: expected a reward, as the environment gives none: set reward_model_path, reward, reward_command or \
+                 reward_url"
+                    .into(),
+            ));
+        }
         let other = models.b.as_ref().map(|dir| self.tokenizer.beside(dir)).transpose()?;
         // A model with other token ids is scored by its text.
         let other_ids = other.is_none_or(|other| {

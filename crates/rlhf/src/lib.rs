@@ -26,6 +26,7 @@
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | tools and environments that a policy acts in: Rust, programs, Python, OpenEnv | [`environment::Environment`], [`environment::Sessions`] |
+//! | responses of several turns with tools | [`tool_loop::ToolLoop`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the memory and time of a run before it starts | [`plan::plan`] |
@@ -52,6 +53,7 @@ pub mod rl;
 pub mod run;
 pub mod settings;
 pub mod terminal;
+pub mod tool_loop;
 pub mod train;
 
 pub use rlhf_base::{

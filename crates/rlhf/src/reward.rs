@@ -31,7 +31,7 @@ pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
-pub(crate) use sources::program_files;
+pub(crate) use sources::{function_files, program_files};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 pub use spec::{check_written, is_function_path};
 pub use state::TrainerState;

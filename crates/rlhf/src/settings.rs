@@ -34,7 +34,7 @@ mod session;
 mod sft;
 mod watch;
 
-pub use chat::ChatConfig;
+pub use chat::{ChatConfig, ChatEnvironmentConfig};
 pub use completions::{CompletionsConfig, Shell};
 pub use compute::ComputeConfig;
 pub use convert::ConvertConfig;

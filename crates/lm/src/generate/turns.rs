@@ -1,7 +1,7 @@
 //! Generation of responses of several turns. Between two turns, tokens that the model did not sample are inserted, such as the results of tools.
 //!
-//! The keys and values of a row stay in the cache over all its turns. Tokens that are inserted are fed one in each step, beside the rows that
-//! sample; a row that waits feeds its last token again, in the same place.
+//! The keys and values of a row stay in the cache over all its turns. Where many tokens are inserted, all but the last are read in one pass; others
+//! are fed one in each step, beside the rows that sample. A row that waits feeds its last token again, in the same place.
 
 use super::{
     Choice, Decoding, FinishReason, GenerationConfig, HostChoice, Prefill, Response, batches, check_fit, choose,
@@ -11,6 +11,13 @@ use crate::model::{CausalLm, StopCheck, TokenSet};
 use rlhf_base::{Error, Result};
 use std::collections::VecDeque;
 use tch_ext::on_device;
+
+/// The least number of inserted tokens that are read in a pass of their own where all rows wait for them.
+const LEAST_APPENDED: usize = 8;
+/// The least number of them for each row that is decoded, where other rows go on meanwhile: a token that is fed in their steps costs little.
+const LEAST_PER_ROW: usize = 4;
+/// Maximum number of tokens of such a pass.
+const MOST_APPENDED: usize = 512;
 
 /// The continuation of a response after a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -184,8 +191,50 @@ impl<'a> Conversations<'a> {
         self.rows[i].phase == Phase::Runs && self.rows[i].unfed.is_empty()
     }
 
+    /// Reads long insertions in passes of their own, all but the last token of each. In lockstep a pass has tokens of several rows; else, where it
+    /// depends on time which rows insert tokens together, of one.
+    fn append_long(&mut self) -> Result<()> {
+        if !self.decoding.model.can_append(&self.decoding.cache) {
+            return Ok(());
+        }
+        let lockstep = self.compacts;
+        let rows = self.decoding.alive.len();
+        let least = if lockstep { LEAST_APPENDED } else { LEAST_APPENDED.max(LEAST_PER_ROW * rows) };
+        let (mut pass, mut size) = (Vec::new(), 0);
+        for at in 0..rows {
+            let i = self.decoding.alive[at];
+            if self.rows[i].phase != Phase::Runs || self.rows[i].unfed.len() <= least {
+                continue;
+            }
+            while self.rows[i].unfed.len() > 1 {
+                let count = (self.rows[i].unfed.len() - 1).min(MOST_APPENDED - size);
+                pass.push((at, self.rows[i].unfed.drain(..count).collect::<Vec<i64>>()));
+                size += count;
+                if size == MOST_APPENDED || !lockstep {
+                    self.append(&std::mem::take(&mut pass))?;
+                    size = 0;
+                }
+            }
+        }
+        self.append(&pass)
+    }
+
+    /// Reads tokens of some rows of the cache in one pass.
+    fn append(&mut self, pass: &[(usize, Vec<i64>)]) -> Result<()> {
+        if pass.is_empty() {
+            return Ok(());
+        }
+        let decoding = &mut self.decoding;
+        for (at, tokens) in pass {
+            decoding.seen.iter_mut().for_each(|seen| seen.add_to(*at, tokens));
+        }
+        let (rows, tokens): (Vec<usize>, Vec<&[i64]>) = pass.iter().map(|(at, tokens)| (*at, &tokens[..])).unzip();
+        decoding.model.append(&rows, &tokens, &mut decoding.cache)
+    }
+
     /// Feeds one token of each row; a row without one feeds its last again.
     fn feed(&mut self) -> Result<()> {
+        self.append_long()?;
         let decoding = &mut self.decoding;
         let (mut tokens, mut again) = (Vec::with_capacity(decoding.alive.len()), Vec::new());
         for (at, &i) in decoding.alive.iter().enumerate() {
@@ -312,7 +361,7 @@ mod tests {
     }
 
     fn prompts() -> Vec<Vec<i64>> {
-        (0..5i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % 250).collect()).collect()
+        (0..5i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % 90).collect()).collect()
     }
 
     fn config(model: &CausalLm) -> GenerationConfig {
@@ -325,10 +374,11 @@ mod tests {
         }
     }
 
-    /// Inserts `response % 4 + 1` tokens after each of the first `turns` turns; decisions are handed out late, one at a time, where not in
-    /// lockstep.
+    /// Inserts `response % 4 + 1` times `few` tokens after each of the first `turns` turns; decisions are handed out late, one at a time, where
+    /// not in lockstep.
     struct Script {
         turns: usize,
+        few: usize,
         lockstep: bool,
         seen: Vec<Vec<(Vec<i64>, FinishReason)>>,
         due: VecDeque<(usize, Next)>,
@@ -337,18 +387,18 @@ mod tests {
 
     impl Script {
         fn new(turns: usize, lockstep: bool) -> Self {
-            Self { turns, lockstep, seen: vec![Vec::new(); 10], due: VecDeque::new(), asked: 0 }
+            Self { turns, few: 1, lockstep, seen: vec![Vec::new(); 10], due: VecDeque::new(), asked: 0 }
         }
 
-        fn inserted(response: usize) -> Vec<i64> {
-            (0..=response as i64 % 4).map(|at| 31 + at).collect()
+        fn inserted(&self, response: usize) -> Vec<i64> {
+            (0..self.few * (1 + response % 4)).map(|at| 31 + at as i64).collect()
         }
     }
 
     impl Turns for Script {
         fn ended(&mut self, response: usize, tokens: &[i64], finish: FinishReason) -> Result<()> {
             let next = if self.seen[response].len() < self.turns {
-                Next::Continue(Self::inserted(response))
+                Next::Continue(self.inserted(response))
             } else {
                 Next::End
             };
@@ -382,22 +432,27 @@ mod tests {
 
     #[test]
     fn a_response_goes_on_after_inserted_tokens_as_a_pass_over_the_whole_text_has_it() {
-        for name in ["gpt_neox", "llama_tied"] {
+        let few = ["gpt_neox", "llama_tied"].map(|name| (name, 2, 1, 24));
+        // Windows of 5 positions, soft caps, learned positions, experts.
+        let long =
+            ["gemma2", "gemma3", "gpt2", "gpt_neox", "llama_yarn", "mistral", "mixtral", "olmo2", "opt_proj_postln"];
+        let long = long.into_iter().chain(["phi3", "qwen3", "qwen3_moe", "smollm3"]);
+        for (name, turns, few, most) in few.into_iter().chain(long.map(|name| (name, 1, 7, 56))) {
             let model = golden_model(name);
-            let config = config(&model);
+            let config = GenerationConfig { max_new_tokens: most, ..config(&model) };
             let mut expected = None;
             for lockstep in [true, false] {
-                let mut script = Script::new(2, lockstep);
+                let mut script = Script { few, ..Script::new(turns, lockstep) };
                 let found = generate_turns(&model, &prompts(), &config, &mut script).unwrap();
                 for (row, response) in found.iter().enumerate() {
                     let what = format!("{name}, lockstep {lockstep}, row {row}: {response:?}");
                     let turns = &script.seen[row];
-                    assert!(response.tokens.len() <= 24 && !turns.is_empty(), "{what}");
+                    assert!(response.tokens.len() <= most && !turns.is_empty(), "{what}");
                     // The turns and what is between them are the tokens, in order.
                     let mut tokens = Vec::new();
                     for (at, (turn, _)) in turns.iter().enumerate() {
                         if at > 0 {
-                            tokens.extend(Script::inserted(row));
+                            tokens.extend(script.inserted(row));
                         }
                         tokens.extend(turn);
                     }
@@ -408,7 +463,7 @@ mod tests {
                     for ((logprob, whole), sampled) in response.logprobs.iter().zip(all).zip(&sampled) {
                         assert!(if *sampled { (logprob - whole).abs() < 2e-4 } else { *logprob == 0.0 }, "{what}");
                     }
-                    let is_full = response.inserted.last().is_some_and(|span| span.end == 24);
+                    let is_full = response.inserted.last().is_some_and(|span| span.end == most);
                     let expected = if is_full { FinishReason::Length } else { turns[turns.len() - 1].1 };
                     assert_eq!(response.finish, expected, "{what}");
                 }

@@ -525,6 +525,25 @@ impl CausalLm {
         self.read_outgrown(cache, logits)
     }
 
+    /// Appends several tokens to some rows of the cache in one pass: `tokens[i]` to row `rows[i]`, each row once. [`CausalLm::decode`] continues
+    /// after them. Only where [`CausalLm::can_append`] says so.
+    ///
+    /// # Errors
+    /// As [`CausalLm::decode`].
+    pub fn append<S: AsRef<[i64]>>(&self, rows: &[usize], tokens: &[S], cache: &mut KvCache) -> Result<()> {
+        let counts: Vec<usize> = tokens.iter().map(|tokens| tokens.as_ref().len()).collect();
+        let tokens: Vec<i64> = tokens.iter().flat_map(|tokens| tokens.as_ref().iter().copied()).collect();
+        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
+        let tokens = on_device(&tokens, self.device());
+        self.body.decoder.forward_appended(&tokens, (rows, &counts), cache)
+    }
+
+    /// Whether [`CausalLm::append`] works with this cache. It does not with an encoder, with biases by distance, and where `longrope` may have
+    /// a row read again.
+    pub fn can_append(&self, cache: &KvCache) -> bool {
+        self.body.decoder.can_append() && cache.can_append()
+    }
+
     #[cfg(test)]
     pub(super) fn steps_can_be_recorded(&self) -> bool {
         self.body.decoder.has_recordable_steps()

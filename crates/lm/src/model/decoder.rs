@@ -70,6 +70,8 @@ enum Attention<'a> {
     Sequences(&'a Layout, Option<&'a mut KvCache>),
     /// One token per row, after the cached tokens.
     Step(&'a mut KvCache),
+    /// Several tokens of some rows, after the cached tokens.
+    Appended(&'a mut KvCache),
 }
 
 /// Options of [`Decoder::backward`].
@@ -318,6 +320,29 @@ impl Decoder {
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(self.finish(x, None, None))
+    }
+
+    /// Appends several tokens to some rows of the cache: to row `rows[i]` the `counts[i]` next ones of `tokens`, `[N]` i64. Only where
+    /// [`Decoder::can_append`].
+    pub(crate) fn forward_appended(
+        &self,
+        tokens: &Tensor,
+        (rows, counts): (&[usize], &[usize]),
+        cache: &mut KvCache,
+    ) -> Result<()> {
+        let positions = cache.begin_appended(rows, counts);
+        let mut x = self.embed(tokens, &positions, None);
+        let mut pass = self.pass(&positions, Attention::Appended(cache), None);
+        for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
+            x = self.layer(i, &x, &mut pass, None);
+        }
+        Ok(())
+    }
+
+    /// Whether [`Decoder::forward_appended`] has all that attention needs: it has no biases by distance and no encoder.
+    pub(crate) fn can_append(&self) -> bool {
+        self.encoder.is_none() && self.has_kernel()
     }
 
     /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step. It does not with an encoder and with a bias by
@@ -572,7 +597,7 @@ impl Decoder {
             |x: Tensor| x.view([-1, self.shape.num_attention_heads, self.shape.head_dim]).to_kind(self.compute);
         let queries = by_head(to_queries.forward_dropping(x, pass.dropout));
         let attended = match &mut pass.attention {
-            Attention::Step(cache) => cache.attend_to_source(i, &cross.scores, &queries),
+            Attention::Step(cache) | Attention::Appended(cache) => cache.attend_to_source(i, &cross.scores, &queries),
             Attention::Sequences(layout, cache) => {
                 let (memory, source) = (pass.memory.as_ref(), layout.source.as_ref());
                 let (memory, source) = memory.zip(source).expect("a decoder's batch has prompts");
@@ -635,7 +660,7 @@ impl Decoder {
         // The length of each token's sequence, or of the part decoded so far.
         let lens = || match attention {
             Attention::Sequences(layout, _) => layout.len_of_each_token(),
-            Attention::Step(_) => positions + 1,
+            Attention::Step(_) | Attention::Appended(_) => positions + 1,
         };
         self.shape.ropes.iter().map(|rope| rope.rotation(positions, lens)).collect()
     }
@@ -645,19 +670,20 @@ impl Decoder {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let (has_padding, shared) = match &pass.attention {
             Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
-            Attention::Step(_) => (false, None),
+            Attention::Step(_) | Attention::Appended(_) => (false, None),
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
         let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
         let has_kernel = self.has_kernel() && (layer.scores.causal || layer.scores.window.is_none());
-        let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel {
+        let is_appended = matches!(pass.attention, Attention::Appended(_));
+        let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel && !is_appended {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
         };
         match &pass.attention {
             Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
-            Attention::Sequences(..) | Attention::Step(_) => attended,
+            Attention::Sequences(..) | Attention::Step(_) | Attention::Appended(_) => attended,
         }
     }
 
@@ -686,6 +712,7 @@ impl Decoder {
         let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
+            Attention::Appended(_) => unreachable!("no kernel appends several tokens"),
             Attention::Sequences(layout, cache) => {
                 let cache = cache.as_mut().map(|cache| cache.layer(index));
                 tch_ext::attention(&kernel, &projections, rotation, &layout.starts, cache)
@@ -725,6 +752,7 @@ impl Decoder {
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, (&k, &v), pass.bias.as_ref()),
+            Attention::Appended(cache) => cache.attend_appended(index, &layer.scores, &q, (&k, &v)),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);

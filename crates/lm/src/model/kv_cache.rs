@@ -30,6 +30,8 @@ pub struct KvCache {
     /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
     places: Option<Tensor>,
     step: Option<Step>,
+    /// The tokens that are appended to some rows.
+    appended: Vec<Appended>,
     /// The tokens of the rows, for models that read a row again at some length.
     history: Option<History>,
     /// The encoder's keys and values, if there is an encoder.
@@ -109,6 +111,28 @@ impl SourceCache {
     }
 }
 
+/// Tokens that are appended to a row of a cache in one pass.
+struct Appended {
+    row: i64,
+    /// Number of positions of the row before them.
+    start: i64,
+    count: i64,
+}
+
+impl Appended {
+    /// The positions that each of the tokens sees, `[count, start + count]` bool.
+    fn visible(&self, window: Option<i64>, device: Device) -> Tensor {
+        let end = self.start + self.count;
+        let keys = Tensor::arange(end, (Kind::Int64, device));
+        let own = Tensor::arange_start(self.start, end, (Kind::Int64, device)).unsqueeze(1);
+        let visible = keys.le_tensor(&own);
+        match window.filter(|&window| window < end) {
+            Some(window) => visible.logical_and(&keys.gt_tensor(&(own - window))),
+            None => visible,
+        }
+    }
+}
+
 /// One decoding step: one more token in every row of a cache, for libtorch's operations.
 struct Step {
     /// Cache rows of the tokens, `[rows]` i64.
@@ -179,6 +203,7 @@ impl KvCache {
             device,
             places,
             step,
+            appended: Vec::new(),
             history,
             source,
             multiple,
@@ -310,6 +335,62 @@ impl KvCache {
         positions
     }
 
+    /// Whether tokens can be appended to some rows in one pass: not where a row may have to be read again.
+    pub fn can_append(&self) -> bool {
+        self.history.is_none() && self.source.is_none()
+    }
+
+    /// Prepares the cache for further tokens in some rows: `counts[i]` of them in row `rows[i]`, each row once. Returns the positions of the tokens,
+    /// row after row, `[N]` i64; the decoder calls it once per forward pass.
+    pub fn begin_appended(&mut self, rows: &[usize], counts: &[usize]) -> Tensor {
+        let appended = rows.iter().zip(counts).map(|(&row, &count)| {
+            let start = self.lens[row];
+            self.lens[row] += count as i64;
+            Appended { row: row as i64, start, count: count as i64 }
+        });
+        self.appended = appended.collect();
+        let positions: Vec<i64> = self.appended.iter().flat_map(|of| of.start..of.start + of.count).collect();
+        let places = self.appended.iter().flat_map(|of| {
+            let first = of.row * self.capacity + of.start;
+            first..first + of.count
+        });
+        self.places = Some(on_device(&places.collect::<Vec<i64>>(), self.device));
+        // Steps are recorded for tensors that have changed.
+        (self.filled, self.step, self.last_step) = (None, None, None);
+        on_device(&positions, self.device)
+    }
+
+    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim].
+    pub fn attend_appended(
+        &mut self,
+        layer: usize,
+        scores: &Scores,
+        queries: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
+    ) -> Tensor {
+        let places = self.places.as_ref().expect("tokens are appended").shallow_clone();
+        self.write(layer, &places, keys, values);
+        let (kv_heads, head_dim) = (self.kv_heads, self.head_dim);
+        let group = queries.size()[1] / kv_heads;
+        let counts: Vec<i64> = self.appended.iter().map(|of| of.count).collect();
+        let rows = self.appended.iter().zip(queries.split_with_sizes(&counts, 0)).map(|(of, queries)| {
+            let end = of.start + of.count;
+            let view = |cache: &Tensor| {
+                let row = cache.narrow(0, of.row * self.capacity, end);
+                row.view([1, end, kv_heads, head_dim]).transpose(1, 2)
+            };
+            let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
+            // As in a step, query heads that share a key head become that head's query positions.
+            let by_group = queries.view([of.count, kv_heads, group, head_dim]).permute([1, 2, 0, 3]);
+            let grouped = by_group.reshape([1, kv_heads, group * of.count, head_dim]);
+            let mask = mask_of(&of.visible(scores.window, self.device), keys.kind()).repeat([group, 1]);
+            let out = scores.attend([&grouped, &keys, &values], Some(&mask.view([1, 1, -1, end])), false);
+            let by_token = out.view([kv_heads, group, of.count, head_dim]).permute([2, 0, 1, 3]);
+            by_token.reshape([of.count, -1])
+        });
+        Tensor::cat(&rows.collect::<Vec<_>>(), 0)
+    }
+
     /// Takes the last token from each of `rows`, which have one: the next step writes its place again.
     pub fn step_back(&mut self, rows: &[usize]) {
         rows.iter().for_each(|&row| self.lens[row] -= 1);
@@ -430,6 +511,7 @@ impl KvCache {
             filled: self.filled.as_ref().map(Tensor::copy),
             places: None,
             step: None,
+            appended: Vec::new(),
             history: self
                 .history
                 .as_ref()
@@ -506,6 +588,42 @@ mod tests {
             let (exact, wide) = tch::no_grad(|| (of(1), of(16)));
             let gap = (&exact - &wide).abs().max().double_value(&[]);
             assert!(gap < 4e-3 * exact.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
+        }
+    }
+
+    #[test]
+    fn tokens_that_are_appended_in_one_pass_are_those_that_are_fed_one_by_one() {
+        for (name, kind) in
+            [("gemma2", Kind::Float), ("gpt_neox", Kind::Float), ("qwen2", Kind::Float), ("mistral", Kind::Half)]
+        {
+            let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
+            let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
+            let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14], vec![15, 16]];
+            let next = Tensor::from_slice(&[40i64, 41, 42]);
+            let of = |appended: bool| {
+                let (mut cache, _) = model.prefill(&prompts, 24, StopCheck::NEVER).unwrap();
+                let _ = model.decode(&Tensor::from_slice(&[20i64, 21, 22]), &mut cache).unwrap();
+                let rows: [(usize, Vec<i64>); 2] = [(2, (50..61).collect()), (0, (70..74).collect())];
+                if appended {
+                    let (rows, tokens): (Vec<usize>, Vec<Vec<i64>>) = rows.into_iter().unzip();
+                    model.append(&rows, &tokens, &mut cache).unwrap();
+                } else {
+                    let mut fed = [20, 21, 22];
+                    for (row, token) in
+                        rows.into_iter().flat_map(|(row, tokens)| tokens.into_iter().map(move |token| (row, token)))
+                    {
+                        // The others feed their last token again.
+                        cache.step_back(&(0..3).filter(|other| *other != row).collect::<Vec<_>>());
+                        fed[row] = token;
+                        let _ = model.decode(&Tensor::from_slice(&fed), &mut cache).unwrap();
+                    }
+                }
+                model.decode(&next, &mut cache).unwrap().to_kind(Kind::Float)
+            };
+            let (one_by_one, appended) = tch::no_grad(|| (of(false), of(true)));
+            let gap = (&one_by_one - &appended).abs().max().double_value(&[]);
+            let tolerance = if kind == Kind::Half { 4e-3 } else { 1e-4 };
+            assert!(gap < tolerance * one_by_one.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
         }
     }
 

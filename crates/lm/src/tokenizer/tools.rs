@@ -7,14 +7,16 @@ mod cast;
 mod form;
 mod read;
 mod render;
+mod stream;
 
-use super::Tokenizer;
 use super::turns::shared_start;
-use form::Form;
+use super::{TextStream, Tokenizer};
+use form::{Calls, Form, REASONING_TAGS};
 use render::{End, Renderer};
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+pub use stream::TurnStream;
 
 /// A text for the places of a conversation that do not matter, as in TRL.
 const DUMMY: &str = "dummy";
@@ -123,6 +125,75 @@ impl ToolTemplate {
         self.renderer.text(messages, tools, End::Prompt)
     }
 
+    /// As [`ToolTemplate::prompt`], up to the arguments of a call of the tool `name`, or without a name up to a call's name: the model must call.
+    /// Also returns the number of bytes of the call that the text ends with.
+    ///
+    /// # Errors
+    /// As [`ToolTemplate::prompt`]; if the template writes the arguments of a call before its name.
+    pub fn calling_prompt(&self, messages: &[Value], tools: &[Value], name: Option<&str>) -> Result<(Vec<i64>, usize)> {
+        let Some([before, after]) = &self.form.start else {
+            return Err(self
+                .renderer
+                .invalid("expected a chat template that writes the name of a call before its arguments"));
+        };
+        let mut text = self.prompt_text(messages, tools)?;
+        let [open, close] = REASONING_TAGS;
+        if self.beginning_in(&text).rsplit_once(open).is_some_and(|(_, reasoning)| !reasoning.contains(close)) {
+            text += &format!("\n{close}\n\n");
+        }
+        let name = name.map(|name| Value::from(name).to_string());
+        // Without its quotes, of which the first is in `before`.
+        let rest = name.map_or(String::new(), |name| format!("{}{after}", &name[1..name.len() - 1]));
+        let call = format!("{before}{rest}");
+        Ok((self.renderer.tokenizer.encode_rendered(&format!("{text}{call}"))?, call.len()))
+    }
+
+    /// Text of a turn after `prompt` as its tokens are sampled, for [`ToolTemplate::turn`]: special tokens are not in it, except for tags of
+    /// calls and of reasoning.
+    ///
+    /// # Errors
+    /// If the tags cannot be encoded.
+    pub fn text_stream(&self, prompt: &[i64]) -> Result<TextStream<'_>> {
+        let tokenizer = &self.renderer.tokenizer;
+        let calls = match &self.form.calls {
+            Calls::Tagged(tags) => tags.concat(),
+            Calls::Bare => String::new(),
+        };
+        let tags = format!("{calls}{}", REASONING_TAGS.concat());
+        let mut kept = tokenizer.encode_verbatim(&tags)?;
+        // Not an unknown token.
+        kept.retain(|&id| tokenizer.decode_verbatim(&[id]).is_ok_and(|text| tags.contains(text.trim())));
+        Ok(tokenizer.stream_with(prompt, kept))
+    }
+
+    /// The beginning of the turn that a `prompt` ends with: a block of reasoning, or the text of [`ToolTemplate::continued_prompt`].
+    ///
+    /// # Errors
+    /// If the ids cannot be decoded.
+    pub fn beginning(&self, prompt: &[i64]) -> Result<String> {
+        Ok(self.beginning_in(&self.renderer.tokenizer.decode_verbatim(prompt)?).to_string())
+    }
+
+    fn beginning_in<'p>(&self, prompt: &'p str) -> &'p str {
+        let header = &self.form.header;
+        let start = prompt.rfind(header.as_str()).map_or(0, |at| at + header.len());
+        &prompt[start..]
+    }
+
+    /// Starts to read a turn while it is sampled, with this beginning. The last `own` bytes of the beginning are returned with the text of the
+    /// turn, as a call that [`ToolTemplate::calling_prompt`] has begun.
+    pub fn turn<'t>(&'t self, beginning: String, own: usize, tools: &'t [Value]) -> TurnStream<'t> {
+        TurnStream::new(self, tools, beginning, own)
+    }
+
+    /// The template with further variables, such as `enable_thinking`.
+    #[must_use]
+    pub fn with_variables(&self, variables: &Map<String, Value>) -> Self {
+        let mut template = self.clone();
+        template.renderer.variables.extend(variables.clone());
+        template
+    }
+
     /// Reads a turn that the model has sampled after [`ToolTemplate::prompt`] or [`ToolTemplate::suffix`], as TRL's `parse_response` does.
     ///
     /// Several calls may be in a turn. A call whose closing tag is missing at the end of the turn counts if its JSON is whole; one call that
@@ -140,10 +211,7 @@ impl ToolTemplate {
     /// # Errors
     /// If the ids cannot be decoded.
     pub fn read_continued(&self, prompt: &[i64], tokens: &[i64], tools: &[Value]) -> Result<Turn> {
-        let prompt = self.renderer.tokenizer.decode_verbatim(prompt)?;
-        let header = &self.form.header;
-        let start = prompt.rfind(header.as_str()).map_or(0, |at| at + header.len());
-        self.read(&prompt[start..], tokens, tools)
+        self.read(&self.beginning(prompt)?, tokens, tools)
     }
 
     fn read(&self, opening: &str, tokens: &[i64], tools: &[Value]) -> Result<Turn> {

@@ -1,24 +1,30 @@
 //! `rlhf chat`: a conversation with one model or two, in the terminal or through a pipe.
 
-use std::io::{self, BufRead, IsTerminal, Read, Write};
+mod output;
+mod speaker;
+mod tools;
+
+use std::io::{self, BufRead, Read, Write};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rlhf::generate::{FinishReason, GenerationConfig, Token, generate_with};
+use output::{hint, hint_at_cut, is_interactive, show, show_label};
+use rlhf::generate::{FinishReason, GenerationConfig};
 use rlhf::hub;
 use rlhf::model::CausalLm;
-use rlhf::safe_text::{lines, one_line};
-use rlhf::settings::{ChatConfig, GenerateConfig};
+use rlhf::safe_text::one_line;
+use rlhf::settings::ChatConfig;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
-use serde_json::{Map, Value, json};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
+use speaker::Speaker;
+use tools::Tools;
 
 /// Longest line of a pipe, in bytes.
 const LONGEST_LINE: u64 = 1 << 20;
@@ -35,9 +41,12 @@ Ctrl-C stops a response.";
 /// Talks to the models.
 pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
     config.check()?;
+    // Before the models, which take time.
+    let environment = tools::start(config)?;
     let mut chat = Chat::load(config)?;
     let mut input = Input::open()?;
     chat.greet()?;
+    chat.tools = environment.map(|environment| Tools::new(config, environment, &chat.speakers)).transpose()?;
     while let Some(line) = input.next()? {
         match chat.take(&line) {
             Ok(ControlFlow::Continue(())) => {}
@@ -51,7 +60,7 @@ pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
             Err(error) => return Err(error),
         }
     }
-    Ok(())
+    chat.tools.as_mut().map_or(Ok(()), Tools::finish)
 }
 
 /// Lines that the user types, or those of a pipe.
@@ -92,10 +101,6 @@ fn terminal_error(error: ReadlineError) -> Error {
     }
 }
 
-fn is_interactive() -> bool {
-    io::stdin().is_terminal() && io::stdout().is_terminal()
-}
-
 /// Reads a line, without its end.
 fn next_line(input: &mut impl BufRead) -> Result<Option<String>> {
     let mut bytes = Vec::new();
@@ -116,6 +121,7 @@ struct Chat {
     /// Settings of the responses; commands change them.
     config: ChatConfig,
     speakers: Vec<Speaker>,
+    tools: Option<Tools>,
     /// Number of messages so far, those before a reset included: each has its own draws.
     turn: u64,
     interactive: bool,
@@ -149,7 +155,7 @@ impl Chat {
             let registered = flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop));
             let _ = registered.and_then(|_| flag::register(SIGINT, Arc::clone(&stop)));
         }
-        Ok(Self { config: config.clone(), speakers, turn: 0, interactive, stop })
+        Ok(Self { config: config.clone(), speakers, tools: None, turn: 0, interactive, stop })
     }
 
     /// Prints notes about the models, and the help of the terminal.
@@ -169,22 +175,15 @@ impl Chat {
         }
         if self.interactive {
             let names: Vec<&str> = self.speakers.iter().map(|speaker| speaker.label.as_str()).collect();
-            self.hint(&format!("{}: /help lists the commands, Ctrl-D quits", one_line(&names.join(" and "))));
+            hint(&format!("{}: /help lists the commands, Ctrl-D quits", one_line(&names.join(" and "))));
         }
         Ok(())
-    }
-
-    /// Prints a line about the conversation, on a terminal.
-    fn hint(&self, text: &str) {
-        if self.interactive {
-            let _ = writeln!(io::stdout(), "{}", Stream::Out.paint(Colour::Dim, text));
-        }
     }
 
     /// Carries out a line: a command, or a message to all models. Returns whether the conversation continues.
     fn take(&mut self, line: &str) -> Result<ControlFlow<()>> {
         let line = line.trim();
-        if line.is_empty() {
+        if line.is_empty() && !self.tools.as_ref().is_some_and(Tools::waits_for_begin) {
             return Ok(ControlFlow::Continue(()));
         }
         match line.strip_prefix('/') {
@@ -202,12 +201,13 @@ impl Chat {
             "quit" | "exit" => return Ok(ControlFlow::Break(())),
             "reset" => {
                 self.speakers.iter_mut().for_each(|speaker| speaker.turns.clear());
-                self.hint("a new conversation");
+                hint("a new conversation");
+                self.tools.as_mut().map_or(Ok(()), Tools::reset)?;
             }
             "system" => {
                 check_system(&self.speakers, "/system")?;
                 self.config.system = (!rest.is_empty()).then(|| rest.to_string());
-                self.hint(if rest.is_empty() { "no system message" } else { "a new system message, from now on" });
+                hint(if rest.is_empty() { "no system message" } else { "a new system message, from now on" });
             }
             "temperature" => {
                 let temperature = rest.parse::<f64>().ok().filter(|temperature| temperature.is_finite());
@@ -218,7 +218,7 @@ impl Chat {
                 config.sampler.temperature = Some(temperature);
                 config.check()?;
                 self.config = config;
-                self.hint(&format!("temperature {temperature}"));
+                hint(&format!("temperature {temperature}"));
             }
             "help" => {
                 let mut out = io::stdout();
@@ -233,36 +233,42 @@ impl Chat {
 
     /// Sends a message to all models, and prints their responses.
     fn send(&mut self, message: &str) -> Result<()> {
-        let terminal = io::stdout().is_terminal();
-        let several = self.speakers.len() > 1;
-        let turn = self.turn;
+        let step = self.turn;
+        if let Some(tools) = &mut self.tools {
+            let open = tools.open_ones()?;
+            for &at in &open {
+                tools.check(at, &self.speakers[at], &self.config, message)?;
+            }
+            self.turn += 1;
+            for at in open {
+                let speaker = &self.speakers[at];
+                self.stop.store(false, Ordering::SeqCst);
+                if self.speakers.len() > 1 {
+                    show_label(&one_line(&speaker.label))?;
+                }
+                tools.respond(at, speaker, &self.config, (message, step), &self.stop)?;
+            }
+            return Ok(());
+        }
         // Before any response: a message that one of the models cannot take is in no history.
         let prepare = |speaker: &Speaker| -> Result<_> {
             let prompt = speaker.prompt(self.config.system.as_deref(), message)?;
-            let generation = speaker.generation(&self.config, prompt.len(), turn)?;
-            Ok((prompt, generation))
+            let generation = speaker.generation(&self.config, prompt.len(), speaker.turns.is_empty())?;
+            Ok((prompt, GenerationConfig { step, ..generation }))
         };
         let prepared = self.speakers.iter().map(prepare).collect::<Result<Vec<_>>>()?;
         self.turn += 1;
+        let several = self.speakers.len() > 1;
         for (speaker, (prompt, generation)) in self.speakers.iter_mut().zip(prepared) {
             self.stop.store(false, Ordering::SeqCst);
-            let mut out = io::stdout();
-            let mut show = |text: &str| {
-                let written = if terminal { write!(out, "{}", lines(text)) } else { write!(out, "{text}") };
-                written.and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
-            };
             if several {
-                let label = format!("[{}]", one_line(&speaker.label));
-                show_plain(&Stream::Out.paint(Colour::Bold, &label))?;
-                show(" ")?;
+                show_label(&one_line(&speaker.label))?;
             }
-            let (text, finish) = speaker.respond(&prompt, &generation, &self.stop, &mut show)?;
+            let (text, finish) = speaker.respond(&prompt, &generation, &self.stop)?;
             show("\n")?;
             speaker.turns.push((message.to_string(), text));
-            if self.interactive && finish == Some(FinishReason::Length) {
-                let most = generation.max_new_tokens;
-                let note = format!("(cut at {most} tokens; --max_new_tokens sets the maximum)");
-                show_plain(&format!("{}\n", Stream::Out.paint(Colour::Dim, &note)))?;
+            if finish == Some(FinishReason::Length) {
+                hint_at_cut(generation.max_new_tokens);
             }
         }
         Ok(())
@@ -275,109 +281,6 @@ fn check_system(speakers: &[Speaker], name: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::Usage(format!("{name} has no effect: it needs a model with a chat template")))
-}
-
-fn show_plain(text: &str) -> Result<()> {
-    write!(io::stdout(), "{text}").map_err(Error::io("write to", "standard output"))
-}
-
-/// A model with its part of the conversation.
-struct Speaker {
-    /// The folder or hub name that the user gave.
-    path: PathBuf,
-    label: String,
-    dir: PathBuf,
-    model: CausalLm,
-    tokenizer: Tokenizer,
-    /// Messages, each with its response.
-    turns: Vec<(String, String)>,
-}
-
-impl Speaker {
-    /// Returns the tokens of the conversation up to `message`: by the chat template, else as one text.
-    fn prompt(&self, system: Option<&str>, message: &str) -> Result<Vec<i64>> {
-        if !self.tokenizer.has_chat_template() {
-            let before: String =
-                self.turns.iter().map(|(message, response)| format!("{message}{response}\n")).collect();
-            return self.tokenizer.encode_prompt(&(before + message));
-        }
-        let mut messages: Vec<Value> = system.map(|text| said("system", text)).into_iter().collect();
-        for (message, response) in &self.turns {
-            messages.extend([said("user", message), said("assistant", response)]);
-        }
-        messages.push(said("user", message));
-        Ok(self.tokenizer.encode_chat(&messages, true, &Map::new())?.1)
-    }
-
-    /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
-    fn note(&self, config: &ChatConfig) -> Result<Option<String>> {
-        let settings = GenerateConfig { model_name_or_path: self.path.clone(), ..config.generate() };
-        settings.note_for_model(self.model.config(), &self.dir)
-    }
-
-    /// Returns the settings of the response to a prompt of `len` tokens.
-    fn generation(&self, config: &ChatConfig, len: usize, turn: u64) -> Result<GenerationConfig> {
-        let context = self.model.config().max_position_embeddings;
-        let remaining = self.model.config().max_new_tokens(len);
-        if remaining == 0 && self.turns.is_empty() {
-            let label = &self.label;
-            return Err(Error::Run(format!(
-                "the message has {len} tokens with all that is before it, and the context of {label} is {context}, response included: \
-                 send a shorter one"
-            )));
-        }
-        if remaining == 0 {
-            return Err(Error::Run(format!(
-                "the conversation has {len} tokens, and the context of {} is {context}: /reset starts a new one",
-                self.label
-            )));
-        }
-        let mut settings = config.generate();
-        settings.responses.max_new_tokens = Some(config.max_new_tokens.min(remaining));
-        let (generation, _) = settings.for_model(&self.model, &self.tokenizer, &self.dir)?;
-        Ok(GenerationConfig { step: turn, ..generation })
-    }
-
-    /// Generates the response to `prompt`, and passes its text to `show` as it is generated, until `stop` is set. Returns the text, and
-    /// the reason that it ended.
-    fn respond(
-        &self,
-        prompt: &[i64],
-        generation: &GenerationConfig,
-        stop: &AtomicBool,
-        show: &mut dyn FnMut(&str) -> Result<()>,
-    ) -> Result<(String, Option<FinishReason>)> {
-        let mut stream = self.tokenizer.stream(prompt);
-        let (mut text, mut finish) = (String::new(), None);
-        let mut shown: Result<()> = Ok(());
-        let each = |token: &Token| {
-            let mut part = || -> Result<String> {
-                let mut part = stream.push(token.id)?;
-                if token.finish.is_some() {
-                    part += &stream.finish()?;
-                }
-                show(&part)?;
-                Ok(part)
-            };
-            finish = token.finish;
-            match part() {
-                Ok(part) => text += &part,
-                Err(error) => shown = Err(error),
-            }
-            if shown.is_err() || stop.load(Ordering::SeqCst) {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
-        };
-        generate_with(&self.model, &[prompt], generation, each)?;
-        shown?;
-        Ok((text, finish))
-    }
-}
-
-fn said(role: &str, text: &str) -> Value {
-    json!({"role": role, "content": text})
 }
 
 /// Returns the names of the models: those of their folders, or their paths where these are equal.

@@ -171,16 +171,18 @@ Examples:
 const CHAT_HELP: &str = "\
 Responses appear as they are generated, with the model's chat template; without one the model
 continues the text. /help lists the commands. Ctrl-C stops a response; between responses it quits.
-Lines of a pipe are messages too.
+Lines of a pipe are messages too. Tools and environments run with your rights: the model decides with
+which arguments they are called.
 
 Examples:
   rlhf chat runs/ppo
   rlhf chat runs/ppo --compare runs/sft --temperature 0.7
+  rlhf chat runs/grpo --tools my_tools.multiply
   echo \"Name three colours.\" | rlhf chat runs/ppo";
 
 const SERVE_HELP: &str = "\
-The pages /v1/completions and /v1/chat/completions of OpenAI's interface, also as streams, for
-evaluation harnesses and other clients; /v1/models and /health. Ctrl-C stops the server.
+The pages /v1/completions and /v1/chat/completions of OpenAI's interface, also as streams and with
+tools, for evaluation harnesses, agents and other clients; /v1/models and /health. Ctrl-C stops it.
 
 Example:
   rlhf serve runs/ppo --port 8000
@@ -479,7 +481,7 @@ mod tests {
                 "model_name_or_path model_revision prompts input_format output_format apply_chat_template system_prompt max_new_tokens \
                  min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
-                 ignore_eos seed {rows}"
+                 ignore_eos seed {environments} {rows}"
             ))
         );
         assert_eq!(flags("logprobs"), sorted(&format!("model_name_or_path model_revision temperature {rows}")));
@@ -504,7 +506,7 @@ mod tests {
             sorted(&format!(
                 "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_config dataset_split \
                  dataset_columns chat_template_kwargs num_prompts apply_chat_template reward_model_path reward_label {rewards} \
-                 judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
+                 {environments} judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
                  judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \
                  repetition_penalty num_return_sequences stop_token_ids stop_strings seed output_dir overwrite_output_dir \
                  batch_size dtype {bits} device num_threads config help"
@@ -520,7 +522,9 @@ mod tests {
         assert_eq!(
             flags("chat"),
             sorted(&format!(
-                "model model_revision compare system chat_template_kwargs max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
+                "model model_revision compare system chat_template_kwargs tools environment_factory environment_row \
+                 max_tool_calling_iterations malformed_calls tool_timeout reset_timeout tool_output_limit tool_memory tool_processes tool_env \
+                 max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
             ))
         );
         assert_eq!(

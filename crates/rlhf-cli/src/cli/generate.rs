@@ -3,13 +3,16 @@
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
-use rlhf::data::{Dataset, Prompt, RowReader, is_data_file};
+use rlhf::data::{Dataset, Episode, Prompt, PromptLimit, RowReader, is_data_file};
 use rlhf::dist::World;
+use rlhf::environment::Log;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
+use rlhf::run::turns;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
+use rlhf::tool_loop::ToolLoop;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
@@ -97,6 +100,8 @@ struct Generator<'c> {
     /// Maximum length of a prompt, in tokens.
     max_prompt_len: usize,
     format: Format,
+    /// Tools and environments, if there are any.
+    tool_loop: Option<ToolLoop>,
     /// Whether the stop token came first in a response to a prompt without the model's chat template.
     ended_at_once: bool,
 }
@@ -116,7 +121,9 @@ impl<'c> Generator<'c> {
                 "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
             return Err(Error::invalid(dir, message));
         }
-        Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, ended_at_once: false })
+        let tool_loop = ToolLoop::start(&config.environment, &tokenizer, &Log::standard_error())?;
+        let tool_loop = tool_loop.map(|of| of.limited_to(PromptLimit::of_context(max_prompt_len)));
+        Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, tool_loop, ended_at_once: false })
     }
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
@@ -144,10 +151,34 @@ impl<'c> Generator<'c> {
         self.generation.first_row += counts.iter().sum::<usize>() as u64;
         let Some(part) = parts.into_iter().nth(own) else { return Ok(Vec::new()) };
         let prompts = self.prompts(part)?;
+        if let Some(tool_loop) = &self.tool_loop {
+            let asked: Vec<&Prompt> = prompts.iter().collect();
+            let (responses, episodes) = tool_loop.generate(&self.model, &asked, &generation)?;
+            let rows = responses.iter().zip(&episodes).enumerate();
+            return rows.map(|(i, (response, episode))| self.episode_row(episode, i % per_prompt, response)).collect();
+        }
         let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
         let responses = generate::generate(&self.model, &tokens, &generation)?;
         let row = |(i, response)| self.row(&prompts[i / per_prompt], i % per_prompt, response);
         responses.iter().enumerate().map(row).collect()
+    }
+
+    /// Returns the row of response `index` of those to a prompt, a response of several turns.
+    fn episode_row(&self, episode: &Episode, index: usize, response: &Response) -> Result<String> {
+        if self.format == Format::Text {
+            let reward = episode.reward.map(|reward| format!("\n(reward {reward})")).unwrap_or_default();
+            return Ok(format!("{}{}{reward}\n", episode.prompt.text, turns::lines(&episode.messages)));
+        }
+        let index = (self.config.responses.num_return_sequences > 1).then_some(index);
+        let text = self.tokenizer.decode(&response.tokens)?;
+        let mut row = json_row(&episode.prompt, Some(&text), index, response);
+        row["num_tokens"] = response.num_sampled().into();
+        row["inserted"] = response.inserted.iter().flat_map(|span| [span.start, span.end]).collect();
+        row["messages"] = episode.messages.clone().into();
+        row["tool_calls"] = episode.calls.into();
+        row["tool_failures"] = episode.failures.into();
+        row["env_reward"] = episode.reward.into();
+        Ok(row.to_string())
     }
 
     /// Returns the row of response `index` of those to `prompt`.

@@ -164,7 +164,11 @@ const COMMON: [(&str, &[&str], &[&str]); 24] = [
     ("convert", &[], &["dtype", "max_shard_size", "config"]),
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
-    ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
+    (
+        "chat",
+        &[],
+        &["compare", "system", "tools", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"],
+    ),
     ("session", &[], &["socket", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     ("replay", &["update"], &["output_dir"]),
@@ -181,7 +185,7 @@ const COMMON: [(&str, &[&str], &[&str]); 24] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 73] = [
+const WORDS: [(&str, &str); 74] = [
     ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
@@ -251,6 +255,7 @@ const WORDS: [(&str, &str); 73] = [
     ("temperature", "sampling temperature"),
     ("terminal", "show the run in the terminal"),
     ("tokenizer_name", "the policy's tokenizer"),
+    ("tools", "functions of Python that it may call"),
     ("top_p", "nucleus sampling"),
     ("total_episodes", "responses to train on"),
     ("update", "number of the update, from 1"),

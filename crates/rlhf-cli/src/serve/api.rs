@@ -1,9 +1,9 @@
-//! Requests and errors in the form of OpenAI's HTTP interface.
+//! Requests in the form of OpenAI's HTTP interface.
 //!
 //! A parameter that would change the result and is not supported is an error, unless it has the value that changes nothing.
 
-use crate::http_server::json_response;
-use axum::response::{IntoResponse, Response};
+use super::error::{ApiError, QUOTED, wrong};
+use super::tools::{Tools, with_parsed_calls};
 use rlhf::generate::MIN_TEMPERATURE;
 use rlhf::safe_text::beginning;
 use rlhf::tokenizer::{MessageFault, check_message};
@@ -19,10 +19,10 @@ const MOST_CHOICES: u64 = 128;
 const MOST_LOGPROBS: u64 = 20;
 /// Most stop strings.
 const MOST_STOPS: usize = 16;
+/// Most messages of a conversation with tools: some templates write them one by one.
+const MOST_MESSAGES: usize = 2048;
 /// The number above which not every whole number is a double.
 const EXACT: f64 = 9_007_199_254_740_992.0;
-/// Most bytes of a value that an error quotes.
-const QUOTED: usize = 80;
 
 /// Parameters that change no response.
 const WITHOUT_EFFECT: [&str; 13] = [
@@ -44,56 +44,6 @@ const WITHOUT_EFFECT: [&str; 13] = [
 
 /// The test of a value that changes nothing.
 type Neutral = fn(&Value) -> bool;
-
-/// An error, with OpenAI's fields.
-#[derive(Debug)]
-pub(super) struct ApiError {
-    status: u16,
-    kind: &'static str,
-    message: String,
-    param: Option<String>,
-    code: Option<&'static str>,
-}
-
-impl ApiError {
-    /// The request is invalid; `param` is the parameter to change.
-    pub(super) fn invalid(param: &str, message: impl Into<String>) -> Self {
-        let param = (!param.is_empty()).then(|| param.to_string());
-        Self { status: 400, kind: "invalid_request_error", message: message.into(), param, code: None }
-    }
-
-    /// The prompt and the response do not fit the model.
-    pub(super) fn too_long(param: &str, message: String) -> Self {
-        Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
-    }
-
-    /// The page does not exist, has another method, or does not accept such a body.
-    pub(super) fn page(status: u16, message: String) -> Self {
-        Self { status, ..Self::invalid("", message) }
-    }
-
-    /// The queue is full, or the server stops.
-    pub(super) fn unavailable(message: impl Into<String>) -> Self {
-        Self { status: 503, kind: "server_error", ..Self::invalid("", message) }
-    }
-
-    /// The model failed.
-    pub(super) fn internal(message: impl Into<String>) -> Self {
-        Self { status: 500, kind: "server_error", ..Self::invalid("", message) }
-    }
-
-    /// The error as JSON.
-    pub(super) fn to_json(&self) -> Value {
-        let Self { kind, message, param, code, .. } = self;
-        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
-    }
-}
-
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
-        json_response(self.status, &self.to_json())
-    }
-}
 
 /// The model that is served.
 pub(super) struct Served {
@@ -120,7 +70,7 @@ impl Served {
         }
         let message =
             format!("the model `{}` does not exist: this server has `{}`", beginning(name, QUOTED), self.name);
-        Err(ApiError { status: 404, code: Some("model_not_found"), ..ApiError::invalid("model", message) })
+        Err(ApiError::no_model(message))
     }
 
     /// The model as an entry of the list of models.
@@ -150,8 +100,21 @@ pub(super) enum Prompt {
     Text(String),
     /// Token ids.
     Tokens(Vec<i64>),
-    /// Messages for the chat template, further variables of it, and how its text ends.
-    Chat(Vec<Value>, Map<String, Value>, ChatEnd),
+    /// Messages for the chat template.
+    Chat(Chat),
+}
+
+/// Messages, and how the chat template writes them.
+#[derive(Debug, PartialEq)]
+pub(super) struct Chat {
+    pub(super) messages: Vec<Value>,
+    /// The messages as templates with tools read them, if there are calls or results among them.
+    pub(super) with_calls: Option<Vec<Value>>,
+    /// The tools that the model may call, if there are any.
+    pub(super) tools: Option<Tools>,
+    /// Further variables of the template.
+    pub(super) variables: Map<String, Value>,
+    pub(super) end: ChatEnd,
 }
 
 /// The end of the text of messages.
@@ -401,14 +364,28 @@ impl Fields {
             Some(Value::Object(variables)) => variables,
             Some(found) => return Err(wrong("chat_template_kwargs", "an object", &found)),
         };
-        match self.take("messages") {
-            Some(Value::Array(messages)) if !messages.is_empty() => {
-                messages.iter().enumerate().try_for_each(|(at, message)| check(at, message))?;
-                let end = self.chat_end(messages.last().is_some_and(|last| last["role"] == "assistant"))?;
-                Ok(Prompt::Chat(messages, variables, end))
-            }
-            found => Err(wrong("messages", "a list of at least one message", &found.unwrap_or_default())),
+        let tools = Tools::read(self.take("tools"), self.take("tool_choice"), self.take("parallel_tool_calls"))?;
+        let messages = match self.take("messages") {
+            Some(Value::Array(messages)) if !messages.is_empty() => messages,
+            found => return Err(wrong("messages", "a list of at least one message", &found.unwrap_or_default())),
+        };
+        messages.iter().enumerate().try_for_each(|(at, message)| check(at, message))?;
+        let with_calls = with_parsed_calls(&messages)?;
+        let last = messages.last().unwrap_or(&Value::Null);
+        let end = self.chat_end(last["role"] == "assistant")?;
+        if end == ChatEnd::Continued && last["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty()) {
+            let message = "`messages`: expected the results of the calls in the last message after it, found none";
+            return Err(ApiError::invalid("messages", message));
         }
+        let is_long = messages.len() > MOST_MESSAGES && (tools.is_some() || with_calls.is_some());
+        if is_long {
+            let found = format!("`messages`: expected at most {MOST_MESSAGES} with tools, found {}", messages.len());
+            return Err(ApiError::invalid("messages", found));
+        }
+        if let Some(tools) = &tools {
+            tools.check_end(end == ChatEnd::GenerationPrompt, end == ChatEnd::Continued)?;
+        }
+        Ok(Prompt::Chat(Chat { messages, with_calls, tools, variables, end }))
     }
 
     /// Returns how the text of messages ends, of which the last is the assistant's or not. By default the response continues an assistant's message.
@@ -438,7 +415,7 @@ impl Fields {
         let empty: Neutral = |value| {
             value.as_object().is_some_and(Map::is_empty) || value.as_array().is_some_and(Vec::is_empty) || value == ""
         };
-        let no_tools: Neutral = |value| value == "none" || value == "auto";
+        let no_calls: Neutral = |value| value == "none" || value == "auto";
         let off: Neutral = |value| *value == false;
         let on: Neutral = |value| *value == true;
         let common: [(&str, Neutral); 15] = [
@@ -458,14 +435,12 @@ impl Fields {
             ("logits_processors", empty),
             ("mm_processor_kwargs", empty),
         ];
-        let of_chat: [(&str, Neutral); 8] = [
+        let of_chat: [(&str, Neutral); 6] = [
             ("echo", off),
             // The template writes the special tokens.
             ("add_special_tokens", off),
-            ("tools", empty),
             ("functions", empty),
-            ("tool_choice", no_tools),
-            ("function_call", no_tools),
+            ("function_call", no_calls),
             ("response_format", |value| value["type"] == "text"),
             ("modalities", |value| *value == json!(["text"])),
         ];
@@ -473,7 +448,12 @@ impl Fields {
         let own = if chat { &of_chat[..] } else { &of_text[..] };
         for (name, is_neutral) in common.iter().chain(own) {
             if self.take(name).is_some_and(|value| !is_neutral(&value)) {
-                return Err(ApiError::invalid(name, format!("`{name}` is not supported by this server")));
+                let hint = match *name {
+                    "functions" => ": use `tools`",
+                    "function_call" => ": use `tool_choice`",
+                    _ => "",
+                };
+                return Err(ApiError::invalid(name, format!("`{name}` is not supported by this server{hint}")));
             }
         }
         match self.take("best_of") {
@@ -508,11 +488,6 @@ fn check(at: usize, message: &Value) -> Result<(), ApiError> {
             wrong(&format!("{name}.content"), expected, &message["content"])
         }
     })
-}
-
-fn wrong(name: &str, expected: &str, found: &Value) -> ApiError {
-    let found = found.to_string();
-    ApiError::invalid(name, format!("`{name}`: expected {expected}, found {}", beginning(&found, QUOTED)))
 }
 
 #[cfg(test)]
@@ -552,7 +527,7 @@ mod tests {
             let mut body = json!({"messages": [user, call, {"role": "tool", "content": {"a": 1}}, last]});
             body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             match parse(Endpoint::Chat, body)?.prompts.remove(0) {
-                Prompt::Chat(_, _, end) => Ok::<_, Value>(end),
+                Prompt::Chat(chat) => Ok::<_, Value>(chat.end),
                 _ => panic!(),
             }
         };
@@ -605,7 +580,9 @@ mod tests {
             ("presence_penalty", json!(0), json!(0.5)),
             ("frequency_penalty", json!(0.0), json!(1)),
             ("logit_bias", json!({}), json!({"5": 1})),
-            ("tools", json!([]), json!([{"type": "function"}])),
+            ("functions", json!([]), json!([{"name": "f"}])),
+            ("function_call", json!("none"), json!({"name": "f"})),
+            ("parallel_tool_calls", json!(true), json!(1)),
             ("tool_choice", json!("none"), json!("required")),
             ("response_format", json!({"type": "text"}), json!({"type": "json_object"})),
             ("modalities", json!(["text"]), json!(["text", "audio"])),
@@ -660,7 +637,7 @@ mod tests {
             served.check(name).unwrap();
         }
         let error = served.check("gpt-4").unwrap_err();
-        assert_eq!((error.status, error.code), (404, Some("model_not_found")));
+        assert_eq!((error.status(), &error.to_json()["error"]["code"]), (404, &json!("model_not_found")));
         assert_eq!(Served::new(Path::new("org/model")).name, "model");
         assert_ne!(Served::new(Path::new(".")).name, ".");
     }

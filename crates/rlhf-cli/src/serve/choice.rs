@@ -2,7 +2,9 @@
 
 use rlhf::Result;
 use rlhf::generate::{Alternatives, FinishReason, Token};
-use rlhf::tokenizer::{TextStream, Tokenizer};
+use rlhf::tokenizer::{TextStream, Tokenizer, Turn, TurnStream};
+use serde_json::{Value, json};
+use std::hash::{BuildHasher, RandomState};
 
 /// A token as clients see it.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,8 +23,18 @@ pub(super) struct Delta {
     pub(super) text: String,
     /// Empty if no log-probabilities are requested.
     pub(super) tokens: Vec<TokenInfo>,
+    /// Calls of tools, as clients see them, with the last part.
+    pub(super) calls: Vec<Value>,
     /// Set with the last part.
     pub(super) finish: Option<FinishReason>,
+}
+
+/// The reading of calls in a response.
+pub(super) struct Calling<'t> {
+    pub(super) stream: TextStream<'t>,
+    pub(super) turn: TurnStream<'t>,
+    /// Whether there may be several.
+    pub(super) parallel: bool,
 }
 
 /// A response while it is generated.
@@ -30,14 +42,16 @@ pub(super) struct Choice<'t> {
     tokenizer: &'t Tokenizer,
     stream: TextStream<'t>,
     cutter: Cutter,
+    /// The turn, if it may call tools, and whether it may have several calls.
+    turn: Option<(TurnStream<'t>, bool)>,
     /// The last token of the prompt or the response.
     last: Option<i64>,
     /// Tokens whose text may be cut.
     held: Vec<TokenInfo>,
     /// Characters of all text, held text included.
     chars: usize,
-    /// Characters of the text that is out.
-    shown: usize,
+    /// Characters of the text before a stop string.
+    uncut: usize,
     /// Number of generated tokens.
     pub(super) tokens: usize,
     finished: bool,
@@ -50,13 +64,20 @@ impl<'t> Choice<'t> {
             tokenizer,
             stream: tokenizer.stream(prompt),
             cutter: Cutter::new(stops),
+            turn: None,
             last: prompt.last().copied(),
             held: Vec::new(),
             chars: offset,
-            shown: offset,
+            uncut: offset,
             tokens: 0,
             finished: false,
         }
+    }
+
+    /// The response, in which the model may call tools.
+    pub(super) fn calling(self, calling: Calling<'t>) -> Self {
+        let Calling { stream, turn, parallel } = calling;
+        Self { stream, turn: Some((turn, parallel)), ..self }
     }
 
     /// Whether its last part was returned.
@@ -88,12 +109,23 @@ impl<'t> Choice<'t> {
         if finish.is_some() {
             text += &self.cutter.finish();
         }
-        self.shown += text.chars().count();
+        self.uncut += text.chars().count();
         self.finished = finish.is_some();
-        let tokens = if self.finished || self.cutter.is_empty() { std::mem::take(&mut self.held) } else { Vec::new() };
-        let shown = self.shown;
-        let tokens = tokens.into_iter().filter(|token| !cut || token.offset < shown).collect();
-        Ok(Delta { text, tokens, finish })
+        let mut calls = Vec::new();
+        if let Some((turn, _)) = &mut self.turn {
+            text = turn.push(&text);
+        }
+        if let Some((turn, parallel)) = self.turn.take_if(|_| self.finished) {
+            let (rest, turn) = turn.finish((!cut).then_some(token.id))?;
+            text += &rest;
+            calls = calls_of(&turn);
+            calls.truncate(if parallel { usize::MAX } else { 1 });
+        }
+        let holds = !self.cutter.is_empty() || self.turn.as_ref().is_some_and(|(turn, _)| turn.holds_text());
+        let tokens = if holds { Vec::new() } else { std::mem::take(&mut self.held) };
+        let uncut = self.uncut;
+        let tokens = tokens.into_iter().filter(|token| !cut || token.offset < uncut).collect();
+        Ok(Delta { text, tokens, calls, finish })
     }
 
     /// Ends a response of no tokens.
@@ -101,6 +133,17 @@ impl<'t> Choice<'t> {
         self.finished = true;
         Delta { finish: Some(FinishReason::Length), ..Delta::default() }
     }
+}
+
+/// Returns the calls of a turn in the form of OpenAI's interface.
+fn calls_of(turn: &Turn) -> Vec<Value> {
+    let call = |call: &Value| {
+        let function = &call["function"];
+        let id = format!("call_{:016x}", RandomState::new().hash_one(function.to_string()));
+        let arguments = function["arguments"].to_string();
+        json!({"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    };
+    turn.message["tool_calls"].as_array().into_iter().flatten().map(call).collect()
 }
 
 /// Returns a token that adds `text` after the token `before`, at `offset`.

@@ -1,9 +1,11 @@
 //! The thread that owns the model: it responds to one request after another.
 
-use super::api::{ApiError, ChatEnd, Endpoint, Prompt, Request};
-use super::choice::{Choice, Delta, prompt_tokens};
+use super::api::{Chat, ChatEnd, Endpoint, Prompt, Request};
+use super::choice::{Calling, Choice, Delta, prompt_tokens};
+use super::error::ApiError;
 use super::format::{Form, Usage, random};
 use super::room::Room;
+use super::tools::{ToolChoice, Tools};
 use crate::http_server::{EventStream, Events};
 use rlhf::generate::{Alternatives, GenerationConfig, Token, generate_until};
 use rlhf::hub;
@@ -11,10 +13,10 @@ use rlhf::model::{Batch, CausalLm, StopCheck};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use rlhf::signals::stop_requested;
-use rlhf::tokenizer::{PART_SLACK, Tokenizer};
+use rlhf::tokenizer::{PART_SLACK, Tokenizer, ToolTemplate};
 use rlhf::{Error, Result};
 use serde_json::Value;
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -43,6 +45,8 @@ pub(super) enum Reply {
 pub(super) struct Engine {
     model: CausalLm,
     tokenizer: Tokenizer,
+    /// The chat template for tools, or the reason that there is none; made with the first request that needs it.
+    tools: OnceCell<Result<ToolTemplate, String>>,
     dir: PathBuf,
     /// Settings that requests change.
     defaults: GenerateConfig,
@@ -55,7 +59,17 @@ struct Resolved {
     prompts: Vec<Vec<i64>>,
     /// Texts of the prompts, if choices start with them.
     echo: Option<Vec<String>>,
+    turn: Option<ToolTurn>,
     generation: GenerationConfig,
+}
+
+/// The turn of a conversation with tools.
+struct ToolTurn {
+    template: ToolTemplate,
+    schemas: Vec<Value>,
+    /// The end of the prompt that belongs to the turn, and the number of its last bytes that belong to the response.
+    beginning: (String, usize),
+    parallel: bool,
 }
 
 impl Engine {
@@ -75,7 +89,7 @@ impl Engine {
         defaults.rows.batch_size = config.batch_size;
         // The minimum of a model's file would hide stop strings.
         defaults.min_new_tokens = Some(0);
-        Ok(Self { model, tokenizer, dir, defaults, max_new_tokens: config.max_new_tokens })
+        Ok(Self { model, tokenizer, tools: OnceCell::new(), dir, defaults, max_new_tokens: config.max_new_tokens })
     }
 
     /// Returns a note if fields of the model's `generation_config.json` would change responses in transformers and not here.
@@ -91,7 +105,7 @@ impl Engine {
             Ok(resolved) => resolved,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let form = Form::new(request.endpoint, name, request.logprobs.is_some());
+        let form = Form::new(request.endpoint, name, request.logprobs.is_some(), resolved.turn.is_some());
         let choices = resolved.prompts.len() * request.n;
         if !request.stream {
             let mut sink = Sink::Whole { reply, choices: (0..choices).map(|_| Delta::default()).collect() };
@@ -132,11 +146,12 @@ impl Engine {
             let message = "`echo` with `logprobs`: an encoder reads the prompt of this model, so its tokens have no log-probabilities";
             return Err(ApiError::invalid("echo", message));
         }
+        let mut turn = None;
         let encode = |prompt: &Prompt| {
             if reply.is_closed() || stop_requested() {
                 Err(ApiError::unavailable("the server stops"))
             } else {
-                self.encode(prompt)
+                self.encode(prompt, &mut turn)
             }
         };
         let encoded: Vec<_> = request.prompts.iter().map(encode).collect::<Result<_, _>>()?;
@@ -166,11 +181,11 @@ impl Engine {
             ..resolved
         };
         generation.check().map_err(refused)?;
-        Ok(Resolved { prompts, echo: request.echo.then_some(texts), generation })
+        Ok(Resolved { prompts, echo: request.echo.then_some(texts), turn, generation })
     }
 
-    /// Returns the token ids and the text of a prompt.
-    fn encode(&self, prompt: &Prompt) -> Result<(Vec<i64>, String), ApiError> {
+    /// Returns the token ids and the text of a prompt; sets the turn in which tools may be called.
+    fn encode(&self, prompt: &Prompt, turn: &mut Option<ToolTurn>) -> Result<(Vec<i64>, String), ApiError> {
         let of_prompt = |error: Error| ApiError::invalid("prompt", error.to_string());
         let (tokens, text) = match prompt {
             Prompt::Text(text) => (self.tokenizer.encode_prompt(text).map_err(of_prompt)?, text.clone()),
@@ -182,31 +197,86 @@ impl Engine {
                 }
                 (ids.clone(), self.tokenizer.decode(ids).map_err(of_prompt)?)
             }
-            Prompt::Chat(messages, variables, end) => {
-                if !self.tokenizer.has_chat_template() {
-                    let message = "this model has no chat template: use /v1/completions";
-                    return Err(ApiError::invalid("messages", message));
-                }
-                let encoded = match end {
-                    ChatEnd::Continued => self.tokenizer.encode_continued_chat(messages, variables),
-                    end => self.tokenizer.encode_chat(messages, *end == ChatEnd::GenerationPrompt, variables),
-                };
-                // Clients do not need to know the folder of the model.
-                let of_template = |error: Error| match error {
-                    Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
-                    other => {
-                        let folder = format!("{}/", self.dir.display().to_string().trim_end_matches('/'));
-                        ApiError::invalid("messages", one_line(&other.to_string()).replace(&folder, ""))
-                    }
-                };
-                let (text, tokens) = encoded.map_err(of_template)?;
-                (tokens, text)
-            }
+            Prompt::Chat(chat) => return self.encode_chat(chat, turn),
         };
         if tokens.is_empty() {
             Err(ApiError::invalid("prompt", "the prompt is empty: expected at least one token"))
         } else {
             Ok((tokens, text))
+        }
+    }
+
+    /// As [`Engine::encode`], of messages. With tools the text, which nobody reads, is empty.
+    fn encode_chat(&self, chat: &Chat, turn: &mut Option<ToolTurn>) -> Result<(Vec<i64>, String), ApiError> {
+        if !self.tokenizer.has_chat_template() {
+            let message = "this model has no chat template: use /v1/completions";
+            return Err(ApiError::invalid("messages", message));
+        }
+        let messages = chat.with_calls.as_ref().unwrap_or(&chat.messages);
+        if chat.end != ChatEnd::Closed && (chat.tools.is_some() || chat.with_calls.is_some()) {
+            match (self.tools.get_or_init(|| self.tool_template()), &chat.tools) {
+                (Ok(template), tools) => {
+                    let template = template.with_variables(&chat.variables);
+                    let (tokens, own) = self.encode_with_tools(&template, messages, chat.end, tools.as_ref())?;
+                    if let Some(tools) = tools {
+                        let beginning = (template.beginning(&tokens).map_err(|e| self.of_template(e))?, own);
+                        let (schemas, parallel) = (tools.schemas.clone(), tools.parallel);
+                        *turn = Some(ToolTurn { template, schemas, beginning, parallel });
+                    }
+                    return Ok((tokens, String::new()));
+                }
+                (Err(reason), Some(_)) => return Err(ApiError::invalid("tools", format!("`tools`: {reason}"))),
+                // A template without tools reads the messages as it can.
+                (Err(_), None) => {}
+            }
+        }
+        let Chat { messages, variables, end, .. } = chat;
+        let encoded = match end {
+            ChatEnd::Continued => self.tokenizer.encode_continued_chat(messages, variables),
+            end => self.tokenizer.encode_chat(messages, *end == ChatEnd::GenerationPrompt, variables),
+        };
+        encoded.map(|(text, tokens)| (tokens, text)).map_err(|error| self.of_template(error))
+    }
+
+    /// Returns the token ids of messages with tools, and the number of bytes of a call that they end with.
+    fn encode_with_tools(
+        &self,
+        template: &ToolTemplate,
+        messages: &[Value],
+        end: ChatEnd,
+        tools: Option<&Tools>,
+    ) -> Result<(Vec<i64>, usize), ApiError> {
+        let schemas = tools.map_or(&[][..], |tools| tools.schemas.as_slice());
+        let encoded = match (tools.map(|tools| &tools.choice), end) {
+            (_, ChatEnd::Continued) => template.continued_prompt(messages, schemas).map(|tokens| (tokens, 0)),
+            (None | Some(ToolChoice::Auto), _) => template.prompt(messages, schemas).map(|tokens| (tokens, 0)),
+            (Some(ToolChoice::Required), _) => template.calling_prompt(messages, schemas, None),
+            (Some(ToolChoice::Function(name)), _) => template.calling_prompt(messages, schemas, Some(name)),
+        };
+        encoded.map_err(|error| self.of_template(error))
+    }
+
+    /// Returns the chat template for tools.
+    ///
+    /// # Errors
+    /// The reason that it cannot be used with them.
+    fn tool_template(&self) -> Result<ToolTemplate, String> {
+        ToolTemplate::new(&self.tokenizer).map_err(|error| self.without_folder(error))
+    }
+
+    /// The error of a chat template.
+    fn of_template(&self, error: Error) -> ApiError {
+        ApiError::invalid("messages", self.without_folder(error))
+    }
+
+    /// The message of an error in one line, without the folder of the model, which clients do not need to know.
+    fn without_folder(&self, error: Error) -> String {
+        match error {
+            Error::Invalid { message, .. } => one_line(&message).into_owned(),
+            other => {
+                let folder = format!("{}/", self.dir.display().to_string().trim_end_matches('/'));
+                one_line(&other.to_string()).replace(&folder, "")
+            }
         }
     }
 
@@ -240,13 +310,19 @@ impl Engine {
 
     /// Generates the responses into `sink`. StopCheck early if the client is gone.
     fn complete(&self, request: &Request, resolved: &Resolved, sink: &mut Sink<'_>) -> Result<Usage, ApiError> {
-        let Resolved { prompts, echo, generation } = resolved;
+        let Resolved { prompts, echo, turn, generation } = resolved;
         let begin = |index: usize| {
-            let prompt = index / request.n;
-            let offset = echo.as_ref().map_or(0, |texts| texts[prompt].chars().count());
-            Choice::new(&self.tokenizer, &prompts[prompt], &request.stop, offset)
+            let prompt = &prompts[index / request.n];
+            let offset = echo.as_ref().map_or(0, |texts| texts[index / request.n].chars().count());
+            let choice = Choice::new(&self.tokenizer, prompt, &request.stop, offset);
+            let Some(ToolTurn { template, schemas, beginning: (text, own), parallel }) = turn else {
+                return Ok(choice);
+            };
+            let turn = template.turn(text.clone(), *own, schemas);
+            Ok(choice.calling(Calling { stream: template.text_stream(prompt)?, turn, parallel: *parallel }))
         };
-        let mut choices: Vec<Choice<'_>> = (0..prompts.len() * request.n).map(begin).collect();
+        let choices = (0..prompts.len() * request.n).map(begin).collect::<Result<Vec<_>>>();
+        let mut choices = choices.map_err(|error| ApiError::internal(error.to_string()))?;
         if let Some(texts) = echo {
             self.echo(request, (prompts, texts), sink)?;
         }
@@ -316,7 +392,7 @@ impl Engine {
                 }
             };
             for index in at * request.n..(at + 1) * request.n {
-                sink.add(index, Delta { text: text.clone(), tokens: tokens.clone(), finish: None });
+                sink.add(index, Delta { text: text.clone(), tokens: tokens.clone(), ..Delta::default() });
             }
         }
         Ok(())
@@ -358,10 +434,11 @@ impl Sink<'_> {
                 let choice = &mut choices[index];
                 choice.text += &part.text;
                 choice.tokens.extend(part.tokens);
+                choice.calls.extend(part.calls);
                 choice.finish = choice.finish.or(part.finish);
             }
             Sink::Stream { events, form } => {
-                if let Some(chunk) = form.chunk(index, &part) {
+                for chunk in form.chunks(index, &part) {
                     events.send(&chunk.to_string());
                 }
             }

@@ -36,10 +36,12 @@ pub(super) struct Form {
     model: String,
     /// Whether log-probabilities are requested.
     logprobs: bool,
+    /// Whether the model may call tools.
+    tools: bool,
 }
 
 impl Form {
-    pub(super) fn new(endpoint: Endpoint, model: &str, logprobs: bool) -> Self {
+    pub(super) fn new(endpoint: Endpoint, model: &str, logprobs: bool, tools: bool) -> Self {
         let prefix = if endpoint == Endpoint::Chat { "chatcmpl" } else { "cmpl" };
         Self {
             endpoint,
@@ -47,6 +49,7 @@ impl Form {
             created: now(),
             model: model.into(),
             logprobs,
+            tools,
         }
     }
 
@@ -69,13 +72,17 @@ impl Form {
     /// The whole response, in one object.
     pub(super) fn whole(&self, choices: &[Delta], usage: Usage) -> Value {
         let choice = |(index, choice): (usize, &Delta)| {
-            let (logprobs, finish) = (self.logprobs_of(&choice.tokens), reason(choice.finish));
+            let (logprobs, finish) = (self.logprobs_of(&choice.tokens), reason(choice));
             match self.endpoint {
                 Endpoint::Completions => {
                     json!({"text": choice.text, "index": index, "logprobs": logprobs, "finish_reason": finish})
                 }
                 Endpoint::Chat => {
-                    let message = json!({"role": "assistant", "content": choice.text, "refusal": null});
+                    let mut message = json!({"role": "assistant", "content": choice.text, "refusal": null});
+                    if !choice.calls.is_empty() {
+                        message["tool_calls"] = choice.calls.clone().into();
+                        message["content"] = Some(&choice.text).filter(|text| !text.is_empty()).cloned().into();
+                    }
                     json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
                 }
             }
@@ -87,29 +94,48 @@ impl Form {
 
     /// The first part of a choice in a stream, if there is one before its text.
     pub(super) fn first_chunk(&self, index: usize) -> Option<Value> {
-        let delta = json!({"role": "assistant", "content": "", "refusal": null});
+        // A turn that calls tools may have no content, which is null.
+        let content = (!self.tools).then_some("");
+        let delta = json!({"role": "assistant", "content": content, "refusal": null});
         let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
         (self.endpoint == Endpoint::Chat).then(|| self.object(true, vec![choice]).into())
     }
 
-    /// A part of a choice in a stream; `None` if it has nothing new.
-    pub(super) fn chunk(&self, index: usize, part: &Delta) -> Option<Value> {
+    /// A part of a choice in a stream as objects; none if it has nothing new.
+    pub(super) fn chunks(&self, index: usize, part: &Delta) -> Vec<Value> {
         if *part == Delta::default() {
-            return None;
+            return Vec::new();
         }
         let logprobs = if part.tokens.is_empty() { Value::Null } else { self.logprobs_of(&part.tokens) };
-        let finish = reason(part.finish);
-        let choice = match self.endpoint {
+        let finish = reason(part);
+        let chunk = |delta: Value, logprobs: Value, finish: Option<&str>| -> Value {
+            let choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish});
+            self.object(true, vec![choice]).into()
+        };
+        match self.endpoint {
             Endpoint::Completions => {
-                json!({"text": part.text, "index": index, "logprobs": logprobs, "finish_reason": finish})
+                let choice = json!({"text": part.text, "index": index, "logprobs": logprobs, "finish_reason": finish});
+                vec![self.object(true, vec![choice]).into()]
             }
-            Endpoint::Chat => {
+            Endpoint::Chat if part.calls.is_empty() => {
                 let silent = part.text.is_empty() && part.tokens.is_empty();
                 let delta = if silent { json!({}) } else { json!({"content": part.text}) };
-                json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+                vec![chunk(delta, logprobs, finish)]
             }
-        };
-        Some(self.object(true, vec![choice]).into())
+            Endpoint::Chat => {
+                let mut chunks = Vec::new();
+                if !part.text.is_empty() {
+                    chunks.push(chunk(json!({"content": part.text}), Value::Null, None));
+                }
+                for (at, call) in part.calls.iter().enumerate() {
+                    let mut call = call.clone();
+                    call["index"] = at.into();
+                    chunks.push(chunk(json!({"tool_calls": [call]}), Value::Null, None));
+                }
+                chunks.push(chunk(json!({}), logprobs, finish));
+                chunks
+            }
+        }
     }
 
     /// The last part of a stream, with the numbers of tokens.
@@ -168,8 +194,10 @@ fn finite(logprob: f32) -> Value {
     logprob.max(LEAST).into()
 }
 
-fn reason(finish: Option<FinishReason>) -> Option<&'static str> {
-    finish.map(|finish| match finish {
+/// The reason that a choice ended with this part. One that is cut has this reason, whether it has calls or not.
+fn reason(part: &Delta) -> Option<&'static str> {
+    part.finish.map(|finish| match finish {
+        FinishReason::Stop if !part.calls.is_empty() => "tool_calls",
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
     })

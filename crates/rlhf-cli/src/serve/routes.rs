@@ -1,7 +1,8 @@
 //! The pages of the server: requests in, jobs for the model out.
 
-use super::api::{ApiError, Endpoint, Request, Served};
+use super::api::{Endpoint, Request, Served};
 use super::engine::{Job, Reply};
+use super::error::ApiError;
 use super::room::{BODY_LIMIT, Room};
 use crate::http_server::{BodyError, is_loopback_origin, json_response, read_body};
 use axum::extract::{self, Path, State};

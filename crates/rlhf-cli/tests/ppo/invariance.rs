@@ -187,6 +187,54 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
     }
 }
 
+/// The weights of policy and critic after an update with these responses, the first half of which has `result` after it.
+fn weights_after(dir: &Path, result: &[i64]) -> Vec<(String, Tensor)> {
+    let options = ModelOptions::default();
+    let policy = || CausalLm::from_pretrained(&init("llama_policy"), options).unwrap();
+    let critic = SequenceClassifier::from_pretrained(&init("llama_value"), None, options).unwrap();
+    let config = config(dir);
+    let (mut learner, reference) = (Learner::new(policy(), critic, config.learner()), policy());
+    let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
+    let generation = GenerationConfig { seed: 1, ..GenerationConfig::new(Sampling::at_temperature(1.0), 8) };
+    let mut responses = generate(&learner.policy, &prompts, &generation).unwrap();
+    for response in &mut responses[..4] {
+        // A result in the middle of each response, which is the same in all runs, and one at its end.
+        response.inserted = vec![2..4, 8..8 + result.len()];
+        response.inserted.retain(|span| !span.is_empty());
+        response.tokens.extend(result);
+        response.logprobs[2..4].fill(0.0);
+        response.logprobs.resize(response.tokens.len(), 0.0);
+    }
+    let judges = learner.rollout_models(&reference);
+    let settings = RolloutSettings { recompute_logprobs: true, response_length: 12, ..config.rollout(judges.policy) };
+    let scores = Tensor::from_slice(&[1.0, -0.5, 0.3, 2.0, 0.1, -1.0, 0.7, 0.0]).to_kind(Kind::Float);
+    let experience = experience(judges, &prompts, &responses, scores, &settings).unwrap();
+    let targets = targets(&experience, config.kl.kl_coef, &config.shaping());
+    let plan = config.plan(prompts.len()).unwrap();
+    let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
+    let orders = vec![(0..8).collect::<Vec<usize>>(); 2];
+    learner.optimize(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
+    let params = learner.policy.params().iter().chain(learner.value.params());
+    params.map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
+}
+
+#[test]
+fn a_result_that_no_sampled_token_follows_changes_no_gradient() {
+    let dir = tempfile::tempdir().unwrap();
+    let one = weights_after(dir.path(), &[31, 32, 33, 34]);
+    for ((name, found), (_, expected)) in weights_after(dir.path(), &[90, 41, 17, 200]).iter().zip(&one) {
+        assert_eq!(found, expected, "{name}: with another text it is the same bit for bit");
+    }
+    for ((name, found), (_, expected)) in weights_after(dir.path(), &[]).iter().zip(&one) {
+        assert_close(&format!("{name} without a result"), found, expected, 2e-5);
+    }
+    let start = weights(&init("llama_policy"), "policy");
+    let moved = one.iter().filter_map(|(name, tensor)| {
+        Some((tensor - start.get(&format!("policy.{name}"))?).abs().max().double_value(&[]))
+    });
+    assert!(moved.fold(0.0, f64::max) > 1e-3);
+}
+
 #[test]
 fn in_bf16_the_first_step_starts_at_a_ratio_of_1_and_weights_stay_f32() {
     let exact = train(|config| config.num_ppo_epochs = 1);

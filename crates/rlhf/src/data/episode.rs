@@ -21,6 +21,9 @@ pub struct Episode {
     pub reward: Option<f64>,
     /// Name of that reward.
     pub reward_name: Option<String>,
+    /// Metrics that the environment gave.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub logs: Vec<(String, f64)>,
     /// Whether the environment died, and the reward is that of the settings for this case.
     pub has_failed: bool,
 }

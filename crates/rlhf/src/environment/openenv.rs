@@ -20,7 +20,7 @@ const TOKEN: &str = "RLHF_OPENENV_TOKEN";
 /// Path of the WebSocket.
 const WEBSOCKET: &str = "/ws";
 /// Interval at which connections without a request reply to pings. Servers wait 20 s for one.
-const KEEP: Duration = Duration::from_secs(2);
+const KEEP: Duration = Duration::from_millis(250);
 /// Maximum size of the schema of an environment in bytes.
 const MAX_SCHEMA: u64 = 1 << 20;
 /// Name of the tool of an environment whose actions are not calls of tools.

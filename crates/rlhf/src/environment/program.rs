@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Number of characters of a wrong reply that a message shows.
 const SHOWN: usize = 80;
+/// Maximum number of metrics of a session.
+const MOST_LOGS: usize = 100;
 
 /// A program that serves sessions. It is started with the first of them, and again after its end.
 pub struct ProgramEnvironment {
@@ -261,8 +263,9 @@ impl Session for ProgramSession {
         let reward = number(&reply, "reward").map_err(|message| self.error(&message))?.or(self.reward);
         let mut logs = Vec::new();
         if let Some(found) = reply.get("extra_logs").filter(|found| !found.is_null()) {
-            let Some(found) = found.as_object() else {
-                return Err(self.error(&expected("an object of numbers in \"extra_logs\"", found)));
+            let Some(found) = found.as_object().filter(|found| found.len() <= MOST_LOGS) else {
+                let wanted = format!("an object of at most {MOST_LOGS} numbers in \"extra_logs\"");
+                return Err(self.error(&expected(&wanted, found)));
             };
             for name in found.keys() {
                 logs.extend(number(found, name).map_err(|message| self.error(&message))?.map(|x| (name.clone(), x)));

@@ -1,11 +1,12 @@
 //! Settings of tools and environments.
 
 use super::{Combined, Environment, Limits, Log, OpenEnv, ProgramEnvironment};
-use crate::reward::{LONGEST_TIMEOUT, without_query};
+use crate::reward::{LONGEST_TIMEOUT, function_files, program_files, without_query};
 use rlhf_base::Result;
 use rlhf_base::safe_text::beginning;
 use rlhf_base::schema::{ByteSize, Choices, ENVIRONMENTS, Settings, all, at_least_one, expect, no_effect, usage};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -177,6 +178,18 @@ impl EnvironmentConfig {
             );
         }
         Ok(found)
+    }
+
+    /// Returns the files of the functions, classes and programs, as far as their names and the files themselves name them, with their contents.
+    pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        let of = |(_, kind): &(Option<String>, Kind<'_>)| match kind {
+            Kind::Python(path) => function_files(path),
+            Kind::Command(line) => program_files(line),
+            Kind::OpenEnv(_) | Kind::Driver { .. } => Vec::new(),
+        };
+        let of_environments = self.environments().unwrap_or_default().iter().flat_map(of).collect::<Vec<_>>();
+        let all = self.tools.iter().flat_map(|tool| function_files(tool)).chain(of_environments);
+        all.collect::<BTreeMap<_, _>>().into_iter().collect()
     }
 
     /// Returns the limits of programs and servers.

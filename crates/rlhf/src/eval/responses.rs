@@ -2,11 +2,13 @@
 
 use super::results::{Given, Store};
 use super::{Models, Progress, Side, Task};
-use crate::data::{Dataset, Prompt, RowReader, prompt_field};
+use crate::data::{Episode, Prompt, PromptLimit, RowReader, prompt_field};
+use crate::environment::Environment;
 use crate::settings::{EvaluateConfig, GenerateConfig};
+use crate::tool_loop::ToolLoop;
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
-use rlhf_lm::generate::{self, FinishReason, GenerationConfig, Sampling};
+use rlhf_lm::generate::{self, FinishReason, GenerationConfig, Response, Sampling};
 use rlhf_lm::model::{AdapterFolder, CausalLm, ModelConfig, ModelOptions};
 use rlhf_lm::tokenizer::{Tokenizer, message_text};
 use serde::Serialize;
@@ -14,6 +16,7 @@ use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The sampling of a model: the settings, completed by its `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -93,18 +96,25 @@ struct Responder {
     tokenizer: Tokenizer,
     generation: GenerationConfig,
     prompts: Vec<Prompt>,
+    /// Tools and environments, if there are any.
+    tool_loop: Option<ToolLoop>,
 }
 
 impl Responder {
     /// Loads the model in `dir`, and encodes the prompts for it.
-    fn load(config: &GenerateConfig, dir: &Path, dataset: &Dataset, options: ModelOptions) -> Result<Self> {
+    fn load(config: &GenerateConfig, dir: &Path, task: &Task, options: ModelOptions) -> Result<Self> {
         let mut tokenizer = Tokenizer::from_pretrained(dir)?;
         tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
         let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;
-        let prompts = dataset.prompts(&tokenizer, model.config().vocab_size, max_prompt_len)?;
-        Ok(Self { model, tokenizer, generation, prompts })
+        let prompts = task.dataset.prompts(&tokenizer, model.config().vocab_size, max_prompt_len)?;
+        let start = |environment: &Arc<dyn Environment>| {
+            let tool_loop = ToolLoop::new(environment.clone(), &tokenizer, &config.environment)?;
+            Ok::<_, Error>(tool_loop.limited_to(PromptLimit::of_context(max_prompt_len)))
+        };
+        let tool_loop = task.environment.as_ref().map(start).transpose()?;
+        Ok(Self { model, tokenizer, generation, prompts, tool_loop })
     }
 
     /// Returns the responses to each of the prompts `indices`: those of `rlhf generate` on the whole dataset.
@@ -113,19 +123,33 @@ impl Responder {
         // The draws of a prompt are those of its index, so that an evaluation that was cut continues with the same responses.
         let mut found = Vec::with_capacity(indices.len());
         for run in indices.chunk_by(|a, b| a + 1 == *b) {
-            let tokens: Vec<&[i64]> = run.iter().map(|&index| self.prompts[index].tokens.as_slice()).collect();
+            let asked: Vec<&Prompt> = run.iter().map(|&index| &self.prompts[index]).collect();
             let first_row = (run[0] * per_prompt) as u64;
             let generation = GenerationConfig { first_row, ..self.generation.clone() };
-            let responses = generate::generate(&self.model, &tokens, &generation)?;
-            for (&index, responses) in run.iter().zip(responses.chunks(per_prompt)) {
-                let given = |response: &generate::Response| -> Result<Given> {
-                    let text = self.tokenizer.decode_after(&self.prompts[index].tokens, &response.tokens)?;
-                    Ok(Given { text, ids: response.tokens.clone(), finish: response.finish })
-                };
-                found.push(responses.iter().map(given).collect::<Result<_>>()?);
-            }
+            let given = self.given(&asked, &generation)?;
+            found.extend(given.chunks(per_prompt).map(<[Given]>::to_vec));
         }
         Ok(found)
+    }
+
+    fn given(&self, asked: &[&Prompt], generation: &GenerationConfig) -> Result<Vec<Given>> {
+        if let Some(tool_loop) = &self.tool_loop {
+            let (responses, episodes) = tool_loop.generate(&self.model, asked, generation)?;
+            let given = |(response, episode): (Response, Episode)| Given {
+                text: episode.answer(),
+                ids: response.tokens,
+                finish: response.finish,
+                episode: Some(episode),
+            };
+            return Ok(responses.into_iter().zip(episodes).map(given).collect());
+        }
+        let tokens: Vec<&[i64]> = asked.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+        let responses = generate::generate(&self.model, &tokens, generation)?;
+        let given = |(at, response): (usize, Response)| {
+            let text = self.tokenizer.decode_after(tokens[at / generation.num_return_sequences], &response.tokens)?;
+            Ok(Given { text, ids: response.tokens, finish: response.finish, episode: None })
+        };
+        responses.into_iter().enumerate().map(given).collect()
     }
 }
 
@@ -149,7 +173,7 @@ pub(super) fn generate_missing(
     let short = name.file_name().unwrap_or(name.as_os_str()).to_string_lossy();
     progress.start(&format!("responses of {}", beginning(&short, 30)), missing.len());
     let settings = config.generate(name, revision);
-    let responder = Responder::load(&settings, dir, &task.dataset, config.compute.options()?)?;
+    let responder = Responder::load(&settings, dir, task, config.compute.options()?)?;
     let of_model = responder.model.config().generation_settings();
     settings.note_without_effect(of_model, &responder.generation).iter().for_each(|note| progress.warn(note));
     let at_once = (config.batch_size / config.sampling.num_return_sequences).max(1);
@@ -198,15 +222,20 @@ pub(super) fn plain_prompt(row: &Value, encoded: &Prompt) -> String {
 }
 
 /// Returns token ids of a response that another tokenizer made, or that is text, as a response to `prompt` of `tokenizer`: with eos,
-/// unless it was cut off at its maximum length.
+/// unless it was cut off at its maximum length. `turns` are the messages of a response of several turns.
 ///
 /// # Errors
 /// If the tokenizer cannot encode it.
-pub(super) fn encode(tokenizer: &Tokenizer, prompt: &Prompt, text: &str, finish: FinishReason) -> Result<Vec<i64>> {
+pub(super) fn encode(
+    tokenizer: &Tokenizer,
+    prompt: &Prompt,
+    (text, turns): (&str, Option<&[Value]>),
+    finish: FinishReason,
+) -> Result<Vec<i64>> {
     let completion = match prompt_field(&prompt.row) {
         Some((_, messages @ Value::Array(_))) => json!({
             "prompt": messages,
-            "completion": [{"role": "assistant", "content": text}],
+            "completion": turns.map_or_else(|| vec![json!({"role": "assistant", "content": text})], <[Value]>::to_vec),
             "chat_template_kwargs": prompt.row["chat_template_kwargs"],
         }),
         _ => json!({"prompt": prompt.text, "completion": text}),

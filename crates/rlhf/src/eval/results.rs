@@ -2,6 +2,7 @@
 //! continues from the lines that are complete.
 
 use super::Side;
+use crate::data::Episode;
 use crate::run::checkpoint::is_compared_by_content;
 use crate::run::inputs::{Inputs, date_in};
 use crate::run::output_dir::FolderLock;
@@ -27,7 +28,7 @@ const RESULTS: &str = "results.jsonl";
 const SUMMARY: &str = "summary.json";
 
 /// Settings that may differ when an evaluation continues: they change no result that is written.
-const FREE: [&str; 14] = [
+const FREE: [&str; 19] = [
     "output_dir",
     "num_prompts",
     "max_judgements",
@@ -42,6 +43,11 @@ const FREE: [&str; 14] = [
     "reward_concurrency",
     "reward_timeout",
     "reward_retries",
+    "max_environments",
+    "tool_timeout",
+    "reset_timeout",
+    "tool_memory",
+    "tool_processes",
 ];
 
 /// The winner of a comparison.
@@ -132,6 +138,9 @@ pub(super) struct Given {
     /// Token ids of the model's own tokenizer, the stop token included.
     pub(super) ids: Vec<i64>,
     pub(super) finish: FinishReason,
+    /// Its turns, with an environment; `text` is then that of the last one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) episode: Option<Episode>,
 }
 
 /// The responses of a model to a prompt: one line of `responses.jsonl`.

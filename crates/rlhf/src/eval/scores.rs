@@ -4,7 +4,7 @@ use super::judge::NoVerdict;
 use super::responses::encode;
 use super::results::{Given, ResultRow, Store, Verdict};
 use super::{MOST_FAILURES, Side, Task};
-use crate::data::Prompt;
+use crate::data::{Episode, Prompt};
 use crate::reward::{RewardInput, Rewards, ScoreUse};
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::FinishReason;
@@ -27,9 +27,17 @@ struct Scored<'a> {
     text: &'a str,
     ids: Vec<i64>,
     finish: FinishReason,
+    episode: Option<&'a Episode>,
 }
 
-impl Scored<'_> {
+impl<'a> Scored<'a> {
+    /// A response of a model whose token ids are those of the rewards.
+    fn of(given: &'a Given, prompt: &'a Prompt) -> Self {
+        let episode = given.episode.as_ref();
+        let prompt = episode.map_or(prompt, |episode| &episode.prompt);
+        Self { prompt, row: &prompt.row, text: &given.text, ids: given.ids.clone(), finish: given.finish, episode }
+    }
+
     fn input(&self) -> RewardInput<'_> {
         RewardInput {
             prompt: &self.prompt.text,
@@ -38,7 +46,7 @@ impl Scored<'_> {
             response_ids: &self.ids,
             finish: self.finish,
             row: self.row,
-            episode: None,
+            episode: self.episode,
         }
     }
 }
@@ -76,27 +84,25 @@ impl Scorer {
 
     /// Returns the responses of the model that is evaluated.
     fn own<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Vec<Scored<'a>> {
-        let (prompt, row) = (&task.prompts[index], &task.prompts[index].row);
-        let scored =
-            |given: &'a Given| Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish };
-        store.responses(Side::A, index).iter().map(scored).collect()
+        store.responses(Side::A, index).iter().map(|given| Scored::of(given, &task.prompts[index])).collect()
     }
 
     /// Returns the responses that are compared with them.
     fn other<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Result<Vec<Scored<'a>>> {
         let (prompt, row) = (&task.prompts[index], &task.prompts[index].row);
-        let encoded = |text: &'a str, finish: FinishReason| -> Result<Scored<'a>> {
-            let ids = encode(&task.tokenizer, prompt, text, finish)?;
-            Ok(Scored { prompt, row, text, ids, finish })
+        let encoded = |text: &'a str, episode: Option<&'a Episode>, finish: FinishReason| -> Result<Scored<'a>> {
+            let turns = episode.map(|episode| episode.messages.as_slice());
+            let ids = encode(&task.tokenizer, prompt, (text, turns), finish)?;
+            Ok(Scored { prompt, row, text, ids, finish, episode })
         };
         if let Some(texts) = &task.references {
-            return Ok(vec![encoded(&texts[index], FinishReason::Stop)?]);
+            return Ok(vec![encoded(&texts[index], None, FinishReason::Stop)?]);
         }
         let scored = |given: &'a Given| {
             if self.other_ids {
-                encoded(&given.text, given.finish)
+                encoded(&given.text, given.episode.as_ref(), given.finish)
             } else {
-                Ok(Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish })
+                Ok(Scored::of(given, prompt))
             }
         };
         store.responses(Side::B, index).iter().map(scored).collect()

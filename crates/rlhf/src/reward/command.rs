@@ -3,7 +3,7 @@
 use super::lines::{Lines, MAX_LINE};
 use super::printed::{Logged, Printed};
 use super::retry::{Failure, Retries, check, excerpt};
-use super::sources::{module_contents, program_files};
+use super::sources::{files_of_modules, program_files};
 use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use rlhf_base::dist::launch::VARIABLES;
 use rlhf_base::process::{has_exited, loaded, loader, python, python_hint};
@@ -152,7 +152,7 @@ impl Reward for CommandReward {
         match &self.program.source {
             Source::Shell(line) => program_files(line),
             Source::Python(_) => {
-                module_contents(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
+                files_of_modules(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
             }
         }
     }

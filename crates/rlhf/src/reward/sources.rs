@@ -14,8 +14,14 @@ pub(crate) fn program_files(line: &str) -> Vec<(String, Vec<u8>)> {
     Sources::of_command(line, &std::env::current_dir().unwrap_or_default())
 }
 
+/// Returns the files of a function or class of Python, `module.name`, and those beside them that they import, with their contents.
+pub(crate) fn function_files(path: &str) -> Vec<(String, Vec<u8>)> {
+    let module = path.rsplit_once('.').map_or("", |(module, _)| module).replace('.', "/");
+    files_of_modules(&[format!("{module}.py"), format!("{module}/__init__.py")])
+}
+
 /// Returns the files of modules of Python, and those beside them that they import, with their contents.
-pub(super) fn module_contents(files: &[String]) -> Vec<(String, Vec<u8>)> {
+pub(super) fn files_of_modules(files: &[String]) -> Vec<(String, Vec<u8>)> {
     Sources::of_modules(files, &std::env::current_dir().unwrap_or_default())
 }
 

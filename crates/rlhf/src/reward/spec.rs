@@ -4,7 +4,7 @@ use super::http::TOKEN;
 use super::optional::{Optional, split};
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
-use super::sources::{module_contents, program_files};
+use super::sources::{function_files, program_files};
 use super::trl::{self, TrlFunction, TrlReward};
 use super::{
     CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
@@ -78,10 +78,7 @@ impl Spec {
     pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
         match &self.kind {
             Kind::Command(line) => program_files(line),
-            Kind::Python(function) => {
-                let module = function.rsplit_once('.').map_or("", |(module, _)| module).replace('.', "/");
-                module_contents(&[format!("{module}.py"), format!("{module}/__init__.py")])
-            }
+            Kind::Python(function) => function_files(function),
             Kind::Rule(rule) => rule.contents(),
             _ => Vec::new(),
         }

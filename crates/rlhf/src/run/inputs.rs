@@ -27,6 +27,9 @@ const BLOCKS: u64 = 256;
 /// Hexadecimal digits of a digest.
 const DIGITS: usize = 32;
 
+/// Name of the files of tools and environments among the inputs.
+pub(crate) const ENVIRONMENTS: &str = "tools and environments";
+
 /// Name of the date of chat templates among the inputs.
 const DATE: &str = "date of chat templates";
 
@@ -64,6 +67,11 @@ impl Inputs {
 
     /// Adds the contents that decide the scores of the reward `name`: of files by their names.
     pub(crate) fn reward(&mut self, name: &str, contents: &[(String, Vec<u8>)]) {
+        self.programs(&reward_input(name), contents);
+    }
+
+    /// Adds the files of the user's programs, by their names.
+    pub(crate) fn programs(&mut self, name: &str, contents: &[(String, Vec<u8>)]) {
         if contents.is_empty() {
             return;
         }
@@ -75,7 +83,7 @@ impl Inputs {
         let files: Map<String, Value> =
             contents.iter().map(|(file, bytes)| (file.clone(), digest(bytes).into())).collect();
         let path = contents.iter().map(|(file, _)| file.as_str()).collect::<Vec<_>>().join(", ");
-        self.0.insert(reward_input(name), json!({"path": path, "files": files}));
+        self.0.insert(name.into(), json!({"path": path, "files": files}));
     }
 
     /// Adds the files of the model folder `dir` that are loaded, and those of the base model of an adapter.

@@ -9,8 +9,11 @@ use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::SamplerConfig;
 use crate::data::ChatTemplateConfig;
+use crate::environment::EnvironmentConfig;
 use rlhf_base::Result;
-use rlhf_base::schema::{DATA, MODELS, SAMPLING, Settings, all, defaults};
+use rlhf_base::schema::{
+    DATA, ENVIRONMENTS, Field, JsonObject, MODELS, SAMPLING, Settings, Values, all, defaults, usage,
+};
 
 /// Settings of `rlhf chat`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -31,7 +34,14 @@ pub struct ChatConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub chat_template: ChatTemplateConfig,
-    /// Maximum tokens of a response.
+    /// Tools and environments.
+    #[setting(flatten)]
+    #[serde(flatten)]
+    pub environment: ChatEnvironmentConfig,
+    /// Columns of the row that the environment begins with, as JSON such as {"target": 5}.
+    #[setting(heading = ENVIRONMENTS)]
+    pub environment_row: Option<JsonObject>,
+    /// Maximum tokens of a response; with tools, of each of its turns.
     #[setting(heading = SAMPLING, default = 512)]
     pub max_new_tokens: usize,
     /// Sampling of each token.
@@ -71,6 +81,41 @@ impl ChatConfig {
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
-        all([self.generate().check(), self.compute.check(), self.chat_template.check()])
+        all([
+            self.generate().check(),
+            self.compute.check(),
+            self.chat_template.check(),
+            self.environment.0.check(),
+            self.check_row(),
+        ])
+    }
+
+    fn check_row(&self) -> Result<()> {
+        let Some(row) = &self.environment_row else { return Ok(()) };
+        if self.environment.0.environment_factory.is_empty() {
+            return usage("environment_row has no effect without `environment_factory`");
+        }
+        match row.entries() {
+            Ok(_) => Ok(()),
+            Err(found) => usage(format!("environment_row: expected JSON of the form {{\"target\": 5}}, found {found}")),
+        }
+    }
+}
+
+/// Settings of a run that mean its many rows, and nothing to one conversation.
+const OF_ROWS: [&str; 2] = ["environment_failure_reward", "max_environments"];
+
+/// Tools and environments of a conversation: the settings of a run, without those of its rows.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct ChatEnvironmentConfig(pub EnvironmentConfig);
+
+impl Settings for ChatEnvironmentConfig {
+    fn describe(fields: &mut Vec<Field>) {
+        fields.extend(EnvironmentConfig::fields().into_iter().filter(|field| !OF_ROWS.contains(&field.name)));
+    }
+
+    fn read(values: &Values<'_>) -> Result<Self> {
+        EnvironmentConfig::read(&|name| if OF_ROWS.contains(&name) { None } else { values(name) }).map(Self)
     }
 }

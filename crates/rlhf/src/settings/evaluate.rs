@@ -9,6 +9,7 @@ use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
 use crate::data::SplitConfig;
+use crate::environment::EnvironmentConfig;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
 use rlhf_base::Result;
 use rlhf_base::schema::{
@@ -62,6 +63,10 @@ pub struct EvaluateConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
+    /// Tools and environments, with which a response has several turns; their reward is one of the scores.
+    #[setting(flatten)]
+    #[serde(flatten)]
+    pub environment: EnvironmentConfig,
     /// Judges that compare two responses.
     #[setting(flatten)]
     #[serde(flatten)]
@@ -178,6 +183,7 @@ impl EvaluateConfig {
         config.seed = self.seed;
         config.rows.batch_size = self.batch_size;
         config.rows.split.chat_template = self.split.chat_template.clone();
+        config.environment = self.environment.clone();
         config
     }
 
@@ -253,9 +259,13 @@ impl EvaluateConfig {
                 self.pass_score.unwrap_or_default(),
                 "with a judge of pairs, which gives no scores",
             ),
-            (None, true) => usage(
+            (None, true) if self.environment.environment_factory.is_empty() => usage(
                 "no judge: set reward_model_path, reward, reward_command or reward_url to compare scores, or judge_command or \
                  judge_url to compare pairs of responses",
+            ),
+            (None, true) if self.compare_column.is_some() => usage(
+                "compare_column: an environment scores no column: set reward_model_path, reward, reward_command or reward_url to compare \
+                 scores, or judge_command or judge_url to compare pairs of responses",
             ),
             _ => Ok(()),
         }

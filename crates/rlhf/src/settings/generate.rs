@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::check::{check_sizes, max_prompt_len};
 use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
+use crate::environment::EnvironmentConfig;
 use rlhf_base::schema::{
     Choices, DATA, MODELS, SAMPLING, Setting, Settings, above_zero, all, any_text, at_least_one, defaults, expect,
     usage, zero_or_more, zero_to_one,
@@ -99,6 +100,10 @@ pub struct GenerateConfig {
     #[setting(heading = SAMPLING, default = 42)]
     pub seed: u64,
 
+    /// Tools and environments, with which a response has several turns.
+    #[setting(flatten)]
+    #[serde(flatten)]
+    pub environment: EnvironmentConfig,
     /// Input and output of rows, and computation.
     #[setting(flatten)]
     #[serde(flatten)]
@@ -323,6 +328,7 @@ impl GenerateConfig {
             equal,
             ids,
             expect(!self.responses.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            self.environment.check(),
             self.rows.check(),
         ])
     }

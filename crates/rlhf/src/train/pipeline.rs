@@ -11,7 +11,7 @@ use crate::data::{Dataset, PromptLimit, Sources};
 use crate::reward::{Spec, check_columns, specs};
 use crate::run::checkpoint::{FinishedRun, UNFINISHED};
 use crate::run::ends::{ends_of, words};
-use crate::run::inputs::Inputs;
+use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
 use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::console::{Console, announce};
@@ -405,6 +405,7 @@ fn add_files(
                 }
                 inputs.reward(spec.name(), &spec.contents());
             }
+            inputs.programs(ENVIRONMENTS, &ppo.environment.contents());
             Ok(())
         }
         _ => Ok(()),

@@ -1,6 +1,5 @@
 //! PPO training: one update samples responses, scores them, computes advantages, and trains policy and value model.
 
-mod converse;
 mod evaluate;
 mod groups;
 mod load;
@@ -27,7 +26,7 @@ use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
-use converse::{Conversing, push_tool_metrics};
+use crate::tool_loop::{ToolLoop, push_tool_metrics};
 use evaluate::ReportedScores;
 use load::open;
 pub(in crate::train) use load::{Ends, check_sync, find_texts, read_prompts};
@@ -291,7 +290,7 @@ impl PpoTrainer {
         let (policy, world) = (&self.learner.policy, &self.learner.world);
         let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let (responses, episodes) = match &self.environment {
-            Some(environment) => environment.converse(world, policy, asked, generation)?,
+            Some(environment) => environment.generate_on(world, policy, asked, generation)?,
             None => {
                 let prompts: Vec<&[i64]> = asked.iter().map(|prompt| prompt.tokens.as_slice()).collect();
                 (generate_on(world, policy, &prompts, generation)?, Vec::new())
@@ -427,7 +426,7 @@ pub struct PpoTrainer {
     /// End tokens of responses that are in no loss.
     left_out: Vec<i64>,
     /// The tools and environments of the responses, if there are any.
-    environment: Option<Conversing>,
+    environment: Option<ToolLoop>,
     /// Selects the responses to train on.
     kept: KeptResponses,
     /// The responses of the next update, in a replay.

@@ -18,6 +18,8 @@ pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Form {
     pub(super) calls: Calls,
+    /// The start of a call: the text before its name, and that between its name and its arguments; `None` where the arguments are first.
+    pub(super) start: Option<[String; 2]>,
     /// Name of the field with a call's arguments.
     pub(super) arguments: &'static str,
     /// The text of the token that ends a turn; empty if there is none.
@@ -60,9 +62,9 @@ impl Form {
         };
         let tokenizer = &renderer.tokenizer;
         let ends = tokenizer.eos_ids().iter().map(|&id| tokenizer.decode_verbatim(&[id])).collect::<Result<_>>()?;
-        let form = |calls: Calls, arguments: &'static str| {
+        let form = |calls: Calls, start: Option<[String; 2]>, arguments: &'static str| {
             let end = tail.trim().to_string();
-            Self { calls, arguments, end, ends, header: header.into(), opening: opening.into() }
+            Self { calls, start, arguments, end, ends, header: header.into(), opening: opening.into() }
         };
         let called = renderer.text(&sentinel_call(), &[], End::Closed)?;
         if !called.contains(SENTINELS[0]) {
@@ -71,14 +73,15 @@ impl Form {
                     "expected a chat template that writes the assistant's tool calls, found one that leaves them out",
                 ));
             }
-            let form = form(Calls::Tagged(TAGS.map(String::from)), "arguments");
+            let start = [format!("{}\n{{\"name\": \"", TAGS[0]), "\", \"arguments\":".into()];
+            let form = form(Calls::Tagged(TAGS.map(String::from)), Some(start), "arguments");
             renderer.in_content = true;
             return Ok(form);
         }
         let written = &called[shared_start(&called, &said)..];
         let written = written.strip_suffix(tail).unwrap_or(written);
         match calls_in(written) {
-            Some((calls, arguments)) => Ok(form(calls, arguments)),
+            Some((calls, arguments)) => Ok(form(calls.clone(), start_in(written, &calls), arguments)),
             None => Err(renderer.invalid(&format!(
                 "expected tool calls as JSON, alone or between two tags such as {}, found {}, a form that is not read",
                 TAGS.join(" and "),
@@ -92,6 +95,19 @@ impl Form {
 fn describes_tags(renderer: &Renderer) -> bool {
     let text = renderer.text(&[user_message(DUMMY)], &[tool_named(SENTINELS[0])], End::Prompt);
     text.is_ok_and(|text| TAGS.iter().chain(&SENTINELS[..1]).all(|part| text.contains(part)))
+}
+
+/// Returns the text before the name of the call of the sentinels in `written`, and that between the name and the arguments, if they have this
+/// order.
+fn start_in(written: &str, calls: &Calls) -> Option<[String; 2]> {
+    let [name, key, ..] = SENTINELS;
+    let (before, after) = written.split_once(name)?;
+    let start = match calls {
+        Calls::Tagged([open, _]) => before.rfind(open.as_str())?,
+        Calls::Bare => before.rfind('{')?,
+    };
+    let between = after[..after.find(key)?].rsplit_once('{')?.0.trim_end();
+    Some([before[start..].to_string(), between.to_string()])
 }
 
 /// Returns the form of the call of the sentinels in `written`, and the name of the field with its arguments, if it is known.

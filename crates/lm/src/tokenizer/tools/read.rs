@@ -10,7 +10,7 @@ use crate::tokenizer::python::is_space;
 use serde_json::{Map, Value, json};
 
 /// A part of the turn's text.
-enum Region<'t> {
+pub(super) enum Region<'t> {
     Reasoning(&'t str),
     Content(&'t str),
     /// The name, where it is read from the text before the rest, and the JSON.
@@ -38,8 +38,8 @@ pub(super) fn turn(form: &Form, text: &str, tools: &[Value]) -> Result<(Value, V
     }
     message.retain(|_, value| value.as_str() != Some(""));
     let content = message.get("content").and_then(Value::as_str).unwrap_or_default();
-    let content = form.ends.iter().find_map(|end| content.strip_suffix(end.as_str())).unwrap_or(content);
-    message.insert("content".into(), content.to_string().into());
+    let content = without_end(form, content).to_string();
+    message.insert("content".into(), content.into());
     if !written.is_empty() {
         message.insert("tool_calls".into(), written.into());
     }
@@ -47,7 +47,7 @@ pub(super) fn turn(form: &Form, text: &str, tools: &[Value]) -> Result<(Value, V
 }
 
 /// Cuts `text` into its regions.
-fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
+pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
     let (mut found, mut rest) = (Vec::new(), text);
     let reads_reasoning = matches!(form.calls, Calls::Tagged(_));
     while !rest.is_empty() {
@@ -93,7 +93,7 @@ fn next_call<'t>(form: &Form, text: &'t str) -> Option<Found<'t>> {
             Some(Found { start, name: None, body, after })
         }
         Calls::Bare => text.match_indices('{').find_map(|(start, _)| {
-            let (name, rest) = bare_start(&text[start..], form.arguments)?;
+            let (name, rest) = bare_start(&text[start..], form.arguments).ok()?;
             let (body, after) = bare_body(rest, form);
             let before = text[..start].strip_suffix(PYTHON_TAG).map_or(start, str::len);
             Some(Found { start: before, name: Some(name), body, after })
@@ -102,12 +102,26 @@ fn next_call<'t>(form: &Form, text: &'t str) -> Option<Found<'t>> {
 }
 
 /// Splits the start of a bare call, `{"name": "f", "parameters": `, from `text`. Returns the name and the rest.
-fn bare_start<'t>(text: &'t str, arguments: &str) -> Option<(&'t str, &'t str)> {
+///
+/// # Errors
+/// If there is none: whether more text may make one of it.
+pub(super) fn bare_start<'t>(text: &'t str, arguments: &str) -> Result<(&'t str, &'t str), bool> {
     let spaces = |text: &'t str| text.trim_start_matches(is_space);
-    let rest = spaces(text.strip_prefix("{\"name\":")?).strip_prefix('"')?;
-    let (name, rest) = rest.split_once('"').filter(|(name, _)| !name.is_empty())?;
-    let rest = spaces(rest.strip_prefix(',')?).strip_prefix('"')?.strip_prefix(arguments)?;
-    Some((name, spaces(rest.strip_prefix("\":")?)))
+    let rest = literal(spaces(literal(text, "{\"name\":")?), "\"")?;
+    let (name, rest) = rest.split_once('"').ok_or(true)?;
+    if name.is_empty() {
+        return Err(false);
+    }
+    let rest = literal(literal(spaces(literal(rest, ",")?), "\"")?, arguments)?;
+    Ok((name, spaces(literal(rest, "\":")?)))
+}
+
+/// Splits `word` from the start of `text`.
+///
+/// # Errors
+/// If it does not start with it: whether more text may make it of it.
+pub(super) fn literal<'t>(text: &'t str, word: &str) -> Result<&'t str, bool> {
+    text.strip_prefix(word).ok_or(word.starts_with(text))
 }
 
 /// Splits the arguments of a bare call from `text`: they end before the brace at the end of the turn. Returns them and the text after the turn.
@@ -133,8 +147,13 @@ fn split_at<'t>(text: &'t str, close: &str) -> (&'t str, &'t str) {
     text.split_once(close).map_or((text, ""), |(body, after)| (body, after.trim_start_matches(is_space)))
 }
 
-fn stripped(text: &str) -> &str {
+pub(super) fn stripped(text: &str) -> &str {
     text.trim_matches(is_space)
+}
+
+/// Returns `content` without a token that ends a text.
+pub(super) fn without_end<'t>(form: &Form, content: &'t str) -> &'t str {
+    form.ends.iter().find_map(|end| content.strip_suffix(end.as_str())).unwrap_or(content)
 }
 
 /// Returns the `function` of a call from its JSON.

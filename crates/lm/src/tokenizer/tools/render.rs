@@ -34,8 +34,10 @@ pub(super) struct Renderer {
     pub(super) by_turns: bool,
     /// Whether calls are written into the content, between [`TAGS`], as the template does not write them itself.
     pub(super) in_content: bool,
-    /// Variables with the tools.
+    /// The variable with the tools.
     tools: &'static str,
+    /// Further variables of the template.
+    pub(super) variables: Map<String, Value>,
 }
 
 impl Renderer {
@@ -48,7 +50,8 @@ impl Renderer {
         let tool = tool_named(SENTINELS[0]);
         let template = tokenizer.chat_template(&Map::from_iter([(usual.to_string(), json!([tool]))]))?.clone();
         let tokenizer = Arc::new(tokenizer.clone());
-        let mut renderer = Self { tokenizer, template, by_turns: false, in_content: false, tools: usual };
+        let variables = Map::new();
+        let mut renderer = Self { tokenizer, template, by_turns: false, in_content: false, tools: usual, variables };
         let writes = |renderer: &Self| {
             let text = renderer.text(&[user_message(DUMMY)], std::slice::from_ref(&tool), End::Prompt);
             text.is_ok_and(|text| text.contains(SENTINELS[0]))
@@ -87,7 +90,7 @@ impl Renderer {
     }
 
     fn at_once(&self, messages: &[Value], tools: &[Value], end: End) -> Result<String> {
-        let mut own = Map::new();
+        let mut own = self.variables.clone();
         if !tools.is_empty() {
             own.insert(self.tools.into(), tools.into());
         }

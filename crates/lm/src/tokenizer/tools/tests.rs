@@ -276,3 +276,101 @@ fn tools_a_template_is_shared_by_threads() {
     fn check<T: Clone + Send + Sync>() {}
     check::<ToolTemplate>();
 }
+
+/// Reads `text` in parts of `size` characters after a `beginning`; returns the text that is shown before its end and then, and the turn.
+fn streamed(template: &ToolTemplate, beginning: &str, own: usize, text: &str, size: usize) -> (String, String, Turn) {
+    let tools = [weather()];
+    let chars: Vec<char> = text.chars().collect();
+    let mut turn = template.turn(beginning.into(), own, &tools);
+    let shown = chars.chunks(size).map(|part| turn.push(&part.iter().collect::<String>())).collect();
+    let (rest, turn) = turn.finish(template.renderer.tokenizer.eos()).unwrap();
+    (shown, rest, turn)
+}
+
+#[test]
+fn tools_a_turn_shows_its_text_up_to_a_possible_call_as_it_is_sampled_and_its_calls_at_the_end() {
+    let tagged = template(&tagged(""));
+    let bare = template(BARE);
+    let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"days\": \"2\"}}\n</tool_call>";
+    let called = "{\"name\": \"weather\", \"parameters\": {\"days\": \"2\"}}";
+    let broken = "<tool_call>{\"name\": </tool_call> or so";
+    for (template, text, shown, rest, calls) in [
+        (&tagged, "Warm, <b>I</b> think. ".into(), "Warm, <b>I</b> think.", " ", 0),
+        (&tagged, format!("I look.\n\n{call}\n{call}"), "I look.", "", 2),
+        (&tagged, format!("\n{call}"), "", "", 1),
+        (&tagged, format!("One {call} two {call} three"), "One", "\ntwo\nthree", 2),
+        (
+            &tagged,
+            format!("<think>\nIs {call} right?\n</think>\n\n{call}"),
+            &format!("<think>\nIs {call} right?\n</think>"),
+            "",
+            1,
+        ),
+        (&tagged, format!("Or {broken}"), "Or", &format!(" {broken}"), 0),
+        (&tagged, "a < b <tool".into(), "a < b", " <tool", 0),
+        (&bare, "Use {} or {\"name\": 1}, a < b".into(), "Use {} or {\"name\": 1}, a < b", "", 0),
+        (&bare, format!("So: {called}"), "So:", "", 1),
+        (&bare, format!("<|python_tag|>{called}"), "", "", 1),
+        (&bare, "{\"name\": \"a\", \"para".into(), "", "{\"name\": \"a\", \"para", 0),
+    ] {
+        for size in [1, 2, 3, 7, text.len()] {
+            let (early, late, turn) = streamed(template, &template.form.opening, 0, &text, size);
+            assert_eq!((&*early, &*late, turn.calls.len()), (shown, rest, calls), "{text:?} in parts of {size}");
+            let ids = template.renderer.tokenizer.encode_verbatim(&format!("{text}<|im_end|>")).unwrap();
+            assert_eq!(turn, template.read_turn(&ids, &[weather()]).unwrap(), "{text:?}");
+        }
+    }
+}
+
+#[test]
+fn tools_a_turn_that_the_prompt_has_begun_shows_what_follows() {
+    let template = template(&tagged(""));
+    let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {}}\n</tool_call>";
+    // A block of reasoning, in which nothing is a call; a text; a call.
+    let (shown, rest, turn) = streamed(&template, "<think>\n", 0, &format!("{call}?\n</think>\n\n{call}"), 2);
+    assert_eq!((shown, rest.as_str(), turn.calls.len()), (format!("{call}?\n</think>"), "", 1));
+    let (shown, _, turn) = streamed(&template, "It is ", 0, "warm.", 2);
+    assert_eq!((shown.as_str(), &turn.message["content"]), ("warm.", &json!("It is warm.")));
+    let (shown, rest, turn) = streamed(&template, &call[..20], 0, &call[20..], 2);
+    assert_eq!((shown + &rest, turn.calls.len()), (String::new(), 1));
+    // A call that was begun for the model is a part of its text if it cannot be read.
+    let (shown, rest, turn) = streamed(&template, &format!("Hi.{}", &call[..20]), 20, "or not", 2);
+    assert_eq!((shown + &rest, turn.calls.len()), (format!("{}or not", &call[..20]), 0));
+}
+
+#[test]
+fn tools_a_prompt_can_end_within_a_call_and_has_further_variables() {
+    let user = [crate::tokenizer::user_message("Weather?")];
+    let think = tagged("").replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if enable_thinking != false %}<think>\n{% endif %}{% endif %}",
+    );
+    for (source, variables, wanted) in [
+        (tagged(""), json!({}), "assistant\n<tool_call>\n{\"name\": \"weather\", \"arguments\":"),
+        (
+            think.clone(),
+            json!({}),
+            "assistant\n<think>\n\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\":",
+        ),
+        (think, json!({"enable_thinking": false}), "assistant\n<tool_call>\n{\"name\": \"weather\", \"arguments\":"),
+        (BARE.into(), json!({}), "<|assistant|>{\"name\": \"weather\", \"parameters\":"),
+    ] {
+        let template = template(&source).with_variables(variables.as_object().unwrap());
+        for name in [Some("weather"), None] {
+            let (ids, own) = template.calling_prompt(&user, &[weather()], name).unwrap();
+            let text = shown_ids(&template, &ids);
+            let wanted = if name.is_some() { wanted } else { wanted.rsplit_once("weather").unwrap().0 };
+            assert!(text.ends_with(wanted), "{text:?}: {wanted:?}");
+            let beginning = template.beginning(&ids).unwrap();
+            let rest = if name.is_some() { " {}}" } else { "weather\", \"parameters\": {}, \"arguments\": {}}" };
+            let rest = if name.is_none() && source == BARE { "weather\", \"parameters\": {}}" } else { rest };
+            let mut turn = template.turn(beginning, own, &[]);
+            assert_eq!(turn.push(rest), "");
+            let (rest, turn) = turn.finish(None).unwrap();
+            assert_eq!((rest.as_str(), turn.calls[0].name.as_str()), ("", "weather"), "{:?}", turn.malformed);
+        }
+    }
+    // A name is a text in JSON.
+    let (ids, _) = template(&tagged("")).calling_prompt(&user, &[], Some("a\"b")).unwrap();
+    assert!(shown_ids(&template(&tagged("")), &ids).ends_with("{\"name\": \"a\\\"b\", \"arguments\":"));
+}

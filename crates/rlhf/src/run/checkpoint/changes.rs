@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 
 /// Settings that change no result: a resumed run may change them.
-pub(crate) const FREE: [&str; 44] = [
+pub(crate) const FREE: [&str; 49] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -36,6 +36,11 @@ pub(crate) const FREE: [&str; 44] = [
     "reward_concurrency",
     "reward_timeout",
     "reward_retries",
+    "max_environments",
+    "tool_timeout",
+    "reset_timeout",
+    "tool_memory",
+    "tool_processes",
     "no_checks",
     "max_skipped_updates",
     "on_alarm", // a rollback changes the result, but only of the updates after it

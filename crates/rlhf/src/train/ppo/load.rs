@@ -1,7 +1,6 @@
 //! Loads and checks the parts of a PPO run.
 
 use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
-use super::converse::Conversing;
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::environment::{Environment, Log};
@@ -12,12 +11,13 @@ use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::unsupervised::Unsupervised;
-use crate::run::inputs::Inputs;
+use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::run::start::{Found, Start};
 use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
+use crate::tool_loop::ToolLoop;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::{Error, Result};
@@ -148,9 +148,9 @@ impl PpoTrainer {
     /// # Errors
     /// If they cannot be started, or the tokenizer's chat template cannot be used with tools.
     pub fn with_environment(mut self, environment: Arc<dyn Environment>) -> Result<Self> {
-        environment.start()?;
-        let (tokenizer, config) = (&self.tokenizer, &self.config.environment);
-        self.environment = Some(Conversing::new(environment, tokenizer, config, &mut self.rewards)?);
+        let tool_loop = ToolLoop::new(environment, &self.tokenizer, &self.config.environment)?;
+        self.rewards.extend(tool_loop.rewards());
+        self.environment = Some(tool_loop);
         Ok(self)
     }
 
@@ -270,7 +270,7 @@ impl PpoParts {
 /// The parts that the settings name, loaded, with what a resumed run compares.
 pub(crate) struct Loaded {
     pub(crate) parts: PpoParts,
-    environment: Option<Conversing>,
+    environment: Option<ToolLoop>,
     pub(crate) cursor: Cursor,
     /// Warnings about prompts and dtypes.
     notes: Vec<String>,
@@ -323,14 +323,14 @@ impl Loaded {
 }
 
 /// Starts the tools and environments that the settings name, and adds their rewards; a replay starts none.
-fn start_environment(config: &PpoConfig, tokenizer: &Tokenizer, rewards: &mut Rewards) -> Result<Option<Conversing>> {
+fn start_environment(config: &PpoConfig, tokenizer: &Tokenizer, rewards: &mut Rewards) -> Result<Option<ToolLoop>> {
     if rewards.is_recorded() {
         return Ok(None);
     }
     let log = Log::at(&config.run.output_dir.join(TOOLS_LOG));
-    let Some(environment) = config.environment.environment(&log)? else { return Ok(None) };
-    environment.start()?;
-    Conversing::new(environment, tokenizer, &config.environment, rewards).map(Some)
+    let tool_loop = ToolLoop::start(&config.environment, tokenizer, &log)?;
+    tool_loop.iter().for_each(|tool_loop| rewards.extend(tool_loop.rewards()));
+    Ok(tool_loop)
 }
 
 /// The models that the settings name, loaded.
@@ -585,6 +585,7 @@ fn load_prompts(
     let tokens: Vec<&[i64]> = train.rows.iter().map(|prompt| prompt.tokens.as_slice()).collect();
     inputs.tokens("dataset_name", &config.data.describe(), &tokens);
     rewards.contents().for_each(|(name, contents)| inputs.reward(name, &contents));
+    inputs.programs(ENVIRONMENTS, &config.environment.contents());
     let cursor = train.cursor(config.run.seed, &config.data);
     let bare = bare_prompts(config, tokenizer, &train.rows);
     let notes = [train.warnings, eval.warnings].into_iter().flatten().chain(bare).collect();

@@ -363,7 +363,16 @@ impl RecordedUpdate {
             let row_of_data = trainer.prompts[row.prompt_row].row.clone();
             let prompt = Prompt { tokens: turns.prompt_ids, text: row.prompt.clone(), row: row_of_data };
             let RolloutTurns { messages, calls, failures, reward, .. } = turns;
-            Some(Episode { prompt, messages, calls, failures, reward, reward_name: None, has_failed: false })
+            Some(Episode {
+                prompt,
+                messages,
+                calls,
+                failures,
+                reward,
+                reward_name: None,
+                logs: Vec::new(),
+                has_failed: false,
+            })
         };
         Ok(Batch {
             update: self.update - 1,

@@ -5,6 +5,7 @@
 //! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
 use crate::run::checkpoint::Saved;
+use crate::tool_loop::ENVIRONMENT_METRICS;
 use rlhf_base::metrics::{Metrics, is_clock};
 use rlhf_base::weights::Checkpoint;
 use rlhf_base::{Error, Result};
@@ -79,7 +80,10 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics, bound: Boun
         Value::Object(replayed) => replayed,
         _ => Map::new(),
     };
-    let is_compared = |name: &&String| !is_clock(name) && (!name.starts_with("eval/") || replayed.contains_key(*name));
+    // An environment that is not played again gives none.
+    let is_of_environment = |name: &str| name.starts_with(ENVIRONMENT_METRICS) || name == "env_failure_frequency";
+    let is_left_out = |name: &str| name.starts_with("eval/") || is_of_environment(name);
+    let is_compared = |name: &&String| !is_clock(name) && (!is_left_out(name) || replayed.contains_key(*name));
     let others = line.keys().filter(|name| !replayed.contains_key(*name));
     let names: Vec<&String> = replayed.keys().chain(others).filter(is_compared).collect();
     let number = |values: &Map<String, Value>, name: &str| values.get(name).and_then(Value::as_f64);

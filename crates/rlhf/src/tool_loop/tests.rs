@@ -32,7 +32,7 @@ struct Golden {
     name: String,
     info: Value,
     data: HashMap<String, Tensor>,
-    conversing: Conversing,
+    tool_loop: ToolLoop,
 }
 
 impl Golden {
@@ -55,8 +55,8 @@ impl Golden {
         let environment = Arc::new(ProgramEnvironment::python(&paths("tools"), &classes, limits, Log::default()));
         environment.start().unwrap();
         let tokenizer = Tokenizer::from_pretrained(&at.join("init/policy")).unwrap();
-        let conversing = Conversing::new(environment, &tokenizer, &config, &mut Rewards::new()).unwrap();
-        Self { name: name.to_string(), info, data, conversing }
+        let tool_loop = ToolLoop::new(environment, &tokenizer, &config).unwrap();
+        Self { name: name.to_string(), info, data, tool_loop }
     }
 
     fn rows(&self, generation: usize, name: &str) -> Vec<Vec<i64>> {
@@ -76,7 +76,7 @@ impl Golden {
             .collect();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let config = GenerationConfig::new(Sampling::Greedy, most);
-        let mut talk = Talk::open(&self.conversing, &asked, 0..asked.len(), &config).unwrap();
+        let mut talk = Talk::open(&self.tool_loop, &asked, 0..asked.len(), &config).unwrap();
         let rollouts = self.info["rollouts"][generation].as_array().unwrap();
         let (mut tokens, mut masks) = (vec![Vec::new(); rollouts.len()], vec![Vec::new(); rollouts.len()]);
         let mut turns: Vec<Option<usize>> = vec![Some(0); rollouts.len()];
@@ -190,18 +190,18 @@ impl Session for Only {
     }
 }
 
-fn with_single() -> Conversing {
+fn with_single() -> ToolLoop {
     let tokenizer = Tokenizer::from_pretrained(&folder().join("init/policy")).unwrap();
     let environment = Arc::new(Single(Mutex::new(false)));
-    Conversing::new(environment, &tokenizer, &defaults(), &mut Rewards::new()).unwrap()
+    ToolLoop::new(environment, &tokenizer, &defaults()).unwrap()
 }
 
 #[test]
 fn an_environment_with_fewer_sessions_than_rows_is_one_line_with_their_number() {
-    let conversing = with_single();
+    let tool_loop = with_single();
     let prompt = Prompt { tokens: vec![1], text: "cat".into(), row: json!({"prompt": "cat"}) };
     let config = GenerationConfig::new(Sampling::Greedy, 8);
-    let error = Talk::open(&conversing, &[&prompt, &prompt], 0..2, &config).map(|_| ()).unwrap_err().to_string();
+    let error = Talk::open(&tool_loop, &[&prompt, &prompt], 0..2, &config).map(|_| ()).unwrap_err().to_string();
     assert!(
         error.starts_with("max_environments = 64: expected at most 1, the sessions that the environment has"),
         "{error}"
@@ -210,13 +210,13 @@ fn an_environment_with_fewer_sessions_than_rows_is_one_line_with_their_number() 
 
 #[test]
 fn a_prompt_that_ends_with_the_beginning_of_a_turn_is_continued() {
-    let conversing = with_single();
+    let tool_loop = with_single();
     let messages = json!([{"role": "user", "content": "cat"}, {"role": "assistant", "content": "rain and"}]);
     let prompt = Prompt { tokens: vec![1], text: String::new(), row: json!({ "prompt": messages }) };
     let config = GenerationConfig::new(Sampling::Greedy, 8);
-    let mut talk = Talk::open(&conversing, &[&prompt], 0..1, &config).unwrap();
+    let mut talk = Talk::open(&tool_loop, &[&prompt], 0..1, &config).unwrap();
     assert!(talk.rows[0].episode.prompt.text.ends_with("rain and"), "{}", talk.rows[0].episode.prompt.text);
-    let sampled = [conversing.tokenizer.encode_verbatim(" one").unwrap(), vec![END]].concat();
+    let sampled = [tool_loop.tokenizer.encode_verbatim(" one").unwrap(), vec![END]].concat();
     talk.ended(0, &sampled, FinishReason::Stop).unwrap();
     assert_eq!(talk.decided(true).unwrap(), [(0, Next::End)]);
     assert_eq!(talk.rows[0].episode.messages, [json!({"role": "assistant", "content": "rain and one"})]);
@@ -224,9 +224,9 @@ fn a_prompt_that_ends_with_the_beginning_of_a_turn_is_continued() {
 
 #[test]
 fn a_prompt_that_is_too_long_with_its_tools_is_one_line() {
-    let conversing = with_single().limited_to(PromptLimit::of_context(10));
+    let tool_loop = with_single().limited_to(PromptLimit::of_context(10));
     let prompt = Prompt { tokens: vec![1], text: "cat".into(), row: json!({"prompt": "cat"}) };
     let config = GenerationConfig::new(Sampling::Greedy, 8);
-    let error = Talk::open(&conversing, &[&prompt], 0..1, &config).map(|_| ()).unwrap_err().to_string();
+    let error = Talk::open(&tool_loop, &[&prompt], 0..1, &config).map(|_| ()).unwrap_err().to_string();
     assert!(error.starts_with("the prompt \"cat\" with its tools: expected at most 10 tokens (the models' context less the response), found "), "{error}");
 }

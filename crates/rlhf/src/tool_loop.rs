@@ -2,8 +2,8 @@
 
 use crate::data::{Episode, Prompt, PromptLimit, prompt_messages};
 use crate::environment::{
-    Environment, EnvironmentConfig, EnvironmentReward, Event, MalformedCalls, Opened, Outcome, Sessions, ToolCall,
-    ToolResult,
+    Environment, EnvironmentConfig, Event, Log, MalformedCalls, Opened, Outcome, Results, Sessions, ToolCall,
+    ToolResult, environment_rewards, failure_reward_name,
 };
 use crate::reward::Rewards;
 use rlhf_base::dist::World;
@@ -15,6 +15,7 @@ use rlhf_lm::generate::{FinishReason, GenerationConfig, Next, Response, Turns, g
 use rlhf_lm::model::CausalLm;
 use rlhf_lm::tokenizer::{Tokenizer, ToolTemplate, Turn, message_text};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,11 +24,11 @@ use std::time::Duration;
 /// Interval at which sessions are polled while nothing else is to do; each has a time limit of its own.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// Name of the reward of rows whose environment dies, where no environment gives one.
-const FAILURE_REWARD: &str = "environment";
+/// Beginning of the names of metrics that environments give.
+pub(crate) const ENVIRONMENT_METRICS: &str = "environment/";
 
-/// The tools and environments of a run.
-pub(crate) struct Conversing {
+/// Tools and environments, and a chat template that writes their calls and results: what responses of several turns need beside a policy.
+pub struct ToolLoop {
     environment: Arc<dyn Environment>,
     template: ToolTemplate,
     tokenizer: Tokenizer,
@@ -38,43 +39,44 @@ pub(crate) struct Conversing {
     limit: Option<PromptLimit>,
 }
 
-impl fmt::Debug for Conversing {
+impl fmt::Debug for ToolLoop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Conversing").field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("ToolLoop").field("config", &self.config).finish_non_exhaustive()
     }
 }
 
-impl Conversing {
-    /// Tools and environments that have been started, for a policy with this tokenizer; adds their rewards to `rewards`.
+impl ToolLoop {
+    /// Starts an environment, for a policy with this tokenizer.
     ///
     /// # Errors
-    /// If the tokenizer's chat template cannot be used with tools.
-    pub(crate) fn new(
-        environment: Arc<dyn Environment>,
-        tokenizer: &Tokenizer,
-        config: &EnvironmentConfig,
-        rewards: &mut Rewards,
-    ) -> Result<Self> {
+    /// If it cannot be started; if the tokenizer's chat template cannot be used with tools.
+    pub fn new(environment: Arc<dyn Environment>, tokenizer: &Tokenizer, config: &EnvironmentConfig) -> Result<Self> {
+        environment.start()?;
         let (template, tokenizer) = (ToolTemplate::new(tokenizer)?, tokenizer.clone());
-        let mut of_environment = Rewards::new();
-        let mut names = environment.reward_names();
-        let failure_reward = names.first().cloned().unwrap_or_else(|| FAILURE_REWARD.into());
-        if names.is_empty() && config.environment_failure_reward.is_some() {
-            names.push(failure_reward.clone());
-        }
-        for name in names {
-            of_environment = of_environment.with(&name.clone(), EnvironmentReward { name });
-        }
-        rewards.extend(of_environment);
+        let failure_reward = failure_reward_name(&*environment);
         Ok(Self { environment, template, tokenizer, config: config.clone(), failure_reward, limit: None })
+    }
+
+    /// Starts the tools and environments that the settings name; `None` if they name none. What their programs print goes to `log`.
+    ///
+    /// # Errors
+    /// As [`EnvironmentConfig::check`] and [`ToolLoop::new`].
+    pub fn start(config: &EnvironmentConfig, tokenizer: &Tokenizer, log: &Log) -> Result<Option<Self>> {
+        let environment = config.environment(log)?;
+        environment.map(|environment| Self::new(environment, tokenizer, config)).transpose()
+    }
+
+    /// The rewards that the environment gives, each with the weight 1.
+    pub fn rewards(&self) -> Rewards {
+        environment_rewards(&*self.environment, &self.config)
     }
 
     /// Samples responses to prompts, [`GenerationConfig::num_return_sequences`] to each, in turns with the environment. Each rank has the
     /// sessions of its rows; all get the results of all.
     ///
     /// # Errors
-    /// As [`generate_turns`]; if an environment is dead; if a prompt with what its environment says does not fit the model.
-    pub(crate) fn converse(
+    /// As [`ToolLoop::generate`].
+    pub fn generate_on(
         &self,
         world: &World,
         policy: &CausalLm,
@@ -84,12 +86,26 @@ impl Conversing {
         let size = generation.num_return_sequences;
         let own = world.share(asked.len());
         let rows = own.start * size..own.end * size;
-        let found = world.gather(world.agree(self.own_rows(policy, asked, rows, generation))?)?;
+        let found = world.gather(world.agree(self.rows(policy, asked, rows, generation))?)?;
         Ok(found.into_iter().flatten().unzip())
     }
 
-    /// [`Conversing::converse`] for some rows: those of one rank, as many at a time as there may be sessions.
-    fn own_rows(
+    /// Samples responses to prompts, [`GenerationConfig::num_return_sequences`] to each, in turns with the environment.
+    ///
+    /// # Errors
+    /// As [`generate_turns`]; if an environment is dead; if a prompt with what its environment says does not fit the model.
+    pub fn generate(
+        &self,
+        policy: &CausalLm,
+        asked: &[&Prompt],
+        generation: &GenerationConfig,
+    ) -> Result<(Vec<Response>, Vec<Episode>)> {
+        let rows = 0..asked.len() * generation.num_return_sequences;
+        Ok(self.rows(policy, asked, rows, generation)?.into_iter().unzip())
+    }
+
+    /// The responses `rows` among those to `asked`, as many at a time as there may be sessions.
+    fn rows(
         &self,
         policy: &CausalLm,
         asked: &[&Prompt],
@@ -103,14 +119,15 @@ impl Conversing {
         for start in rows.clone().step_by(at_once) {
             let part = start..(start + at_once).min(rows.end);
             let config = GenerationConfig { first_row: generation.first_row + start as u64, ..generation.clone() };
-            let talk = Talk::open(self, asked, part, &config)?;
+            let talk = Talk::open(self, asked, part, generation)?;
             found.extend(talk.run(policy, &config)?);
         }
         Ok(found)
     }
 
     /// Sets the limit on the length of prompts with their tools.
-    pub(super) fn limited_to(mut self, limit: PromptLimit) -> Self {
+    #[must_use]
+    pub fn limited_to(mut self, limit: PromptLimit) -> Self {
         self.limit = Some(limit);
         self
     }
@@ -163,7 +180,7 @@ fn append(messages: &mut Vec<Value>, said: &str) {
 
 /// The conversations of some rows.
 struct Talk<'a> {
-    of: &'a Conversing,
+    of: &'a ToolLoop,
     sessions: Sessions,
     rows: Vec<Row>,
     most_tokens: usize,
@@ -183,8 +200,8 @@ struct Row {
     tokens: usize,
     /// Number of turns with calls that were made.
     iterations: usize,
-    /// The turn whose calls are being made: for each call, its result where that is known without a call.
-    known: Vec<Option<ToolResult>>,
+    /// The results of the turn whose calls are being made.
+    known: Results,
     /// Whether there is a session to be finished.
     is_open: bool,
 }
@@ -199,7 +216,7 @@ impl Row {
 
 impl<'a> Talk<'a> {
     /// Opens the sessions of `rows`, which are responses to `asked`, and makes their prompts.
-    fn open(of: &'a Conversing, asked: &[&Prompt], rows: Range<usize>, generation: &GenerationConfig) -> Result<Self> {
+    fn open(of: &'a ToolLoop, asked: &[&Prompt], rows: Range<usize>, generation: &GenerationConfig) -> Result<Self> {
         let size = generation.num_return_sequences;
         let config = &of.config;
         let most = if of.environment.in_lockstep() { rows.len() } else { config.max_environments };
@@ -207,7 +224,8 @@ impl<'a> Talk<'a> {
         for (at, row) in rows.clone().enumerate() {
             let (group, columns) = (row / size, asked[row / size].row.as_object().cloned().unwrap_or_default());
             // All rows of a group begin alike.
-            let mut stream = Stream::new(generation.seed, Purpose::Environments, generation.step, group as u64);
+            let number = generation.first_row / size as u64 + group as u64;
+            let mut stream = Stream::new(generation.seed, Purpose::Environments, generation.step, number);
             let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
             let place = format!("response {} to {:?}", row % size + 1, shown(asked[group]));
             sessions.open(at, &place, columns, seed)?;
@@ -243,9 +261,10 @@ impl<'a> Talk<'a> {
                 failures: 0,
                 reward: failed,
                 reward_name,
+                logs: Vec::new(),
                 has_failed: !is_open,
             };
-            Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Vec::new(), is_open })
+            Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Results::default(), is_open })
         });
         let rows = rows.collect::<Result<_>>()?;
         let most_tokens = generation.max_new_tokens;
@@ -286,6 +305,7 @@ impl<'a> Talk<'a> {
                                     .into(),
                             ));
                         }
+                        self.rows[row].episode.logs = finished.logs;
                         finished.reward
                     }
                     Outcome::Failed { reward, .. } => {
@@ -304,14 +324,9 @@ impl<'a> Talk<'a> {
     fn call(&mut self, at: usize, turn: Turn) -> Result<()> {
         let row = &mut self.rows[at];
         row.iterations += 1;
-        let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
         // A turn that cannot be read is a call that fails, where the settings say so.
-        row.known = match &turn.malformed {
-            Some(fault) => vec![Some(fails("", fault))],
-            None => turn.calls.iter().map(|call| Some(fails(&call.name, call.fault.as_ref()?))).collect(),
-        };
-        let made = turn.calls.into_iter().filter(|call| call.fault.is_none());
-        let calls: Vec<ToolCall> = made.map(|call| ToolCall { name: call.name, arguments: call.arguments }).collect();
+        let calls;
+        (row.known, calls) = Results::of(turn);
         self.busy += 1;
         if self.in_lockstep() {
             self.pending.push((at, calls));
@@ -331,16 +346,10 @@ impl<'a> Talk<'a> {
     fn answered(&mut self, at: usize, results: Vec<ToolResult>, done: bool) -> Result<()> {
         self.busy -= 1;
         let row = &mut self.rows[at];
-        let mut results = results.into_iter();
-        let known = std::mem::take(&mut row.known);
-        // An episode that is over may leave out the last results.
-        let results: Vec<ToolResult> = known.into_iter().map_while(|known| known.or_else(|| results.next())).collect();
+        let results = std::mem::take(&mut row.known).with(results);
         row.episode.calls += results.len();
         row.episode.failures += results.iter().filter(|result| result.failed).count();
-        let messages: Vec<Value> = results
-            .iter()
-            .map(|result| json!({"role": "tool", "name": result.name, "content": result.content}))
-            .collect();
+        let messages: Vec<Value> = results.iter().map(ToolResult::message).collect();
         if done {
             row.episode.messages.extend(messages);
             self.decided.push((at, Next::End));
@@ -418,14 +427,8 @@ impl Turns for Talk<'_> {
     }
 }
 
-/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as for calls that were made.
-fn error_text(fault: &str) -> String {
-    let quote = if fault.contains('\'') && !fault.contains('"') { '"' } else { '\'' };
-    format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))
-}
-
-/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them; nothing without an environment.
-pub(super) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
+/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
+pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
     if episodes.is_empty() {
         return;
     }
@@ -440,6 +443,13 @@ pub(super) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
     let rewards: Vec<f64> = episodes.iter().filter_map(|episode| episode.reward).collect();
     if !rewards.is_empty() {
         m.push("env_reward", rewards.iter().sum::<f64>() / rewards.len() as f64);
+    }
+    let mut logs: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for (name, number) in episodes.iter().flat_map(|episode| &episode.logs) {
+        logs.entry(name).or_default().push(*number);
+    }
+    for (name, numbers) in logs {
+        m.push(format!("{ENVIRONMENT_METRICS}{name}"), numbers.iter().sum::<f64>() / numbers.len() as f64);
     }
 }
 

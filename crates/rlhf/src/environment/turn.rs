@@ -1,0 +1,70 @@
+//! The calls of a turn: those that are made, and the results of those that fail without.
+
+use super::{ToolCall, ToolResult};
+use rlhf_lm::tokenizer::Turn;
+use serde_json::{Value, json};
+
+/// The results of a turn's calls, in their order; those of calls that are made are open.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Results(Vec<Option<ToolResult>>);
+
+impl Results {
+    /// Returns the results that are known, and the calls that are to be made. A call whose arguments are no object, and a turn that cannot be
+    /// read, are calls that fail.
+    pub fn of(turn: Turn) -> (Self, Vec<ToolCall>) {
+        let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
+        let known = match &turn.malformed {
+            Some(fault) => vec![Some(fails("", fault))],
+            None => turn.calls.iter().map(|call| Some(fails(&call.name, call.fault.as_ref()?))).collect(),
+        };
+        let made = turn.calls.into_iter().filter(|call| call.fault.is_none());
+        (Self(known), made.map(|call| ToolCall { name: call.name, arguments: call.arguments }).collect())
+    }
+
+    /// Returns all results, with those of the calls that were `made`: an episode that is over may leave out the last ones.
+    pub fn with(self, made: Vec<ToolResult>) -> Vec<ToolResult> {
+        let mut made = made.into_iter();
+        self.0.into_iter().map_while(|known| known.or_else(|| made.next())).collect()
+    }
+}
+
+impl ToolResult {
+    /// Returns the message with the result, as chat templates read it.
+    pub fn message(&self) -> Value {
+        json!({"role": "tool", "name": self.name, "content": self.content})
+    }
+}
+
+/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as for calls that were made.
+fn error_text(fault: &str) -> String {
+    let quote = if fault.contains('\'') && !fault.contains('"') { '"' } else { '\'' };
+    format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rlhf_lm::tokenizer;
+    use serde_json::Map;
+
+    #[test]
+    fn a_call_that_fails_without_being_made_has_its_result_among_those_of_the_others() {
+        let call = |name: &str, fault: Option<&str>| tokenizer::ToolCall {
+            name: name.into(),
+            arguments: Map::new(),
+            fault: fault.map(String::from),
+        };
+        let calls = vec![call("a", None), call("b", Some("it's none")), call("c", None)];
+        let turn = Turn { message: Value::Null, calls, malformed: None };
+        let (known, made) = Results::of(turn);
+        assert_eq!(made.iter().map(|call| call.name.as_str()).collect::<Vec<_>>(), ["a", "c"]);
+        let failed = ToolResult::failed("b", r#"{'error': "it's none"}"#);
+        let [first, last] = ["a", "c"].map(|name| ToolResult::new(name, "1"));
+        assert_eq!(known.clone().with(vec![first.clone(), last.clone()]), [first.clone(), failed.clone(), last]);
+        assert_eq!(known.with(vec![first.clone()]), [first, failed]);
+        let broken = Turn { message: Value::Null, calls: Vec::new(), malformed: Some("no JSON".into()) };
+        let (known, made) = Results::of(broken);
+        assert!(made.is_empty());
+        assert_eq!(known.with(Vec::new()), [ToolResult::failed("", "{'error': 'no JSON'}")]);
+    }
+}
