@@ -13,7 +13,7 @@ type Line = (&'static str, &'static str);
 /// A chart of given metrics: title, unit, curves.
 struct Panel(&'static str, &'static str, &'static [Line]);
 
-/// The headings of charts, with the charts below each; [`REWARDS`], [`TIME`] and [`MEMORY`] get the metrics that a run names.
+/// The headings of charts, with the charts below each; [`REWARDS`], [`TOOLS`] and [`TIME`] get the metrics that a run names.
 const SECTIONS: [(&str, &[Panel]); 5] = [
     (
         REWARDS,
@@ -64,7 +64,7 @@ const SECTIONS: [(&str, &[Panel]); 5] = [
         ],
     ),
     (
-        "Tools",
+        TOOLS,
         &[
             Panel("Calls", "per response", &[("", "tools/call_frequency")]),
             Panel(
@@ -118,6 +118,7 @@ const SECTIONS: [(&str, &[Panel]); 5] = [
 ];
 
 const REWARDS: &str = "Score";
+const TOOLS: &str = "Tools";
 const TIME: &str = "Time";
 
 /// Beginnings of the names of one reward's scores, of training and of held-out prompts.
@@ -159,6 +160,7 @@ impl<'a> Charts<'a> {
             }
             match title {
                 REWARDS => charts.extend(left.rewards()),
+                TOOLS => charts.extend(left.of_environments()),
                 TIME => charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/")),
                 _ => {}
             }
@@ -279,6 +281,14 @@ impl<'a> Left<'a> {
             charts.extend(drawn.into_iter().filter(|_| !self.runs.iter().all(|run| is_score(run, &training))));
         }
         charts
+    }
+
+    /// Returns a chart for each number that an environment gave.
+    fn of_environments(&mut self) -> Vec<Chart<'a>> {
+        let start = "environment/";
+        let names =
+            self.after(start).into_iter().map(|name| (format!("Environment: {name}"), format!("{start}{name}")));
+        names.flat_map(|(title, name)| self.charts(&title, "", vec![(String::new(), &name)])).collect()
     }
 
     /// Returns a chart of the metrics whose names begin with `start`.
@@ -420,6 +430,7 @@ mod tests {
             "tools/failure_frequency",
             "env_reward",
             "env_failure_frequency",
+            "environment/length of a walk",
         ];
         let values = names.map(|name| [name.len() as f64, 1.0, 2.0]);
         let metrics: Vec<(&str, &[f64])> = names.into_iter().zip(values.iter().map(|values| &values[..])).collect();
@@ -432,7 +443,10 @@ mod tests {
             .collect();
         assert_eq!(
             found,
-            [("Score", vec!["Score", "Reward of the environment"]), ("Tools", vec!["Calls", "Failures"])]
+            [
+                ("Score", vec!["Score", "Reward of the environment"]),
+                ("Tools", vec!["Calls", "Failures", "Environment: length of a walk"])
+            ]
         );
         assert!(charts.others.is_empty());
     }
