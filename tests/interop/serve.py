@@ -3,12 +3,14 @@
     python tests/interop/serve.py target/release/rlhf
 
 Serves a tiny model with a chat template and checks completions, chats, streams, log-probabilities, stop strings and errors against
-`rlhf generate` and `rlhf logprobs`. Prints one line per check and a total. Exit code 1 if any failed. Needs openai; no network.
+`rlhf generate` and `rlhf logprobs`; serves one that calls a tool and answers with its result. Prints one line per check and a total. Exit code 1 if any failed. Needs openai; no network.
 """
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,9 @@ from itertools import chain
 from pathlib import Path
 
 import openai
-from runner import Failure, binary, copy_model, expect, run_checks
+from runner import ROOT, Failure, binary, copy_model, expect, run_checks
+
+GOLDEN = ROOT / "tests/golden"
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
@@ -156,10 +160,128 @@ def checks(work, client):
     yield "openai: the list of models", models
 
 
+def tool_checks(client):
+    add = json.loads((GOLDEN / "trl_tools/schemas.json").read_text())["add"]
+    settings = {"model": "caller", "tools": [add], "temperature": 0}
+
+    def run(call):
+        expect(call.type == "function" and call.function.name == "add", f"{call}")
+        return str(sum(json.loads(call.function.arguments).values()))
+
+    def loop(ask):
+        """OpenAI's loop: messages go back as they came, and each call gets the message of its result."""
+        messages = [{"role": "user", "content": "3+4"}]
+        for _ in range(3):
+            reason, message = ask(messages)
+            messages.append(message)
+            if reason != "tool_calls":
+                break
+            for call in message.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": run(call)})
+        expect(len(messages) == 4 and reason == "stop" and messages[-1].content == "7", f"{messages}")
+        expect(messages[1].content is None, f"{messages[1]}")
+
+    def whole():
+        def ask(messages):
+            choice = client.chat.completions.create(**settings, messages=messages).choices[0]
+            return choice.finish_reason, choice.message
+
+        loop(ask)
+
+    def dumped():
+        """As agents keep messages: as dictionaries, with fields that are null."""
+        messages = [{"role": "user", "content": "2+6"}]
+        message = client.chat.completions.create(**settings, messages=messages).choices[0].message
+        messages += [message.model_dump(), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "8"}]
+        answer = client.chat.completions.create(**settings, messages=messages).choices[0].message
+        expect(answer.content == "8" and answer.tool_calls is None, f"{answer}")
+
+    def helper():
+        def ask(messages):
+            with client.chat.completions.stream(**settings, messages=messages) as stream:
+                kinds = [event.type for event in stream]
+                choice = stream.get_final_completion().choices[0]
+            calls = choice.finish_reason == "tool_calls"
+            expect(("tool_calls.function.arguments.done" in kinds) == calls, f"{kinds}")
+            expect(("content.delta" in kinds) != calls, f"{kinds}")
+            return choice.finish_reason, choice.message
+
+        loop(ask)
+
+    def chunks():
+        """As clients put a stream together without the helper: calls by their index, arguments joined."""
+        stream = client.chat.completions.create(
+            **settings, messages=[{"role": "user", "content": "3+4"}], n=2, stream=True, stream_options={"include_usage": True}
+        )
+        calls, content, reasons, usage = {}, "", {}, None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                content += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason
+                for call in choice.delta.tool_calls or []:
+                    kept = calls.setdefault((choice.index, call.index), {"id": call.id, "name": call.function.name, "arguments": ""})
+                    kept["arguments"] += call.function.arguments
+        expect(content == "" and reasons == {0: "tool_calls", 1: "tool_calls"}, f"{content!r} {reasons}")
+        expect(sorted(calls) == [(0, 0), (1, 0)] and usage.completion_tokens > 0, f"{calls} {usage}")
+        expect(all(json.loads(call["arguments"]) == {"a": 3, "b": 4} for call in calls.values()), f"{calls}")
+        expect(calls[0, 0]["id"] != calls[1, 0]["id"], f"{calls}")
+
+    def strict():
+        """Tools whose arguments the client parses, which it does for those that ask to be `strict`."""
+        tool = {"type": "function", "function": {**add["function"], "strict": True}}
+        asked = {**settings, "tools": [tool], "messages": [{"role": "user", "content": "3+4"}]}
+        found = client.chat.completions.parse(**asked).choices[0].message.tool_calls
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        for calls in (found, streamed):
+            expect([call.function.parsed_arguments for call in calls] == [{"a": 3, "b": 4}], f"{calls}")
+
+    def choices():
+        messages = [{"role": "user", "content": "3+4"}]
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+            for parallel in (True, False):
+                found = client.chat.completions.create(
+                    **settings, messages=messages, tool_choice=choice, parallel_tool_calls=parallel
+                )
+                expect(run(found.choices[0].message.tool_calls[0]) == "7", f"{choice}: {found}")
+        found = client.chat.completions.create(**settings, messages=messages, tool_choice="none", max_tokens=20)
+        expect(found.choices[0].message.tool_calls is None, f"{found}")
+
+    def errors():
+        chat = client.chat.completions.create
+        lost = [{"role": "user", "content": "a"}, {"role": "tool", "tool_call_id": "call_0", "content": "7"}]
+        error = refused(lambda: chat(**settings, messages=lost), openai.BadRequestError, 400, "messages[1].tool_call_id")
+        expect("call_0" in error.message, error.message)
+        user = lost[:1]
+        for name, value in {"functions": [add["function"]], "function_call": {"name": "add"}, "tool_choice": "any"}.items():
+            refused(lambda: chat(**settings, messages=user, **{name: value}), openai.BadRequestError, 400, name)
+
+    yield "openai: tools: the loop from a call to its result to the answer", whole
+    yield "openai: tools: messages that are kept as dictionaries", dumped
+    yield "openai: tools: the same loop with the client's own streams", helper
+    yield "openai: tools: deltas of calls, by index, with the usage", chunks
+    yield "openai: tools: arguments that the client parses", strict
+    yield "openai: tools: tool_choice and parallel_tool_calls", choices
+    yield "openai: tools: errors are the client's own exceptions", errors
+
+
 def exits(server):
     server.send_signal(signal.SIGINT)
     code = server.wait(timeout=30)
     expect(code == 0, f"exit code {code}")
+
+
+@contextlib.contextmanager
+def served(work, name):
+    """A server of the model `name` in `work`, and a client."""
+    server = subprocess.Popen([BINARY, "serve", name, "--port", "0"], cwd=work, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().split()[-1]
+        yield server, openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def main():
@@ -167,17 +289,10 @@ def main():
         work = Path(folder)
         copy_model(work / "policy")
         (work / "policy/chat_template.jinja").write_text(TEMPLATE)
-        server = subprocess.Popen(
-            [BINARY, "serve", "policy", "--port", "0"], cwd=work, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            url = server.stdout.readline().split()[-1]
-            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        shutil.copytree(GOLDEN / "tools_policy", work / "caller")
+        with served(work, "policy") as (server, client), served(work, "caller") as (_, caller):
             ends = ("the server exits with 0 after SIGINT", lambda: exits(server))
-            return run_checks(chain(checks(work, client), [ends]))
-        finally:
-            server.kill()
-            server.wait()
+            return run_checks(chain(checks(work, client), tool_checks(caller), [ends]))
 
 
 if __name__ == "__main__":

@@ -100,11 +100,16 @@ fn what_a_conversation_cannot_have_is_one_error() {
             2,
             &["environment_row: expected JSON", "found one value"],
         ),
-        ("--environment_factory helpers.Sum", 1, &["the conversation of caller", "answer"]),
         ("--max_tool_calling_iterations 3", 2, &["max_tool_calling_iterations = 3 has no effect"]),
     ] {
         scratch.refuses(&with(words), code, expected);
     }
+    let ran = chat(&scratch, "chat caller --environment_factory helpers.Sum", "");
+    let error = ran.stderr.lines().last().unwrap();
+    assert!(
+        ran.code == 1 && error.starts_with("error: the conversation of caller: ") && error.contains("'answer'"),
+        "{error}"
+    );
     let ran = chat(&scratch, "chat plain --tools helpers.add", "");
     assert!(ran.code == 1 && ran.stderr.contains("a list of messages needs a chat template"), "{}", ran.stderr);
     let ran = chat(&scratch, &format!("{CHAT} --tools helpers.dies"), "3+4\n");

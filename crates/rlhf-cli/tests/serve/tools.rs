@@ -19,6 +19,7 @@ fn add() -> Value {
 }
 
 /// A request with the tool `add`, greedy.
+#[expect(clippy::needless_pass_by_value, reason = "callers write values in place")]
 fn request(messages: &Value, more: Value) -> Value {
     let mut body = json!({"messages": messages, "tools": [add()], "temperature": 0, "max_tokens": 60});
     let Value::Object(more) = more else { panic!("{more}") };
@@ -153,7 +154,7 @@ fn the_choice_of_tools_decides_where_the_prompt_ends_and_which_tools_it_has() {
         // It is content if it cannot be read, with its beginning.
         let cut = of(json!({"tool_choice": choice, "max_tokens": 3}));
         let content = cut["choices"][0]["message"]["content"].as_str().unwrap();
-        assert!(content.starts_with("<tool_call>\n{\"name\": \"add\", \"arguments\":"), "{content}");
+        assert!(content.starts_with("<tool_call>\n{\"name\": \"add\", \""), "{content}");
     }
     let body = json!({"messages": messages, "temperature": 0, "max_tokens": 60});
     let without = server.completes(CHAT, body).json();
@@ -172,13 +173,14 @@ fn the_choice_of_tools_decides_where_the_prompt_ends_and_which_tools_it_has() {
 fn several_calls_of_a_turn_are_returned_unless_they_are_to_be_one() {
     let scratch = scratch();
     let server = Server::start(&scratch);
-    // The model ends the turn after the second of two calls, which are begun for it.
+    // Two calls are begun for the model, which was not trained to make them.
     let call = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 3, \"b\": 4}}\n</tool_call>";
-    let begun = format!("{call}\n{}", call.trim_end_matches("\n</tool_call>"));
-    let messages = json!([user("3+4"), {"role": "assistant", "content": begun}]);
+    let messages = json!([user("3+4"), {"role": "assistant", "content": format!("{call}\n{call}")}]);
     for (more, wanted) in
         [(json!({}), 2), (json!({"parallel_tool_calls": true}), 2), (json!({"parallel_tool_calls": false}), 1)]
     {
+        let mut more = more;
+        more["max_tokens"] = 1.into();
         let found = server.completes(CHAT, request(&messages, more.clone())).json();
         assert_eq!(calls(&found["choices"][0]["message"]), vec![called(3, 4); wanted].concat(), "{more}: {found}");
         let mut body = request(&messages, more);

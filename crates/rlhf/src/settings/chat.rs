@@ -119,3 +119,32 @@ impl Settings for ChatEnvironmentConfig {
         EnvironmentConfig::read(&|name| if OF_ROWS.contains(&name) { None } else { values(name) }).map(Self)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conversation_has_the_settings_of_tools_but_those_of_many_rows() {
+        let names = |fields: Vec<Field>| fields.into_iter().map(|field| field.name).collect::<Vec<_>>();
+        let (own, all) = (names(ChatConfig::fields()), names(EnvironmentConfig::fields()));
+        let missing: Vec<&str> = all.into_iter().filter(|name| !own.contains(name)).collect();
+        assert_eq!(missing, OF_ROWS);
+        let config = ChatConfig::new("m");
+        config.check().unwrap();
+        assert!(!config.environment.0.is_used() && config.environment_row.is_none());
+        let word = |word: &str| Some(vec![word.to_string()]);
+        let read = ChatConfig::read(&|name| match name {
+            "model" | "tools" => word("a.b"),
+            // It is no setting, so that its value would not be read.
+            "max_environments" => panic!("{name}"),
+            "tool_timeout" => word("5"),
+            _ => None,
+        });
+        let environment = read.unwrap().environment.0;
+        assert_eq!(
+            (environment.tools, environment.tool_timeout, environment.max_environments),
+            (vec!["a.b".into()], 5.0, 64)
+        );
+    }
+}

@@ -21,11 +21,16 @@ fn tagged(reasoning: &str) -> String {
 }
 
 fn tokenizer(source: &str) -> Tokenizer {
+    tokenizer_with(source, &[])
+}
+
+/// With further special tokens.
+fn tokenizer_with(source: &str, special: &[&str]) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/gpt_neox");
     std::fs::copy(golden.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
-    let config =
-        json!({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "chat_template": source});
+    let special = [&["<|im_start|>"], special].concat();
+    let config = json!({"eos_token": "<|im_end|>", "additional_special_tokens": special, "chat_template": source});
     std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
     let mut tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
     tokenizer.dir = PathBuf::from("model");
@@ -408,4 +413,23 @@ fn tools_a_prompt_can_end_within_a_call_and_has_further_variables() {
     // A name is a text in JSON.
     let (ids, _) = template(&tagged("")).calling_prompt(&user, &[], Some("a\"b")).unwrap();
     assert!(shown_ids(&template(&tagged("")), &ids).ends_with("{\"name\": \"a\\\"b\", \"arguments\":"));
+}
+
+#[test]
+fn tools_tags_that_are_special_tokens_are_text_of_a_turn_and_others_are_not() {
+    let special = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|other|>"];
+    let tokenizer = tokenizer_with(&tagged(""), &special);
+    let template = ToolTemplate::new(&tokenizer).unwrap();
+    let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {}}\n</tool_call>";
+    let ids = tokenizer.encode_verbatim(&format!("<think>why</think>It<|other|> is é. {call}<|im_end|>")).unwrap();
+    let prompt = template.prompt(&[crate::tokenizer::user_message("Weather?")], &[]).unwrap();
+    let mut texts = template.text_stream(&prompt).unwrap();
+    let mut turn = template.turn(template.beginning(&prompt).unwrap(), 0, &[]);
+    let shown: String = ids.iter().map(|&id| turn.push(&texts.push(id).unwrap())).collect();
+    let (rest, turn) = turn.finish(ids.last().copied()).unwrap();
+    assert_eq!((shown.as_str(), rest.as_str(), turn.calls.len()), ("<think>why</think>It is é.", "", 1));
+    // Without tools none of them is.
+    let mut plain = tokenizer.stream(&prompt);
+    let shown: String = ids.iter().map(|&id| plain.push(id).unwrap()).collect();
+    assert!(shown.starts_with("whyIt is é. \n{"), "{shown}");
 }
