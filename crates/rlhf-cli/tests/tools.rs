@@ -318,7 +318,7 @@ fn an_environment_that_dies_names_the_row_or_scores_it_where_the_user_says_so() 
         &scratch,
         &format!("{GRPO} --environment_factory helpers.Sum --environment_failure_reward -1 --output_dir lives"),
     );
-    assert!(scratch.metrics("lives")[0].get("env_failure_frequency").is_none());
+    assert_eq!(scratch.metrics("lives")[0]["env_failure_frequency"], 0.0);
 }
 
 #[test]

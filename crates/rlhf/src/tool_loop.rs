@@ -428,14 +428,15 @@ impl Turns for Talk<'_> {
 }
 
 /// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
-pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode]) {
+/// `may_fail` is whether a run goes on where an environment dies.
+pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode], may_fail: bool) {
     if episodes.is_empty() {
         return;
     }
     let calls: usize = episodes.iter().map(|episode| episode.calls).sum();
     let failures: usize = episodes.iter().map(|episode| episode.failures).sum();
     let failed = episodes.iter().filter(|episode| episode.has_failed).count();
-    if failed > 0 {
+    if may_fail {
         m.push("env_failure_frequency", failed as f64 / episodes.len() as f64);
     }
     m.push("tools/call_frequency", calls as f64 / episodes.len() as f64);

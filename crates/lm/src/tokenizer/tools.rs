@@ -5,6 +5,7 @@
 
 mod cast;
 mod form;
+mod parameters;
 mod read;
 mod render;
 mod stream;

@@ -122,7 +122,7 @@ impl Golden {
 
     fn compare_metrics(&self, generation: usize, episodes: &[Episode]) {
         let mut m = Metrics::default();
-        push_tool_metrics(&mut m, episodes);
+        push_tool_metrics(&mut m, episodes, false);
         for name in ["tools/call_frequency", "tools/failure_frequency"] {
             // A generation is logged with each of its optimizer steps.
             let logged = self.info["metrics"][name].as_array().unwrap();

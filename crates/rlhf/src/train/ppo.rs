@@ -244,7 +244,7 @@ impl PpoTrainer {
         if !self.config.needs_critic() {
             scores.scored.push_trl_metrics(m);
         }
-        push_tool_metrics(m, &batch.episodes);
+        push_tool_metrics(m, &batch.episodes, self.config.environment.environment_failure_reward.is_some());
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 

@@ -1,7 +1,8 @@
 //! The form in which a chat template writes tool calls, found by what it writes.
 
+use super::parameters::{self, FUNCTION, PARAMETER};
 use super::render::{End, Renderer, TAGS, sentinel_call, tool_named};
-use super::{DUMMY, SENTINELS, read, shown};
+use super::{DUMMY, SENTINELS, shown};
 use crate::tokenizer::chat::unused_mark;
 use crate::tokenizer::turns::shared_start;
 use crate::tokenizer::user_message;
@@ -53,10 +54,6 @@ impl Calls {
         }
     }
 }
-
-/// The text before the name of a function in [`Calls::Parameters`], and that before the name of a parameter.
-pub(super) const FUNCTION: &str = "<function=";
-pub(super) const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
 
 impl Form {
     /// Finds the form of the template of `renderer`; where the template describes calls to the model but does not write them, sets that they are
@@ -132,9 +129,9 @@ fn start_in(written: &str, calls: &Calls) -> Option<[String; 2]> {
 /// Returns the form of the call of the sentinels in `written`, and the name of the field with its arguments, if it is known.
 fn calls_in(written: &str) -> Option<(Calls, &'static str)> {
     let [name, key, value, _] = SENTINELS;
-    if let Some((found, arguments)) = read::parameters_call(written)
-        && found == name
-        && json!(arguments) == json!({key: value})
+    if let Some(call) = parameters::find(written)
+        && call.name == name
+        && Value::from(parameters::arguments(call.rest)) == json!({key: value})
     {
         return Some((Calls::Parameters, "arguments"));
     }

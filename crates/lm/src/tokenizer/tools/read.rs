@@ -4,7 +4,8 @@
 //! which the last piece counts; a region whose end is missing ends with the text.
 
 use super::cast::Schemas;
-use super::form::{Calls, FUNCTION, Form, PARAMETER, PYTHON_TAG, REASONING_TAGS};
+use super::form::{Calls, Form, PYTHON_TAG, REASONING_TAGS};
+use super::parameters;
 use super::render::TAGS;
 use super::{ToolCall, shown};
 use crate::tokenizer::python::is_space;
@@ -93,11 +94,9 @@ fn next_call<'t>(form: &Form, text: &'t str) -> Option<Found<'t>> {
             let (body, after) = split_at(&text[start + open.len()..], close);
             Some(Found { start, name: None, body, after })
         }
-        Calls::Parameters => text.match_indices(TAGS[0]).find_map(|(start, tag)| {
-            let rest = text[start + tag.len()..].trim_start_matches(is_space).strip_prefix(FUNCTION)?;
-            let (name, rest) = until(rest, '>')?;
-            let (body, after) = split_at(rest, TAGS[1]);
-            Some(Found { start, name: Some(name), body, after })
+        Calls::Parameters => parameters::find(text).map(|call| {
+            let (body, after) = split_at(call.rest, TAGS[1]);
+            Found { start: call.at, name: Some(call.name), body, after }
         }),
         Calls::Bare => text.match_indices('{').find_map(|(start, _)| {
             let (name, rest) = bare_start(&text[start..], form.arguments).ok()?;
@@ -166,7 +165,7 @@ pub(super) fn without_end<'t>(form: &Form, content: &'t str) -> &'t str {
 /// Returns the `function` of a call from its JSON.
 fn function(form: &Form, name: Option<&str>, text: &str) -> Result<Value, String> {
     if let (Calls::Parameters, Some(name)) = (&form.calls, name) {
-        return Ok(json!({"name": name, "arguments": parameters(text)}));
+        return Ok(json!({"name": name, "arguments": parameters::arguments(text)}));
     }
     let value: Value = serde_json::from_str(text)
         .map_err(|e| format!("a tool call: expected JSON, found {}: {e}", shown(stripped(text))))?;
@@ -174,34 +173,6 @@ fn function(form: &Form, name: Option<&str>, text: &str) -> Result<Value, String
         return Ok(with_arguments(value, form.arguments));
     };
     Ok(json!({"name": name, "arguments": value}))
-}
-
-/// Returns the name and the arguments of the first call in `text`, which are texts.
-pub(super) fn parameters_call(text: &str) -> Option<(&str, Map<String, Value>)> {
-    let (_, rest) = text.split_once(TAGS[0])?;
-    let (name, rest) = until(rest.trim_start_matches(is_space).strip_prefix(FUNCTION)?, '>')?;
-    Some((name, parameters(split_at(rest, TAGS[1]).0)))
-}
-
-/// Returns the parameters in the body of a call, as texts.
-fn parameters(body: &str) -> Map<String, Value> {
-    let [open, close] = PARAMETER;
-    let (mut found, mut rest) = (Map::new(), body);
-    while let Some((_, after)) = rest.split_once(open) {
-        rest = after;
-        if let Some((key, value)) = until(after, '>')
-            && let Some((value, after)) = value.split_once(close)
-        {
-            found.insert(key.into(), stripped(value).into());
-            rest = after;
-        }
-    }
-    found
-}
-
-/// Splits `text` at `mark`; `None` where nothing or a line break is before it.
-fn until(text: &str, mark: char) -> Option<(&str, &str)> {
-    text.split_once(mark).filter(|(before, _)| !before.is_empty() && !before.contains('\n'))
 }
 
 /// Returns `value` with its arguments under their usual name.

@@ -82,8 +82,8 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics, bound: Boun
     };
     // An environment that is not played again gives none.
     let is_of_environment = |name: &str| name.starts_with(ENVIRONMENT_METRICS) || name == "env_failure_frequency";
-    let is_left_out = |name: &str| name.starts_with("eval/") || is_of_environment(name);
-    let is_compared = |name: &&String| !is_clock(name) && (!is_left_out(name) || replayed.contains_key(*name));
+    let is_missing = |name: &str| name.starts_with("eval/") && !replayed.contains_key(name);
+    let is_compared = |name: &&String| !is_clock(name) && !is_of_environment(name) && !is_missing(name);
     let others = line.keys().filter(|name| !replayed.contains_key(*name));
     let names: Vec<&String> = replayed.keys().chain(others).filter(is_compared).collect();
     let number = |values: &Map<String, Value>, name: &str| values.get(name).and_then(Value::as_f64);
