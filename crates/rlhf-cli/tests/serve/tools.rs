@@ -19,7 +19,6 @@ fn add() -> Value {
 }
 
 /// A request with the tool `add`, greedy.
-#[expect(clippy::needless_pass_by_value, reason = "callers write values in place")]
 fn request(messages: &Value, more: Value) -> Value {
     let mut body = json!({"messages": messages, "tools": [add()], "temperature": 0, "max_tokens": 60});
     let Value::Object(more) = more else { panic!("{more}") };
