@@ -194,7 +194,7 @@ mod tests {
         assert_settings(
             &ppo(),
             joined([
-                environment,
+                environment.clone(),
                 json!({
                     "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
                     "reward_model_path": "judge", "reward_label": null,
@@ -272,6 +272,7 @@ mod tests {
         assert_settings(
             &GenerateConfig::new("m"),
             joined([
+                environment,
                 quantization(),
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,

@@ -164,7 +164,7 @@ mod tests {
 
     /// Settings that change nothing of one update, for a look at the whole list.
     const ELSEWHERE_NAMES: &str = "target horizon num_sample_generations max_skipped_updates no_checks on_alarm max_rollbacks log_rollouts \
-         rollouts_limit print_answers print_answers_interval enable_test_mode test_stop_step num_eval_prompts \
+         rollouts_limit max_environments tool_timeout reset_timeout tool_memory tool_processes print_answers print_answers_interval enable_test_mode test_stop_step num_eval_prompts \
          eval_steps metric_for_best_model greater_is_better zero_stage actor_zero_stage critic_zero_stage \
          ds3_gather_for_generation offload offload_dir dist_timeout save_dtype max_shard_size report_to tensorboard_tags run_name \
          project tracker_kwargs log_model disable_tqdm no_report save_steps save_total_limit push_to_hub hub_model_id \
@@ -189,9 +189,9 @@ mod tests {
         others.sort_unstable();
         let expected = "apply_chat_template bf16 bnb_4bit_quant_type chat_template_kwargs data_split data_split_seed dataset_columns dataset_config dataset_name dataset_test_split \
                         dataset_train_split dataset_weights dtype enable_ema environment_factory environment_failure_reward eval_dataset_name eval_split_size fp16 hysteresis initial_scale_power \
-                        load_in_4bit load_in_8bit long_prompts lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules loss_scale_window malformed_calls max_environments max_prompt_length max_tool_calling_iterations \
-                        min_loss_scale model_name_or_path model_revision new_reward_head num_shared_layers optim output_dir preset reset_timeout \
-                        sft_model_path sync_ref_model system_prompt tool_env tool_memory tool_output_limit tool_processes tool_timeout tools unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
+                        load_in_4bit load_in_8bit long_prompts lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules loss_scale_window malformed_calls max_prompt_length max_tool_calling_iterations \
+                        min_loss_scale model_name_or_path model_revision new_reward_head num_shared_layers optim output_dir preset \
+                        sft_model_path sync_ref_model system_prompt tool_env tool_output_limit tools unsupervised_dataset_config_name unsupervised_dataset_name use_bnb_nested_quant use_dora \
                         use_peft use_rslora value_head value_lora_modules_to_save value_lora_r value_lora_target_modules value_model_path value_use_peft";
         assert_eq!(others.join(" "), expected);
     }
