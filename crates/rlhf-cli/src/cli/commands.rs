@@ -171,8 +171,8 @@ Examples:
 const CHAT_HELP: &str = "\
 Responses appear as they are generated, with the model's chat template; without one the model
 continues the text. /help lists the commands. Ctrl-C stops a response; between responses it quits.
-Lines of a pipe are messages too. Tools and environments run with your rights: the model decides with
-which arguments they are called.
+Lines of a pipe are messages too. Tools and environments run with your rights: the model decides
+with which arguments they are called.
 
 Examples:
   rlhf chat runs/ppo

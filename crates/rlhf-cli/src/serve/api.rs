@@ -547,6 +547,45 @@ mod tests {
         assert_eq!(end(&said, json!({add: true, go_on: true})).unwrap_err()["param"], go_on);
     }
 
+    #[test]
+    fn messages_and_tools_of_any_form_are_read_or_refused_in_one_line() {
+        let odd =
+            [json!(null), json!(5), json!("a"), json!("{"), json!([]), json!([[]]), json!({}), json!({"function": []})];
+        let call = json!({"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+        let tool = json!({"type": "function", "function": {"name": "f", "description": "a", "parameters": {"a": 1}}});
+        let said = json!({"role": "assistant", "content": "a", "tool_calls": [call]});
+        let whole = json!({
+            "messages": [said, {"role": "tool", "tool_call_id": "x", "name": "f", "content": "a"}],
+            "tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": true,
+        });
+        parse(Endpoint::Chat, whole.clone()).unwrap();
+        /// All places of values in `value`.
+        fn places(value: &Value, place: &str, all: &mut Vec<String>) {
+            all.push(place.to_string());
+            match value {
+                Value::Array(items) => {
+                    items.iter().enumerate().for_each(|(at, item)| places(item, &format!("{place}/{at}"), all));
+                }
+                Value::Object(fields) => {
+                    fields.iter().for_each(|(name, item)| places(item, &format!("{place}/{name}"), all));
+                }
+                _ => {}
+            }
+        }
+        let mut all = Vec::new();
+        places(&whole, "", &mut all);
+        assert!(all.len() > 25, "{all:?}");
+        for place in all.iter().filter(|place| !place.is_empty()) {
+            for value in &odd {
+                let mut body = whole.clone();
+                *body.pointer_mut(place).unwrap() = value.clone();
+                if let Err(error) = parse(Endpoint::Chat, body) {
+                    assert_eq!(error["message"].as_str().unwrap().lines().count(), 1, "{place}: {error}");
+                }
+            }
+        }
+    }
+
     fn served() -> Served {
         Served::new(Path::new("runs/ppo"))
     }

@@ -34,21 +34,28 @@ fn a_message_is_answered_after_calls_that_are_shown_with_their_results() {
     let scratch = scratch();
     let tools = format!("{CHAT} --tools helpers.add");
     let ran = chat(&scratch, &tools, "3+4\n\n/reset\n5+2\n");
-    is(&ran, "add(a=3, b=4)\n-> 7\n7\nadd(a=5, b=2)\n-> 7\n7\n");
+    is(&ran, "-> add({\"a\": 3, \"b\": 4})\n<- 7\n7\n-> add({\"a\": 5, \"b\": 2})\n<- 7\n7\n");
     assert_eq!(ran.stderr, "");
-    is(&chat(&scratch, &format!("{tools} --compare caller"), "3+4\n"), &"[caller] add(a=3, b=4)\n-> 7\n7\n".repeat(2));
+    is(
+        &chat(&scratch, &format!("{tools} --compare caller"), "3+4\n"),
+        &"[caller] -> add({\"a\": 3, \"b\": 4})\n<- 7\n7\n".repeat(2),
+    );
     let cut = chat(&scratch, &format!("{tools} --tool_output_limit 1 --max_tool_calling_iterations 1"), "9+9\n");
-    assert!(cut.stdout.starts_with("add(a=9, b=9)\n-> 1\n[... 1 more bytes were cut]\n"), "{}", cut.stdout);
+    assert!(
+        cut.stdout.starts_with("-> add({\"a\": 9, \"b\": 9})\n<- 1\n[... 1 more bytes were cut]\n"),
+        "{}",
+        cut.stdout
+    );
     // The second turn is a call that cannot be read, of which the model learns.
     let drawn = |how: &str| {
         let line = format!("chat caller --tools helpers.add --malformed_calls {how} --temperature 1.3 --seed 4");
         chat(&scratch, &line, "3+4\n").stdout
     };
     let (text, error) = (drawn("text"), drawn("error"));
-    assert!(!text.contains("-> ") && text.starts_with("<tool_call>"), "{text}");
+    assert!(!text.contains("<- ") && text.starts_with("<tool_call>"), "{text}");
     let lines: Vec<&str> = error.lines().collect();
     assert!(
-        error.starts_with(&text) && lines.iter().any(|line| line.starts_with("-> {'error': 'a tool call: ")),
+        error.starts_with(&text) && lines.iter().any(|line| line.starts_with("<- {'error': 'a tool call: ")),
         "{error}"
     );
 }
@@ -58,7 +65,7 @@ fn an_environment_says_its_prompt_and_gives_its_reward_at_the_end_of_each_conver
     let scratch = scratch();
     let line = format!("{CHAT} --environment_factory helpers.Sum --environment_row");
     let ran = chat(&scratch, &format!("{line} {{\"answer\":\"7\"}}"), "3+4\n/reset\n5+4\n/reset\n");
-    is(&ran, "add(a=3, b=4)\n-> 7\n7\nreward: 1\nadd(a=5, b=4)\n-> 9\n9\nreward: 0\n");
+    is(&ran, "-> add({\"a\": 3, \"b\": 4})\n<- 7\n7\nreward: 1\n-> add({\"a\": 5, \"b\": 4})\n<- 9\n9\nreward: 0\n");
     assert_eq!(ran.stderr, "added 3 4\nadded 5 4\n");
     scratch.write("once.py", ONCE);
     let schemas: serde_json::Value = crate::support::read_json(&golden().join("trl_tools/schemas.json"));
@@ -70,11 +77,11 @@ fn an_environment_says_its_prompt_and_gives_its_reward_at_the_end_of_each_conver
     };
     // An empty line sends the text of the environment alone; the episode has one turn.
     let ran = once("\n", r#"{"prompt": "3+4"}"#);
-    is(&ran, "3+4\nadd(a=3, b=4)\n-> done\nreward: 0.5\n");
+    is(&ran, "3+4\n-> add({\"a\": 3, \"b\": 4})\n<- done\nreward: 0.5\n");
     let ran = once("3+\n", r#"{"prompt": "4"}"#);
-    is(&ran, "4\nadd(a=3, b=4)\n-> done\nreward: 0.5\n");
+    is(&ran, "4\n-> add({\"a\": 3, \"b\": 4})\n<- done\nreward: 0.5\n");
     let ran = once("3+4\nAnd now?\n", "{}");
-    assert_eq!((ran.code, ran.stdout.as_str()), (1, "add(a=3, b=4)\n-> done\nreward: 0.5\n"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (1, "-> add({\"a\": 3, \"b\": 4})\n<- done\nreward: 0.5\n"));
     assert!(ran.stderr.contains("the episode has ended: /reset starts a new conversation"), "{}", ran.stderr);
     // A conversation without a message has no reward.
     is(&once("/reset\n", "{}"), "");
@@ -113,7 +120,7 @@ fn what_a_conversation_cannot_have_is_one_error() {
     let ran = chat(&scratch, "chat plain --tools helpers.add", "");
     assert!(ran.code == 1 && ran.stderr.contains("a list of messages needs a chat template"), "{}", ran.stderr);
     let ran = chat(&scratch, &format!("{CHAT} --tools helpers.dies"), "3+4\n");
-    assert_eq!((ran.code, ran.stdout.as_str()), (1, "add(a=3, b=4)\n"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (1, "-> add({\"a\": 3, \"b\": 4})\n"));
     assert!(
         ran.stderr.contains("the conversation of caller: ") && ran.stderr.contains("exit status: 3"),
         "{}",
@@ -127,13 +134,13 @@ fn what_a_conversation_cannot_have_is_one_error() {
         "{}",
         ran.stderr
     );
-    assert_eq!(ran.stdout, "add(a=3, b=4)\n-> 7\n");
+    assert_eq!(ran.stdout, "-> add({\"a\": 3, \"b\": 4})\n<- 7\n");
 }
 
 #[test]
 fn a_terminal_shows_the_beginning_of_long_results_and_says_when_an_episode_has_ended() {
     let scratch = scratch();
-    scratch.write("once.py", &ONCE.replace("\"content\": \"done\"", "\"content\": \"a\\x1b[2J\" * 900 + \"\\nb\" * 9"));
+    scratch.write("once.py", &ONCE.replace("\"content\": \"done\"", "\"content\": \"a\\x1b[2J\" * 900"));
     std::fs::copy(golden().join("trl_tools/schemas.json"), scratch.path("schemas.json")).unwrap();
     let program = "command:python3 once.py \"$(python3 -c 'import json; print(json.dumps(json.load(open(\"schemas.json\"))[\"add\"]))')\"";
     scratch.write("chat.yaml", &format!("environment_factory: [{}]\n", serde_json::Value::from(program)));
@@ -147,13 +154,13 @@ fn a_terminal_shows_the_beginning_of_long_results_and_says_when_an_episode_has_e
     let shown = ran.stdout;
     assert_eq!(ran.code, 0, "{shown:?}");
     for wanted in [
-        "\u{1b}[2madd(a=3, b=4)\u{1b}[0m",
-        "\u{1b}[2m-> a\\u{1b}[2Ja",
-        "(2 more lines)",
+        "\u{1b}[2m-> add({\"a\": 3, \"b\": 4})\u{1b}[0m",
+        "\u{1b}[2m<- a\\u{1b}[2Ja",
+        "...\u{1b}[0m",
         "reward: 0.5",
         "(the episode has ended: ",
     ] {
         assert!(shown.contains(wanted), "{wanted}: {shown:?}");
     }
-    assert!(shown.matches("[2Ja").count() < 20, "{shown:?}");
+    assert!(shown.matches("[2Ja").count() < 70, "{shown:?}");
 }

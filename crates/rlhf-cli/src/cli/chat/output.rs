@@ -2,12 +2,10 @@
 
 use std::io::{self, IsTerminal, Write};
 
+use rlhf::run::turns::{Kind, Part, line};
 use rlhf::safe_text::lines;
-use rlhf::terminal::{Colour, Stream, cut};
+use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
-
-/// Most lines of a text that a terminal shows of a tool's result.
-const MOST_LINES: usize = 8;
 
 /// Writes a part of a response: as it is, or with its control characters escaped on a terminal.
 pub(super) fn show(text: &str) -> Result<()> {
@@ -46,13 +44,11 @@ fn write(text: &str) -> Result<()> {
     write!(out, "{text}").and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
 }
 
-/// Writes a call or a result; on a terminal only its first lines, as far as they fit.
-pub(super) fn show_shortened(text: &str) -> Result<()> {
-    let Some(width) = Stream::Out.width() else { return show_line(text) };
-    let all: Vec<&str> = text.lines().collect();
-    all.iter().take(MOST_LINES).try_for_each(|line| show_line(&cut(&lines(line), width)))?;
-    match all.len().saturating_sub(MOST_LINES) {
-        0 => Ok(()),
-        more => show_line(&format!("({more} more lines)")),
+/// Writes a call or a result as other views do; on a terminal only its beginning.
+pub(super) fn show_part(part: &Part<'_>) -> Result<()> {
+    if io::stdout().is_terminal() {
+        return show_line(&lines(&line(part.kind, &part.text)));
     }
+    let sign = if part.kind == Kind::Call { "->" } else { "<-" };
+    show_line(&format!("{sign} {}", part.text))
 }

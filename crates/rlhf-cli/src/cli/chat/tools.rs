@@ -10,6 +10,7 @@ use rlhf::environment::{
 };
 use rlhf::generate::{FinishReason, GenerationConfig, Token};
 use rlhf::rng::{Purpose, Stream};
+use rlhf::run::turns::{Kind, parts};
 use rlhf::safe_text::one_line;
 use rlhf::schema::JsonObject;
 use rlhf::settings::ChatConfig;
@@ -17,7 +18,7 @@ use rlhf::tokenizer::{ToolTemplate, Turn};
 use rlhf::{Error, Result};
 use serde_json::{Map, Value};
 
-use super::output::{hint, hint_at_cut, show, show_label, show_line, show_shortened};
+use super::output::{hint, hint_at_cut, show, show_label, show_line, show_part};
 use super::speaker::{Speaker, said};
 
 /// Interval at which Ctrl-C is noticed during a call.
@@ -262,15 +263,12 @@ impl Tools {
 
     /// Makes the calls of a turn, and shows them with their results. Returns the messages of these, and whether the episode is over.
     fn call(&mut self, at: usize, turn: Turn, stop: &AtomicBool) -> Result<(Vec<Value>, bool)> {
-        for call in &turn.calls {
-            let arguments = call.arguments.iter().map(|(name, value)| format!("{name}={value}"));
-            show_shortened(&format!("{}({})", call.name, arguments.collect::<Vec<_>>().join(", ")))?;
-        }
+        parts(&turn.message).iter().filter(|part| part.kind == Kind::Call).try_for_each(show_part)?;
         let (results, made) = Results::of(turn);
         let called = if made.is_empty() { Called::default() } else { self.made(at, made, stop)? };
-        let results = results.with(called.results);
-        results.iter().try_for_each(|result| show_shortened(&format!("-> {}", result.content)))?;
-        Ok((results.iter().map(ToolResult::message).collect(), called.done))
+        let results: Vec<Value> = results.with(called.results).iter().map(ToolResult::message).collect();
+        results.iter().flat_map(parts).try_for_each(|part| show_part(&part))?;
+        Ok((results, called.done))
     }
 
     /// Waits for the results of calls.
