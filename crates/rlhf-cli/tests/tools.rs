@@ -224,6 +224,12 @@ fn generate_plays_with_the_environment_in_parts_of_any_size() {
     }
     let right = whole.iter().filter(|row| row["env_reward"] == 1.0).count();
     assert!(right > 12, "{right}");
+    let ran = scratch.run(&format!("{line} --ignore_eos"));
+    assert!(ran.code == 2 && ran.stderr.contains("no turn would end"), "{}", ran.stderr);
+    let asked =
+        "generate --model_name_or_path caller --tools helpers.add --max_new_tokens 100 --system_prompt Please. 3+4";
+    let row: Value = serde_json::from_str(&scratch.run(asked).stdout).unwrap();
+    assert!(row["prompt"].as_str().unwrap().contains("Please."), "{row}");
     let of = |rows: &[Value]| {
         rows.iter().map(|row| (row["messages"].clone(), row["env_reward"].clone())).collect::<Vec<_>>()
     };
@@ -255,8 +261,17 @@ fn eval_scores_by_the_reward_of_the_environment_and_continues_after_a_cut() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let ruled: Value = serde_json::from_str(&scratch.read("ruled/summary.json")).unwrap();
     assert!(ruled["a"]["mean_score"].as_f64().unwrap() > whole["a"]["mean_score"].as_f64().unwrap(), "{ruled}");
+    // A column has no episode: it is compared by the other rewards alone.
+    let beside = "--reward exact:answer --compare_column answer --num_prompts 8 --output_dir beside";
+    let ran = scratch.run(&format!("{line} {beside}"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let beside: Value = serde_json::from_str(&scratch.read("beside/summary.json")).unwrap();
+    let [own, column] = ["a", "b"].map(|side| beside[side]["mean_score"].as_f64().unwrap());
+    assert!(own <= 1.0 && column == 1.0, "{beside}");
+    scratch.write("silent.py", &MODULE.replace("get_reward", "_get_reward"));
     for (words, expected) in [
         ("--tools helpers.add --output_dir new", "no judge: set"),
+        ("--environment_factory silent.Sum --output_dir none", "as the environment gives none"),
         (
             "--environment_factory helpers.Sum --compare_column answer --output_dir new",
             "an environment scores no column",

@@ -107,8 +107,16 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     }
     store.write_settings(config)?;
     // Now that there is a folder for what it prints.
-    task.environment = config.environment.environment(&Log::at(&config.output_dir.join(TOOLS_LOG)))?;
+    task.log = Log::at(&config.output_dir.join(TOOLS_LOG));
+    task.environment = config.environment.environment(&task.log)?;
     task.environment.iter().try_for_each(|environment| environment.start())?;
+    if pairs.is_none() && specs.is_empty() && task.environment_rewards(config).is_empty() {
+        return Err(Error::Usage(
+            "environment_factory: expected a reward, as the environment gives none: set reward_model_path, reward, reward_command or \
+             reward_url"
+                .into(),
+        ));
+    }
     let progress = Progress::new(console);
     sampling_warning(&sampled).iter().for_each(|warning| progress.warn(warning));
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
@@ -209,6 +217,8 @@ struct Task {
     tokenizer: Tokenizer,
     /// Tools and environments, if there are any.
     environment: Option<Arc<dyn Environment>>,
+    /// Log of what they print.
+    log: Log,
 }
 
 impl Task {
@@ -216,7 +226,11 @@ impl Task {
     fn read(config: &EvaluateConfig, models: &Models, specs: &[Spec]) -> Result<Self> {
         let columns = config.split.columns()?;
         let mut dataset = Dataset::from_files(&config.split.find(&config.dataset_name)?)?.with_columns(&columns)?;
-        dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
+        dataset = if config.apply_chat_template || config.environment.is_used() {
+            dataset.with_chat_prompts()
+        } else {
+            dataset
+        };
         let wanted = dataset.rows().count().min(config.num_prompts.unwrap_or(usize::MAX));
         let most = config.max_judgements.map(|most| most / config.judgements_per_prompt());
         let dataset = dataset.first(wanted.min(most.unwrap_or(usize::MAX)));
@@ -249,7 +263,18 @@ impl Task {
             dataset,
             tokenizer,
             environment: None,
+            log: Log::default(),
         })
+    }
+
+    /// Returns the rewards of the environment; none where responses are compared with a column, which has no episodes.
+    fn environment_rewards(&self, config: &EvaluateConfig) -> Rewards {
+        match &self.environment {
+            Some(environment) if config.compare_column.is_none() => {
+                environment_rewards(&**environment, &config.environment)
+            }
+            _ => Rewards::new(),
+        }
     }
 
     /// Returns the judge: `pairs`, or else the rewards of `specs`, which are loaded.
@@ -265,15 +290,7 @@ impl Task {
         }
         let options = config.compute.options()?;
         let mut rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
-        let environment = self.environment.iter();
-        environment.for_each(|environment| rewards.extend(environment_rewards(&**environment, &config.environment)));
-        if rewards.is_empty() {
-            return Err(Error::Usage(
-                "environment_factory: expected a reward, as the environment gives none: set reward_model_path, reward, reward_command or \
-                 reward_url"
-                    .into(),
-            ));
-        }
+        rewards.extend(self.environment_rewards(config));
         let other = models.b.as_ref().map(|dir| self.tokenizer.beside(dir)).transpose()?;
         // A model with other token ids is scored by its text.
         let other_ids = other.is_none_or(|other| {
@@ -299,7 +316,10 @@ impl Task {
             ResultRow {
                 index,
                 sample,
-                prompt: self.texts[index].clone(),
+                prompt: given.episode.as_ref().map_or_else(
+                    || self.texts[index].clone(),
+                    |episode| plain_prompt(&episode.prompt.row, &episode.prompt),
+                ),
                 response_a: given.text.clone(),
                 response_b: other.map(|text| (*text).to_string()),
                 length_a: given.text.chars().count(),

@@ -24,6 +24,9 @@ use std::time::Duration;
 /// Interval at which sessions are polled while nothing else is to do; each has a time limit of its own.
 const WAIT: Duration = Duration::from_secs(1);
 
+/// Maximum number of metrics that environments give.
+const MOST_LOGS: usize = 100;
+
 /// Beginning of the names of metrics that environments give.
 pub(crate) const ENVIRONMENT_METRICS: &str = "environment/";
 
@@ -37,6 +40,8 @@ pub struct ToolLoop {
     failure_reward: String,
     /// Limit on the length of prompts with their tools.
     limit: Option<PromptLimit>,
+    /// Where failures of environments are written to, with which a run goes on.
+    log: Log,
 }
 
 impl fmt::Debug for ToolLoop {
@@ -54,7 +59,15 @@ impl ToolLoop {
         environment.start()?;
         let (template, tokenizer) = (ToolTemplate::new(tokenizer)?, tokenizer.clone());
         let failure_reward = failure_reward_name(&*environment);
-        Ok(Self { environment, template, tokenizer, config: config.clone(), failure_reward, limit: None })
+        Ok(Self {
+            environment,
+            template,
+            tokenizer,
+            config: config.clone(),
+            failure_reward,
+            limit: None,
+            log: Log::default(),
+        })
     }
 
     /// Starts the tools and environments that the settings name; `None` if they name none. What their programs print goes to `log`.
@@ -63,7 +76,15 @@ impl ToolLoop {
     /// As [`EnvironmentConfig::check`] and [`ToolLoop::new`].
     pub fn start(config: &EnvironmentConfig, tokenizer: &Tokenizer, log: &Log) -> Result<Option<Self>> {
         let environment = config.environment(log)?;
-        environment.map(|environment| Self::new(environment, tokenizer, config)).transpose()
+        let started = environment.map(|environment| Self::new(environment, tokenizer, config)).transpose()?;
+        Ok(started.map(|started| started.logging_to(log)))
+    }
+
+    /// Sets the log of the failures of environments with which the run goes on.
+    #[must_use]
+    pub fn logging_to(mut self, log: &Log) -> Self {
+        self.log = log.clone();
+        self
     }
 
     /// The rewards that the environment gives, each with the weight 1.
@@ -243,7 +264,10 @@ impl<'a> Talk<'a> {
             for Event { row, outcome } in events {
                 opened[row] = Some(match outcome {
                     Outcome::Opened(opened) => Ok(opened),
-                    Outcome::Failed { reward, .. } => Err(reward),
+                    Outcome::Failed { reward, message } => {
+                        of.log.write(message.as_bytes());
+                        Err(reward)
+                    }
                     Outcome::Called(_) | Outcome::Finished(_) => continue,
                 });
             }
@@ -263,6 +287,7 @@ impl<'a> Talk<'a> {
                 reward_name,
                 logs: Vec::new(),
                 has_failed: !is_open,
+                is_over: false,
             };
             Ok(Row { episode, tools, tokens: 0, iterations: 0, known: Results::default(), is_open })
         });
@@ -308,7 +333,8 @@ impl<'a> Talk<'a> {
                         self.rows[row].episode.logs = finished.logs;
                         finished.reward
                     }
-                    Outcome::Failed { reward, .. } => {
+                    Outcome::Failed { reward, message } => {
+                        self.of.log.write(message.as_bytes());
                         self.rows[row].fail(&self.of.failure_reward);
                         Some(reward)
                     }
@@ -351,6 +377,7 @@ impl<'a> Talk<'a> {
         row.episode.failures += results.iter().filter(|result| result.failed).count();
         let messages: Vec<Value> = results.iter().map(ToolResult::message).collect();
         if done {
+            row.episode.is_over = true;
             row.episode.messages.extend(messages);
             self.decided.push((at, Next::End));
             return Ok(());
@@ -368,7 +395,8 @@ impl<'a> Talk<'a> {
     fn take(&mut self, Event { row: at, outcome }: Event) -> Result<()> {
         match outcome {
             Outcome::Called(called) => self.answered(at, called.results, called.done),
-            Outcome::Failed { reward, .. } => {
+            Outcome::Failed { reward, message } => {
+                self.of.log.write(message.as_bytes());
                 self.busy -= 1;
                 let row = &mut self.rows[at];
                 row.episode.reward = Some(reward);
@@ -449,7 +477,7 @@ pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode], may_fail:
     for (name, number) in episodes.iter().flat_map(|episode| &episode.logs) {
         logs.entry(name).or_default().push(*number);
     }
-    for (name, numbers) in logs {
+    for (name, numbers) in logs.into_iter().take(MOST_LOGS) {
         m.push(format!("{ENVIRONMENT_METRICS}{name}"), numbers.iter().sum::<f64>() / numbers.len() as f64);
     }
 }

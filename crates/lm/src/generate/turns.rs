@@ -17,7 +17,7 @@ const LEAST_APPENDED: usize = 8;
 /// The least number of them for each row that is decoded, where other rows go on meanwhile: a token that is fed in their steps costs little.
 const LEAST_PER_ROW: usize = 4;
 /// Maximum number of tokens of such a pass.
-const MOST_APPENDED: usize = 512;
+const MOST_APPENDED: usize = if cfg!(test) { 10 } else { 512 };
 
 /// The continuation of a response after a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,6 +127,8 @@ struct Row {
     phase: Phase,
     /// Tokens of the response that are not in the cache yet.
     unfed: VecDeque<i64>,
+    /// Number of tokens that were inserted last.
+    inserted: usize,
     /// The token that was fed last, or the last one of the prompt.
     fed: i64,
     /// Number of tokens of the response at the start of its turn.
@@ -147,7 +149,7 @@ struct Conversations<'a> {
 
 impl<'a> Conversations<'a> {
     fn new(decoding: Decoding<'a>, compacts: bool) -> Self {
-        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), fed: *last, turn: 0 };
+        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), inserted: 0, fed: *last, turn: 0 };
         let rows = decoding.last_of_prompts.iter().map(row).collect();
         Self { decoding, rows, compacts, at_start: true }
     }
@@ -191,8 +193,8 @@ impl<'a> Conversations<'a> {
         self.rows[i].phase == Phase::Runs && self.rows[i].unfed.is_empty()
     }
 
-    /// Reads long insertions in passes of their own, all but the last token of each. In lockstep a pass has tokens of several rows; else, where it
-    /// depends on time which rows insert tokens together, of one.
+    /// Reads long insertions in passes of their own, all but the last token of each. In lockstep a pass has tokens of several rows. Else it depends on
+    /// time which rows insert tokens together, and whether the token before them is in the cache: a pass then has tokens of one insertion alone.
     fn append_long(&mut self) -> Result<()> {
         if !self.decoding.model.can_append(&self.decoding.cache) {
             return Ok(());
@@ -203,7 +205,8 @@ impl<'a> Conversations<'a> {
         let (mut pass, mut size) = (Vec::new(), 0);
         for at in 0..rows {
             let i = self.decoding.alive[at];
-            if self.rows[i].phase != Phase::Runs || self.rows[i].unfed.len() <= least {
+            let Row { phase, unfed, inserted, .. } = &self.rows[i];
+            if *phase != Phase::Runs || unfed.len() <= least || !lockstep && unfed.len() > *inserted {
                 continue;
             }
             while self.rows[i].unfed.len() > 1 {
@@ -332,6 +335,7 @@ impl<'a> Conversations<'a> {
             return;
         }
         row.phase = Phase::Runs;
+        row.inserted = tokens.len();
         row.unfed.extend(tokens);
         row.turn = response.tokens.len();
     }
@@ -383,11 +387,13 @@ mod tests {
         seen: Vec<Vec<(Vec<i64>, FinishReason)>>,
         due: VecDeque<(usize, Next)>,
         asked: usize,
+        /// A decision is handed out at each `every`th question.
+        every: usize,
     }
 
     impl Script {
         fn new(turns: usize, lockstep: bool) -> Self {
-            Self { turns, few: 1, lockstep, seen: vec![Vec::new(); 10], due: VecDeque::new(), asked: 0 }
+            Self { turns, few: 1, lockstep, seen: vec![Vec::new(); 10], due: VecDeque::new(), asked: 0, every: 3 }
         }
 
         fn inserted(&self, response: usize) -> Vec<i64> {
@@ -413,7 +419,7 @@ mod tests {
                 assert!(wait);
                 return Ok(self.due.drain(..).collect());
             }
-            let is_late = self.asked.is_multiple_of(3);
+            let is_late = self.asked.is_multiple_of(self.every);
             Ok(if wait || is_late { self.due.pop_back().into_iter().collect() } else { Vec::new() })
         }
 
@@ -439,7 +445,8 @@ mod tests {
         let long = long.into_iter().chain(["phi3", "qwen3", "qwen3_moe", "smollm3"]);
         for (name, turns, few, most) in few.into_iter().chain(long.map(|name| (name, 1, 7, 56))) {
             let model = golden_model(name);
-            let config = GenerationConfig { max_new_tokens: most, ..config(&model) };
+            let repetition_penalty = if few > 1 { 1.3 } else { 1.0 };
+            let config = GenerationConfig { max_new_tokens: most, repetition_penalty, ..config(&model) };
             let mut expected = None;
             for lockstep in [true, false] {
                 let mut script = Script { few, ..Script::new(turns, lockstep) };
@@ -470,6 +477,23 @@ mod tests {
                 // When decisions are made changes no token.
                 let tokens: Vec<_> = found.into_iter().map(|response| (response.tokens, response.inserted)).collect();
                 assert_eq!(expected.get_or_insert_with(|| tokens.clone()), &tokens, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_do_not_depend_on_when_decisions_are_made() {
+        let model = golden_model("llama_tied");
+        let config = GenerationConfig { max_new_tokens: 56, ..config(&model) };
+        let of = |every: usize| {
+            let mut script = Script { few: 9, every, ..Script::new(1, false) };
+            generate_turns(&model, &prompts(), &config, &mut script).unwrap()
+        };
+        let at_once = of(1);
+        assert!(at_once.iter().any(|response| response.inserted.iter().any(|span| span.len() > 16)));
+        for every in [2, 3, 7] {
+            for (late, at_once) in of(every).iter().zip(&at_once) {
+                assert_eq!((&late.tokens, &late.logprobs), (&at_once.tokens, &at_once.logprobs), "{every}");
             }
         }
     }

@@ -355,8 +355,7 @@ impl KvCache {
             first..first + of.count
         });
         self.places = Some(on_device(&places.collect::<Vec<i64>>(), self.device));
-        // Steps are recorded for tensors that have changed.
-        (self.filled, self.step, self.last_step) = (None, None, None);
+        self.count_again();
         on_device(&positions, self.device)
     }
 
@@ -394,6 +393,11 @@ impl KvCache {
     /// Takes the last token from each of `rows`, which have one: the next step writes its place again.
     pub fn step_back(&mut self, rows: &[usize]) {
         rows.iter().for_each(|&row| self.lens[row] -= 1);
+        self.count_again();
+    }
+
+    /// Takes the numbers of filled positions from the host.
+    fn count_again(&mut self) {
         if let Some(filled) = &mut self.filled {
             // In place: a graph reads this tensor.
             filled.copy_(&on_device(&self.lens, self.device));

@@ -112,6 +112,8 @@ impl<'c> Generator<'c> {
         let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
         tokenizer.set_chat_variables(config.rows.split.chat_template.variables());
+        // Before the model, which takes time.
+        let tool_loop = ToolLoop::start(&config.environment, &tokenizer, &Log::standard_error())?;
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
         let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;
@@ -121,7 +123,6 @@ impl<'c> Generator<'c> {
                 "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
             return Err(Error::invalid(dir, message));
         }
-        let tool_loop = ToolLoop::start(&config.environment, &tokenizer, &Log::standard_error())?;
         let tool_loop = tool_loop.map(|of| of.limited_to(PromptLimit::of_context(max_prompt_len)));
         Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, tool_loop, ended_at_once: false })
     }
@@ -133,7 +134,8 @@ impl<'c> Generator<'c> {
 
     /// Returns the prompts of the rows of `part`.
     fn prompts(&self, part: Dataset) -> Result<Vec<Prompt>> {
-        let part = if self.config.apply_chat_template { part.with_chat_prompts() } else { part };
+        let is_chat = self.config.apply_chat_template || self.tool_loop.is_some();
+        let part = if is_chat { part.with_chat_prompts() } else { part };
         let part = match &self.config.system_prompt {
             Some(system) => part.with_system_prompt(system),
             None => part,
@@ -167,7 +169,12 @@ impl<'c> Generator<'c> {
     fn episode_row(&self, episode: &Episode, index: usize, response: &Response) -> Result<String> {
         if self.format == Format::Text {
             let reward = episode.reward.map(|reward| format!("\n(reward {reward})")).unwrap_or_default();
-            return Ok(format!("{}{}{reward}\n", episode.prompt.text, turns::lines(&episode.messages)));
+            let text = turns::lines(&episode.messages);
+            // A message that the prompt has begun is whole in the turns.
+            let begun = episode.prompt.row["prompt"].as_array().and_then(|messages| messages.last());
+            let begun = begun.filter(|last| last["role"] == "assistant").and_then(|last| last["content"].as_str());
+            let text = begun.and_then(|begun| text.strip_prefix(begun)).unwrap_or(&text);
+            return Ok(format!("{}{text}{reward}\n", episode.prompt.text));
         }
         let index = (self.config.responses.num_return_sequences > 1).then_some(index);
         let text = self.tokenizer.decode(&response.tokens)?;

@@ -24,6 +24,9 @@ pub struct Episode {
     /// Metrics that the environment gave.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub logs: Vec<(String, f64)>,
+    /// Whether the environment has ended the episode.
+    #[serde(default)]
+    pub is_over: bool,
     /// Whether the environment died, and the reward is that of the settings for this case.
     pub has_failed: bool,
 }
@@ -37,7 +40,8 @@ impl Episode {
 
     /// Whether its `response` ends in the middle of a turn, or with a call whose result did not fit or that was one too many.
     pub(crate) fn is_cut(&self, response: &Response) -> bool {
-        response.finish == FinishReason::Length || ends_with_calls(&self.messages) && !self.has_failed
+        let is_answered = self.has_failed || self.is_over;
+        response.finish == FinishReason::Length || ends_with_calls(&self.messages) && !is_answered
     }
 }
 

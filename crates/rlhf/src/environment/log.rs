@@ -33,7 +33,7 @@ impl Log {
     }
 
     /// Writes a line. A log that cannot be written to, such as on a full disk or in a folder that is not there, ends no run.
-    pub(super) fn write(&self, line: &[u8]) {
+    pub(crate) fn write(&self, line: &[u8]) {
         let Some(log) = &self.0 else { return };
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if log.bytes > MAX_LOG {

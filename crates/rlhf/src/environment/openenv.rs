@@ -19,7 +19,7 @@ use ureq::tls::{RootCerts, TlsConfig};
 const TOKEN: &str = "RLHF_OPENENV_TOKEN";
 /// Path of the WebSocket.
 const WEBSOCKET: &str = "/ws";
-/// Interval at which connections without a request reply to pings. Servers wait 20 s for one.
+/// Interval at which connections without a request reply to pings. Servers wait 20 s for a reply, and those of some tests half a second.
 const KEEP: Duration = Duration::from_millis(250);
 /// Maximum size of the schema of an environment in bytes.
 const MAX_SCHEMA: u64 = 1 << 20;

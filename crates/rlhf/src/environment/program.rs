@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Number of characters of a wrong reply that a message shows.
 const SHOWN: usize = 80;
+/// Maximum number of characters of the name of a metric.
+const LONGEST_LOG: usize = 80;
 /// Maximum number of metrics of a session.
 const MOST_LOGS: usize = 100;
 
@@ -268,6 +270,10 @@ impl Session for ProgramSession {
                 return Err(self.error(&expected(&wanted, found)));
             };
             for name in found.keys() {
+                if name.is_empty() || name.chars().count() > LONGEST_LOG || name.chars().any(char::is_control) {
+                    let wanted = format!("names of 1 to {LONGEST_LOG} characters in \"extra_logs\"");
+                    return Err(self.error(&expected(&wanted, &name.as_str().into())));
+                }
                 logs.extend(number(found, name).map_err(|message| self.error(&message))?.map(|x| (name.clone(), x)));
             }
         }

@@ -111,7 +111,7 @@ impl Responder {
         let prompts = task.dataset.prompts(&tokenizer, model.config().vocab_size, max_prompt_len)?;
         let start = |environment: &Arc<dyn Environment>| {
             let tool_loop = ToolLoop::new(environment.clone(), &tokenizer, &config.environment)?;
-            Ok::<_, Error>(tool_loop.limited_to(PromptLimit::of_context(max_prompt_len)))
+            Ok::<_, Error>(tool_loop.limited_to(PromptLimit::of_context(max_prompt_len)).logging_to(&task.log))
         };
         let tool_loop = task.environment.as_ref().map(start).transpose()?;
         Ok(Self { model, tokenizer, generation, prompts, tool_loop })

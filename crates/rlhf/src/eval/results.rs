@@ -5,7 +5,7 @@ use super::Side;
 use crate::data::Episode;
 use crate::run::checkpoint::is_compared_by_content;
 use crate::run::inputs::{Inputs, date_in};
-use crate::run::output_dir::FolderLock;
+use crate::run::output_dir::{FolderLock, TOOLS_LOG};
 use crate::settings::{EvaluateConfig, write_resolved};
 use rlhf_base::weights::{brief, pretty, write_text};
 use rlhf_base::{Error, Result, files};
@@ -186,7 +186,7 @@ impl Store {
         let mut earlier = Earlier::default();
         match &state {
             Some(_) if config.overwrite_output_dir => {
-                for name in [RESPONSES, RESULTS, SUMMARY] {
+                for name in [RESPONSES, RESULTS, SUMMARY, TOOLS_LOG] {
                     remove(&dir.join(name))?;
                 }
             }

@@ -95,7 +95,7 @@ fn turns(page: &mut Html, turns: &Turns) {
     }
     if turns.ends_with_calls {
         page.raw("<p class=\"note\">It ends with a call that has no result: the result did not fit, no more calls were allowed, or the \
-                  environment failed.</p>\n");
+                  environment failed or ended the episode.</p>\n");
     }
     page.raw("</div>\n");
 }

@@ -322,7 +322,7 @@ fn tools(run: &Run) -> Option<Finding> {
     } else {
         String::new()
     };
-    // An update without a failure has no such metric.
+    // Runs that end with the first failure have no such metric.
     let updates = finite(run, "tools/call_frequency")?.len();
     let dead = finite(run, "env_failure_frequency").map_or(0.0, |shares| shares.iter().sum::<f64>() / updates as f64);
     if dead > 0.0 {

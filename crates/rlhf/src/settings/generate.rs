@@ -315,8 +315,20 @@ impl GenerateConfig {
             .stop_token_ids
             .iter()
             .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
+        let endless = self.ignore_eos
+            && self.environment.is_used()
+            && self.responses.stop_token_ids.is_empty()
+            && self.responses.stop_strings.is_empty();
+        let ends = if endless {
+            usage(
+                "ignore_eos = true with tools and environments, without stop_token_ids or stop_strings: no turn would end",
+            )
+        } else {
+            Ok(())
+        };
         all([
             sources,
+            ends,
             self.responses.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
             enough,
             at_least_one("num_return_sequences", sequences),

@@ -60,7 +60,7 @@ impl Tools {
         let found = [
             self.no_calls(update, [calls * responses, responses]).filter(|_| !solved),
             self.failing_calls(update, [calls * responses, failed * calls * responses]),
-            // There is no such metric in an update without a failure.
+            // Runs that end with the first failure have no such metric.
             self.failing_environments(update, number("env_failure_frequency").unwrap_or(0.0)),
         ];
         found.into_iter().flatten().collect()

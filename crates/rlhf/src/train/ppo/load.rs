@@ -623,7 +623,7 @@ pub(in crate::train) fn read_prompts(
         dataset.check(&check_row)?;
         dataset.prompts_within(tokenizer, vocab, limit)
     };
-    if config.apply_chat_template {
+    if config.apply_chat_template || config.environment.is_used() {
         train = train.into_iter().map(Dataset::with_chat_prompts).collect();
         eval = eval.map(Dataset::with_chat_prompts);
     }

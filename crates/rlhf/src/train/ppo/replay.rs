@@ -371,6 +371,7 @@ impl RecordedUpdate {
                 reward,
                 reward_name: None,
                 logs: Vec::new(),
+                is_over: false,
                 has_failed: false,
             })
         };
