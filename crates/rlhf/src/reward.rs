@@ -457,6 +457,13 @@ impl Rewards {
         self
     }
 
+    /// Adds a reward of which [`Rewards::describe`] says `about`.
+    #[must_use]
+    pub(crate) fn with_about(mut self, name: &str, reward: impl Reward + 'static, about: &str) -> Self {
+        self.push(name, Box::new(reward), ScoreTransform::default(), about.into());
+        self
+    }
+
     /// Adds a reward; appends a number to a name that is taken.
     fn push(&mut self, name: &str, reward: Box<dyn Reward>, transform: ScoreTransform, about: String) {
         let taken = |name: &str| self.components.iter().any(|component| component.name == name);

@@ -18,7 +18,9 @@ pub(crate) fn environment_rewards(environment: &dyn Environment, config: &Enviro
     if names.is_empty() && config.environment_failure_reward.is_some() {
         names.push(failure_reward_name(environment));
     }
-    let add = |rewards: Rewards, name: String| rewards.with(&name.clone(), EnvironmentReward { name });
+    let add = |rewards: Rewards, name: String| {
+        rewards.with_about(&name.clone(), EnvironmentReward { name }, "an environment's reward")
+    };
     names.into_iter().fold(Rewards::new(), add)
 }
 
