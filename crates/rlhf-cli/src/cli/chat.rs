@@ -16,13 +16,14 @@ use rlhf::hub;
 use rlhf::model::CausalLm;
 use rlhf::safe_text::one_line;
 use rlhf::settings::ChatConfig;
+use rlhf::signals::{kill_programs, stopping_signals};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 use signal_hook::consts::SIGINT;
-use signal_hook::flag;
+use signal_hook::iterator::Signals;
 use speaker::Speaker;
 use tools::Tools;
 
@@ -41,9 +42,12 @@ Ctrl-C stops a response.";
 /// Talks to the models.
 pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
     config.check()?;
+    // Until the first response, Ctrl-C ends the chat.
+    let stop = Arc::new(AtomicBool::new(true));
+    end_on_signals(Arc::clone(&stop)).map_err(Error::io("install", "a handler of signals"))?;
     // Before the models, which take time.
     let environment = tools::start(config)?;
-    let mut chat = Chat::load(config)?;
+    let mut chat = Chat::load(config, stop)?;
     let mut input = Input::open()?;
     chat.greet()?;
     chat.tools = environment.map(|environment| Tools::new(config, environment, &chat.speakers)).transpose()?;
@@ -61,6 +65,22 @@ pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
         }
     }
     chat.tools.as_mut().map_or(Ok(()), Tools::finish)
+}
+
+/// Installs a handler: a signal ends the process and the programs of tools at once. In a terminal the first Ctrl-C during a response sets `stop`
+/// instead; between responses, Ctrl-C is a key of the line editor.
+fn end_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
+    let interactive = is_interactive();
+    let mut signals = Signals::new(stopping_signals())?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        for signal in signals.forever() {
+            if signal != SIGINT || !interactive || stop.swap(true, Ordering::SeqCst) {
+                kill_programs();
+                tch_ext::exit_at_once(128 + signal);
+            }
+        }
+    })?;
+    Ok(())
 }
 
 /// Lines that the user types, or those of a pipe.
@@ -125,14 +145,13 @@ struct Chat {
     /// Number of messages so far, those before a reset included: each has its own draws.
     turn: u64,
     interactive: bool,
-    /// Set by Ctrl-C.
+    /// Set by Ctrl-C, and until the first response.
     stop: Arc<AtomicBool>,
 }
 
 impl Chat {
-    fn load(config: &ChatConfig) -> Result<Self> {
+    fn load(config: &ChatConfig, stop: Arc<AtomicBool>) -> Result<Self> {
         let options = config.compute.options()?;
-        let interactive = is_interactive();
         let paths = [Some(&config.model), config.compare.as_ref()];
         let labels = labels(&config.model, config.compare.as_deref());
         let mut speakers = Vec::new();
@@ -149,13 +168,7 @@ impl Chat {
         if config.system.is_some() {
             check_system(&speakers, "system")?;
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        if interactive {
-            // A second signal during one response ends the process. Between responses, Ctrl-C is a key of the line editor.
-            let registered = flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop));
-            let _ = registered.and_then(|_| flag::register(SIGINT, Arc::clone(&stop)));
-        }
-        Ok(Self { config: config.clone(), speakers, tools: None, turn: 0, interactive, stop })
+        Ok(Self { config: config.clone(), speakers, tools: None, turn: 0, interactive: is_interactive(), stop })
     }
 
     /// Prints notes about the models, and the help of the terminal.
@@ -201,8 +214,11 @@ impl Chat {
             "quit" | "exit" => return Ok(ControlFlow::Break(())),
             "reset" => {
                 self.speakers.iter_mut().for_each(|speaker| speaker.turns.clear());
+                // The reward belongs to the conversation before.
+                let finished = self.tools.as_mut().map_or(Ok(()), Tools::finish);
                 hint("a new conversation");
-                self.tools.as_mut().map_or(Ok(()), Tools::reset)?;
+                self.tools.as_mut().map_or(Ok(()), Tools::open)?;
+                finished?;
             }
             "system" => {
                 check_system(&self.speakers, "/system")?;
@@ -240,15 +256,17 @@ impl Chat {
                 tools.check(at, &self.speakers[at], &self.config, message)?;
             }
             self.turn += 1;
+            // An error of one model has no effect on the others.
+            let mut responded = Ok(());
             for at in open {
                 let speaker = &self.speakers[at];
                 self.stop.store(false, Ordering::SeqCst);
                 if self.speakers.len() > 1 {
                     show_label(&one_line(&speaker.label))?;
                 }
-                tools.respond(at, speaker, &self.config, (message, step), &self.stop)?;
+                responded = responded.and(tools.respond(at, speaker, &self.config, (message, step), &self.stop));
             }
-            return Ok(());
+            return responded;
         }
         // Before any response: a message that one of the models cannot take is in no history.
         let prepare = |speaker: &Speaker| -> Result<_> {

@@ -27,6 +27,8 @@ pub(super) struct Delta {
     pub(super) calls: Vec<Value>,
     /// Set with the last part.
     pub(super) finish: Option<FinishReason>,
+    /// Whether it is the last part of a choice with neither text nor calls.
+    pub(super) is_empty: bool,
 }
 
 /// The reading of calls in a response.
@@ -54,6 +56,8 @@ pub(super) struct Choice<'t> {
     uncut: usize,
     /// Number of generated tokens.
     pub(super) tokens: usize,
+    /// Whether a part had text.
+    has_text: bool,
     finished: bool,
 }
 
@@ -70,6 +74,7 @@ impl<'t> Choice<'t> {
             chars: offset,
             uncut: offset,
             tokens: 0,
+            has_text: false,
             finished: false,
         }
     }
@@ -125,13 +130,15 @@ impl<'t> Choice<'t> {
         let tokens = if holds { Vec::new() } else { std::mem::take(&mut self.held) };
         let uncut = self.uncut;
         let tokens = tokens.into_iter().filter(|token| !cut || token.offset < uncut).collect();
-        Ok(Delta { text, tokens, calls, finish })
+        self.has_text |= !text.is_empty();
+        let is_empty = self.finished && !self.has_text && calls.is_empty();
+        Ok(Delta { text, tokens, calls, finish, is_empty })
     }
 
     /// Ends a response of no tokens.
     pub(super) fn end(&mut self) -> Delta {
         self.finished = true;
-        Delta { finish: Some(FinishReason::Length), ..Delta::default() }
+        Delta { finish: Some(FinishReason::Length), is_empty: !self.has_text, ..Delta::default() }
     }
 }
 

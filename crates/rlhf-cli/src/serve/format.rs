@@ -118,7 +118,8 @@ impl Form {
                 vec![self.object(true, vec![choice]).into()]
             }
             Endpoint::Chat if part.calls.is_empty() => {
-                let silent = part.text.is_empty() && part.tokens.is_empty();
+                // An empty message has an empty text: clients send it back, and null is refused there.
+                let silent = part.text.is_empty() && part.tokens.is_empty() && !(self.tools && part.is_empty);
                 let delta = if silent { json!({}) } else { json!({"content": part.text}) };
                 vec![chunk(delta, logprobs, finish)]
             }

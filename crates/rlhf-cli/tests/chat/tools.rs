@@ -4,7 +4,9 @@ use super::chat;
 use crate::cli::Ran;
 use crate::support::{PROGRAM, golden};
 use crate::tools::scratch;
-use std::process::Command;
+use rustix::process::{Pid, Signal, kill_process};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const CHAT: &str = "chat caller --temperature 0 --max_new_tokens 60";
 
@@ -138,19 +140,71 @@ fn what_a_conversation_cannot_have_is_one_error() {
 }
 
 #[test]
+fn a_model_that_cannot_go_on_leaves_the_other_ones_response_and_reward() {
+    let scratch = scratch();
+    std::fs::create_dir(scratch.path("small")).unwrap();
+    for file in std::fs::read_dir(scratch.path("caller")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), scratch.path("small").join(file.file_name())).unwrap();
+    }
+    // Its context is full after a call.
+    scratch.edit_config("small", "max_position_embeddings", 160);
+    let both = "chat small --compare caller --temperature 0 --max_new_tokens 60";
+    let sum = "--environment_factory helpers.Sum --environment_row {\"answer\":\"7\"}";
+    let ran = chat(&scratch, &format!("{both} {sum}"), "3+4\n");
+    let call = "-> add({\"a\": 3, \"b\": 4})\n";
+    assert_eq!((ran.code, ran.stdout), (1, format!("[small] {call}<- 7\n[caller] {call}<- 7\n7\n")));
+    assert!(ran.stderr.contains("the context of small is 160: /reset starts a new one"), "{}", ran.stderr);
+    // The program of the tools ends with the first call.
+    let ran = chat(&scratch, &format!("{CHAT} --compare caller --tools helpers.dies"), "3+4\n");
+    assert_eq!((ran.code, ran.stdout), (1, format!("[caller] {call}").repeat(2)));
+    assert_eq!(ran.stderr.matches("error: ").count(), 1, "{}", ran.stderr);
+}
+
+#[test]
+fn the_programs_of_tools_end_with_a_chat_that_a_signal_ends() {
+    let scratch = scratch();
+    let sleeps =
+        "import os, time\n        open(\"pid\", \"w\").write(f\"{os.getpid()}\\n\"); time.sleep(60)\n        reply";
+    scratch.write("sleeps.py", &ONCE.replace("reply = {\"results\"", &format!("{sleeps} = {{\"results\"")));
+    let schemas: serde_json::Value = crate::support::read_json(&golden().join("trl_tools/schemas.json"));
+    let mut line = scratch.command(CHAT);
+    line.args(["--environment_factory", &format!("command:python3 sleeps.py '{}'", schemas["add"])]);
+    let mut child = line.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    std::io::Write::write_all(child.stdin.as_mut().unwrap(), b"3+4\n").unwrap();
+    let wait = |seconds: u64, is_so: &dyn Fn() -> bool| {
+        let until = Instant::now() + Duration::from_secs(seconds);
+        while !is_so() {
+            assert!(Instant::now() < until, "it takes longer than {seconds} s");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let pid = || std::fs::read_to_string(scratch.path("pid")).unwrap_or_default();
+    wait(60, &|| pid().ends_with('\n'));
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    // It may be left as a zombie where nobody collects it.
+    let stat = || std::fs::read_to_string(format!("/proc/{}/stat", pid().trim())).unwrap_or_default();
+    wait(5, &|| stat().is_empty() || stat().contains(") Z"));
+}
+
+#[test]
 fn a_terminal_shows_the_beginning_of_long_results_and_says_when_an_episode_has_ended() {
     let scratch = scratch();
     scratch.write("once.py", &ONCE.replace("\"content\": \"done\"", "\"content\": \"a\\x1b[2J\" * 900"));
     std::fs::copy(golden().join("trl_tools/schemas.json"), scratch.path("schemas.json")).unwrap();
     let program = "command:python3 once.py \"$(python3 -c 'import json; print(json.dumps(json.load(open(\"schemas.json\"))[\"add\"]))')\"";
     scratch.write("chat.yaml", &format!("environment_factory: [{}]\n", serde_json::Value::from(program)));
-    let command = format!("{PROGRAM} {CHAT} --config chat.yaml");
-    let mut line = Command::new("script");
-    line.args(["-qec", &command, "/dev/null"])
-        .current_dir(scratch.path(""))
-        .env("TERM", "xterm")
-        .env_remove("NO_COLOR");
-    let ran = super::piped(line, "3+4\r/quit\r");
+    let in_terminal = |config: &str, input: &str| {
+        let command = format!("{PROGRAM} {CHAT} --config {config}");
+        let mut line = Command::new("script");
+        line.args(["-qec", &command, "/dev/null"])
+            .current_dir(scratch.path(""))
+            .env("TERM", "xterm")
+            .env_remove("NO_COLOR");
+        super::piped(line, input)
+    };
+    let ran = in_terminal("chat.yaml", "3+4\r/quit\r");
     let shown = ran.stdout;
     assert_eq!(ran.code, 0, "{shown:?}");
     for wanted in [
@@ -163,4 +217,9 @@ fn a_terminal_shows_the_beginning_of_long_results_and_says_when_an_episode_has_e
         assert!(shown.contains(wanted), "{wanted}: {shown:?}");
     }
     assert!(shown.matches("[2Ja").count() < 70, "{shown:?}");
+    // The reward is that of the conversation before.
+    scratch.write("sum.yaml", "environment_factory: [helpers.Sum]\nenvironment_row: {answer: '7'}\n");
+    let shown = in_terminal("sum.yaml", "3+4\r/reset\r/quit\r").stdout;
+    let at = |text: &str| shown.find(text).unwrap_or_else(|| panic!("{text}: {shown:?}"));
+    assert!(at("reward: 1") < at("a new conversation"), "{shown:?}");
 }

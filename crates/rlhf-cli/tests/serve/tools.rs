@@ -136,6 +136,25 @@ fn a_call_that_is_cut_or_broken_is_content_in_a_stream_too() {
 }
 
 #[test]
+fn a_stream_without_text_and_calls_has_an_empty_content_which_can_be_sent_back() {
+    let scratch = scratch();
+    let server = Server::start(&scratch);
+    let streamed = |more: Value| {
+        let mut body = request(&json!([user("3+4")]), more);
+        body["stream"] = true.into();
+        server.completes(CHAT, body).chunks()
+    };
+    for more in [json!({"stop": "<tool_call>"}), json!({"stop": "<tool_call>", "logprobs": true})] {
+        let chunks = streamed(more);
+        let deltas: Vec<&Value> = chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]).collect();
+        let contents: Vec<&str> = deltas.iter().filter_map(|delta| delta["content"].as_str()).collect();
+        assert_eq!((contents.concat(), contents.is_empty()), (String::new(), false), "{deltas:?}");
+    }
+    let said = json!({"role": "assistant", "content": ""});
+    server.completes(CHAT, request(&json!([user("3+4"), said, user("3+4")]), json!({"max_tokens": 1})));
+}
+
+#[test]
 fn the_choice_of_tools_decides_where_the_prompt_ends_and_which_tools_it_has() {
     let scratch = scratch();
     let server = Server::start(&scratch);

@@ -9,6 +9,8 @@ use serde_json::{Map, Value};
 pub(super) const FUNCTION: &str = "<function=";
 /// The text before the name of a parameter, and that after its value.
 pub(super) const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
+/// The text after the parameters of a function.
+const END: &str = "</function>";
 
 /// A call in a text: its start, the name, and the text from its parameters on.
 pub(super) struct Start<'t> {
@@ -40,6 +42,11 @@ pub(super) fn arguments(body: &str) -> Map<String, Value> {
         }
     }
     found
+}
+
+/// Returns whether the end of the function follows the last parameter in the body of a call.
+pub(super) fn is_whole(body: &str) -> bool {
+    body.rsplit_once(PARAMETER[1]).map_or(body, |(_, after)| after).trim_matches(is_space) == END
 }
 
 /// Splits `text` at `mark`; `None` where nothing or a line break is before it.

@@ -15,8 +15,7 @@ use serde_json::{Map, Value, json};
 pub(super) enum Region<'t> {
     Reasoning(&'t str),
     Content(&'t str),
-    /// The name, where it is read from the text before the rest, and the JSON.
-    Call(Option<&'t str>, &'t str),
+    Call(Found<'t>),
 }
 
 /// Returns the assistant's message in `text`, and its calls.
@@ -31,8 +30,8 @@ pub(super) fn turn(form: &Form, text: &str, tools: &[Value]) -> Result<(Value, V
         match region {
             Region::Reasoning(text) => drop(message.insert("reasoning_content".into(), stripped(text).into())),
             Region::Content(text) => drop(message.insert("content".into(), stripped(text).into())),
-            Region::Call(name, text) => {
-                let mut function = function(form, name, text)?;
+            Region::Call(Found { name, body, .. }) => {
+                let mut function = function(form, name, body)?;
                 calls.push(call_of(&mut function, &schemas)?);
                 written.push(json!({"type": "function", "function": function}));
             }
@@ -53,6 +52,7 @@ pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
     let (mut found, mut rest) = (Vec::new(), text);
     let reads_reasoning = form.calls.tags().is_some();
     while !rest.is_empty() {
+        let before = text.len() - rest.len();
         let reasoning = reads_reasoning.then(|| rest.find(REASONING_TAGS[0])).flatten();
         let call = next_call(form, rest);
         let end = rest.find(form.end.as_str()).filter(|_| !form.end.is_empty());
@@ -69,8 +69,8 @@ pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
             found.push(Region::Reasoning(body));
             rest = after;
         } else if let Some(call) = call.filter(|call| call.start == start) {
-            found.push(Region::Call(call.name, call.body));
             rest = call.after;
+            found.push(Region::Call(Found { start: call.start + before, ..call }));
         } else {
             rest = rest[start + form.end.len()..].trim_start_matches(is_space);
         }
@@ -79,11 +79,27 @@ pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
 }
 
 /// A call in a text.
-struct Found<'t> {
+pub(super) struct Found<'t> {
     start: usize,
+    /// The name, where it is read from the text before the rest.
     name: Option<&'t str>,
+    /// The JSON, or the parameters.
     body: &'t str,
+    /// Whether the end of the call is there.
+    is_closed: bool,
     after: &'t str,
+}
+
+/// Returns the start of the last call of a `text` that was cut, if the call is not whole: neither its end nor all of its arguments are there.
+pub(super) fn cut_call(form: &Form, text: &str) -> Option<usize> {
+    let Some(Region::Call(Found { start, body, is_closed: false, .. })) = regions(form, text).pop() else {
+        return None;
+    };
+    let is_whole = match form.calls {
+        Calls::Parameters => parameters::is_whole(body),
+        Calls::Tagged(_) | Calls::Bare => serde_json::from_str::<Value>(body).is_ok(),
+    };
+    (!is_whole).then_some(start)
 }
 
 /// Finds the first call in `text`.
@@ -91,18 +107,19 @@ fn next_call<'t>(form: &Form, text: &'t str) -> Option<Found<'t>> {
     match &form.calls {
         Calls::Tagged([open, close]) => {
             let start = text.find(open.as_str())?;
-            let (body, after) = split_at(&text[start + open.len()..], close);
-            Some(Found { start, name: None, body, after })
+            let rest = &text[start + open.len()..];
+            let (body, after) = split_at(rest, close);
+            Some(Found { start, name: None, body, is_closed: body.len() < rest.len(), after })
         }
         Calls::Parameters => parameters::find(text).map(|call| {
             let (body, after) = split_at(call.rest, TAGS[1]);
-            Found { start: call.at, name: Some(call.name), body, after }
+            Found { start: call.at, name: Some(call.name), body, is_closed: body.len() < call.rest.len(), after }
         }),
         Calls::Bare => text.match_indices('{').find_map(|(start, _)| {
             let (name, rest) = bare_start(&text[start..], form.arguments).ok()?;
             let (body, after) = bare_body(rest, form);
             let before = text[..start].strip_suffix(PYTHON_TAG).map_or(start, str::len);
-            Some(Found { start: before, name: Some(name), body, after })
+            Some(Found { start: before, name: Some(name), body, is_closed: body.len() < rest.len(), after })
         }),
     }
 }

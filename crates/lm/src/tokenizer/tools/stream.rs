@@ -48,7 +48,10 @@ impl Place {
 impl<'t> TurnStream<'t> {
     /// A turn with a `beginning`, of which the last `own` bytes are returned too.
     pub(super) fn new(template: &'t ToolTemplate, tools: &'t [Value], beginning: String, own: usize) -> Self {
-        let begun = beginning.len().saturating_sub(own);
+        let mut begun = beginning.len().saturating_sub(own);
+        while !beginning.is_char_boundary(begun) {
+            begun -= 1;
+        }
         let mut turn =
             Self { template, tools, text: beginning, begun, shown: begun, plain: 0, reasons: false, calls: false };
         turn.advance();
@@ -75,21 +78,30 @@ impl<'t> TurnStream<'t> {
         self.text.split_off(self.shown)
     }
 
-    /// Ends the turn after the token `last`. Returns the rest of its text without calls, and the turn, as [`ToolTemplate::read_turn`] reads it.
+    /// Ends the turn after the token `last`. Returns the rest of its text without calls, and the turn, as [`ToolTemplate::read_turn`] reads it. A
+    /// turn whose last token is none that ends a text was cut: its last call is text, unless it is whole.
     ///
     /// # Errors
     /// If the token cannot be decoded.
     pub fn finish(mut self, last: Option<i64>) -> Result<(String, Turn)> {
         let tokenizer = &self.template.renderer.tokenizer;
         // It shows whether the turn was ended, and is not in the text.
-        let end = last.filter(|id| tokenizer.eos_ids().contains(id) && tokenizer.is_special(*id));
+        let ended = last.filter(|id| tokenizer.eos_ids().contains(id));
+        let end = ended.filter(|&id| tokenizer.is_special(id));
         let end = end.map_or(Ok(String::new()), |id| tokenizer.decode_verbatim(&[id]))?;
         let len = self.text.len();
         self.text.push_str(&end);
         let form = &self.template.form;
-        Ok(match read::turn(form, &self.text, self.tools) {
-            Ok((message, calls)) => {
-                let rest = if calls.is_empty() { self.text[self.shown..len].to_string() } else { self.beside_calls() };
+        let cut = if ended.is_some() { None } else { read::cut_call(form, &self.text) };
+        let (whole, cut) = self.text.split_at(cut.unwrap_or(self.text.len()));
+        Ok(match read::turn(form, whole, self.tools) {
+            Ok((mut message, calls)) => {
+                if !cut.is_empty() {
+                    let content = message["content"].as_str().unwrap_or_default();
+                    message["content"] = format!("{content}{}{cut}", if content.is_empty() { "" } else { "\n" }).into();
+                }
+                let is_text = calls.is_empty();
+                let rest = if is_text { self.text[self.shown..len].into() } else { self.beside_calls(whole, cut) };
                 (rest, Turn { message, calls, malformed: None })
             }
             Err(fault) => {
@@ -100,17 +112,18 @@ impl<'t> TurnStream<'t> {
         })
     }
 
-    /// The text between and after the calls.
-    fn beside_calls(&self) -> String {
+    /// The text between and after the calls of the `whole` part of the turn, and the call that was `cut`.
+    fn beside_calls(&self, whole: &str, cut: &str) -> String {
         let form = &self.template.form;
         let mut parts = Vec::new();
-        for region in read::regions(form, &self.text[self.plain..]) {
+        for region in read::regions(form, &whole[self.plain..]) {
             match region {
                 Region::Call(..) => {}
                 Region::Content(text) => parts.push(without_end(form, stripped(text)).to_string()),
                 Region::Reasoning(text) => parts.push(format!("{}{text}{}", REASONING_TAGS[0], REASONING_TAGS[1])),
             }
         }
+        parts.push(cut.into());
         parts.retain(|part| !part.is_empty());
         let rest = parts.join("\n");
         if self.shown > self.begun && !rest.is_empty() { format!("\n{rest}") } else { rest }

@@ -285,6 +285,37 @@ fn tools_calls_may_have_their_parameters_in_tags() {
 }
 
 #[test]
+fn tools_of_a_turn_that_was_cut_only_the_last_call_may_be_text() {
+    let in_tags = template(&parameters());
+    let json = template(&tagged(""));
+    let parameter = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n";
+    let object = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {}}";
+    let broken = &object[..object.len() - 1];
+    let close = "</function>\n</tool_call>";
+    // The text of the whole calls, their number, and the text of the one that is cut.
+    for (template, whole, calls, cut) in [
+        (&in_tags, String::new(), 0, format!("{parameter}<parameter=days>\n1")),
+        (&in_tags, String::new(), 0, format!("{parameter}<parameter=days>\n1</function>")),
+        (&in_tags, String::new(), 0, parameter.into()),
+        (&in_tags, String::new(), 0, "<tool_call>\n<function=weather>".into()),
+        (&in_tags, format!("{parameter}</function>"), 1, String::new()),
+        (&in_tags, format!("{parameter}{close}"), 1, String::new()),
+        (&in_tags, format!("{parameter}{close}\n"), 1, parameter.into()),
+        (&json, object.into(), 1, String::new()),
+        (&json, String::new(), 0, broken.into()),
+        (&json, format!("{object}\n</tool_call>\n"), 1, broken.into()),
+    ] {
+        let mut turn = template.turn(String::new(), 0, &[]);
+        let shown = turn.push(&format!("I look.\n{whole}{cut}"));
+        let (rest, turn) = turn.finish(None).unwrap();
+        assert_eq!((turn.calls.len(), turn.malformed), (calls, None), "{whole}{cut}");
+        let content = if cut.is_empty() { "I look.".into() } else { format!("I look.\n{cut}") };
+        // As in the stream.
+        assert_eq!((shown + &rest, turn.message["content"].as_str()), (content.clone(), Some(&*content)));
+    }
+}
+
+#[test]
 fn tools_a_template_that_describes_calls_and_does_not_write_them_gets_them_as_text() {
     // As SmolLM3's, which has its tools under another name.
     let source = "{% if xml_tools %}<|im_start|>system\nUse <tool_call></tool_call>: {{ xml_tools | tojson }}<|im_end|>\n{% endif %}\
@@ -373,6 +404,9 @@ fn tools_a_turn_that_the_prompt_has_begun_shows_what_follows() {
     assert_eq!((shown.as_str(), &turn.message["content"]), ("warm.", &json!("It is warm.")));
     let (shown, rest, turn) = streamed(&template, &call[..20], 0, &call[20..], 2);
     assert_eq!((shown + &rest, turn.calls.len()), (String::new(), 1));
+    // The response may begin within a character of a prompt that is written otherwise.
+    let (shown, rest, _) = streamed(&template, "It is é", 1, "!", 1);
+    assert_eq!(shown + &rest, "é!");
     // A call that was begun for the model is a part of its text if it cannot be read.
     let (shown, rest, turn) = streamed(&template, &format!("Hi.{}", &call[..20]), 20, "or not", 2);
     assert_eq!((shown + &rest, turn.calls.len()), (format!("{}or not", &call[..20]), 0));

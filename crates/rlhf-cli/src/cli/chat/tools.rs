@@ -33,6 +33,11 @@ pub(super) fn start(config: &ChatConfig) -> Result<Option<Arc<dyn Environment>>>
     Ok(environment)
 }
 
+/// Returns sessions of which each that fails is an event: the others go on. The reward of one that fails is not shown.
+fn new_sessions(environment: &Arc<dyn Environment>, number: usize) -> Result<Sessions> {
+    Sessions::new(environment.clone(), number, Some(0.0))
+}
+
 /// The conversations of all models with tools.
 pub(super) struct Tools {
     config: EnvironmentConfig,
@@ -76,7 +81,7 @@ impl Tools {
             Ok(Talk { label, template, opened: Opened::default(), messages: Vec::new(), is_open: false })
         };
         let talks = speakers.iter().map(talk).collect::<Result<Vec<_>>>()?;
-        let sessions = Sessions::new(environment.clone(), talks.len(), None)?;
+        let sessions = new_sessions(&environment, talks.len())?;
         let row = JsonObject::to_map(config.environment_row.as_ref());
         let settings = config.environment.0.clone();
         let mut tools =
@@ -85,15 +90,11 @@ impl Tools {
         Ok(tools)
     }
 
-    /// Starts a new conversation after the end of the last one.
-    pub(super) fn reset(&mut self) -> Result<()> {
-        let finished = self.finish();
-        self.open()?;
-        finished
-    }
-
-    /// Opens the sessions of a conversation; all models' begin alike.
-    fn open(&mut self) -> Result<()> {
+    /// Opens the sessions of a conversation, after the end of the last one; all models' begin alike.
+    ///
+    /// # Errors
+    /// If one of them cannot begin: then none does.
+    pub(super) fn open(&mut self) -> Result<()> {
         let mut stream = Stream::new(self.seed, Purpose::Environments, self.conversations, 0);
         let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
         self.conversations += 1;
@@ -102,7 +103,11 @@ impl Tools {
             self.sessions.open(at, &format!("the conversation of {}", talk.label), self.row.clone(), seed)?;
         }
         while self.talks.iter().any(|talk| !talk.is_open) {
-            for Event { row, outcome } in self.events()? {
+            let events = self.events();
+            if events.is_err() {
+                self.close();
+            }
+            for Event { row, outcome } in events? {
                 if let Outcome::Opened(opened) = outcome {
                     (self.talks[row].opened, self.talks[row].is_open) = (opened, true);
                 }
@@ -126,35 +131,42 @@ impl Tools {
         Ok(())
     }
 
-    /// Waits for the next steps of the sessions. An error ends all of them.
+    /// Waits for the next steps of the sessions.
+    ///
+    /// # Errors
+    /// If an environment is dead: the session of its model has then ended.
     fn events(&mut self) -> Result<Vec<Event>> {
-        let events = self.sessions.poll(WAIT);
-        if events.is_err() {
-            self.close();
+        let events = self.sessions.poll(WAIT)?;
+        for Event { row, outcome } in &events {
+            if let Outcome::Failed { message, .. } = outcome {
+                self.talks[*row].is_open = false;
+                return Err(Error::Run(message.clone()));
+            }
         }
-        events
+        Ok(events)
     }
 
     /// Abandons all sessions.
     fn close(&mut self) {
         self.talks.iter_mut().for_each(|talk| talk.is_open = false);
         // Without a thread, sessions stay as they are until the process ends.
-        if let Ok(sessions) = Sessions::new(self.environment.clone(), self.talks.len(), None) {
+        if let Ok(sessions) = new_sessions(&self.environment, self.talks.len()) {
             self.sessions = sessions;
         }
     }
 
     /// Ends the conversations, and shows the rewards of those that had a message.
     pub(super) fn finish(&mut self) -> Result<()> {
+        let mut ended = Ok(());
         for at in 0..self.talks.len() {
             if self.talks[at].is_open && self.talks[at].messages.is_empty() {
-                self.sessions.abandon(at)?;
                 self.talks[at].is_open = false;
+                ended = ended.and(self.sessions.abandon(at));
             } else if self.talks[at].is_open {
-                self.finish_one(at)?;
+                ended = ended.and(self.finish_one(at));
             }
         }
-        Ok(())
+        ended
     }
 
     fn finish_one(&mut self, at: usize) -> Result<()> {
