@@ -254,6 +254,7 @@ PARTS = (
             "python3 examples/code_reward/test_example.py",
             "python3 examples/t5-summary/test_example.py",
             "python3 examples/smollm2/test_example.py",
+            "python3 examples/tools/test_example.py",
             "python3 benchmarks/test_table.py",
         ),
     ),
