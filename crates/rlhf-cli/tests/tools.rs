@@ -125,6 +125,21 @@ fn ranks_have_their_own_sessions_and_give_the_same_numbers() {
 }
 
 #[test]
+fn generate_on_several_ranks_writes_the_same_rows_in_the_same_order() {
+    let scratch = scratch();
+    let line = "generate --model_name_or_path caller --dataset_name sums.jsonl --max_new_tokens 100 --environment_factory helpers.Sum \
+                --batch_size 4";
+    let rows = |start: &str| {
+        let ran = scratch.run(&format!("{start}{line}"));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        ran.stdout
+    };
+    let one = rows("");
+    assert_eq!(one.lines().count(), 24);
+    assert_eq!(rows("launch --nproc_per_node 2 "), one);
+}
+
+#[test]
 fn groups_that_teach_nothing_are_sampled_again_with_the_environment_and_the_run_resumes_to_the_bit() {
     let scratch = scratch();
     let line = format!(
