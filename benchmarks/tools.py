@@ -135,6 +135,7 @@ def run_trl(args):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
+    from trl_grpo import watch
     from trl_shared import Clock
 
     torch.set_num_threads(os.cpu_count())
@@ -167,16 +168,7 @@ def run_trl(args):
         **({"environment_factory": bench_tools.Search} if args.wait else {"tools": [bench_tools.search]}),
         reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
     )
-    trainer._generate = clock.timed("time/generate", trainer._generate)
-    rollout = trainer._generate_and_score_completions
-
-    def watched(inputs):
-        output = rollout(inputs)
-        clock.end_rollout()
-        clock.times["tokens"] = output["completion_mask"].sum(1).float().mean().item()
-        return output
-
-    trainer._generate_and_score_completions = watched
+    watch(trainer, clock)
     trainer.train()
 
 

@@ -83,7 +83,7 @@ pub use pool::{Event, Outcome, Sessions};
 pub use program::ProgramEnvironment;
 pub(crate) use reward::{environment_rewards, failure_reward_name};
 pub use settings::{EnvironmentConfig, MalformedCalls};
-pub use turn::Results;
+pub use turn::{Results, session_seed};
 
 use rlhf_base::Result;
 use serde_json::{Map, Value};

@@ -2,13 +2,12 @@
 
 use crate::data::{Episode, Prompt, PromptLimit, prompt_messages};
 use crate::environment::{
-    Environment, EnvironmentConfig, Event, Log, MalformedCalls, Opened, Outcome, Results, Sessions, ToolCall,
-    ToolResult, environment_rewards, failure_reward_name,
+    Environment, EnvironmentConfig, Event, Log, Opened, Outcome, Results, Sessions, ToolCall, ToolResult,
+    environment_rewards, failure_reward_name, session_seed,
 };
 use crate::reward::Rewards;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
-use rlhf_base::rng::{Purpose, Stream};
 use rlhf_base::safe_text::{beginning, one_line};
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, GenerationConfig, Next, Response, Turns, generate_turns};
@@ -40,7 +39,7 @@ pub struct ToolLoop {
     failure_reward: String,
     /// Limit on the length of prompts with their tools.
     limit: Option<PromptLimit>,
-    /// Where failures of environments are written to, with which a run goes on.
+    /// File for the errors of environments that do not end the run.
     log: Log,
 }
 
@@ -80,7 +79,7 @@ impl ToolLoop {
         Ok(started.map(|started| started.logging_to(log)))
     }
 
-    /// Sets the log of the failures of environments with which the run goes on.
+    /// Sets the log for errors of environments that do not end the run.
     #[must_use]
     pub fn logging_to(mut self, log: &Log) -> Self {
         self.log = log.clone();
@@ -246,8 +245,7 @@ impl<'a> Talk<'a> {
             let (group, columns) = (row / size, asked[row / size].row.as_object().cloned().unwrap_or_default());
             // All rows of a group begin alike.
             let number = generation.first_row / size as u64 + group as u64;
-            let mut stream = Stream::new(generation.seed, Purpose::Environments, generation.step, number);
-            let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
+            let seed = session_seed(generation.seed, generation.step, number);
             let place = format!("response {} to {:?}", row % size + 1, shown(asked[group]));
             sessions.open(at, &place, columns, seed)?;
         }
@@ -424,9 +422,9 @@ impl Turns for Talk<'_> {
         row.episode.messages.push(turn.message.clone());
         let config = &self.of.config;
         let may_call = row.is_open && config.max_tool_calling_iterations.is_none_or(|most| row.iterations < most);
-        let is_answered = turn.malformed.is_some() && config.malformed_calls == MalformedCalls::Error;
-        let has_calls = !turn.calls.is_empty() || is_answered && finish == FinishReason::Stop;
-        if may_call && has_calls {
+        // A call that is cut off is no fault.
+        let is_read = turn.malformed.is_none() || finish == FinishReason::Stop;
+        if may_call && is_read && config.has_results(&turn) {
             return self.call(at, turn);
         }
         self.decided.push((at, Next::End));
@@ -456,7 +454,7 @@ impl Turns for Talk<'_> {
 }
 
 /// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
-/// `may_fail` is whether a run goes on where an environment dies.
+/// `may_fail` is whether the run continues if an environment dies.
 pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode], may_fail: bool) {
     if episodes.is_empty() {
         return;

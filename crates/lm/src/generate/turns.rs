@@ -127,8 +127,6 @@ struct Row {
     phase: Phase,
     /// Tokens of the response that are not in the cache yet.
     unfed: VecDeque<i64>,
-    /// Number of tokens that were inserted last.
-    inserted: usize,
     /// The token that was fed last, or the last one of the prompt.
     fed: i64,
     /// Number of tokens of the response at the start of its turn.
@@ -149,7 +147,7 @@ struct Conversations<'a> {
 
 impl<'a> Conversations<'a> {
     fn new(decoding: Decoding<'a>, compacts: bool) -> Self {
-        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), inserted: 0, fed: *last, turn: 0 };
+        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), fed: *last, turn: 0 };
         let rows = decoding.last_of_prompts.iter().map(row).collect();
         Self { decoding, rows, compacts, at_start: true }
     }
@@ -205,8 +203,9 @@ impl<'a> Conversations<'a> {
         let (mut pass, mut size) = (Vec::new(), 0);
         for at in 0..rows {
             let i = self.decoding.alive[at];
-            let Row { phase, unfed, inserted, .. } = &self.rows[i];
-            if *phase != Phase::Runs || unfed.len() <= least || !lockstep && unfed.len() > *inserted {
+            let Row { phase, unfed, .. } = &self.rows[i];
+            let inserted = self.decoding.responses[i].inserted.last().map_or(0, ExactSizeIterator::len);
+            if *phase != Phase::Runs || unfed.len() <= least || !lockstep && unfed.len() > inserted {
                 continue;
             }
             while self.rows[i].unfed.len() > 1 {
@@ -335,7 +334,6 @@ impl<'a> Conversations<'a> {
             return;
         }
         row.phase = Phase::Runs;
-        row.inserted = tokens.len();
         row.unfed.extend(tokens);
         row.turn = response.tokens.len();
     }

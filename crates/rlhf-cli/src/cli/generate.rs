@@ -8,7 +8,7 @@ use rlhf::dist::World;
 use rlhf::environment::Log;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
-use rlhf::run::turns;
+use rlhf::run::{RolloutTurns, turns};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
@@ -180,11 +180,9 @@ impl<'c> Generator<'c> {
         let text = self.tokenizer.decode(&response.tokens)?;
         let mut row = json_row(&episode.prompt, Some(&text), index, response);
         row["num_tokens"] = response.num_sampled().into();
-        row["inserted"] = response.inserted.iter().flat_map(|span| [span.start, span.end]).collect();
-        row["messages"] = episode.messages.clone().into();
-        row["tool_calls"] = episode.calls.into();
-        row["tool_failures"] = episode.failures.into();
-        row["env_reward"] = episode.reward.into();
+        if let (Value::Object(row), Value::Object(turns)) = (&mut row, json!(RolloutTurns::of(episode, response))) {
+            row.extend(turns);
+        }
         Ok(row.to_string())
     }
 

@@ -1,8 +1,22 @@
 //! The calls of a turn: those that are made, and the results of those that fail without.
 
-use super::{ToolCall, ToolResult};
+use super::{EnvironmentConfig, MalformedCalls, ToolCall, ToolResult};
+use rlhf_base::rng::{Purpose, Stream};
 use rlhf_lm::tokenizer::Turn;
 use serde_json::{Value, json};
+
+/// Returns the seed of the sessions of a group: of its number among those of a step, in a run with the seed `seed`.
+pub fn session_seed(seed: u64, step: u64, group: u64) -> u64 {
+    let mut stream = Stream::new(seed, Purpose::Environments, step, group);
+    (stream.uniform() * f64::from(u32::MAX)) as u64
+}
+
+impl EnvironmentConfig {
+    /// Returns whether a turn has results: of its calls, or the error of one that cannot be read.
+    pub fn has_results(&self, turn: &Turn) -> bool {
+        !turn.calls.is_empty() || turn.malformed.is_some() && self.malformed_calls == MalformedCalls::Error
+    }
+}
 
 /// The results of a turn's calls, in their order; those of calls that are made are open.
 #[derive(Debug, Clone, Default, PartialEq)]

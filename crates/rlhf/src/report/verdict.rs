@@ -2,6 +2,7 @@
 
 use super::html::number;
 use super::read::{Alarm, Outcome, Run};
+use crate::rl::alarms::{LEAST_CALLS, LEFT_CALLS, MOST_DEAD, MOST_FAILED};
 use crate::run::ends::{self, short, window, with_error};
 
 /// Nats per token of KL to the reference below which a policy is near it; healthy runs stay below.
@@ -22,15 +23,6 @@ const CUT_SHARE: f64 = 0.2;
 
 /// Share of responses cut at the limit from which on most are.
 const MOST_CUT: f64 = 0.5;
-
-/// Calls of tools per response from which on a policy calls them, the share of these below which it has stopped, and the share of calls
-/// that fail above which most do: as for the alarms.
-const LEAST_CALLS: f64 = 0.25;
-const LEFT_CALLS: f64 = 0.05;
-const MOST_FAILED: f64 = 0.5;
-
-/// Share of the responses whose environments fail above which too many do.
-const MOST_DEAD: f64 = 0.1;
 
 /// Alarms that are named in the verdict, at most.
 const MOST_NAMED: usize = 5;

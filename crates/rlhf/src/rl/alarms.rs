@@ -12,6 +12,7 @@ use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tools::{Found, Tools};
+pub(crate) use tools::{LEAST_CALLS, LEFT_CALLS, MOST_DEAD, MOST_FAILED};
 
 /// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.4 (the
 /// examples in this repository: at most 0.36); at 1 the policy gives each of its tokens e times the reference's probability.

@@ -160,7 +160,7 @@ pub struct RolloutTurns {
 
 impl RolloutTurns {
     /// The turns of a `response` with their `episode`.
-    pub(crate) fn of(episode: &Episode, response: &Response) -> Self {
+    pub fn of(episode: &Episode, response: &Response) -> Self {
         Self {
             prompt_ids: episode.prompt.tokens.clone(),
             inserted: response.inserted.clone(),

@@ -5,11 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rlhf::environment::{
-    Called, Environment, EnvironmentConfig, Event, Log, MalformedCalls, Opened, Outcome, Results, Sessions, ToolCall,
-    ToolResult,
+    Called, Environment, EnvironmentConfig, Event, Log, Opened, Outcome, Results, Sessions, ToolCall, ToolResult,
+    session_seed,
 };
 use rlhf::generate::{FinishReason, GenerationConfig, Token};
-use rlhf::rng::{Purpose, Stream};
 use rlhf::run::turns::{Kind, parts};
 use rlhf::safe_text::one_line;
 use rlhf::schema::JsonObject;
@@ -95,8 +94,7 @@ impl Tools {
     /// # Errors
     /// If one of them cannot begin: then none does.
     pub(super) fn open(&mut self) -> Result<()> {
-        let mut stream = Stream::new(self.seed, Purpose::Environments, self.conversations, 0);
-        let seed = (stream.uniform() * f64::from(u32::MAX)) as u64;
+        let seed = session_seed(self.seed, self.conversations, 0);
         self.conversations += 1;
         for (at, talk) in self.talks.iter_mut().enumerate() {
             talk.messages.clear();
@@ -248,9 +246,7 @@ impl Tools {
             };
             let sampled = self.talks[at].sample(speaker, &prompt, &settings, stop)?;
             self.talks[at].messages.push(sampled.turn.message.clone());
-            let answers_faults = self.config.malformed_calls == MalformedCalls::Error;
-            let has_calls = !sampled.turn.calls.is_empty() || sampled.turn.malformed.is_some() && answers_faults;
-            if sampled.is_cut || !has_calls {
+            if sampled.is_cut || !self.config.has_results(&sampled.turn) {
                 return Ok(());
             }
             if let Some(most) = self.config.max_tool_calling_iterations.filter(|&most| iterations >= most) {
@@ -294,7 +290,7 @@ impl Tools {
                 }
             }
             if stop.load(Ordering::SeqCst) && !std::mem::replace(&mut is_noted, true) {
-                hint("(the call goes on until its end; Ctrl-C again quits)");
+                hint("(waiting for the call to finish; Ctrl-C again quits)");
             }
         }
     }

@@ -5,21 +5,21 @@ use rlhf_base::metrics::WarningKind;
 use serde::{Deserialize, Serialize};
 
 /// Calls per response from which on a policy calls its tools: those of one response in four.
-const LEAST_CALLS: f64 = 0.25;
+pub(crate) const LEAST_CALLS: f64 = 0.25;
 /// Share of the most calls per response so far below which a policy has stopped calling.
-const LEFT_CALLS: f64 = 0.05;
+pub(crate) const LEFT_CALLS: f64 = 0.05;
 /// Responses over which calls are counted, at least; a policy that makes a call in one of ten then has neither so many nor so few by chance.
 const CALL_WINDOW: f64 = 128.0;
 
 /// Share of calls that fail above which most do, the updates in a row for which they have to, and their calls, at least.
-const MOST_FAILED: f64 = 0.5;
+pub(crate) const MOST_FAILED: f64 = 0.5;
 const FAILING_UPDATES: usize = 5;
 const FAILING_CALLS: f64 = 32.0;
 /// Share of failed calls in the later half of these updates, as a share of that in the earlier half, below which a policy learns to call.
 const LEAST_FALL: f64 = 0.9;
 
 /// Share of the responses whose environments fail, over three updates, above which too many do.
-const MOST_DEAD: f64 = 0.1;
+pub(crate) const MOST_DEAD: f64 = 0.1;
 
 /// Share of the responses that are cut above which most are.
 const MOST_CUT: f64 = 0.5;
@@ -149,8 +149,8 @@ impl Tools {
         }
         let message = format!(
             "update {update}: {:.0} % of the responses end in the middle of a turn or with a call that has no result, and more than half in the \
-             last {} updates: response_length, of which results are a part, leaves no room for an answer; a larger response_length, \
-             shorter results (tool_output_limit) or more turns (max_tool_calling_iterations) let them end",
+             last {} updates: the results of tools count in response_length, and too few tokens are left for an answer; raise response_length or \
+             max_tool_calling_iterations, or lower tool_output_limit",
             100.0 * share,
             self.cut
         );
