@@ -25,7 +25,7 @@ from shop import GOODS, PRICES, Closed, Shop
 SEED = 7
 DEMOS, TRAIN, TEST = 12000, 4000, 256
 # Shares of right steps of the clerk, and of the wrong lookups in place of which it answers at once.
-CARE = {"lookup": 0.75, "calculate": 0.6, "answer": 0.45}
+CARE = {"lookup": 0.75, "calculate": 0.55, "answer": 0.4}
 EARLY = 0.3
 # Share of the demonstrations, and number of the tasks that are held out, with `Closed`: the answer is a guess.
 GUESSES, TEST_CLOSED = 0.05, 256
