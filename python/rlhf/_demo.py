@@ -1,4 +1,4 @@
-"""`rlhf demo`: movie reviews learn to be positive, by SFT, a reward model and PPO, in five minutes on two cores.
+"""`rlhf demo`: movie reviews learn to be positive, by SFT, a reward model and PPO, in three minutes on two cores.
 
 The data, the tokenizer, the settings and the judge are those of examples/sentiment, with half of PPO's updates.
 """
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser = _setup.Parser(
         prog="rlhf demo",
         description="Movie reviews learn to be positive: a model of 4 million parameters is trained from random weights by SFT, a reward "
-        "model learns what is preferred, and PPO trains the one against the other. Takes five minutes on two cores.",
+        "model learns what is preferred, and PPO trains the one against the other. Takes three minutes on two cores.",
         allow_abbrev=False,
     )
     parser.add_argument("--keep", metavar="FOLDER", help="keep the models and the report in this folder, which must be new or empty")

@@ -13,7 +13,7 @@ from rlhf._places import PACKAGE, Failure
 MORE_HELP = """
 Commands of the Python package:
   setup  Fetch libtorch, or CUDA's libraries (--device cuda), or remove what was fetched (--remove)
-  demo   Movie reviews learn to be positive: SFT, reward model and PPO in five minutes"""
+  demo   Movie reviews learn to be positive: SFT, reward model and PPO in three minutes"""
 
 # The program itself cannot start then, and nobody who asks for help wants a download.
 WITHOUT_LIBTORCH = """\

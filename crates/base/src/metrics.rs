@@ -164,6 +164,8 @@ pub enum WarningKind {
     HighClipShare,
     /// The norm of a gradient is more than 10 times its running median; once in a run.
     GradientLeap,
+    /// The log-probabilities of sampling and of training differ by more than rounding; once in a run.
+    SamplingMismatch,
     /// The policy has stopped calling its tools, and the score is not at its best; once in a run.
     NoCalls,
     /// More than half of the calls of tools fail, in 5 updates in a row, and not fewer and fewer of them; once in a run.
@@ -179,7 +181,7 @@ pub enum WarningKind {
 
 impl WarningKind {
     /// All kinds, in the order of the documentation.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::RunawayKl,
         Self::LowEntropy,
         Self::LengthLimit,
@@ -193,6 +195,7 @@ impl WarningKind {
         Self::NegativeExplainedVariance,
         Self::HighClipShare,
         Self::GradientLeap,
+        Self::SamplingMismatch,
         Self::NoCalls,
         Self::FailingCalls,
         Self::FailingEnvironments,
@@ -216,6 +219,7 @@ impl WarningKind {
             Self::NegativeExplainedVariance => "negative_explained_variance",
             Self::HighClipShare => "high_clip_share",
             Self::GradientLeap => "gradient_leap",
+            Self::SamplingMismatch => "sampling_mismatch",
             Self::NoCalls => "no_calls",
             Self::FailingCalls => "failing_calls",
             Self::FailingEnvironments => "failing_environments",

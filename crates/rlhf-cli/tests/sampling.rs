@@ -140,6 +140,35 @@ fn the_sets_stay_while_the_policy_learns_so_that_the_first_ratio_is_1_and_later_
 }
 
 #[test]
+fn the_first_step_measures_how_far_training_is_from_the_logprobs_that_sampling_recorded() {
+    let mut config = config();
+    config.sampling.logprobs_of = LogprobsOf::Policy;
+    let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
+    let orders: Vec<Vec<usize>> = vec![(0..8).collect(); 2];
+    let steps = |responses: &[Response], config: &PpoConfig| {
+        let (mut learner, reference) = (learner(config), model("llama_ref"));
+        let e = judged(&learner, &reference, responses, config);
+        let (targets, plan) = (targets(&e, 0.05, &config.shaping()), config.plan(8).unwrap());
+        learner.optimize(&e, &targets, &orders, rates, &plan.epoch).unwrap()
+    };
+    let mut responses = responses(&learner(&config).policy, &config);
+    let rounding = steps(&responses, &config);
+    let first = rounding[0].sampling.unwrap();
+    assert_eq!(first.tokens, responses.iter().map(|r| r.tokens.len() as f64).sum::<f64>());
+    assert!(first.most < 1e-5 && (first.ratio / first.tokens - 1.0).abs() < 1e-5, "{first:?}");
+    assert!(rounding[1..].iter().all(|step| step.sampling.is_none()), "the policy has moved");
+    // Two tokens of the record are off.
+    responses[2].logprobs[1] -= 0.5;
+    responses[5].logprobs[0] += 0.25;
+    let found = steps(&responses, &config)[0].sampling.unwrap();
+    assert!((found.most - 0.5).abs() < 1e-5 && (found.difference - 0.75).abs() < 1e-3, "{found:?}");
+    assert!((found.ratios[0].ln() + 0.25).abs() < 1e-5 && (found.ratios[1].ln() - 0.5).abs() < 1e-5, "{found:?}");
+    // Over the filtered vocabulary they are of other distributions.
+    config.sampling.logprobs_of = LogprobsOf::Filtered;
+    assert!(steps(&responses, &config)[0].sampling.is_none());
+}
+
+#[test]
 fn a_run_with_filters_starts_at_ratio_1_and_kl_0_with_every_value_model_and_kl_estimator() {
     let scratch = Scratch::new();
     let filters = "--top_k 6 --top_p 0.9 --min_p 0.001 --num_ppo_epochs 1 --overwrite_output_dir";

@@ -16,6 +16,7 @@ pub mod math;
 mod metrics;
 pub mod reference;
 pub mod rollout;
+pub mod sampling;
 pub(crate) mod settings;
 pub mod shaping;
 pub mod stats;

@@ -459,7 +459,9 @@ impl RlhfEngine {
         let learner = &self.learner;
         let settings = self.config.rollout(&learner.policy);
         let recompute_logprobs = kept.reused || !noted || settings.recompute_logprobs;
-        let settings = RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings };
+        let compares_sampling = settings.compares_sampling && !kept.reused;
+        let left_out = self.left_out.clone();
+        let settings = RolloutSettings { recompute_logprobs, compares_sampling, left_out, ..settings };
         let models = learner.rollout_models(&self.reference);
         let e = experience(models, &ragged, &responses, scores, &settings)?;
 
@@ -587,6 +589,7 @@ impl RlhfEngine {
             responses,
             value_counts: counted.iter().map(|&n| (n + 1).min(len - width)).collect(),
             logprobs: of_response(&e.logprobs, &value),
+            sampling_logprobs: None,
             ref_logprobs: Some(of_response(&e.ref_logprobs, &value)),
             values: of_response(&e.value, &value),
             // The slot behind the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; else

@@ -325,7 +325,7 @@ impl StepTrainer {
         let (seed, learning_rate) = (config.seed, config.learning_rate);
         let critic = if ppo.needs_critic() { ValueModel::from(head) } else { ValueModel::None };
         Ok(Self {
-            rollout: ppo.rollout(&policy),
+            rollout: RolloutSettings { compares_sampling: false, ..ppo.rollout(&policy) },
             shaping: ppo.shaping(),
             learner: Learner { collect_ratios: true, ..Learner::new(policy, critic, ppo.learner()) },
             reference,

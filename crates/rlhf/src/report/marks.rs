@@ -10,7 +10,7 @@ const ALL: &str = "objective/scores";
 const MOST_MARKS: usize = 40;
 
 /// Each alarm with the metrics that it is about, whose charts have its marks.
-const METRICS: [(&str, &[&str]); 18] = [
+const METRICS: [(&str, &[&str]); 19] = [
     ("runaway_kl", &["objective/kl"]),
     ("low_entropy", &["policy/entropy_avg", "objective/entropy"]),
     ("length_limit", &["val/response_length"]),
@@ -24,6 +24,7 @@ const METRICS: [(&str, &[&str]); 18] = [
     ("negative_explained_variance", &["val/explained_variance"]),
     ("high_clip_share", &["policy/clipfrac_avg", "clip_ratio/region_mean"]),
     ("gradient_leap", &["policy/grad_norm", "val/grad_norm"]),
+    ("sampling_mismatch", &["sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"]),
     ("no_calls", &["tools/call_frequency"]),
     ("failing_calls", &["tools/failure_frequency"]),
     ("failing_environments", &["env_failure_frequency"]),

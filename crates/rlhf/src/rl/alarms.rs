@@ -2,6 +2,7 @@
 //! something else.
 
 mod likeness;
+mod scores;
 pub(crate) mod settings;
 mod tools;
 
@@ -9,6 +10,7 @@ use crate::rl::groups::EqualGroups;
 use likeness::Likeness;
 use rlhf_base::metrics::{Metrics, Warning, WarningKind};
 use rlhf_lm::generate::{FinishReason, Response};
+use scores::Scores;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tools::{Found, Tools};
@@ -50,14 +52,6 @@ const MOST_SHARED: f64 = 0.5;
 /// template of 60 tokens with 4 of its own), one that repeats a phrase has a hundredth.
 const LEAST_BIGRAMS: f64 = 0.1;
 
-/// Consecutive responses of the same score after which a reward counts as constant; one that is above 0 for 2 % of the responses has
-/// so many zeros in a row less than once in 100 times.
-const EQUAL_RESPONSES: f64 = 256.0;
-
-/// Share of the first deviation of the scores below which the reward is saturated, and the updates in a row for which it has to be.
-const LEAST_SPREAD: f64 = 0.01;
-const SATURATED_UPDATES: usize = 5;
-
 /// Consecutive updates in which the critic explains less than a constant. In healthy runs these are the first few (the examples in
 /// this repository: at most 4, and with a new head for the values up to 14, over which the explained variance rises).
 const UNEXPLAINED_UPDATES: usize = 10;
@@ -71,6 +65,10 @@ const RISING_PAIRS: f64 = 0.68;
 /// Share of clipped tokens above which a step is too large: most of the batch then has no gradient. Healthy runs stay below 0.3.
 const MOST_CLIPPED: f64 = 0.5;
 
+/// Mean difference between the log-probabilities of sampling and of training, in nats per token, above which it is more than rounding. In f32 it
+/// is about 1e-6, in bf16 about 0.01.
+const MOST_MISMATCH: f64 = 0.1;
+
 /// Factor over the running median at which the norm of a gradient leaps; in the examples of this repository it is at most 3.
 const NORM_LEAP: f64 = 10.0;
 /// Norm up to which a gradient is left out: of equal scores, or of a policy that always gives the same response.
@@ -78,9 +76,6 @@ const LEAST_NORM: f64 = 1e-3;
 /// Updates of the running median, at most and at least.
 const NORMS: usize = 20;
 const LEAST_NORMS: usize = 8;
-
-/// Standard deviation of equal scores: rounding of their mean, per unit of it.
-const EQUAL_SPREAD: f64 = 1e-6;
 
 /// Metrics of gradient norms, with the model that each is of.
 const NORM_METRICS: [(&str, &str); 2] = [("policy/grad_norm", "the policy"), ("val/grad_norm", "the value model")];
@@ -161,54 +156,6 @@ struct Alike {
     updates: usize,
 }
 
-/// Scores of the run so far.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-struct Scores {
-    /// Mean and standard deviation in the first update.
-    first: Option<[f64; 2]>,
-    /// The highest mean of an update.
-    best: Option<f64>,
-    /// The first deviation above 0.
-    spread: Option<f64>,
-    /// Consecutive updates whose deviation is a small part of that.
-    saturated: usize,
-    /// Consecutive responses of updates without any deviation.
-    equal: f64,
-    /// Rewards that have not been constant since the start.
-    varied: Vec<String>,
-    /// Responses so far.
-    responses: f64,
-}
-
-impl Scores {
-    /// Records the scores of an update.
-    fn observe(&mut self, mean: f64, std: f64, rows: f64) {
-        self.first.get_or_insert([mean, std]);
-        self.best = Some(self.best.map_or(mean, |best| best.max(mean)));
-        self.responses += rows;
-        // A single response has no deviation.
-        if rows < 2.0 {
-            return;
-        }
-        if std > EQUAL_SPREAD * mean.abs().max(1.0) {
-            let spread = *self.spread.get_or_insert(std);
-            self.saturated = if std < LEAST_SPREAD * spread { self.saturated + 1 } else { 0 };
-            self.equal = 0.0;
-        } else {
-            self.saturated = if self.spread.is_some() { self.saturated + 1 } else { 0 };
-            self.equal += rows;
-        }
-    }
-
-    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by its standard deviation, and
-    /// within half of that from the best one. Few responses are left to choose from then.
-    fn solved(&self, score: f64) -> bool {
-        let risen = self.first.is_some_and(|[mean, std]| score >= mean + std);
-        risen && self.first.zip(self.best).is_some_and(|([_, std], best)| score >= best - std / 2.0)
-    }
-}
-
 impl Alarms {
     /// Creates the alarms of a run whose responses have at most `length_limit` tokens; `None` where nothing else ends them.
     pub(crate) fn new(length_limit: Option<usize>) -> Self {
@@ -249,11 +196,12 @@ impl Alarms {
             self.runaway_kl(update, per_token("objective/kl")),
             self.low_entropy(update, per_token("objective/entropy"), score),
             self.length_limit(update, &finite),
-            self.equal_scores(update, score),
+            score.and_then(|score| self.equal_scores(update, score)),
             self.constant_reward(update, metrics),
             self.explained_variance(update, &finite),
             self.clip_share(update, &finite),
             self.gradient_leap(update, &finite),
+            self.sampling_mismatch(update, &finite),
         ];
         let solved = score.is_some_and(|score| self.scores.solved(score));
         let of_tools = self.tools.observe(update, &finite, rows(metrics), solved);
@@ -412,20 +360,9 @@ impl Alarms {
         })
     }
 
-    fn equal_scores(&mut self, update: usize, score: Option<f64>) -> Option<Warning> {
-        let Scores { equal, saturated, .. } = self.scores;
-        let score = score?;
-        self.observe_move(WarningKind::EqualScores, update, equal > 0.0 || saturated > 0);
-        let cause = if equal >= EQUAL_RESPONSES {
-            format!("the last {equal} responses have the same score in each update, {score} of late")
-        } else if saturated >= SATURATED_UPDATES {
-            let percent = 100.0 * LEAST_SPREAD;
-            format!(
-                "the scores of the last {saturated} updates deviate by less than {percent} % of the first deviation"
-            )
-        } else {
-            return None;
-        };
+    fn equal_scores(&mut self, update: usize, score: f64) -> Option<Warning> {
+        self.observe_move(WarningKind::EqualScores, update, self.scores.narrow());
+        let cause = self.scores.no_spread(score)?;
         self.once(WarningKind::EqualScores, || {
             format!(
                 "update {update}: {cause}: the reward is constant or saturated, and nothing is learned from it; look at samples, and try \
@@ -436,30 +373,11 @@ impl Alarms {
 
     /// Looks for one of several rewards that has given every response of the run the same score.
     fn constant_reward(&mut self, update: usize, metrics: &Metrics) -> Option<Warning> {
-        if rows(metrics) < 2.0 {
-            return None;
-        }
-        let scores = &mut self.scores;
-        let rewards: Vec<(&str, f64)> =
-            metrics.iter().filter_map(|(name, std)| Some((name.strip_prefix("objective/scores_std/")?, std))).collect();
-        let varies = |(_, std): &&(&str, f64)| std.is_nan() || std.abs() > EQUAL_SPREAD;
-        for (name, _) in rewards.iter().filter(varies) {
-            if !scores.varied.iter().any(|varied| varied == name) {
-                scores.varied.push((*name).into());
-            }
-        }
-        let constant = rewards.iter().find(|(name, _)| !scores.varied.iter().any(|varied| varied == name));
-        let (name, _) = constant.filter(|_| rewards.len() > 1 && scores.responses >= EQUAL_RESPONSES)?;
+        let cause = self.scores.observe_rewards(metrics, rows(metrics))?;
         // Since the start of the run.
         self.moves_since(WarningKind::EqualScores, update, update);
-        let scores = &self.scores;
-        let responses = scores.responses;
-        let score = metrics.get(&format!("objective/scores/{name}")).unwrap_or(f64::NAN);
         self.once(WarningKind::EqualScores, || {
-            format!(
-                "update {update}: the reward `{name}` has given all responses of each update the same score, {score} of late, in \
-                 {responses} responses: it has no effect; look at its input with `rlhf score`, or leave it out"
-            )
+            format!("update {update}: {cause}: it has no effect; look at its input with `rlhf score`, or leave it out")
         })
     }
 
@@ -505,6 +423,17 @@ impl Alarms {
                 "update {update}: {:.0} % of the tokens are clipped, and have no gradient: the steps are too large; a lower \
                  learning_rate, fewer num_ppo_epochs or max_grad_norm = 1 make them smaller",
                 100.0 * share
+            )
+        })
+    }
+
+    fn sampling_mismatch(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let difference = number("sampling/sampling_logp_difference/mean").filter(|mean| *mean > MOST_MISMATCH)?;
+        self.once(WarningKind::SamplingMismatch, || {
+            format!(
+                "update {update}: the log-probabilities that sampling recorded differ from those of training by {difference:.2} nats per token, \
+                 before any step: the policy that is trained is not the one that sampled, and its ratios are wrong; both are passes of one model, so \
+                 this is an error of rlhf or of the machine: please report it with the output of `rlhf doctor`; a larger dtype makes it smaller"
             )
         })
     }
@@ -709,6 +638,14 @@ mod tests {
     }
 
     #[test]
+    fn log_probabilities_of_training_that_are_not_those_of_sampling_are_reported() {
+        let difference = |mean: f64| metrics(&[("sampling/sampling_logp_difference/mean", mean)]);
+        assert_eq!(raised(Alarms::default(), [difference(1e-6), difference(0.02), difference(f64::NAN)]), []);
+        let mismatch = [(2, WarningKind::SamplingMismatch)];
+        assert_eq!(raised(Alarms::default(), [difference(0.02), difference(0.2), difference(0.3)]), mismatch);
+    }
+
+    #[test]
     fn a_low_entropy_is_none_of_a_policy_that_has_learned_its_task() {
         let update = |score: f64, entropy: f64| {
             let mut metrics = kl_and_entropy(0.0, entropy);
@@ -722,6 +659,16 @@ mod tests {
         assert_eq!(raised(Alarms::default(), [update(0.5, 9.0), update(0.8, 0.3)]), low, "has not risen");
         let fallen = [update(0.5, 9.0), update(1.5, 2.0), update(1.2, 0.3)];
         assert_eq!(raised(Alarms::default(), fallen), [(3, WarningKind::LowEntropy)], "has fallen again");
+        // Of 128 responses, 3 are right at first; half of them later, whose deviation is 0.5.
+        let right = |share: f64, entropy: f64| {
+            let mut metrics = scores(1, share, (share * (1.0 - share)).sqrt());
+            metrics.push("objective/entropy", entropy);
+            metrics
+        };
+        let rises = [right(0.02, 9.0), right(0.6, 1.0), right(0.48, 0.3), right(0.55, 0.3)];
+        assert_eq!(raised(Alarms::default(), rises), [], "within chance of the best");
+        let falls = [right(0.02, 9.0), right(0.6, 1.0), right(0.3, 0.3)];
+        assert_eq!(raised(Alarms::default(), falls), [(3, WarningKind::LowEntropy)]);
     }
 
     #[test]
@@ -796,6 +743,21 @@ mod tests {
         assert_eq!(raised(Alarms::default(), learned), []);
         let missing = (1..=9).map(|step| update(step, f64::NAN, 0.4));
         assert_eq!(raised(Alarms::default(), missing), [], "no score is no constant one");
+        // It has no score for most of the 64 responses of an update.
+        let absent = |absent: f64| {
+            (1..=9).map(move |step| {
+                let mut metrics = update(step, 0.0, 0.4);
+                metrics.push("reward/format/absent", absent);
+                metrics
+            })
+        };
+        assert_eq!(raised(Alarms::default(), absent(64.0)), [], "it has scored no response");
+        assert_eq!(raised(Alarms::default(), absent(63.0)), [], "one score has no deviation");
+        assert_eq!(
+            raised(Alarms::default(), absent(32.0)),
+            [(8, WarningKind::EqualScores)],
+            "256 scores after eight updates"
+        );
     }
 
     #[test]

@@ -45,6 +45,9 @@ pub struct Experience {
     pub masks: Masks,
     /// Log-probabilities under the policy that sampled, within `masks.response`.
     pub logprobs: Tensor,
+    /// Log-probabilities that sampling recorded, within `masks.response`; `None` where they are of other distributions, or of a policy of
+    /// before.
+    pub sampling_logprobs: Option<Tensor>,
     /// Log-probabilities under the reference model, within `masks.response`; `None` without a reference model.
     pub ref_logprobs: Option<Tensor>,
     /// KL(policy || reference) over the whole vocabulary, within `masks.response`; only with [`KlEstimator::Full`].
@@ -236,7 +239,7 @@ impl Experience {
         for (x, mask) in [(&mut self.logprobs, &self.masks.response), (&mut self.values, &self.masks.value)] {
             *x = math::keep(x, mask);
         }
-        for x in self.ref_logprobs.iter_mut().chain(&mut self.full_kl) {
+        for x in self.ref_logprobs.iter_mut().chain(&mut self.full_kl).chain(&mut self.sampling_logprobs) {
             *x = math::keep(x, &self.masks.response);
         }
     }
@@ -415,6 +418,7 @@ pub(crate) mod tests {
             sampled: lengths.to_vec(),
             masks: Masks { response: mask(), loss: mask(), value: value(), value_loss: value(), inserted: None },
             logprobs: zeros(),
+            sampling_logprobs: None,
             ref_logprobs: None,
             full_kl: None,
             reference: None,

@@ -7,6 +7,7 @@ use crate::rl::experience::{Experience, LossCounts};
 use crate::rl::loss::{LossFactors, LossSettings, MicroBatch, Preview, Sums, selected};
 use crate::rl::math::{self, LossAggregation};
 use crate::rl::rollout::RolloutModels;
+use crate::rl::sampling::SamplingDifference;
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rl::trace::{Gradients, Learned, Observed};
@@ -463,7 +464,7 @@ impl Learner {
         mut after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
         self.observed(|| Learned::Batch(Box::new(Observed::of(experience, targets))));
-        let batch = Batch { experience, targets, counts: experience.loss_counts() };
+        let mut batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: true };
         let (mut steps, mut done) = (Vec::new(), 0);
         for (epoch, order) in orders.iter().enumerate() {
             for mini_batch in order.chunks(plan.mini_batch_size) {
@@ -475,6 +476,7 @@ impl Learner {
                 } else {
                     self.train_together(&batch, mini_batch, rates, plan)?
                 };
+                batch.is_first = false;
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
                 let entropy_coef = self.entropy_controller.as_ref().map_or(0.0, EntropyController::coef);
                 parts.iter_mut().for_each(|part| part.entropy_coef = entropy_coef);
@@ -605,7 +607,7 @@ impl Learner {
         check_size("micro_batch_size", micro_batch_size)?;
         check_targets(experience, targets)?;
         check_rows(experience, mini_batch)?;
-        let batch = Batch { experience, targets, counts: experience.loss_counts() };
+        let batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: false };
         self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::with_policy(trains_policy))
     }
 
@@ -621,7 +623,7 @@ impl Learner {
             return self.gradients(experience, targets, mini_batch, micro_batch_size, true);
         }
         self.hand_gradients_to(TrainedModels::Policy)?;
-        let batch = Batch { experience, targets, counts: experience.loss_counts() };
+        let batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: false };
         self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::Policy)
     }
 
@@ -633,8 +635,9 @@ impl Learner {
         micro_batch_size: usize,
         trains: TrainedModels,
     ) -> Result<StepStats> {
-        let Batch { experience, targets, counts } = batch;
+        let Batch { experience, targets, counts, is_first } = batch;
         let trains_policy = trains.policy();
+        let compares = *is_first && trains_policy && experience.sampling_logprobs.is_some();
         let tokens = if trains_policy { counts.tokens(mini_batch) } else { 0.0 };
         let value_slots = counts.values(mini_batch);
         let has_critic = !matches!(self.value, ValueModel::None);
@@ -658,7 +661,10 @@ impl Learner {
             scales: self.loss_scales(),
             least_entropy: None,
         };
-        let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.update.loss);
+        let batch = |rows: &[usize]| {
+            let batch = MicroBatch::new(experience, targets, advantages, rows, &self.settings.update.loss);
+            if compares { batch.comparing_sampling(experience, rows) } else { batch }
+        };
         let (previews, factors) = if trains_policy && self.settings.update.loss.needs_preview() {
             self.previews(parts.iter().map(|rows| batch(rows)), factors)?
         } else {
@@ -678,7 +684,8 @@ impl Learner {
         self.world.agree(passes)?;
         let bonus_tokens = if tokens > 0.0 { factors.entropy_tokens } else { 0.0 };
         let rows = mini_batch.len() as f64;
-        let mut stats = StepStats { tokens, rows, value_slots, bonus_tokens, ..StepStats::default() };
+        let sampling = compares.then(SamplingDifference::default);
+        let mut stats = StepStats { tokens, rows, value_slots, bonus_tokens, sampling, ..StepStats::default() };
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
         self.observed(|| Learned::Part);
@@ -985,6 +992,8 @@ struct Batch<'a> {
     experience: &'a Experience,
     targets: &'a Targets,
     counts: LossCounts,
+    /// The policy is still the one that sampled.
+    is_first: bool,
 }
 
 /// Refuses a size of 0.

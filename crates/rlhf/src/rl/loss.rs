@@ -2,6 +2,7 @@
 
 use crate::rl::experience::{Experience, RaggedRows};
 use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, Ratios};
+use crate::rl::sampling::SamplingSums;
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use rlhf_lm::model::{Sampled, TokenLogprobs};
@@ -81,6 +82,8 @@ pub(crate) struct MicroBatch {
     ragged: RaggedRows,
     /// Log-probabilities under the policy that sampled, `[M]` f32.
     old_logprobs: Tensor,
+    /// Log-probabilities that sampling recorded, `[M]` f32; `None` where they are not compared.
+    sampling_logprobs: Option<Tensor>,
     /// Log-probabilities under the reference model, `[M]` f32; `None` without a KL in the loss.
     ref_logprobs: Option<Tensor>,
     /// Advantages of the losses, whitened where the settings say, `[M]` f32.
@@ -148,6 +151,7 @@ impl MicroBatch {
         Self {
             ragged: e.ragged(rows),
             old_logprobs,
+            sampling_logprobs: None,
             ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),
             advantages: of_tokens(advantages),
             old_values: of_values(&e.values),
@@ -160,6 +164,11 @@ impl MicroBatch {
             objective_weights: None,
             high_entropy: None,
         }
+    }
+
+    /// Compares the log-probabilities of `rows` with those that sampling recorded.
+    pub(crate) fn comparing_sampling(self, e: &Experience, rows: &[usize]) -> Self {
+        Self { sampling_logprobs: e.sampling_logprobs.as_ref().map(|x| e.slots(rows).of_tokens(x)), ..self }
     }
 
     /// The distributions that the losses take log-probabilities of.
@@ -218,6 +227,9 @@ impl MicroBatch {
             }
             None => total,
         };
+        if let Some(sampled) = &self.sampling_logprobs {
+            sums.sampling.add(&now.logprobs, &here(sampled), &counts);
+        }
         sums.add_policy(&loss, kl.map(|kl| kl.sum(Kind::Float)).as_ref(), &counts);
         sums.add_loss(&total, factors.divisor);
         // With no token that counts there is no gradient.
@@ -399,6 +411,8 @@ pub(crate) struct Sums {
     loss: Option<Tensor>,
     /// Tokens below and above the clip range of the slices of a micro-batch, if they are collected.
     clips: Option<Vec<[Tensor; 2]>>,
+    /// Differences from the log-probabilities of sampling, where they are compared.
+    sampling: SamplingSums,
     /// Sums of [`Sums::end_rows`], and its extremes so far.
     row_clips: Option<Tensor>,
     extremes: Option<[Tensor; 2]>,
@@ -488,8 +502,10 @@ impl Sums {
     pub(crate) fn read_into(self, stats: &mut StepStats) {
         let extremes = self.extremes.map(|extremes| Tensor::stack(&extremes, 0));
         let ratios = self.ratios.filter(|ratios| !ratios.is_empty()).map(|ratios| selected(&ratios));
-        let [policy, loss, row_clips, extremes, value, entropy, ratios] =
-            read([self.policy, self.loss, self.row_clips, extremes, self.value, self.entropy, ratios]);
+        let sampling = self.sampling.joined();
+        let [policy, loss, row_clips, extremes, value, entropy, ratios, sampling] =
+            read([self.policy, self.loss, self.row_clips, extremes, self.value, self.entropy, ratios, sampling]);
+        stats.sampling = stats.sampling.map(|_| SamplingSums::read(&sampling));
         write(stats, &POLICY_SUMS, &policy);
         write(stats, &VALUE_SUMS, &value);
         if let [loss] = loss.as_slice() {

@@ -21,6 +21,10 @@ impl Learner {
         if steps.all.iter().any(|step| step.tokens > 0.0) {
             self.policy_metrics(m, &steps, plan.parts(e.rows()));
         }
+        let sampling = steps.all.iter().filter_map(|step| step.sampling);
+        if let Some(sampling) = sampling.reduce(|all, part| all.with(&part)) {
+            sampling.push_metrics(m);
+        }
         let has_critic = !matches!(self.value, ValueModel::None);
         // Where no response counts there is no loss to average.
         if has_critic && steps.all.iter().any(|step| step.value_slots > 0.0) {

@@ -30,6 +30,8 @@ pub struct RolloutSettings {
     /// Take log-probabilities anew, in the pass that training uses, instead of those of sampling: for responses from
     /// elsewhere, and in low precision, where the two passes differ.
     pub recompute_logprobs: bool,
+    /// The responses' log-probabilities are those of this policy's distributions: the first step compares them with its own.
+    pub compares_sampling: bool,
     /// Where the score lands, which decides whether there is a value after the last token.
     pub score_position: ScorePosition,
     /// The value after the last token is in the value loss.
@@ -77,6 +79,7 @@ pub fn experience(
     let evaluated = models.world.agree(passes.evaluate(responses))?;
     let gathered = |x: &Tensor| passes.gathered(x);
     let logprobs = gathered(&evaluated.logprobs)?;
+    let sampling_logprobs = evaluated.sampling_logprobs.as_ref().map(gathered).transpose()?;
     let ref_logprobs = evaluated.ref_logprobs.as_ref().map(gathered).transpose()?;
     let (values, full_kl) = (gathered(&evaluated.values)?, evaluated.full_kl.as_ref().map(gathered).transpose()?);
     let reference = match evaluated.reference {
@@ -85,6 +88,7 @@ pub fn experience(
     };
     (experience.logprobs, experience.ref_logprobs, experience.values) = (logprobs, ref_logprobs, values);
     (experience.full_kl, experience.reference) = (full_kl, reference);
+    experience.sampling_logprobs = sampling_logprobs;
     if experience.masks.inserted.is_some() {
         // The passes have numbers for all tokens.
         experience.clear_outside_masks();
@@ -145,6 +149,7 @@ struct Passes<'a> {
 /// Results of the passes over this rank's rows.
 struct Evaluated {
     logprobs: Tensor,
+    sampling_logprobs: Option<Tensor>,
     ref_logprobs: Option<Tensor>,
     values: Tensor,
     full_kl: Option<Tensor>,
@@ -180,7 +185,9 @@ impl<'a> Passes<'a> {
                 _ => (self.sampled_logprobs(&responses[self.rows()]), self.values()?),
             };
             let ref_logprobs = models.reference.map(|reference| self.logprobs(reference)).transpose()?;
-            Ok(Evaluated { logprobs, ref_logprobs, values, full_kl, reference })
+            let sampling_logprobs =
+                self.compares_sampling(responses).then(|| self.sampled_logprobs(&responses[self.rows()]));
+            Ok(Evaluated { logprobs, sampling_logprobs, ref_logprobs, values, full_kl, reference })
         })
     }
 
@@ -218,6 +225,11 @@ impl<'a> Passes<'a> {
             let sampled = batch.sampled(self.settings.temperature);
             Ok(model.logprobs_of(batch.at(&batch.token_spans), sampled, false)?.logprobs)
         })
+    }
+
+    /// Whether all `responses` have log-probabilities of sampling that are comparable with those of training.
+    fn compares_sampling(&self, responses: &[Response]) -> bool {
+        self.settings.compares_sampling && responses.iter().all(|r| r.logprobs.len() == r.tokens.len())
     }
 
     /// The log-probabilities that sampling recorded.
@@ -312,6 +324,7 @@ pub(crate) fn unevaluated(
         token_scores: token_scores.map(|scores| math::keep(&scores, &response)),
         masks: Masks { response, loss, value, value_loss, inserted },
         logprobs: Tensor::new(),
+        sampling_logprobs: None,
         ref_logprobs: None,
         full_kl: None,
         reference: None,

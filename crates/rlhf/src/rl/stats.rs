@@ -1,5 +1,6 @@
 //! Sums of an optimizer step.
 
+use crate::rl::sampling::SamplingDifference;
 use rlhf_base::Result;
 use rlhf_base::dist::World;
 
@@ -65,6 +66,9 @@ pub struct StepStats {
     pub unsup_loss: f64,
     /// The mean ratio was above `ratio_threshold`: no step was taken, and the norms are 0.
     pub skipped: bool,
+    /// Differences from the log-probabilities of sampling; only of the first optimizer step of an update, which no other has preceded, where
+    /// the update's responses have them.
+    pub sampling: Option<SamplingDifference>,
     /// The next entry belongs to the same optimizer step.
     pub continues_step: bool,
     /// The policy's gradient overflowed f16: it took no step, its norm is 0, and its loss scale may have fallen.
@@ -149,6 +153,9 @@ impl StepStats {
         if world.size() > 1 {
             self.low_clipped_min = -world.max_number(-self.low_clipped_min)?;
             self.high_clipped_max = world.max_number(self.high_clipped_max)?;
+        }
+        if let Some(sampling) = &mut self.sampling {
+            sampling.sum_over(world)?;
         }
         if world.size() > 1 && world.any(!self.ratios.is_empty())? {
             let ratios: Vec<f64> = self.ratios.iter().map(|&ratio| f64::from(ratio)).collect();

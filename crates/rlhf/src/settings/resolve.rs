@@ -86,6 +86,7 @@ impl PpoConfig {
             recompute_logprobs: filtered_logprobs
                 || (!policy.is_exact() && !self.ratios_are_one())
                 || temperature != self.temperature,
+            compares_sampling: !filtered_logprobs && temperature == self.temperature,
             score_position: self.score_position(),
             last_value_in_loss: self.mask.last_value_in_loss,
             full_kl,

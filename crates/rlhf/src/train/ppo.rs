@@ -219,7 +219,8 @@ impl PpoTrainer {
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
         let settings = self.config.rollout(&self.learner.policy);
         let recompute_logprobs = settings.recompute_logprobs || reused;
-        RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings }
+        let compares_sampling = settings.compares_sampling && !reused;
+        RolloutSettings { recompute_logprobs, compares_sampling, left_out: self.left_out.clone(), ..settings }
     }
 
     /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings, less after a rollback.

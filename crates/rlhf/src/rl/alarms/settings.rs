@@ -113,7 +113,7 @@ mod tests {
             refused(&["kl=stop"], false),
             "on_alarm = kl=stop: expected NAME=warn, stop or rollback, with a NAME of runaway_kl, low_entropy, length_limit, no_stop, \
              fewer_stops, alike_responses, ignored_eos, reused_responses, equal_scores, unscored, negative_explained_variance, \
-             high_clip_share, gradient_leap, no_calls, failing_calls, failing_environments, cut_episodes, skipped_steps, all"
+             high_clip_share, gradient_leap, sampling_mismatch, no_calls, failing_calls, failing_environments, cut_episodes, skipped_steps, all"
         );
         assert_eq!(refused(&["all=halt"], false), "on_alarm = all=halt: expected all=warn, all=stop or all=rollback");
         assert!(refused(&["all=rollback"], false).starts_with("on_alarm = all=rollback needs save_steps: "));

@@ -4,6 +4,7 @@
 //! and the moments of the optimizers as whole tensors, may differ by a share of their size. Moments are sums of gradients. Weights are only
 //! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
+use crate::rl::sampling::SAMPLING_METRICS;
 use crate::run::checkpoint::Saved;
 use crate::tool_loop::ENVIRONMENT_METRICS;
 use rlhf_base::metrics::{Metrics, is_clock};
@@ -83,7 +84,10 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics, bound: Boun
     // An environment that is not played again gives none.
     let is_of_environment = |name: &str| name.starts_with(ENVIRONMENT_METRICS) || name == "env_failure_frequency";
     let is_missing = |name: &str| name.starts_with("eval/") && !replayed.contains_key(name);
-    let is_compared = |name: &&String| !is_clock(name) && !is_of_environment(name) && !is_missing(name);
+    // Rollout files have the log-probabilities of the update, not those that sampling recorded.
+    let is_of_sampling = |name: &str| SAMPLING_METRICS.iter().any(|of| name.starts_with(of));
+    let is_compared =
+        |name: &&String| !is_clock(name) && !is_of_environment(name) && !is_of_sampling(name) && !is_missing(name);
     let others = line.keys().filter(|name| !replayed.contains_key(*name));
     let names: Vec<&String> = replayed.keys().chain(others).filter(is_compared).collect();
     let number = |values: &Map<String, Value>, name: &str| values.get(name).and_then(Value::as_f64);
