@@ -661,8 +661,9 @@ mod tests {
         assert_eq!(raised(Alarms::default(), fallen), [(3, WarningKind::LowEntropy)], "has fallen again");
         // Of 128 responses, 3 are right at first; half of them later, whose deviation is 0.5.
         let right = |share: f64, entropy: f64| {
-            let mut metrics = scores(1, share, (share * (1.0 - share)).sqrt());
-            metrics.push("objective/entropy", entropy);
+            let mut metrics = kl_and_entropy(0.0, entropy);
+            metrics.push("objective/scores", share);
+            metrics.push("objective/scores_std", (share * (1.0 - share)).sqrt());
             metrics
         };
         let rises = [right(0.02, 9.0), right(0.6, 1.0), right(0.48, 0.3), right(0.55, 0.3)];

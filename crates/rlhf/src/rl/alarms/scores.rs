@@ -41,11 +41,11 @@ impl Scores {
     pub(super) fn observe(&mut self, mean: f64, std: f64, rows: f64) {
         self.first.get_or_insert([mean, std]);
         self.best = Some(self.best.map_or(mean, |best| best.max(mean)));
+        self.widest = self.widest.max(std);
         // A single response has no deviation.
         if rows < 2.0 {
             return;
         }
-        self.widest = self.widest.max(std);
         if std > EQUAL_SPREAD * mean.abs().max(1.0) {
             let spread = *self.spread.get_or_insert(std);
             self.saturated = if std < LEAST_SPREAD * spread { self.saturated + 1 } else { 0 };
