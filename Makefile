@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo demo-chat test test-all test-part test-attack bench lint docs deny package install crate wheel
+.PHONY: help setup cuda demo demo-chat test test-all test-part trust test-attack bench lint docs deny package install crate wheel
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test-all: ## everything, with the minutes of each part; needs 10 GB of disk for 
 
 test-part: ## some of the parts that CONTRIBUTING.md lists: make test-part PART='ranks plan'
 	@python3 scripts/check.py $(PART)
+
+trust: ## the quick half of docs/concepts/trust.md: each promise, with its tests and the differences of today
+	@python3 scripts/trust.py
 
 test-attack: ## the attacks of the test suite in their long form, twenty times as many cases, about an hour
 	@RLHF_ATTACK=20 python3 scripts/check.py attacks kills

@@ -1,13 +1,15 @@
 """Seconds of `step()` of TRL 0.11's PPOTrainer and of rlhf.legacy's, with the same models and rows.
 
-    legacy_step.py run --rlhf PROGRAM --trl PYTHON [--size s|smollm2] [--rows 16] [--tokens 128] [--epochs 4] [--steps 3] [--rounds 2]
-                       [--output FILE]
+    legacy_step.py run --rlhf PROGRAM --trl PYTHON [--size s|smollm2] [--rows 16] [--tokens 128] [--shortest 0]
+                       [--epochs 4] [--steps 3] [--rounds 2] [--output FILE]
 
 PYTHON is that of an environment with TRL 0.11.4, which needs transformers 4:
 
     scripts/venv.sh .venv-legacy benchmarks/legacy-requirements.txt "installing TRL 0.11"
 
-`s` is a GPT-NeoX of a million parameters beside its vocabulary, `smollm2` a Llama of SmolLM2-135M's shape, both with random weights. A round runs TRL, then
+`s` is a GPT-NeoX of a million parameters beside its vocabulary, `smollm2` a Llama of SmolLM2-135M's shape, both with random weights.
+`--shortest N` draws the lengths of responses from N up, as TRL's `LengthSampler` does; without it all have the same
+length, and nothing is padded. A round runs TRL, then
 rlhf, each in a process of its own; the first step of a run is not counted. Of rlhf the time that the program itself takes for a step is shown too
 (`time/ppo/total`): the rest is Python's and the pipe's. Without `--trl` rlhf runs alone.
 """
@@ -23,6 +25,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Rows of a step, tokens of a row, the shortest response (0: all have the same length), epochs of a step, and steps that are counted.
+NUMBERS = {"rows": 16, "tokens": 128, "shortest": 0, "epochs": 4, "steps": 3}
 TOKENIZER = ROOT / "tests/golden/tools_policy"
 
 
@@ -65,12 +69,14 @@ def steps(args):
     ref_model = AutoModelForCausalLMWithValueHead.from_pretrained(args.folder)
     trainer = PPOTrainer(config, model, ref_model, tokenizer())
     # A quarter of a row is its query.
-    query, response = args.tokens // 4, args.tokens - args.tokens // 4
+    query = args.tokens // 4
     for _ in range(args.steps + 1):
         rows = torch.randint(2, 400, (args.rows, args.tokens))
+        lengths = torch.randint(args.shortest or args.tokens - query, args.tokens - query + 1, (args.rows,)).tolist()
         scores = [torch.tensor(score) for score in torch.randn(args.rows).tolist()]
         began = time.perf_counter()
-        stats = trainer.step([row[:query] for row in rows], [row[-response:] for row in rows], scores)
+        responses = [row[query : query + length] for row, length in zip(rows, lengths)]
+        stats = trainer.step([row[:query] for row in rows], responses, scores)
         seconds = time.perf_counter() - began
         print(json.dumps({"seconds": seconds, "inside": float(stats["time/ppo/total"])}), flush=True)
 
@@ -79,7 +85,7 @@ def run(side, args, folder):
     """The steps of a run but the first one, and its peak memory."""
     python = args.trl if side == "trl" else sys.executable
     command = [python, __file__, "steps", "--side", side, "--folder", folder]
-    for name in ("rows", "tokens", "epochs", "steps"):
+    for name in NUMBERS:
         command += [f"--{name}", getattr(args, name)]
     environment = os.environ | {"RLHF_PROGRAM": str(Path(args.rlhf).resolve()), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
@@ -89,7 +95,7 @@ def run(side, args, folder):
 
 
 def measure(args):
-    found = {"size": args.size, "rows": args.rows, "tokens": args.tokens, "epochs": args.epochs, "rounds": []}
+    found = {name: getattr(args, name) for name in ("size", *NUMBERS)} | {"rounds": []}
     with tempfile.TemporaryDirectory() as folder:
         make(folder, args.size)
         for number in range(args.rounds):
@@ -116,7 +122,7 @@ def main():
     parser.add_argument("--output")
     parser.add_argument("--side", choices=("trl", "rlhf"))
     parser.add_argument("--folder")
-    for name, default in {"rows": 16, "tokens": 128, "epochs": 4, "steps": 3}.items():
+    for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     steps(args) if args.action == "steps" else measure(args)

@@ -1,4 +1,4 @@
-"""Runs `rlhf ppo` as several ranks with torch's own launcher, and compares the results with one rank's.
+"""Runs `rlhf ppo`, and a script with `rlhf.legacy`, as several ranks with torch's own launcher, and compares the results with one rank's.
 
     python tests/interop/torchrun.py target/release/rlhf
 
@@ -17,6 +17,23 @@ from runner import binary, expect, run_checks
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
+# A loop of rlhf.legacy over the rows of its rank: of all four where it is alone.
+LOOP = """
+import os, sys
+import torch
+from rlhf.legacy import PPOConfig, PPOTrainer
+
+rank, ranks, (model, folder) = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), sys.argv[1:]
+own = slice(4 // ranks * rank, 4 // ranks * (rank + 1))
+config = PPOConfig(batch_size=4 // ranks, mini_batch_size=2 // ranks, ppo_epochs=1, learning_rate=1e-3)
+trainer = PPOTrainer(config, model)
+for step in range(2):
+    queries = [torch.tensor(row) for row in ([5, 6, 7], [8, 9], [5], [6, 7])][own]
+    responses = [torch.tensor(row) for row in ([30, 31], [32, 33, 34], [35], [36])][own]
+    trainer.step(queries, responses, [torch.tensor(score) for score in (1.0, -0.5, 0.0, 2.0)][own], orders=[[0, 1, 2, 3]])
+trainer.save_pretrained(folder)
+trainer.close()
+"""
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 SENTIMENT = ROOT / "examples/sentiment"
 
@@ -101,10 +118,20 @@ def checks(work):
             expect(agent.returncode == 0, f"agent {node}: exit code {agent.returncode}: {error[-800:]}")
         as_one("machines")
 
+    def legacy():
+        script = work / "loop.py"
+        script.write_text(LOOP)
+        package = {"PYTHONPATH": str(ROOT / "python"), "RLHF_PROGRAM": BINARY}
+        run([sys.executable, script, work / "sft", work / "loop-one"], package)
+        run([TORCHRUN, "--nproc_per_node", "2", script, work / "sft", work / "loop-two"], package)
+        found = distance(work / "loop-one", work / "loop-two")
+        expect(found <= TOLERANCE, f"weights {found} apart")
+
     yield "torchrun: 2 ranks give one rank's responses and weights", torchrun
     yield "torchrun: 2 ranks at zero_stage 3 give one rank's responses and weights", zero_3
     yield "torchrun --max-restarts: a run whose rank was killed ends with the same bits", restart
     yield "torchrun: two machines, at another address of the loopback range", machines
+    yield "torchrun: 2 ranks of a script with rlhf.legacy's step() give one rank's weights", legacy
 
 
 def main():

@@ -980,6 +980,12 @@ class Hostile(Case):
             self.assertFalse(path.exists())
             stream.close()
         self.assertEqual(process.wait(10), 0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            waiting = self.start("--socket", str(path))
+            self.assertIn(b"waiting for a client", waiting.stdout.readline())
+            waiting.send_signal(number)
+            self.assertEqual(waiting.wait(10), 128 + number)
+            self.assertFalse(path.exists())
         path.write_text("taken")
         taken = self.start("--socket", str(path))
         self.assertIn(b"there is a file of this name", taken.stderr.read())

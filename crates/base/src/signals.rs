@@ -94,6 +94,22 @@ pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -
     Ok(())
 }
 
+/// Lets the first of the [`stopping_signals`] end the process, and the programs that it started, after a call of `clean`.
+///
+/// # Errors
+/// If the handler cannot be installed.
+pub fn clean_up_on_signals(clean: impl Fn() + Send + 'static) -> io::Result<()> {
+    let mut signals = Signals::new(stopping_signals())?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            clean();
+            kill_programs();
+            tch_ext::exit_at_once(128 + signal);
+        }
+    })?;
+    Ok(())
+}
+
 /// The signals that ask a program to stop. Under `nohup` SIGHUP stays ignored.
 pub fn stopping_signals() -> impl Iterator<Item = i32> {
     [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP))

@@ -9,11 +9,13 @@ use rlhf::dist::launch::Launch;
 use rlhf::model::ModelOptions;
 use serde_json::Value;
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 
@@ -146,13 +148,31 @@ pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolera
     assert_eq!(found.size(), expected.size(), "{what}: shapes");
     let found = found.to_device(expected.device());
     let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
+    note_difference(gap, tolerance);
     assert!(gap <= tolerance, "{what}: largest difference {gap:e}, allowed {tolerance:e}");
 }
 
 /// Panics with `what` unless both numbers differ by at most `tolerance`.
 #[track_caller]
 pub(crate) fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
+    note_difference((found - expected).abs(), tolerance);
     assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected} within {tolerance:e}");
+}
+
+/// Writes a difference and what was allowed to the file that `RLHF_DIFFERENCES` names, with the test's name, if it is set: `scripts/trust.py` reads
+/// them.
+pub(crate) fn note_difference(gap: f64, tolerance: f64) {
+    static FILE: LazyLock<Option<Mutex<File>>> = LazyLock::new(|| {
+        let path = std::env::var_os("RLHF_DIFFERENCES")?;
+        Some(Mutex::new(
+            File::options().create(true).append(true).open(path).expect("the file of RLHF_DIFFERENCES opens"),
+        ))
+    });
+    if let Some(file) = &*FILE {
+        let test = std::thread::current().name().unwrap_or_default().to_owned();
+        let line = format!("{test}\t{gap:e}\t{tolerance:e}\n");
+        file.lock().unwrap().write_all(line.as_bytes()).expect("the file of RLHF_DIFFERENCES is written");
+    }
 }
 
 /// Prints to standard error what a test compared, also when it passes: the test runner captures `println!`.

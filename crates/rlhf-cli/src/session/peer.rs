@@ -1,6 +1,6 @@
 //! The connection to the client: standard input and output, or a Unix socket for one client.
 
-use rlhf::signals::kill_programs;
+use rlhf::signals::{clean_up_on_signals, kill_programs};
 use rlhf::{Error, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::fs::{self, Permissions};
@@ -9,8 +9,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Time between two looks at a session whose client is gone.
@@ -44,16 +44,23 @@ impl Peer {
         Self::of(io::stdin(), io::stdout(), io::stdout())
     }
 
-    /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed.
+    /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed. A signal
+    /// that ends the program removes it too.
     ///
     /// # Errors
     /// If the socket cannot be made.
     pub(super) fn at(path: &Path, ready: impl FnOnce() -> Result<()>) -> Result<Self> {
         let listener = bind(path).map_err(Error::io("make the socket", path))?;
-        let _removed = Removed(path.to_path_buf());
-        ready()?;
+        let removed = Removed(path.to_path_buf());
+        let socket = Arc::new(Mutex::new(Some(removed)));
+        let at_end = Arc::clone(&socket);
+        let take = |socket: &Mutex<Option<Removed>>| drop(socket.lock().unwrap_or_else(PoisonError::into_inner).take());
+        clean_up_on_signals(move || take(&at_end)).map_err(Error::io("install", "a handler of signals"))?;
+        ready().inspect_err(|_| take(&socket))?;
         let failed = Error::io("wait for a client at the socket", path);
         let ends = listener.accept().and_then(|(stream, _)| Ok((stream.try_clone()?, stream.try_clone()?, stream)));
+        // Another session may have a socket of this name from here on.
+        take(&socket);
         let (input, output, watched): (UnixStream, UnixStream, UnixStream) = ends.map_err(failed)?;
         Self::of(input, output, watched)
     }

@@ -1,7 +1,9 @@
 //! Runs of TRL 1.11's GRPOTrainer and RLOOTrainer (`tests/golden/trl_grpo`): its responses, rewards and order of rows are injected,
 //! everything else is computed here. [`super::tools_golden`] compares runs with tools in the same way.
 
-use crate::support::{Tensors, given_golden, join_ranks, model_options, on_host, read_json, run_as_ranks, say};
+use crate::support::{
+    Tensors, given_golden, join_ranks, model_options, note_difference, on_host, read_json, run_as_ranks, say,
+};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
@@ -243,6 +245,7 @@ impl Run {
     /// Compares two numbers, and records their difference under `kind`.
     fn near(&self, kind: &str, what: &str, found: f64, expected: f64, tolerance: f64) {
         let gap = (found - expected).abs();
+        note_difference(gap, tolerance);
         let mut worst = self.worst.borrow_mut();
         let entry = worst.entry(kind.to_string()).or_insert(0.0);
         *entry = entry.max(gap);
