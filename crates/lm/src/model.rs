@@ -46,7 +46,7 @@ pub use config::is_encoder_decoder_family;
 pub use described::{Activations, Held, Holding, ModelSizes, PassTokens, SourceTokens, TrainedTensor};
 pub use kv_cache::{KvCache, positions_for};
 pub use logprobs::logits_chunk;
-pub use logprobs::{Distributions, LmHead, LogprobOptions, TokenLogprobs, TopLogprobs};
+pub use logprobs::{Distributions, LmHead, LogitNumbers, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub use lora::DropoutRows;
 pub use lora_config::{LoraConfig, PeftConfig};
 pub use lora_config::{MOST_RANK, is_lm_head};

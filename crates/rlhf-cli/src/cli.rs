@@ -53,9 +53,9 @@ use clap::{ArgMatches, Command};
 use rlhf::Result;
 use rlhf::schema::{Refusals, Setting as _};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LogprobsConfig,
-    MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig,
-    SessionConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig,
+    LogprobsConfig, MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig,
+    ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -77,6 +77,7 @@ use self::setting::{Setting, with_defaults};
 pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
+    Dpo(DpoConfig),
     Ppo(PpoConfig),
     Pipeline(PipelineConfig),
     Generate(GenerateConfig),
@@ -244,6 +245,7 @@ impl Task {
         Ok(match name {
             "sft" => Task::Sft(flags::read::<SftConfig>(matches)?),
             "reward" => Task::Reward(flags::read::<RewardConfig>(matches)?),
+            "dpo" => Task::Dpo(flags::read::<DpoConfig>(matches)?),
             "ppo" | "grpo" | "rloo" => Task::Ppo(flags::read::<PpoConfig>(matches)?),
             "generate" => Task::Generate(flags::read::<GenerateConfig>(matches)?),
             "logprobs" => Task::Logprobs(flags::read::<LogprobsConfig>(matches)?),
@@ -268,6 +270,7 @@ impl Task {
         match self {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
+            Task::Dpo(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
             Task::Pipeline(_)

@@ -90,7 +90,9 @@ fn start() -> u8 {
 fn run_task(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
-        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => stop_on_signals(Some(STOPPING)),
+        Task::Sft(_) | Task::Reward(_) | Task::Dpo(_) | Task::Ppo(_) | Task::Pipeline(_) => {
+            stop_on_signals(Some(STOPPING))
+        }
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again after a second to stop at once")),
         // It stops at once, and nothing is lost.
         Task::Watch(_) => stop_on_signals(None).and_then(|()| end_at_hangup()),
@@ -112,6 +114,7 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Sft(config) => rlhf::train::sft::sft(config, console),
         Task::Reward(config) if config.eval_only => cli::score::evaluate(config),
         Task::Reward(config) => rlhf::train::reward_model::reward(config, console),
+        Task::Dpo(config) => rlhf::train::dpo::dpo(config, console),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, console),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, console),
         Task::Generate(config) => cli::generate::generate(config),
@@ -164,6 +167,7 @@ fn join_ranks(task: &Task) -> Result<()> {
     let (seconds, device) = match task {
         Task::Sft(config) => of_run(&config.run),
         Task::Reward(config) => of_run(&config.run),
+        Task::Dpo(config) => of_run(&config.run),
         Task::Ppo(config) => of_run(&config.run),
         Task::Pipeline(config) => (config.dist_timeout().unwrap_or(DIST_TIMEOUT), Device::Auto),
         Task::Replay(task) => of_run(&task.ppo.run),
@@ -187,6 +191,7 @@ fn shards_parameters(task: &Task) -> bool {
     match task {
         Task::Sft(config) => of_run(&config.run),
         Task::Reward(config) => of_run(&config.run),
+        Task::Dpo(config) => of_run(&config.run),
         Task::Ppo(config) => of_ppo(config),
         Task::Replay(task) => of_ppo(&task.ppo),
         Task::Pipeline(config) => {

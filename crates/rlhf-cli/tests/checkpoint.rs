@@ -5,7 +5,9 @@ use crate::support::{PROGRAM, Process, golden, init, output, say};
 use rlhf::data::Dataset;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
-use rlhf::settings::{LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
+use rlhf::settings::{
+    DpoConfig, DpoLoss, LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig,
+};
 use serde_json::{Map, Value, json};
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -313,6 +315,39 @@ fn a_run_of_groups_that_are_sampled_anew_with_a_reference_that_follows_resumes_t
         with(&mut config.run);
         rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
     });
+}
+
+#[test]
+fn dpo_resumes_to_the_same_bits_with_each_reference_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let pairs = dir.path().join("pairs.jsonl");
+    write_rows(&pairs, |p| json!({"prompt": p, "chosen": " yes and then some", "rejected": " no, no"}));
+    let changes: [fn(&mut DpoConfig); 3] = [
+        |config| {
+            (config.sync.sync_ref_model, config.sync.ref_model_sync_steps) = (true, 2);
+            config.unsupervised.unsupervised_dataset_name =
+                Some(config.data.dataset_name[0].with_file_name("texts.jsonl"));
+        },
+        |config| {
+            (config.peft.use_peft, config.disable_dropout) = (true, false);
+            (config.run.fp16, config.run.loss_scale.initial_scale_power) = (true, 30);
+        },
+        |config| (config.precompute_ref_log_probs, config.loss.loss_type) = (true, vec![DpoLoss::Aot, DpoLoss::Sft]),
+    ];
+    write_rows(&dir.path().join("texts.jsonl"), |p| json!({"text": format!("{p} and some more text")}));
+    for (at, change) in changes.into_iter().enumerate() {
+        resumes_from_everywhere(4, |with| {
+            let out = dir.path().join(format!("dpo-{at}/whole"));
+            let mut config = DpoConfig::new(golden().join("models/gpt_neox"), &pairs, out);
+            (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(4), 3, Some(2));
+            (config.gradient_accumulation_steps, config.learning_rate) = (2, 1e-3);
+            config.eval_dataset_name = Some(pairs.clone());
+            (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3.into()), Some("eval_loss".into()));
+            change(&mut config);
+            with(&mut config.run);
+            rlhf::train::dpo::dpo(&config, Console::Silent).unwrap();
+        });
+    }
 }
 
 #[test]

@@ -267,6 +267,29 @@ fn sft_and_reward_models_train_alike_on_any_number_of_ranks() {
 }
 
 #[test]
+fn dpo_trains_alike_on_any_number_of_ranks() {
+    let scratch = scratch();
+    let dpo =
+        format!("dpo --model_name_or_path policy --dataset_name pairs.jsonl --max_steps 3 --logging_steps 2 {STEPS}");
+    let eval = "--eval_split_size 5 --eval_steps 1 --metric_for_best_model eval_rewards/margins --per_device_eval_batch_size 2";
+    worlds_agree(
+        &scratch,
+        "sigmoid",
+        &format!("{dpo} {eval} --train_batch_size 3 --sync_ref_model --ref_model_sync_steps 2"),
+        &[2],
+    );
+    let sorted = "--loss_type aot sft --train_batch_size 6 --per_device_train_batch_size 3 --zero_stage 3";
+    worlds_agree(&scratch, "sorted", &format!("{dpo} {sorted} --eval_split_size 5 --eval_steps 2"), &[2]);
+    let lora = "--use_peft --lora_dropout 0.2 --disable_dropout false --precompute_ref_log_probs --train_batch_size 4";
+    worlds_agree(
+        &scratch,
+        "lora",
+        &format!("{dpo} {lora} --unsupervised_dataset_name demos.jsonl --unsup_coef 0.5"),
+        &[2],
+    );
+}
+
+#[test]
 fn optimizers_with_small_states_step_alike_on_every_rank() {
     let scratch = scratch();
     // A gradient that is off by its last bit may get the next code of 8 bits, or the other neighbour in bf16; Adafactor makes whole steps of

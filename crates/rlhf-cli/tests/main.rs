@@ -12,6 +12,7 @@ mod data;
 mod deepspeed_chat;
 mod distributed;
 mod doctor;
+mod dpo;
 mod encoder_decoder_training;
 mod encoder_decoders;
 mod eval;

@@ -359,9 +359,20 @@ impl CausalLm {
         sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
+        self.logprobs_with(batch, LogprobOptions { entropy: with_entropy, ..sampled.into().into() })
+    }
+
+    /// As [`CausalLm::logprobs_of`], with further numbers; the divergence to a reference model is computed in backward passes only.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub fn logprobs_with<S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        options: LogprobOptions<'_>,
+    ) -> Result<TokenLogprobs> {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(batch, 1)?;
-        let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let targets = Targets::new(&self.head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
         let hidden = self.hidden_at(batch, -1)?;
@@ -389,6 +400,30 @@ impl CausalLm {
         let mut found = None;
         self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
             let (logprobs, gradient) = self.head.logprobs_gradient(hidden, &targets, loss);
+            found = Some(logprobs);
+            gradient
+        })?;
+        Ok(found.unwrap_or_else(|| targets.none()))
+    }
+
+    /// As [`CausalLm::logprobs_backward`], of a loss in which the log-probabilities of all tokens act together: `loss` receives those of
+    /// all M tokens, and is not called if there is none. Where the logits of all tokens are more than a slice, they are computed twice.
+    /// The loss may not depend on the entropies other than as numbers.
+    ///
+    /// # Errors
+    /// As [`CausalLm::logprobs_backward`].
+    pub fn joint_logprobs_backward<'a, S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        options: impl Into<LogprobOptions<'a>>,
+        loss: impl FnOnce(&TokenLogprobs) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        let Batch { sequences, spans, .. } = batch;
+        self.body.check_spans(batch, 1)?;
+        let targets = Targets::new(&self.head, sequences, spans, options.into())?;
+        let mut found = None;
+        self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
+            let (logprobs, gradient) = self.head.joint_gradient(hidden, &targets, loss);
             found = Some(logprobs);
             gradient
         })?;

@@ -28,12 +28,43 @@ pub struct TokenLogprobs {
     pub entropy: Option<Tensor>,
     /// KL divergence in nats from that distribution to the reference model's, if one was given.
     pub kl: Option<Tensor>,
+    /// Further numbers of the logits, if they were asked for.
+    pub logits: Option<LogitNumbers>,
+}
+
+/// Numbers of the logits in the place of M tokens, without a gradient; each tensor is `[M]` f32.
+#[derive(Debug)]
+pub struct LogitNumbers {
+    /// Mean of the logits over the vocabulary.
+    pub mean: Tensor,
+    /// 1 where no other token is likelier, else 0.
+    pub is_top: Tensor,
+    /// Logarithm of the sum of all squared probabilities.
+    pub log_sum_squares: Tensor,
+}
+
+impl LogitNumbers {
+    /// Those of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
+    fn of(logits: &Tensor, ids: &Tensor) -> Self {
+        tch::no_grad(|| {
+            let logits = logits.detach().to_kind(Kind::Float);
+            let own = logits.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
+            let is_top = own.ge_tensor(&logits.amax([-1], false)).to_kind(Kind::Float);
+            let squares = (&logits * 2.0).logsumexp([-1], false) - logits.logsumexp([-1], false) * 2.0;
+            Self { mean: logits.mean_dim(-1, false, Kind::Float), is_top, log_sum_squares: squares }
+        })
+    }
 }
 
 impl TokenLogprobs {
     fn detached(&self) -> Self {
         let detach = |x: &Option<Tensor>| x.as_ref().map(Tensor::detach);
-        Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl) }
+        let logits = self.logits.as_ref().map(|LogitNumbers { mean, is_top, log_sum_squares }| LogitNumbers {
+            mean: mean.shallow_clone(),
+            is_top: is_top.shallow_clone(),
+            log_sum_squares: log_sum_squares.shallow_clone(),
+        });
+        Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl), logits }
     }
 }
 
@@ -69,11 +100,15 @@ pub struct LogprobOptions<'a> {
     /// Reference distributions to compute the KL divergence to: for each sequence of the batch, its index among the sequences
     /// of [`Distributions`].
     pub kl_to: Option<(&'a Distributions, &'a [usize])>,
+    /// Whether to compute [`LogitNumbers`], at the temperature 1 and over the whole vocabulary.
+    pub logits: bool,
+    /// Compute as a backward pass does also where there is none: equal weights then give equal bits in both.
+    pub as_backward: bool,
 }
 
 impl<'a> From<Sampled<'a>> for LogprobOptions<'a> {
     fn from(sampled: Sampled<'a>) -> Self {
-        Self { sampled, entropy: false, kl_to: None }
+        Self { sampled, entropy: false, kl_to: None, logits: false, as_backward: false }
     }
 }
 
@@ -188,6 +223,8 @@ pub(super) struct Targets<'a> {
     entropy: bool,
     /// Reference distributions with the hidden states of the M tokens, `[M, embedding size]`.
     reference: Option<(&'a Distributions, Tensor)>,
+    logits: bool,
+    as_backward: bool,
 }
 
 impl<'a> Targets<'a> {
@@ -201,7 +238,7 @@ impl<'a> Targets<'a> {
         spans: &[Range<usize>],
         options: LogprobOptions<'a>,
     ) -> Result<Self> {
-        let LogprobOptions { sampled, entropy, kl_to } = options;
+        let LogprobOptions { sampled, entropy, kl_to, logits, as_backward } = options;
         let pairs = sequences.iter().zip(spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         sampled.check(ids.len() as i64)?;
@@ -209,7 +246,8 @@ impl<'a> Targets<'a> {
             of.check(rows, spans, head.vocab_size())?;
         }
         let ids = on_device(&ids, head.linear.held().device());
-        Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
+        let reference = kl_to.map(|(of, rows)| (of, of.hidden_of(rows)));
+        Ok(Self { ids, sampled, entropy, reference, logits, as_backward })
     }
 
     /// The results of a pass over no tokens.
@@ -222,6 +260,7 @@ impl<'a> Targets<'a> {
             logprobs: Vec::new(),
             entropy: self.entropy.then(Vec::new),
             kl: self.reference.is_some().then(Vec::new),
+            logits: self.logits.then(Vec::new),
         }
     }
 }
@@ -231,19 +270,32 @@ struct Slices {
     logprobs: Vec<Tensor>,
     entropy: Option<Vec<Tensor>>,
     kl: Option<Vec<Tensor>>,
+    logits: Option<Vec<LogitNumbers>>,
 }
 
 impl Slices {
-    fn push(&mut self, slice: TokenLogprobs) {
+    fn push(&mut self, mut slice: TokenLogprobs) {
         self.logprobs.push(slice.logprobs);
         for (parts, part) in [(&mut self.entropy, slice.entropy), (&mut self.kl, slice.kl)] {
             parts.iter_mut().for_each(|parts| parts.extend(part.as_ref().map(Tensor::shallow_clone)));
         }
+        self.logits.iter_mut().for_each(|parts| parts.extend(slice.logits.take()));
     }
 
     fn join(self, device: Device) -> TokenLogprobs {
         let join = |parts: Vec<Tensor>| joined(&parts, device);
-        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join), kl: self.kl.map(join) }
+        let of_logits = |parts: Vec<LogitNumbers>| {
+            let all = |part: fn(&LogitNumbers) -> &Tensor| {
+                join(parts.iter().map(|numbers| part(numbers).shallow_clone()).collect())
+            };
+            LogitNumbers {
+                mean: all(|numbers| &numbers.mean),
+                is_top: all(|numbers| &numbers.is_top),
+                log_sum_squares: all(|numbers| &numbers.log_sum_squares),
+            }
+        };
+        let logits = self.logits.map(of_logits);
+        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join), kl: self.kl.map(join), logits }
     }
 }
 
@@ -307,7 +359,7 @@ impl LmHead {
         let mut found = targets.slices();
         let slices: Vec<Range<i64>> = self.slices(hidden.size()[0]).collect();
         // One slice alone takes the product that is the fastest for its number of rows.
-        let shares_memory = by_kernels && slices.len() > 1 && self.softcap.is_none();
+        let shares_memory = by_kernels && (slices.len() > 1 || targets.as_backward) && self.softcap.is_none();
         let mut kernels = shares_memory.then(|| SliceKernels::new(self));
         for range in slices {
             let hidden = rows_of(hidden, &range);
@@ -321,7 +373,8 @@ impl LmHead {
                 };
                 let logits = logits.narrow(0, 0, ids.size()[0]);
                 let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
-                TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
+                let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids));
+                TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None, logits: numbers }
             });
         }
         found.join(targets.ids.device())
@@ -362,10 +415,42 @@ impl LmHead {
         (found.join(targets.ids.device()), gradient)
     }
 
+    /// As [`LmHead::logprobs_gradient`], of a loss of all tokens together.
+    pub(super) fn joint_gradient(
+        &self,
+        hidden: &Tensor,
+        targets: &Targets<'_>,
+        loss: impl FnOnce(&TokenLogprobs) -> Tensor,
+    ) -> (TokenLogprobs, Tensor) {
+        let mut loss = Some(loss);
+        if self.slices(hidden.size()[0]).nth(1).is_none() {
+            let mut loss = |_, now: &TokenLogprobs| loss.take().expect("there is one slice")(now);
+            return self.logprobs_gradient(hidden, targets, &mut loss);
+        }
+        let found = tch::no_grad(|| self.logprobs_of(&hidden.detach(), targets));
+        let now = TokenLogprobs { logprobs: found.logprobs.detach().set_requires_grad(true), ..found };
+        loss.take().expect("it is called once")(&now).backward();
+        let slopes = now.logprobs.grad();
+        // The numbers of the logits are there already.
+        let ids = targets.ids.shallow_clone();
+        let again = Targets {
+            ids,
+            sampled: targets.sampled,
+            entropy: false,
+            reference: None,
+            logits: false,
+            as_backward: true,
+        };
+        let (_, gradient) = self.logprobs_gradient(hidden, &again, |range, now| {
+            (&now.logprobs * rows_of(&slopes, &range)).sum(Kind::Float)
+        });
+        (TokenLogprobs { logprobs: now.logprobs.detach(), ..now }, gradient)
+    }
+
     /// Differentiable log-probabilities of the targets in `range` at their hidden states, by libtorch's own operations; all
     /// logits of the range at once.
     fn plain_logprobs(&self, hidden: &Tensor, range: &Range<i64>, targets: &Targets<'_>) -> TokenLogprobs {
-        let Targets { ids, sampled, entropy, reference } = targets;
+        let Targets { ids, sampled, entropy, reference, .. } = targets;
         let count = range.end - range.start;
         let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
         let of_reference = reference.as_ref().map(|(of, states)| {
@@ -375,11 +460,14 @@ impl LmHead {
                 some => tch::no_grad(|| restricted(&all, some.as_ref()).log_softmax(-1, Kind::Float)),
             }
         });
-        let logits = self.forward(hidden).to_kind(Kind::Float) / sampled.temperature;
-        let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
-        let logprobs = all.gather(1, &rows_of(ids, range).unsqueeze(1), false).squeeze_dim(1);
+        let ids = rows_of(ids, range);
+        let logits = self.forward(hidden).to_kind(Kind::Float);
+        let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids));
+        let all = restricted(&(logits / sampled.temperature), excluded.as_ref()).log_softmax(-1, Kind::Float);
+        let logprobs = all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
         let entropy = entropy.then(|| entropy_of(&all));
-        TokenLogprobs { logprobs, entropy, kl: of_reference.map(|others| divergence_of(&all, &others)) }
+        let kl = of_reference.map(|others| divergence_of(&all, &others));
+        TokenLogprobs { logprobs, entropy, kl, logits: numbers }
     }
 
     /// [`super::CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
@@ -464,6 +552,7 @@ impl<'m> SliceKernels<'m> {
             logprobs: stats.logprobs.set_requires_grad(true),
             entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
             kl: None,
+            logits: targets.logits.then(|| LogitNumbers::of(&logits, &ids)),
         };
         loss(range, &now).backward();
         let slope = now.logprobs.grad();
@@ -530,7 +619,8 @@ mod tests {
         assert_eq!(head.slices(rows).count(), 3);
         let hidden = random([rows, width], 3);
         let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
-        let targets = Targets { ids, sampled: Sampled::from(0.7), entropy: true, reference: None };
+        let sampled = Sampled::from(0.7);
+        let targets = Targets { ids, sampled, entropy: true, reference: None, logits: true, as_backward: false };
         let found = head.logprobs_of(&hidden, &targets);
         let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
         let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);

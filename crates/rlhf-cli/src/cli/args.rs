@@ -18,8 +18,12 @@ use super::{hints, trl};
 /// Values, and all words after `--`, are not changed.
 pub(super) fn normalize(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
     let flags = || rlhf.get_subcommands().flat_map(Command::get_arguments);
-    let flag =
-        |name: &str| flags().find(|a| a.get_long() == Some(name)).or_else(|| flags().find(|a| is_named(a, name)));
+    let flag = |name: &str| {
+        let of_name = || flags().filter(|a| a.get_long() == Some(name));
+        // A name of TRL in one command may be a switch of another.
+        let switch = of_name().find(|a| a.is_require_equals_set());
+        switch.or_else(|| of_name().next()).or_else(|| flags().find(|a| is_named(a, name)))
+    };
     let mut args = args.into_iter().peekable();
     let mut normal = Vec::new();
     while let Some(arg) = args.next() {

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
     LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig,
     SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
@@ -36,6 +36,13 @@ Example:
 const REWARD_HELP: &str = "\
 Example:
   rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward";
+
+const DPO_HELP: &str = "\
+Names and defaults are those of TRL's DPOTrainer, and a file of its DPOConfig is a --config. Rows
+have `prompt`, `chosen` and `rejected`, texts or messages; without `prompt` both sides begin with it.
+
+Example:
+  rlhf dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/dpo";
 
 const PPO_HELP: &str = "\
 Example:
@@ -285,7 +292,7 @@ fn whole() -> Command {
 }
 
 /// Returns the commands that train.
-fn trainers() -> [Command; 5] {
+fn trainers() -> [Command; 6] {
     [
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<SftConfig>("sft")))
             .about("Fine-tune a language model on texts or demonstrations")
@@ -293,6 +300,7 @@ fn trainers() -> [Command; 5] {
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<RewardConfig>("reward")))
             .about("Train a reward model on preference pairs")
             .after_help(REWARD_HELP),
+        trl::with_flags(dpo_command()).about("Train a language model by DPO, on preference pairs").after_help(DPO_HELP),
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(PPO_HELP),
@@ -303,6 +311,15 @@ fn trainers() -> [Command; 5] {
             .about("Train a language model with RLOO, on groups of responses")
             .after_help(RLOO_HELP),
     ]
+}
+
+/// Returns `dpo` with its own defaults of settings that other commands have too.
+fn dpo_command() -> Command {
+    let own = DpoConfig::own_defaults();
+    flags::command::<DpoConfig>("dpo").mut_args(|arg| match own.iter().find(|(name, _)| arg.get_id() == name) {
+        Some((_, value)) => arg.default_value(*value),
+        None => arg,
+    })
 }
 
 /// Returns the other commands.

@@ -73,14 +73,15 @@ pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
 /// Returns what to write in place of `word`, if it is a script of TRL.
 pub(super) fn script_of_trl(word: &str) -> Option<String> {
     let name = Path::new(word).file_name()?.to_str()?.strip_suffix(".py")?;
-    let scripts = [("ppo", "ppo"), ("sft", "sft"), ("reward", "reward"), ("grpo", "grpo"), ("rloo", "rloo")];
+    let scripts =
+        [("ppo", "ppo"), ("sft", "sft"), ("reward", "reward"), ("dpo", "dpo"), ("grpo", "grpo"), ("rloo", "rloo")];
     let (_, command) = scripts.iter().find(|(script, _)| name.starts_with(script))?;
     Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
 }
 
 /// Trainers that are not here, as their commands are called, and the systems that have them.
 const NO_TRAINERS: [(&[&str], &str); 2] = [
-    (&["dpo", "kto", "prm"], "TRL or OpenRLHF"),
+    (&["kto", "prm"], "TRL or OpenRLHF"),
     (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
 ];
 
@@ -190,16 +191,16 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, dpo, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
     }
 
     #[test]
     fn a_trainer_that_is_not_here_is_said_to_be_elsewhere() {
         for (name, trainer, systems) in
-            [("dpo", "DPO", "TRL or OpenRLHF"), ("orpo", "ORPO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL")]
+            [("kto", "KTO", "TRL or OpenRLHF"), ("orpo", "ORPO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL")]
         {
-            let error = parse_words(&[name, "--config", "dpo.yaml"]).unwrap_err();
+            let error = parse_words(&[name, "--config", "kto.yaml"]).unwrap_err();
             let expected = format!("there is no {trainer} here: take {systems} for it");
             assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
         }

@@ -12,7 +12,7 @@ use rlhf::schema::HEADINGS;
 const COMMON_HEADING: &str = "Common options";
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 24] = [
+const COMMON: [(&str, &[&str], &[&str]); 25] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name"],
@@ -43,6 +43,27 @@ const COMMON: [(&str, &[&str], &[&str]); 24] = [
             "gradient_accumulation_steps",
             "learning_rate",
             "max_length",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "dpo",
+        &["model_name_or_path", "dataset_name"],
+        &[
+            "output_dir",
+            "beta",
+            "loss_type",
+            "num_train_epochs",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "max_length",
+            "precompute_ref_log_probs",
             "use_peft",
             "bf16",
             "eval_steps",

@@ -29,11 +29,11 @@ use super::{Parsed, Stop, Task, flags};
 pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
-pub(super) const COMMANDS: [&str; 10] =
-    ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
+pub(super) const COMMANDS: [&str; 11] =
+    ["sft", "reward", "dpo", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
 
 /// The commands among them with settings of sharding and precision.
-const TRAINING: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
+const TRAINING: [&str; 6] = ["sft", "reward", "dpo", "ppo", "grpo", "rloo"];
 
 /// A command to start as several ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -230,6 +230,7 @@ fn run_configs(task: &Task) -> Vec<&RunConfig> {
     match task {
         Task::Sft(config) => vec![&config.run],
         Task::Reward(config) if !config.eval_only => vec![&config.run],
+        Task::Dpo(config) => vec![&config.run],
         Task::Ppo(config) => vec![&config.run],
         Task::Pipeline(config) => {
             let stages = [

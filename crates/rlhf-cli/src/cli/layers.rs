@@ -41,7 +41,7 @@ pub(super) fn translated(
 }
 
 /// Settings with a default, of which null is a value too.
-const NULL_IS_NONE: [&str; 3] = ["max_length", "judge_temperature", "judge_max_tokens"];
+const NULL_IS_NONE: [&str; 4] = ["max_length", "max_grad_norm", "judge_temperature", "judge_max_tokens"];
 
 /// Makes null of a file the value `none` where it is one, also in a section. Any other null is the default.
 pub(super) fn name_nulls(settings: &mut [Setting]) {

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use clap::{Arg, Command};
 use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
+    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
     LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig,
     RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
@@ -45,6 +45,7 @@ fn fields(name: &str) -> Vec<Field> {
     match name {
         "sft" => SftConfig::fields(),
         "reward" => RewardConfig::fields(),
+        "dpo" => DpoConfig::fields(),
         "ppo" | "grpo" | "rloo" => PpoConfig::fields(),
         "pipeline" => PipelineFlags::fields(),
         "generate" => GenerateConfig::fields(),

@@ -71,7 +71,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "chat" | "serve" => vec![command, "policy"],
         "launch" | "doctor" | "schema" | "session" => vec![command],
         "plan" => [&["plan"], &PPO[..]].concat(),
-        "sft" | "reward" | "grpo" | "rloo" => {
+        "sft" | "reward" | "dpo" | "grpo" | "rloo" => {
             vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
         }
         _ => vec![command, "--model_name_or_path", "m"],

@@ -30,10 +30,11 @@ enum To {
 use To::{Noted, Only, Together};
 
 /// The commands that have a flag.
-const TRAIN: &[&str] = &["sft", "reward", "ppo", "grpo", "rloo"];
-const LEARN: &[&str] = &["sft", "reward"];
+const TRAIN: &[&str] = &["sft", "reward", "dpo", "ppo", "grpo", "rloo"];
+const LEARN: &[&str] = &["sft", "reward", "dpo"];
 const SFT: &[&str] = &["sft"];
 const REWARD: &[&str] = &["reward"];
+const DPO: &[&str] = &["dpo"];
 const PPO: &[&str] = &["ppo"];
 const ROLLOUT: &[&str] = &["ppo", "grpo", "rloo"];
 const GROUPS: &[&str] = &["grpo", "rloo"];
@@ -100,7 +101,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "length_column_name",
         ],
     ),
-    (Noted(ONE_READER), &["sft", "reward", "ppo"], &["shuffle_dataset"]),
+    (Noted(ONE_READER), &["sft", "reward", "dpo", "ppo"], &["shuffle_dataset"]),
     (Only(&["none", "true"], "prompts are drawn in a random order"), GROUPS, &["shuffle_dataset"]),
     (
         Noted(RANKS),
@@ -153,6 +154,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Noted(SPEED), LEARN, &["activation_offloading", "pad_to_multiple_of"]),
     (Noted(SPEED), SFT, &["padding_free", "eval_packing"]),
+    (Noted(SPEED), DPO, &["padding_free"]),
     (Noted(SPEED), PPO, &["optimize_cuda_cache", "optimize_device_cache"]),
     (
         Noted("an evaluation takes local_rollout_forward_batch_size prompts at a time"),
@@ -164,7 +166,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "the organization is part of hub_model_id: ORGANIZATION/NAME"), TRAIN, &["push_to_hub_organization"]),
     (Together, PPO, &[IF_BEST, "compare_steps"]),
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
-    (Noted("there is no auxiliary loss of a router of experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
+    (
+        Noted("there is no auxiliary loss of a router of experts"),
+        &["sft", "dpo", "grpo", "rloo"],
+        &["router_aux_loss_coef"],
+    ),
     (
         Noted(OLD),
         TRAIN,
@@ -229,10 +235,11 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (
         Only(UNSET, "dtype sets the dtype, and the model's folder the rest"),
-        &["sft", "reward", "grpo", "rloo"],
+        &["sft", "reward", "dpo", "grpo", "rloo"],
         &["model_init_kwargs"],
     ),
     (Noted("nothing is padded"), SFT, &["pad_token"]),
+    (Noted("nothing is padded"), DPO, &["pad_token"]),
     (Noted("nothing is padded; pair_loss = tokens pads with the tokenizer's token"), REWARD, &["pad_token"]),
     (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),

@@ -776,7 +776,7 @@ impl Learner {
             seen = self.observer.as_ref().map(|_| values.detach());
             batch.value_loss(values, settings, factors, &mut value_sums)
         };
-        let options = LogprobOptions { sampled, entropy: true, kl_to: reference };
+        let options = LogprobOptions { entropy: true, kl_to: reference, ..sampled.into() };
         let now = match (&self.value, reference) {
             (ValueModel::Head(_), Some(_)) => {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));

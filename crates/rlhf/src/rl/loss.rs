@@ -700,7 +700,7 @@ mod tests {
         let mut sums = Sums::new(false, false);
         let mut loss = |slice: Range<i64>| {
             let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
-            let now = TokenLogprobs { logprobs: here(new), entropy: Some(here(entropy)), kl: None };
+            let now = TokenLogprobs { logprobs: here(new), entropy: Some(here(entropy)), kl: None, logits: None };
             batch.policy_loss(slice.clone(), &now, settings, factors, &mut sums)
         };
         loss(0..3) + loss(3..10)

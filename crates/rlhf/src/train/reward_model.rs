@@ -335,7 +335,7 @@ impl Supervised for Ranking<'_> {
     type Head = ClassifierHead;
     type Sums = Totals;
 
-    fn backward(&self, model: &SequenceClassifier, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+    fn backward(&mut self, model: &SequenceClassifier, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
         let (config, pads) = (self.config, self.pads.as_ref());
         let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
         pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));

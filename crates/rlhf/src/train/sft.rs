@@ -336,7 +336,7 @@ impl Supervised for FineTuning<'_> {
     type Head = LmHead;
     type Sums = Totals;
 
-    fn backward(&self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+    fn backward(&mut self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
         let config = self.config;
         // A block is a row of `max_length` tokens.
         let most_rows = config.batches().rows_per_pass();

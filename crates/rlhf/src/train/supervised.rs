@@ -1,4 +1,4 @@
-//! Training with one optimizer step per update, the loop of SFT and of the reward model.
+//! Training with one optimizer step per update, the loop of SFT, of the reward model and of DPO.
 
 use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
 use crate::data::{Cursor, Dataset, Sources};
@@ -35,7 +35,7 @@ pub(super) trait Supervised {
     /// # Errors
     /// If the model refuses a row.
     fn backward(
-        &self,
+        &mut self,
         model: &PretrainedModel<Self::Head>,
         batch: &UpdateRows<'_>,
         sums: &mut Self::Sums,
@@ -54,6 +54,32 @@ pub(super) trait Supervised {
 
     /// Returns whether there are held-out rows.
     fn has_eval_rows(&self) -> bool;
+
+    /// Called after each update with their number.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn after_step(&mut self, _model: &PretrainedModel<Self::Head>, _updates: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns what a checkpoint keeps beside what it keeps of every run.
+    fn state(&self) -> Vec<(&'static str, Value)> {
+        Vec::new()
+    }
+
+    /// Returns another model that a checkpoint keeps, with the name of its folder.
+    fn saved_beside(&self) -> Option<(&'static str, &PretrainedModel<Self::Head>)> {
+        None
+    }
+
+    /// Restores what a checkpoint keeps of it; `has_changed`: the inputs are others.
+    ///
+    /// # Errors
+    /// If the checkpoint is another run's, or damaged.
+    fn load(&mut self, _saved: &Saved, _has_changed: bool) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Sums since the last line of metrics.
@@ -244,7 +270,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(
     session.push(done)
 }
 
-/// A run of SFT or of a reward model.
+/// A run of SFT, of a reward model or of DPO.
 struct Run<'a, T: Supervised, C> {
     model: PretrainedModel<T::Head>,
     tokenizer: Tokenizer,
@@ -337,6 +363,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
         let stepped = self.step(lr);
         let grad_norm = self.world.agree(stepped)?;
         self.sums.add_step(grad_norm);
+        let followed = self.task.after_step(&self.model, done + 1);
+        self.world.agree(followed)?;
         self.count_tokens(&rows);
         Ok(lr)
     }
@@ -421,6 +449,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         state.insert("cursor".into(), self.cursor.state());
         state.insert("since".into(), json!(self.sums));
         state.insert("recorded".into(), self.progress.recorded.into());
+        state.extend(self.task.state().into_iter().map(|(name, value)| (name.to_string(), value)));
         state.extend(self.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
         state
     }
@@ -429,6 +458,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         load_cursor(&mut self.cursor, saved.part("cursor")?, self.spec.run)
             .map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         self.sums = saved.parsed("since")?;
+        let has_changed = saved.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
+        self.task.load(saved, has_changed)?;
         if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
             scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         }
@@ -449,6 +480,10 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         self.write(dir, dtype)?;
+        if let Some((name, model)) = self.task.saved_beside() {
+            let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+            model.save_pretrained(&dir.join(name), eos, pad, self.spec.run.max_shard_size.0)?;
+        }
         Shards::end_serving(&[self.model.shards()])
     }
 

@@ -1,0 +1,282 @@
+//! Direct preference optimization: a language model is trained on pairs of completions against a reference model.
+
+mod learn;
+mod loss;
+mod pairs;
+#[cfg(test)]
+mod tests;
+mod totals;
+
+use super::supervised::{Data, Loaded, Words, start_training, train};
+use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
+use crate::data::{Dataset, Sources};
+use crate::rl::unsupervised::Unsupervised;
+use crate::run::card::command_to_try;
+use crate::run::checkpoint::Epochs;
+use crate::run::session::{Opening, RunSpec};
+use crate::run::sinks::console::Console;
+use crate::settings::{DpoConfig, Stage};
+use pairs::{PairRow, read_pairs};
+use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_hub::AskedHub;
+use rlhf_lm::model::{CausalLm, Dtype, LmHead, ModelConfig, ModelOptions, Trains};
+use rlhf_lm::optim::Optim;
+use rlhf_lm::tokenizer::Tokenizer;
+use std::path::{Path, PathBuf};
+
+/// The command, as checkpoints name it.
+const COMMAND: &str = "dpo";
+
+/// Metrics of the end of a run, by their labels.
+const OUTCOME: [(&str, &str); 5] = [
+    ("loss", "loss"),
+    ("accuracy", "rewards/accuracies"),
+    ("margin", "rewards/margins"),
+    ("held-out loss", "eval_loss"),
+    ("held-out accuracy", "eval_rewards/accuracies"),
+];
+
+/// The pairs of a run, and the reference model.
+///
+/// The loss of an update is the mean over its micro-batches of the mean over their pairs, for any number of pairs in a pass.
+struct PreferenceTask<'a> {
+    config: &'a DpoConfig,
+    /// None where its log-probabilities are computed before training.
+    reference: Option<CausalLm>,
+    train: Gathered<PairRow>,
+    eval: Vec<PairRow>,
+    /// Texts that are mixed in.
+    texts: Option<Unsupervised>,
+}
+
+/// Trains a model by DPO as `config` sets and saves it in `output_dir`.
+///
+/// # Errors
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
+/// saving the last complete update.
+pub fn dpo(config: &DpoConfig, console: Console) -> Result<()> {
+    config.check()?;
+    let (world, paths) = (World::of_process(), paths_read(config));
+    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
+    hub.download(&world, &paths, || {
+        Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        Folders::find(config).map(drop)
+    })?;
+    world.expect_sharded(config.run.dist.zero_stage);
+    let (mut task, loaded) = world.agree(load_run(config, opening, &hub))?;
+    if config.precompute_ref_log_probs {
+        task.precompute(&loaded.model, &world)?;
+    }
+    train(task, loaded, console)
+}
+
+/// Returns the paths that a run reads, as its settings name them.
+fn paths_read(config: &DpoConfig) -> Vec<&Path> {
+    let others = [config.ref_model_name_or_path.as_deref(), config.eval_dataset_name.as_deref()];
+    let texts = config.unsupervised.unsupervised_dataset_name.as_deref();
+    let datasets = config.data.dataset_name.iter().map(|name| name.as_path());
+    let model = config.model_name_or_path.as_path();
+    std::iter::once(model).chain(datasets).chain(others.into_iter().flatten()).chain(texts).collect()
+}
+
+/// The folders of the models, in the hub's cache where they are names on the hub.
+struct Folders {
+    model: PathBuf,
+    reference: Option<PathBuf>,
+}
+
+impl Folders {
+    fn find(config: &DpoConfig) -> Result<Self> {
+        let model = hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+        let reference = config.ref_model_name_or_path.as_deref().map(|dir| hub::model_dir(dir, None)).transpose()?;
+        Ok(Self { model, reference })
+    }
+}
+
+/// Loads models and pairs.
+///
+/// # Errors
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names.
+fn load_run<'a>(
+    config: &'a DpoConfig,
+    opening: Opening,
+    hub: &AskedHub,
+) -> Result<(PreferenceTask<'a>, Loaded<'a, DpoConfig, LmHead>)> {
+    // Cheap checks first: weights may be gigabytes.
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let Folders { model: model_dir, reference: reference_dir } = Folders::find(config)?;
+    let mut tokenizer = Tokenizer::from_pretrained(&model_dir)?;
+    set_up_tokenizer(&mut tokenizer, config)?;
+    let (mut model, reference) = load_models(config, &model_dir, reference_dir.as_deref())?;
+    tokenizer.check_fits(model.config(), &model_dir)?;
+    let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
+    eos.into_iter().for_each(|eos| model.set_eos(eos));
+
+    let max_length = max_length(config, [Some(model.config()), reference.as_ref().map(|model| model.config())]);
+    let Data { train, eval, first_row, mut inputs } =
+        Data::read(&sources, &config.data, config.run.seed, Stage::Reward)?;
+    inputs.model("model_name_or_path", &model_dir)?;
+    reference_dir.as_deref().map_or(Ok(()), |dir| inputs.model("ref_model_name_or_path", dir))?;
+    let read = |dataset: &Dataset| read_pairs(dataset, config, &tokenizer, max_length);
+    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let num_pairs = train.rows.len();
+    let tokens: Vec<&[Vec<i64>; 2]> = train.rows.iter().map(|row| &row.sides).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
+    let vocab = model.config().vocab_size;
+    let texts = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, max_length, config.run.seed)?;
+    if let (Some(texts), Some(name)) = (&texts, &config.unsupervised.unsupervised_dataset_name) {
+        inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
+    }
+    let plan = config.plan_for(num_pairs)?;
+    let mut warnings = [&train.warnings[..], &eval.warnings, &config.loss.warnings()].concat();
+    warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
+    warnings.extend(roundings(&model_dir, config.run.dtype, &model));
+
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
+    let mut reference = reference;
+    if let Some(reference) = &mut reference {
+        reference.shard(&World::of_process(), config.run.dist.zero_stage);
+        let place = config.run.models_place().filter(|_| is_apart(config));
+        place.map_or(Ok(()), |place| reference.offload(&place, "reference model"))?;
+    }
+    let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
+    let loaded = Loaded {
+        model,
+        tokenizer,
+        opening,
+        spec: RunSpec {
+            command: COMMAND,
+            config,
+            run: &config.run,
+            eval: &config.eval,
+            logging_steps: config.logging_steps,
+            num_updates: plan.num_updates,
+            batch_size: plan.batch_size,
+            epochs: Epochs { per_update: plan.batch_size, len: num_pairs },
+        },
+        optimizer,
+        schedule: (config.learning_rate, &config.optimizer),
+        cursor: train.cursor(config.run.seed, &config.data),
+        num_rows: num_pairs,
+        commits: hub.commits(),
+        inputs,
+        warnings,
+        words,
+    };
+    Ok((PreferenceTask { config, reference, train, eval: eval.rows, texts }, loaded))
+}
+
+/// Returns the words of a run over `num_pairs` pairs, with the `first_row` of its data.
+fn words<'a>(
+    config: &'a DpoConfig,
+    tokenizer: &Tokenizer,
+    model_dir: PathBuf,
+    (num_pairs, first_row): (usize, Option<&serde_json::Value>),
+    texts: Option<&Unsupervised>,
+) -> Words<'a> {
+    let reference = match (&config.ref_model_name_or_path, config.peft.use_peft) {
+        (Some(name), _) => name.display().to_string(),
+        (None, true) => "the policy without its adapter".into(),
+        (None, false) => "the policy at its start".into(),
+    };
+    let how = if config.precompute_ref_log_probs { ", computed before training" } else { "" };
+    Words {
+        model: Some(model_dir),
+        base_model: Some(&config.model_name_or_path),
+        is_adapter: config.peft.use_peft,
+        unit: "pairs",
+        data: format!("`{}`, {num_pairs} pairs", config.data.describe()),
+        facts: vec![("reference", format!("{reference}{how}"))],
+        tokenizer: tokenizer.describe(),
+        notes: texts.map(Unsupervised::describe).into_iter().collect(),
+        numbers: &OUTCOME,
+        commands: vec![command_to_try(&config.run.output_dir, first_row, None)],
+    }
+}
+
+/// Sets up the tokenizer by the settings.
+///
+/// # Errors
+/// If it has no `eos_token` of the settings.
+pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DpoConfig) -> Result<()> {
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
+    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
+}
+
+/// Returns the most tokens of a prompt with a completion, for models of these shapes.
+fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'m ModelConfig>>) -> usize {
+    let contexts = models.into_iter().flatten().map(|model| model.max_position_embeddings);
+    contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
+}
+
+/// Whether the reference model has weights of its own, which take memory during training.
+fn is_apart(config: &DpoConfig) -> bool {
+    !config.precompute_ref_log_probs && (config.ref_model_name_or_path.is_some() || !config.peft.use_peft)
+}
+
+/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts.
+fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> Result<(CausalLm, Option<CausalLm>)> {
+    let lora = config.peft.lora();
+    let mut policy = CausalLm::from_pretrained(dir, trained_options(model_options(&config.run)?, lora.is_some()))?;
+    check_decoder(policy.config(), dir)?;
+    // An adapter that is there already is merged, into the reference model too.
+    policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
+    if let Some(lora) = &lora {
+        policy.add_adapter(lora, config.run.seed)?;
+    }
+    let reference = match reference_dir {
+        Some(other) => {
+            let reference = load_reference(config, other)?;
+            let vocab = [policy.config().vocab_size, reference.config().vocab_size];
+            if vocab[0] != vocab[1] {
+                let message =
+                    format!("expected the vocabulary of {}, {} ids, found {}", dir.display(), vocab[0], vocab[1]);
+                return Err(Error::invalid(other, message));
+            }
+            Some(reference)
+        }
+        None if lora.is_some() => Some(policy.base()?),
+        None if config.precompute_ref_log_probs => None,
+        None => Some(load_reference(config, dir)?),
+    };
+    Ok((policy, reference))
+}
+
+/// Refuses an encoder-decoder.
+pub(crate) fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
+    if shape.is_encoder_decoder() {
+        let message = format!("dpo: expected a model of one stack, found `{}`, an encoder-decoder", shape.family.name);
+        return Err(Error::invalid(dir, message));
+    }
+    Ok(())
+}
+
+/// Returns the options for loading a reference model: in the dtype of its files, unless it is `synced`.
+fn reference_options(config: &DpoConfig, synced: bool) -> Result<ModelOptions> {
+    let frozen = model_options(&config.run)?;
+    Ok(if synced { ModelOptions { dtype: Dtype::Float32, ..trained_options(frozen, false) } } else { frozen })
+}
+
+/// Loads a reference model that shares nothing with the policy.
+fn load_reference(config: &DpoConfig, dir: &Path) -> Result<CausalLm> {
+    let synced = config.sync.sync_ref_model;
+    let mut reference = CausalLm::from_pretrained(dir, reference_options(config, synced)?)?;
+    check_decoder(reference.config(), dir)?;
+    reference.merge_adapter();
+    if config.optimizer.optim == Optim::AdamwBf16 {
+        // The policy's numbers are rounded so, and the first margins are 0.
+        reference.hold_in_bf16();
+    }
+    if synced {
+        reference.prepare(Trains::All)?;
+    } else {
+        reference.hold_as_computed();
+    }
+    Ok(reference)
+}

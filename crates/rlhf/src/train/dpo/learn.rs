@@ -1,0 +1,375 @@
+//! The passes of DPO: gradients of an update, evaluations, and the reference model's log-probabilities.
+
+use super::super::supervised::{Supervised, UpdateRows};
+use super::loss::{PairTerms, losses, sum};
+use super::pairs::{PairRow, PassInputs};
+use super::totals::{LOSS, MicroBatch, NUMBERS, Totals, sorts};
+use super::{PreferenceTask, reference_options};
+use crate::rl::unsupervised::{TextLimits, learn_texts};
+use crate::run::checkpoint::Saved;
+use crate::run::output_dir::REFERENCE;
+use crate::settings::DpoConfig;
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_base::{Error, Result};
+use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs, Trains};
+use rlhf_lm::optim::micro_batch::micro_batches;
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+use tch_ext::{on_device, to_host};
+
+/// A pair of an update, with its micro-batch.
+#[derive(Clone, Copy)]
+struct Item<'r> {
+    row: &'r PairRow,
+    of: MicroBatch,
+    /// Number of the micro-batch.
+    at: usize,
+}
+
+/// Divides the pairs of an update into the micro-batches that the settings name, whose means are those of TRL.
+fn items<'r>(rows: &[&'r PairRow], most_rows: usize) -> Vec<Item<'r>> {
+    let of_chunk = |(at, chunk): (usize, &[&'r PairRow])| {
+        let tokens = [0, 1].map(|side| chunk.iter().map(|row| row.span(side).len()).sum());
+        let of = MicroBatch { pairs: chunk.len(), tokens };
+        chunk.iter().map(|&row| Item { row, of, at }).collect::<Vec<_>>()
+    };
+    rows.chunks(most_rows).enumerate().flat_map(of_chunk).collect()
+}
+
+/// Lengths of the completions, at least 1, `[n, 2]`.
+fn lens(rows: &[&PairRow], device: Device) -> Tensor {
+    let lens: Vec<f32> =
+        rows.iter().flat_map(|row| [0, 1].map(|side| row.completion_len(side).max(1) as f32)).collect();
+    on_device(&lens, device).view([-1, 2])
+}
+
+/// What a pass computes of its pairs before their loss.
+struct Found {
+    policy: Tensor,
+    sft: Tensor,
+    weights: Option<Tensor>,
+}
+
+impl Found {
+    /// Those of the pairs `items`, whose tokens have these log-probabilities.
+    fn of(config: &DpoConfig, inputs: &PassInputs<'_>, items: &[Item<'_>], now: &TokenLogprobs) -> Self {
+        let policy = inputs.logps(&now.logprobs);
+        let factors: Vec<f32> = items.iter().map(|item| item.of.factor(item.of.tokens[0]) as f32).collect();
+        let sft = -inputs.sums(&now.logprobs).select(1, 0) * on_device(&factors, policy.device());
+        let numbers = now.logits.as_ref().filter(|_| config.loss.use_weighting);
+        let weights = numbers.map(|numbers| inputs.pair_weights(now, numbers));
+        Self { policy, sft, weights }
+    }
+
+    fn losses(&self, config: &DpoConfig, reference: &Tensor, lens: &Tensor) -> Tensor {
+        let Self { policy, sft, weights } = self;
+        losses(&config.loss, &PairTerms { policy, reference, lens, sft: Some(sft), weights: weights.as_ref() })
+    }
+}
+
+/// Returns the [`NUMBERS`] of the pairs of a pass, `[n, NUMBERS]`.
+fn numbers(inputs: &PassInputs<'_>, now: &TokenLogprobs, reference: &Tensor, losses: &Tensor) -> Tensor {
+    tch::no_grad(|| {
+        let logprobs = now.logprobs.detach();
+        let plain = inputs.sums(&logprobs).select(1, 0);
+        let none = || Tensor::zeros_like(&logprobs);
+        let (mean, top, weights) = match &now.logits {
+            Some(numbers) => {
+                (numbers.mean.shallow_clone(), numbers.is_top.shallow_clone(), inputs.pair_weights(now, numbers))
+            }
+            None => (none(), none(), plain.ones_like()),
+        };
+        let (policy, mean) = (inputs.logps(&logprobs), inputs.sums(&mean));
+        let entropy = inputs.sums(&now.entropy.as_ref().map_or_else(none, Tensor::detach));
+        let entropy = entropy.sum_dim_intlist(1i64, false, Kind::Float);
+        let column = |x: &Tensor, side: i64| x.select(1, side);
+        Tensor::stack(
+            &[
+                column(&policy, 0),
+                column(&policy, 1),
+                column(reference, 0),
+                column(reference, 1),
+                plain,
+                weights,
+                column(&mean, 0),
+                column(&mean, 1),
+                entropy,
+                column(&inputs.sums(&top), 0),
+                losses.detach(),
+            ],
+            1,
+        )
+    })
+}
+
+/// What log-probabilities a pass computes beside those of the tokens.
+fn options() -> LogprobOptions<'static> {
+    LogprobOptions { entropy: true, logits: true, as_backward: true, ..1.0.into() }
+}
+
+/// Log-probabilities of the completions of these pairs under `model`, `[n, 2]`, without a gradient.
+pub(super) fn logps_under(model: &CausalLm, inputs: &PassInputs<'_>) -> Result<Tensor> {
+    // The bits of the policy's passes, so that the first margins are 0.
+    let options = LogprobOptions { as_backward: true, ..1.0.into() };
+    let found = tch::no_grad(|| model.logprobs_with(inputs.of_model(), options))?;
+    Ok(inputs.logps(&found.logprobs))
+}
+
+impl PreferenceTask<'_> {
+    /// Log-probabilities under the reference model, `[n, 2]`.
+    fn reference_logps(&self, rows: &[&PairRow], inputs: &PassInputs<'_>, device: Device) -> Result<Tensor> {
+        if let Some(reference) = &self.reference {
+            let _loaded = reference.loaded()?;
+            return logps_under(reference, inputs);
+        }
+        let known: Vec<f32> = rows.iter().flat_map(|row| row.reference.unwrap_or_default()).map(|x| x as f32).collect();
+        Ok(on_device(&known, device).view([-1, 2]))
+    }
+
+    /// Whether a prompt that both sides have is computed once: dropout draws for each side.
+    pub(super) fn shares_prompts(&self, model: &CausalLm, drops: bool) -> bool {
+        model.config().causal && !model.config().has_length_dependent_rope() && !drops
+    }
+
+    /// The share of inputs that the adapter drops.
+    fn dropout(&self) -> f64 {
+        if self.config.disable_dropout { 0.0 } else { self.config.peft.lora_dropout }
+    }
+
+    /// Forward and backward passes over this rank's part of the pairs. The loss of pairs that are sorted is that of `slopes`, the derivatives by
+    /// their log-probabilities, and its values.
+    fn learn(
+        &self,
+        model: &CausalLm,
+        batch: &UpdateRows<'_>,
+        items: &[Item<'_>],
+        slopes: Option<&Slopes>,
+        sums: &mut Totals,
+    ) -> Result<()> {
+        let (config, device, drops) = (self.config, model.device(), self.dropout() > 0.0);
+        let shares = self.shares_prompts(model, drops);
+        let own = batch.world.own_part(items, |item| item.row.tokens());
+        let (mut first, per_pair) = (own.start, items.len() as f64 / batch.loss_scale);
+        let computed = |item: &Item<'_>| (item.row.computed(shares), 0);
+        for part in micro_batches(&items[own], config.batches().rows_per_pass(), batch.max_tokens, computed) {
+            let places = first..first + part.len();
+            first = places.end;
+            let rows: Vec<&PairRow> = part.iter().map(|item| item.row).collect();
+            let inputs = PassInputs::new(&rows, config.loss.ld_alpha, device);
+            let reference = self.reference_logps(&rows, &inputs, device)?;
+            let lens = lens(&rows, device);
+            let (share, seed) = (self.dropout(), config.run.seed);
+            let of_sides = places.clone().flat_map(|place| [2 * place as u64, 2 * place as u64 + 1]).collect();
+            let dropout = DropoutRows { share, seed, update: batch.update, rows: of_sides };
+            let mut of_pairs = None;
+            let passed = inputs.of_model().with_dropout(drops.then_some(&dropout));
+            let now = model.joint_logprobs_backward(passed, options(), |now| {
+                let found = Found::of(config, &inputs, part, now);
+                let losses = match slopes {
+                    Some(slopes) => slopes.losses(config, &found, places.clone()),
+                    None => found.losses(config, &reference, &lens),
+                };
+                let loss = sum(&losses) / per_pair;
+                of_pairs = Some(losses.detach());
+                loss
+            })?;
+            // Without a token to predict there is no pass.
+            let losses = of_pairs.unwrap_or_else(|| {
+                let found = Found::of(config, &inputs, part, &now);
+                found.losses(config, &reference, &lens)
+            });
+            let micro_batches = part.iter().map(|item| item.of).collect();
+            sums.push_pass(numbers(&inputs, &now, &reference, &losses), micro_batches, config.loss.beta);
+        }
+        Ok(())
+    }
+
+    /// The slopes of losses that sort the pairs of a micro-batch, of passes over all pairs without gradients.
+    fn slopes(&self, model: &CausalLm, batch: &UpdateRows<'_>, items: &[Item<'_>]) -> Result<Slopes> {
+        let device = model.device();
+        let shares = self.shares_prompts(model, false);
+        let own = batch.world.own_part(items, |item| item.row.tokens());
+        let computed = |item: &Item<'_>| (item.row.computed(shares), 0);
+        let parts = micro_batches(&items[own], self.config.batches().rows_per_pass(), batch.max_tokens, computed);
+        let found = parts.into_iter().map(|part| {
+            let rows: Vec<&PairRow> = part.iter().map(|item| item.row).collect();
+            let inputs = PassInputs::new(&rows, self.config.loss.ld_alpha, device);
+            let (policy, reference) = (logps_under(model, &inputs)?, self.reference_logps(&rows, &inputs, device)?);
+            Ok(to_host(&Tensor::cat(&[policy, reference], 1).view([-1])))
+        });
+        let own: Vec<f64> = batch.world.agree(found.collect::<Result<Vec<_>>>())?.concat();
+        let all: Vec<f32> = batch.world.gather_numbers(&own)?.concat().into_iter().map(|x| x as f32).collect();
+        let all = on_device(&all, device).view([-1, 4]);
+        let (policy, reference) = (all.narrow(1, 0, 2), all.narrow(1, 2, 2));
+        let (mut slopes, mut values, mut from) = (Vec::new(), Vec::new(), 0);
+        for chunk in items.chunk_by(|a, b| a.at == b.at) {
+            let part = |x: &Tensor| x.narrow(0, from, chunk.len() as i64);
+            let rows: Vec<&PairRow> = chunk.iter().map(|item| item.row).collect();
+            let leaf = part(&policy).copy().set_requires_grad(true);
+            let (reference, lens) = (part(&reference), lens(&rows, device));
+            let terms = PairTerms { policy: &leaf, reference: &reference, lens: &lens, sft: None, weights: None };
+            let found = losses(&self.config.loss, &terms);
+            sum(&found).backward();
+            slopes.push(leaf.grad());
+            values.push(found.detach());
+            from += chunk.len() as i64;
+        }
+        Ok(Slopes { slopes: Tensor::cat(&slopes, 0), values: Tensor::cat(&values, 0) })
+    }
+
+    /// The numbers of pairs, one after another, by passes over this rank's part of them.
+    fn measured(&self, model: &CausalLm, rows: &[PairRow], world: &World) -> Result<Vec<f64>> {
+        let device = model.device();
+        let own = world.share_by(rows, PairRow::tokens);
+        let found = own.chunks(self.config.per_device_eval_batch_size).map(|batch| {
+            let rows: Vec<&PairRow> = batch.iter().collect();
+            let inputs = PassInputs::new(&rows, self.config.loss.ld_alpha, device);
+            let now = tch::no_grad(|| model.logprobs_with(inputs.of_model(), options()))?;
+            let reference = self.reference_logps(&rows, &inputs, device)?;
+            let none = Tensor::zeros([rows.len() as i64], (Kind::Float, device));
+            Ok(to_host(&numbers(&inputs, &now, &reference, &none).view([-1])))
+        });
+        Ok(world.agree(found.collect::<Result<Vec<_>>>())?.concat())
+    }
+
+    /// Computes the log-probabilities of the reference model for all pairs, under it or, where there is none, under `policy` as it starts.
+    ///
+    /// # Errors
+    /// If the model refuses a row, on any rank.
+    pub(super) fn precompute(&mut self, policy: &CausalLm, world: &World) -> Result<()> {
+        let (config, reference) = (self.config, self.reference.take());
+        let model = reference.as_ref().unwrap_or(policy);
+        let (of_train, of_eval) = (config.per_device_train_batch_size.unwrap_or(8), config.per_device_eval_batch_size);
+        let _loaded = model.loaded()?;
+        for (rows, usual) in [(&mut self.train.rows, of_train), (&mut self.eval, of_eval)] {
+            let own = world.share_by(rows, PairRow::tokens);
+            let found = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).map(|batch| {
+                let inputs = PassInputs::new(&batch.iter().collect::<Vec<_>>(), config.loss.ld_alpha, model.device());
+                Ok(to_host(&logps_under(model, &inputs)?.view([-1])))
+            });
+            let own = world.agree(found.collect::<Result<Vec<_>>>())?.concat();
+            let all = world.gather_numbers(&own)?.concat();
+            for (row, pair) in rows.iter_mut().zip(all.chunks(2)) {
+                row.reference = Some([pair[0], pair[1]]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Derivatives of a loss by the log-probabilities of both sides, `[n, 2]`, and its values, `[n]`.
+struct Slopes {
+    slopes: Tensor,
+    values: Tensor,
+}
+
+impl Slopes {
+    /// Losses of the pairs at `places` with these values and derivatives, with the losses that need no other pair.
+    fn losses(&self, config: &DpoConfig, found: &Found, places: std::ops::Range<usize>) -> Tensor {
+        let part = |x: &Tensor| x.narrow(0, places.start as i64, places.len() as i64);
+        let moved = (&found.policy - found.policy.detach()) * part(&self.slopes);
+        let sorted = part(&self.values) + moved.sum_dim_intlist(1i64, false, Kind::Float);
+        let of_sft = config.loss.weighted().filter(|(loss, _)| *loss == crate::settings::DpoLoss::Sft);
+        of_sft.fold(sorted, |all, (_, weight)| all + &found.sft * weight)
+    }
+}
+
+impl Supervised for PreferenceTask<'_> {
+    type Head = LmHead;
+    type Sums = Totals;
+
+    fn backward(&mut self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+        let config = self.config;
+        let rows: Vec<&PairRow> = batch.rows.iter().map(|&row| &self.train.rows[row]).collect();
+        let most_rows = config.batches().rows_per_pass();
+        let mut items = items(&rows, most_rows);
+        let slopes = if sorts(config) {
+            Some(self.slopes(model, batch, &items)?)
+        } else {
+            // Rows of like length share a pass: less padding in attention, the same sums.
+            items.sort_by_key(|item| item.row.tokens());
+            None
+        };
+        let learned = self.learn(model, batch, &items, slopes.as_ref(), sums);
+        drop(items);
+        batch.world.agree(learned)?;
+        let Some(texts) = &mut self.texts else { return Ok(()) };
+        let limits = TextLimits { most_rows, most_tokens: batch.max_tokens, world: batch.world };
+        let coef = texts.coef() * batch.loss_scale;
+        let loss = learn_texts(model, &texts.take(batch.rows.len()), coef, &limits)?;
+        sums.add_texts(loss, batch.world.is_main());
+        Ok(())
+    }
+
+    fn num_tokens(&self, rows: &[usize]) -> Option<usize> {
+        Some(rows.iter().map(|&row| self.train.rows[row].tokens()).sum())
+    }
+
+    fn evaluate(&self, model: &CausalLm, world: &World, metrics: &mut Metrics) -> Result<()> {
+        if self.eval.is_empty() {
+            return Ok(());
+        }
+        let own = self.measured(model, &self.eval, world)?;
+        let all = world.gather_numbers(&own)?.concat();
+        let (mut totals, config) = (Totals::default(), self.config);
+        let rows: Vec<&PairRow> = self.eval.iter().collect();
+        let items = items(&rows, config.per_device_eval_batch_size);
+        let batches = items.chunk_by(|a, b| a.at == b.at).zip(all.chunks(NUMBERS * config.per_device_eval_batch_size));
+        for (batch, numbers) in batches {
+            let table: Vec<f32> = numbers.iter().map(|x| *x as f32).collect();
+            let table = Tensor::from_slice(&table).view([-1, NUMBERS as i64]);
+            let factors: Vec<f32> = batch.iter().map(|item| item.of.factor(item.of.tokens[0]) as f32).collect();
+            let rows: Vec<&PairRow> = batch.iter().map(|item| item.row).collect();
+            let found = Found {
+                policy: table.narrow(1, 0, 2),
+                sft: -table.select(1, 4) * Tensor::from_slice(&factors),
+                weights: config.loss.use_weighting.then(|| table.select(1, 5)),
+            };
+            let losses = to_host(&found.losses(config, &table.narrow(1, 2, 2), &lens(&rows, Device::Cpu)));
+            for ((item, numbers), loss) in batch.iter().zip(numbers.chunks(NUMBERS)).zip(losses) {
+                let mut numbers = numbers.to_vec();
+                numbers[LOSS] = loss;
+                totals.add(&numbers, item.of, config.loss.beta);
+            }
+        }
+        totals.push_as(metrics, "eval_");
+        Ok(())
+    }
+
+    fn has_eval_rows(&self) -> bool {
+        !self.eval.is_empty()
+    }
+
+    fn after_step(&mut self, model: &CausalLm, steps: usize) -> Result<()> {
+        match &self.reference {
+            Some(reference) if self.config.sync.is_due(steps) => self.config.sync.mix(model, reference),
+            _ => Ok(()),
+        }
+    }
+
+    fn state(&self) -> Vec<(&'static str, Value)> {
+        self.texts.iter().map(|texts| ("unsupervised", texts.state())).collect()
+    }
+
+    fn saved_beside(&self) -> Option<(&'static str, &CausalLm)> {
+        self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model).map(|reference| (REFERENCE, reference))
+    }
+
+    fn load(&mut self, saved: &Saved, has_changed: bool) -> Result<()> {
+        if let Some(texts) = &mut self.texts {
+            let state = saved.part("unsupervised")?;
+            texts.load_state(state, has_changed).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        }
+        if self.config.sync.sync_ref_model && self.reference.is_some() {
+            // Its memory is there for one.
+            self.reference = None;
+            let mut reference =
+                CausalLm::from_pretrained(&saved.dir.join(REFERENCE), reference_options(self.config, true)?)?;
+            reference.prepare(Trains::All)?;
+            reference.shard(&World::of_process(), self.config.run.dist.zero_stage);
+            self.reference = Some(reference);
+        }
+        Ok(())
+    }
+}
