@@ -34,6 +34,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -45,6 +46,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     RobertaConfig,
@@ -166,6 +168,40 @@ olmo3 = dict(
             "original_max_position_embeddings": 64,
             "attention_factor": 1.25,
         },
+    },
+)
+
+# A layer with attention between two with convolutions; the width of the MLP is adjusted to 56.
+lfm2 = dict(
+    small,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=66,
+    block_multiple_of=8,
+    block_ffn_dim_multiplier=1.2,
+    layer_types=["conv", "full_attention", "conv"],
+    num_hidden_layers=3,
+)
+# The widths of keys and values of the delta rule differ, and two value heads share each key head. The norm of small outputs would enlarge
+# the rounding of float32: its epsilon is larger than that of any real model.
+qwen3_5 = dict(
+    small,
+    rms_norm_eps=1e-2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention"],
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
     },
 )
 
@@ -323,6 +359,9 @@ SPECS = {
     "olmo3": Spec(Olmo3Config(**olmo3), 234, weights="olmo2"),
     "qwen3_moe": Spec(Qwen3MoeConfig(**qwen3_moe), 235),
     "mixtral": Spec(MixtralConfig(**mixtral), 236),
+    "lfm2": Spec(Lfm2Config(**lfm2), 237),
+    "qwen3_5": Spec(Qwen3_5TextConfig(tie_word_embeddings=True, **qwen3_5), 238, rounding=1e-5),
+    "qwen3_5_cls": Spec(Qwen3_5TextConfig(num_labels=1, tie_word_embeddings=True, **qwen3_5), 239, weights="qwen3_5"),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
@@ -432,6 +471,8 @@ GRADIENTS = (
     "olmo2",
     "qwen3_moe",
     "mixtral",
+    "lfm2",
+    "qwen3_5",
     "bert_cls2",
     "roberta_cls3",
     "deberta_cls1",
@@ -457,12 +498,14 @@ def random_model(config, seed, classifier, weights=None):
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     torch.manual_seed(seed)
     model = auto.from_config(config, **implementations(config))
-    norm_centre = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0  # Gemma multiplies by 1 + weight
+    # Gemma and Qwen3.5 multiply by 1 + weight.
+    centred = ("gemma2", "gemma3_text", "qwen3_5_text")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.dim() == 1 and name.endswith("weight")
             weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1)
-            weight.add_(norm_centre if is_norm else 0.0)
+            of_delta = name.endswith("linear_attn.norm.weight")  # which multiplies by the weight
+            weight.add_(1.0 if is_norm and (of_delta or config.model_type not in centred) else 0.0)
     if weights:
         model.load_state_dict(load_file(MODELS / weights / "model.safetensors"), strict=False)
     return model.eval()
@@ -548,7 +591,7 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
     tokens, scores = free.sequences[:, CONTEXT:], torch.stack(free.scores, 1)
     top = scores.topk(2, -1).values
     if greedy_eos_id is None:
-        greedy_eos_id = tokens[0, 5].item()  # the first row stops early, others later or never
+        greedy_eos_id = tokens[0, min(5, tokens.shape[1] - 1)].item()  # the first row stops early, others later or never
     values |= {
         "greedy.prompt_ids": prompts,
         "greedy.prompt_mask": mask,
@@ -626,7 +669,7 @@ def rounding(model, rows):
 def config_of_transformers_4(config):
     """The same model in the keys that transformers wrote before 5."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
-    kind = config["model_type"]
+    kind, rope_layers = config["model_type"], config.get("layer_types")
     newer = ["dtype", "add_cross_attention", "is_decoder", "use_bidirectional_attention", "_sliding_window_pattern"]
     for key in newer if kind in ("smollm3", "olmo3") else [*newer, "layer_types"]:
         config.pop(key, None)
@@ -637,6 +680,8 @@ def config_of_transformers_4(config):
     if kind == "bert":
         del config["bos_token_id"], config["eos_token_id"]
     rope = config.pop("rope_parameters", None)
+    for key in ("mrope_interleaved", "mrope_section"):
+        (rope or {}).pop(key, None)
     if kind == "modernbert":
         kinds = {"global_rope_theta": "full_attention", "local_rope_theta": "sliding_attention"}
         config |= {key: rope[layers]["rope_theta"] for key, layers in kinds.items()}
@@ -666,6 +711,19 @@ def config_of_transformers_4(config):
         config.update(hidden_act=config["hidden_activation"], cache_implementation="hybrid")
     if kind == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
+    if kind == "lfm2":
+        # The names of the first files, and of the layers with attention.
+        attends = [i for i, layer in enumerate(rope_layers) if layer == "full_attention"]
+        config |= {
+            "full_attn_idxs": attends,
+            "block_ff_dim": config.pop("intermediate_size"),
+            "tie_embedding": config.pop("tie_word_embeddings"),
+            "theta": config["rope_theta"],
+            "block_use_swiglu": True,
+            "conv_dim": config["hidden_size"],
+        }
+    if kind == "qwen3_5_text":
+        config |= {"layer_types": rope_layers, "partial_rotary_factor": share}
     if kind == "qwen2":
         config["sliding_window"] = 5  # written, and without use_sliding_window of no effect
     return dict(sorted(config.items()))

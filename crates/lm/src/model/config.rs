@@ -118,8 +118,12 @@ impl ModelConfig {
 
     /// Reads the content of a configuration file; errors name `path`.
     pub fn from_json(path: &Path, raw: Map<String, Value>) -> Result<Self> {
-        let is_part = raw.get("model_type").is_some_and(|name| name == GEMMA3);
-        let raw = if is_part { text_part(path, &raw)? } else { raw };
+        let mut raw = raw;
+        let part = WHOLE.iter().find(|whole| raw.get("model_type").is_some_and(|name| name == whole.name));
+        let is_part = part.is_some();
+        if let Some(whole) = part {
+            raw = text_part(path, &raw, whole)?;
+        }
         let family = family(path, &raw)?;
         let f = Fields { path, raw: &raw, family };
         if let Some(Err(expected)) = f.present("quantization_config").map(Quantization::check_config) {
@@ -146,11 +150,25 @@ impl ModelConfig {
     }
 }
 
-/// The `model_type` of Gemma 3 for text and images.
-const GEMMA3: &str = "gemma3";
+/// A model for text and images, of which the language model is read.
+struct Whole {
+    /// Its `model_type`.
+    name: &'static str,
+    /// That of its language model.
+    text: &'static str,
+    /// transformers' class of the language model.
+    class: &'static str,
+}
+
+/// The models for text and images.
+const WHOLE: [Whole; 3] = [
+    Whole { name: "gemma3", text: "gemma3_text", class: "Gemma3ForCausalLM" },
+    Whole { name: "qwen3_5", text: "qwen3_5_text", class: "Qwen3_5ForCausalLM" },
+    Whole { name: "lfm2_vl", text: "lfm2", class: "Lfm2ForCausalLM" },
+];
 
 /// The configuration of the language model in the file of a model for text and images.
-fn text_part(path: &Path, whole: &Map<String, Value>) -> Result<Map<String, Value>> {
+fn text_part(path: &Path, whole: &Map<String, Value>, of: &Whole) -> Result<Map<String, Value>> {
     let Some(Value::Object(text)) = whole.get("text_config") else {
         let found = brief(whole.get("text_config").unwrap_or(&Value::Null));
         return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
@@ -161,8 +179,11 @@ fn text_part(path: &Path, whole: &Map<String, Value>) -> Result<Map<String, Valu
             text.insert(key.into(), value.clone());
         }
     }
-    text.insert("model_type".into(), "gemma3_text".into());
-    text.insert("architectures".into(), json!(["Gemma3ForCausalLM"]));
+    if let Some(tied) = whole.get("tie_word_embeddings").filter(|_| of.name != "gemma3") {
+        text.entry("tie_word_embeddings").or_insert_with(|| tied.clone());
+    }
+    text.insert("model_type".into(), of.text.into());
+    text.insert("architectures".into(), json!([of.class]));
     Ok(text)
 }
 
@@ -267,6 +288,8 @@ impl ModelConfig {
         (shape.num_hidden_layers, shape.vocab_size) = (1, words);
         shape.encoder_layers = shape.encoder_layers.map(|_| 1);
         shape.windows.truncate(1);
+        // One layer with attention.
+        shape.mixing = None;
         // One MLP as wide as the experts of a token.
         (shape.intermediate_size, shape.experts) = (shape.active_width(), None);
         let size = |shape: &Shape| {

@@ -5,11 +5,13 @@ use super::kv_cache::KvCache;
 use super::layout::{BiasOf, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
+use super::mixer::Mixer;
 use super::mlp::Mlp;
 use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
+use super::state::StateShape;
 use super::{plain, uses_kernels};
 use rlhf_base::rng::Stream;
 use rlhf_base::{Error, Result};
@@ -20,6 +22,8 @@ use tch::{Device, Kind, Tensor};
 struct Layer {
     /// `None` in a first layer that reads the embeddings as they are.
     input_norm: Option<Norm>,
+    /// A part in the place of attention, which then has no projections.
+    mixer: Option<Mixer>,
     qkv: Vec<Linear>,
     qk_norm: Option<[Norm; 2]>,
     attention_out: Linear,
@@ -494,8 +498,16 @@ impl Decoder {
 
     /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
     pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
+        let c = &self.shape;
+        let state = |i| {
+            c.mixing_of(i).map(|mixing| StateShape {
+                conv: [mixing.kernel(), mixing.convolved(c.hidden_size)],
+                memory: mixing.memory(),
+            })
+        };
+        let states: Vec<Option<StateShape>> = (0..self.layers.len()).map(state).collect();
         let mut cache = KvCache::new(
-            self.shape.num_hidden_layers,
+            &states,
             rows as i64,
             capacity as i64,
             self.shape.num_key_value_heads,
@@ -667,13 +679,23 @@ impl Decoder {
 
     /// The heads' outputs, `[N, heads * head_dim]`.
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        if let Some(mixer) = &layer.mixer {
+            return mix(index, mixer, x, pass);
+        }
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let (has_padding, shared) = match &pass.attention {
             Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
             Attention::Step(_) | Attention::Appended(_) => (false, None),
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
-        let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
+        let mut projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
+        let gate = self.shape.attention_gate.then(|| {
+            // The query of each head, then its gate.
+            let parts = projections[0].unflatten(-1, [-1, 2, self.shape.head_dim]).unbind(-2);
+            projections[0] = parts[0].flatten(1, 2);
+            parts[1].flatten(1, 2)
+        });
+        let projections: Vec<Tensor> = projections.into_iter().map(in_all).collect();
         let has_kernel = self.has_kernel() && (layer.scores.causal || layer.scores.window.is_none());
         let is_appended = matches!(pass.attention, Attention::Appended(_));
         let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel && !is_appended {
@@ -681,10 +703,11 @@ impl Decoder {
         } else {
             self.attend_plainly(index, layer, &projections, pass)
         };
-        match &pass.attention {
+        let attended = match &pass.attention {
             Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
             Attention::Sequences(..) | Attention::Step(_) | Attention::Appended(_) => attended,
-        }
+        };
+        gate.map_or_else(|| attended.shallow_clone(), |gate| &attended * gate.sigmoid())
     }
 
     /// Whether kernels may compute the self-attention: they add nothing to the scores.
@@ -805,12 +828,14 @@ impl Layer {
 
     fn linears(&self) -> impl Iterator<Item = &Linear> {
         let cross = self.cross.iter().flat_map(|cross| cross.qkv.iter().chain([&cross.out]));
-        self.qkv.iter().chain([&self.attention_out]).chain(cross).chain(self.mlp.linears())
+        let mixer = self.mixer.iter().flat_map(Mixer::linears);
+        mixer.chain(&self.qkv).chain([&self.attention_out]).chain(cross).chain(self.mlp.linears())
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         let cross = self.cross.iter_mut().flat_map(|cross| cross.qkv.iter_mut().chain([&mut cross.out]));
-        self.qkv.iter_mut().chain([&mut self.attention_out]).chain(cross).chain(self.mlp.linears_mut())
+        let mixer = self.mixer.iter_mut().flat_map(Mixer::linears_mut);
+        mixer.chain(&mut self.qkv).chain([&mut self.attention_out]).chain(cross).chain(self.mlp.linears_mut())
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
@@ -836,19 +861,27 @@ impl Layer {
 
         let has_norm = i > 0 || shape.first_norm;
         let input_norm = has_norm.then(|| norm(b, names.input_norm, hidden)).transpose()?;
+        let mixing = shape.mixing_of(i).zip(names.mixing.as_ref());
+        let mixer = mixing.map(|(mixing, names)| Mixer::build(mixing, names, &at, shape, (&mut *b, compute)));
+        let mixer = mixer.transpose()?;
+        let queries_width = if shape.attention_gate { 2 * heads_width } else { heads_width };
         let parts = match &names.qkv {
-            Qkv::Separate([q, k, v]) => vec![(*q, heads_width, query_std), (*k, kv_width, std), (*v, kv_width, std)],
+            _ if mixer.is_some() => Vec::new(),
+            Qkv::Separate([q, k, v]) => vec![(*q, queries_width, query_std), (*k, kv_width, std), (*v, kv_width, std)],
             Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
         };
         let qkv = parts.into_iter().map(|(name, width, std)| linear(b, name, [hidden, width], shape.qkv_bias, std));
         let qkv = qkv.collect::<Result<_>>()?;
-        let qk_norm = match names.qk_norm {
+        let qk_norm = match names.qk_norm.filter(|_| mixer.is_none()) {
             None => None,
             Some(QkNorm::ByHead(names)) => Some(two_norms(b, names, [shape.head_dim; 2])?),
             Some(QkNorm::Whole(names)) => Some(two_norms(b, names, [heads_width, kv_width])?),
         };
-        let attention_out =
-            linear(b, names.attention_out, [heads_width, hidden], shape.attention_out_bias, residual_std)?;
+        let (out, out_width, out_bias) = match mixing {
+            None => (names.attention_out, heads_width, shape.attention_out_bias),
+            Some((mixing, names)) => (names.out, mixing.width_out(hidden), mixing.out_bias()),
+        };
+        let attention_out = linear(b, out, [out_width, hidden], out_bias, residual_std)?;
         let cross = match names.cross {
             None => None,
             Some(CrossNames { norm: name, qkv: [q, k, v], out }) => {
@@ -871,7 +904,25 @@ impl Layer {
             window: shape.windows[i],
             causal: shape.causal,
         };
-        Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores, cross })
+        Ok(Self { input_norm, mixer, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores, cross })
+    }
+}
+
+/// The result of layer `index`'s part in the place of attention, `[N, width]`.
+fn mix(index: usize, mixer: &Mixer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+    match &mut pass.attention {
+        Attention::Sequences(layout, cache) => {
+            let state = cache.as_mut().map(|cache| cache.state(index).0);
+            mixer.forward(x, layout, state, pass.dropout)
+        }
+        Attention::Step(cache) => {
+            let (state, active) = cache.state(index);
+            mixer.step(x, state, active)
+        }
+        Attention::Appended(cache) => {
+            let appended = cache.appended_rows();
+            mixer.append(x, cache.state(index).0, &appended)
+        }
     }
 }
 

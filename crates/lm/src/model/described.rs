@@ -704,11 +704,14 @@ impl ModelSizes {
         bounded(encoder.max(decoder))
     }
 
-    /// Bytes of the keys and values of `rows` rows of `capacity` tokens.
+    /// Bytes of the keys and values of `rows` rows of `capacity` tokens, and of the states of layers without them.
     pub fn cache_bytes(&self, rows: usize, capacity: usize, compute: Kind) -> usize {
         let c = &self.config;
         let width = c.num_key_value_heads as f64 * c.head_dim as f64 * compute.elt_size_in_bytes() as f64;
-        bounded(2.0 * c.num_hidden_layers as f64 * rows as f64 * capacity as f64 * width)
+        let of_attention = 2.0 * c.attention_layers() as f64 * capacity as f64 * width;
+        let of_state = c.mixing.map_or(0, |mixing| mixing.state_bytes(c.hidden_size, compute.elt_size_in_bytes()));
+        let states = (c.num_hidden_layers - c.attention_layers()) as f64 * of_state as f64;
+        bounded(rows as f64 * (of_attention + states))
     }
 }
 

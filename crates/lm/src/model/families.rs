@@ -2,10 +2,11 @@
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
+use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
 use super::rope::{ROPE, RopeKeys};
 use super::shape::{
-    CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order,
-    Pooling, QkNorm, Qkv, RelativeAttention, RelativeBias, Shape,
+    Activation, CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind,
+    Order, Pooling, QkNorm, Qkv, RelativeAttention, RelativeBias, Shape,
 };
 use rlhf_base::{Error, Result};
 
@@ -176,6 +177,21 @@ pub(crate) static FAMILIES: &[Family] = &[
         classifier_class: "Olmo3ForSequenceClassification",
         shape: olmo3,
         names: OLMO2,
+    },
+    Family {
+        name: "lfm2",
+        causal_lm_class: Some("Lfm2ForCausalLM"),
+        // transformers 5.23 has none.
+        classifier_class: "Lfm2ForSequenceClassification",
+        shape: lfm2,
+        names: LFM2,
+    },
+    Family {
+        name: "qwen3_5_text",
+        causal_lm_class: Some("Qwen3_5ForCausalLM"),
+        classifier_class: "Qwen3_5TextForSequenceClassification",
+        shape: qwen3_5,
+        names: QWEN3_5,
     },
     Family {
         name: "phi3",
@@ -496,6 +512,7 @@ const LLAMA: Names = Names {
     qkv: Qkv::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     qk_norm: None,
     attention_out: "self_attn.o_proj",
+    mixing: None,
     mlp_norm: "post_attention_layernorm",
     output_norms: None,
     mlp_in: MlpIn::Gated(["mlp.gate_proj", "mlp.up_proj"]),
@@ -510,6 +527,7 @@ const LLAMA: Names = Names {
     lora_targets: &["q_proj", "v_proj"],
     head: HeadNames::Score,
     harmless: &[".rotary_emb.inv_freq"],
+    others: &[],
 };
 
 const QK_NORM: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
@@ -519,6 +537,43 @@ const OLMO2: Names = Names {
     input_norm: "post_attention_layernorm",
     qk_norm: Some(QkNorm::Whole(QK_NORM)),
     mlp_norm: "post_feedforward_layernorm",
+    ..LLAMA
+};
+
+/// LFM2's names.
+const LFM2: Names = Names {
+    input_norm: "operator_norm",
+    qk_norm: Some(QkNorm::ByHead(["self_attn.q_layernorm", "self_attn.k_layernorm"])),
+    attention_out: "self_attn.out_proj",
+    mixing: Some(MixingNames { inputs: MixingInputs::Parts("conv.in_proj"), conv: "conv.conv", out: "conv.out_proj" }),
+    mlp_norm: "ffn_norm",
+    mlp_in: MlpIn::Gated(["feed_forward.w1", "feed_forward.w3"]),
+    mlp_out: "feed_forward.w2",
+    final_norm: "model.embedding_norm",
+    others: &["model.vision_tower.", "model.multi_modal_projector."],
+    ..LLAMA
+};
+
+/// The tensors of the gated delta rule beside its projections: rates and biases of decays, and the norm of the output.
+const DELTA_REST: [&str; 3] = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"];
+
+/// Qwen3.5's names.
+const QWEN3_5: Names = Names {
+    qk_norm: Some(QkNorm::ByHead(QK_NORM)),
+    mixing: Some(MixingNames {
+        inputs: MixingInputs::Separate {
+            linears: [
+                "linear_attn.in_proj_qkv",
+                "linear_attn.in_proj_z",
+                "linear_attn.in_proj_b",
+                "linear_attn.in_proj_a",
+            ],
+            rest: DELTA_REST,
+        },
+        conv: "linear_attn.conv1d",
+        out: "linear_attn.out_proj",
+    }),
+    others: &["mtp.", "model.visual."],
     ..LLAMA
 };
 
@@ -910,6 +965,117 @@ fn olmo3(f: &Fields<'_>) -> Result<Shape> {
     let (layers, local) = (shape.num_hidden_layers, |layer: i64| (layer + 1) % 4 != 0);
     let windows = f.windows(f.window("sliding_window", Some(4096))?, layers, local)?;
     Ok(Shape { windows, layer_ropes: by_window(f, layers, local)?, ..shape })
+}
+
+/// The layers that `layer_types` names `mixing`, among layers of `full_attention`; without the field those that `default` selects.
+fn mixing_layers(f: &Fields<'_>, layers: i64, mixing: &str, default: impl Fn(i64) -> bool) -> Result<Vec<bool>> {
+    let wrong = || f.wrong("layer_types", &format!("{layers} names, each full_attention or {mixing}"));
+    let Some(list) = f.present("layer_types") else { return Ok((0..layers).map(default).collect()) };
+    let list = list.as_array().filter(|list| list.len() as i64 == layers).ok_or_else(wrong)?;
+    let of = |kind: &serde_json::Value| match kind.as_str() {
+        Some("full_attention") => Ok(false),
+        Some(kind) if kind == mixing => Ok(true),
+        _ => Err(wrong()),
+    };
+    list.iter().map(of).collect()
+}
+
+/// The shape shared by LFM2 and its models with experts.
+fn lfm2_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
+    let shape = llama_like(f, defaults)?;
+    for name in ["block_dim", "conv_dim", "conv_dim_out"] {
+        if f.size(name, shape.hidden_size)? != shape.hidden_size {
+            return Err(f.wrong(name, &format!("{}, the hidden size, or none", shape.hidden_size)));
+        }
+    }
+    f.must_be("use_pos_enc", true)?;
+    let attends = f.ids("full_attn_idxs")?;
+    let all = f.present("full_attn_idxs").is_none();
+    let mixes = mixing_layers(f, shape.num_hidden_layers, "conv", |layer| !all && !attends.contains(&layer))?;
+    let mixing = Mixing::ShortConv { kernel: f.size("conv_L_cache", 3)?, bias: f.flag("conv_bias", false)? };
+    Ok(Shape {
+        mixing: mixes.contains(&true).then_some(mixing),
+        mixes,
+        norm_eps: f.number("norm_eps", 1e-5)?,
+        activation: Activation::Silu,
+        tie_word_embeddings: f.flag("tie_embedding", f.flag("tie_word_embeddings", true)?)?,
+        ..shape
+    })
+}
+
+fn lfm2(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 65536,
+        hidden_size: 2560,
+        intermediate_size: 12288,
+        kv_heads: Some(8),
+        positions: 128_000,
+        rope: RopeKeys { default_theta: 1e6, ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    let shape = lfm2_like(f, &defaults)?;
+    f.must_be("block_use_swiglu", true)?;
+    let mut width = f.size("block_ff_dim", shape.intermediate_size)?;
+    if f.flag("block_auto_adjust_ff_dim", true)? {
+        width = 2 * width / 3;
+        if f.raw.get("block_ffn_dim_multiplier").is_none_or(|factor| !factor.is_null()) {
+            let multiple = f.size("block_multiple_of", 256)?;
+            width = (f.positive("block_ffn_dim_multiplier", Some(1.0))? * width as f64).min(2f64.powi(40)) as i64;
+            width = width.saturating_add(multiple - 1) / multiple * multiple;
+        }
+        if !(1..=1 << 28).contains(&width) {
+            return Err(
+                f.wrong("block_ffn_dim_multiplier", "a factor with which the width of the MLP is from 1 to 2^28")
+            );
+        }
+    }
+    Ok(Shape { intermediate_size: width, ..shape })
+}
+
+/// The shape shared by Qwen3.5 and Qwen3-Next, with experts or without.
+fn qwen3_5_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
+    let shape = llama_like(f, defaults)?;
+    let bias = f.flag("attention_bias", false)?;
+    f.must_be("attn_output_gate", true)?;
+    f.must_be_text("hidden_act", "silu")?;
+    f.must_be_text("mamba_ssm_dtype", "float32")?;
+    f.must_be_text("output_gate_type", "swish")?;
+    let interval = f.size("full_attention_interval", 4)?;
+    let mixes = mixing_layers(f, shape.num_hidden_layers, "linear_attention", |layer| (layer + 1) % interval != 0)?;
+    let delta = GatedDelta {
+        key_heads: f.size("linear_num_key_heads", 16)?,
+        value_heads: f.size("linear_num_value_heads", 32)?,
+        key_dim: f.size("linear_key_head_dim", 128)?,
+        value_dim: f.size("linear_value_head_dim", 128)?,
+        kernel: f.size("linear_conv_kernel_dim", 4)?,
+    };
+    if delta.value_heads % delta.key_heads != 0 {
+        let expected = format!("a multiple of linear_num_key_heads = {}", delta.key_heads);
+        return Err(f.wrong("linear_num_value_heads", &expected));
+    }
+    Ok(Shape {
+        mixing: mixes.contains(&true).then_some(Mixing::GatedDelta(delta)),
+        mixes,
+        norm: NormKind::RmsPlusOne,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        attention_gate: true,
+        ..shape
+    })
+}
+
+fn qwen3_5(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 248_320,
+        intermediate_size: 12288,
+        heads: 16,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        positions: 32768,
+        rope: RopeKeys { default_fraction: 0.25, ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    qwen3_5_like(f, &defaults)
 }
 
 fn phi3(f: &Fields<'_>) -> Result<Shape> {

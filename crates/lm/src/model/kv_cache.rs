@@ -1,6 +1,7 @@
 //! The key-value cache of decoding.
 
 use super::layout::{Layout, Scores, mask_of};
+use super::state::{AppendedRows, State, StateShape, States};
 use rlhf_base::{Error, Result};
 use tch::{Device, Kind, Tensor};
 use tch_ext::{Graph, on_device};
@@ -18,7 +19,10 @@ const FREE_TO_RECORD: usize = 512 << 20;
 ///
 /// Each layer's keys and values are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
 pub struct KvCache {
+    /// Without positions in layers that have a state.
     layers: Vec<(Tensor, Tensor)>,
+    /// The states of layers that have one in the place of keys and values.
+    states: States,
     /// Number of filled positions of each row.
     lens: Vec<i64>,
     /// The same on the device, `[rows]` i64, from the first step on; each step increments it there, so that nothing is copied.
@@ -177,9 +181,9 @@ fn has_memory_to_record(device: usize) -> bool {
 }
 
 impl KvCache {
-    /// Creates a cache without positions.
-    pub fn new(
-        num_layers: i64,
+    /// Creates a cache without positions; `states` has the sizes of the state of each layer that has one.
+    pub(super) fn new(
+        states: &[Option<StateShape>],
         rows: i64,
         capacity: i64,
         kv_heads: i64,
@@ -189,12 +193,16 @@ impl KvCache {
         let capacity = positions_for(capacity as usize, options.1) as i64;
         // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
-        let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
+        let none = || Tensor::zeros([rows, 0], options);
+        let of = |state: &Option<StateShape>| Ok(if state.is_some() { (none(), none()) } else { (empty()?, empty()?) });
+        let layers = states.iter().map(of).collect::<Result<_>>()?;
+        let states = States::new(states, rows, options)?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         let (filled, places, step, history, source) = (None, None, None, None, None);
         let (multiple, last_step) = (multiple_on(device), None);
         Ok(Self {
             layers,
+            states,
             lens,
             filled,
             capacity,
@@ -252,9 +260,12 @@ impl KvCache {
         let count = self.lens.len() as i64;
         for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
             for (to, from) in [(keys, new_keys), (values, new_values)] {
-                let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+                if to.numel() > 0 {
+                    let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+                }
             }
         }
+        self.states.replace_rows(&index, &other.states);
     }
 
     /// Stores the keys and values of the encoder's tokens for the next layer, `[rows, heads, width, head_dim]` each, with the mask of slots
@@ -303,6 +314,18 @@ impl KvCache {
     pub fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
         let (keys, values) = &mut self.layers[layer];
         tch_ext::Cache { keys, values, capacity: self.capacity }
+    }
+
+    /// The states of a layer's rows, and those of the rows that the next step changes, `[rows, 1]`; `None`: all.
+    pub(super) fn state(&mut self, layer: usize) -> (&mut State, Option<&Tensor>) {
+        self.states.layer(layer)
+    }
+
+    /// The rows that tokens are appended to.
+    pub(super) fn appended_rows(&self) -> AppendedRows {
+        let rows: Vec<i64> = self.appended.iter().map(|of| of.row).collect();
+        let counts = self.appended.iter().map(|of| of.count).collect();
+        AppendedRows { rows: on_device(&rows, self.device), counts }
     }
 
     /// [`KvCache::attend_step`] by a kernel, from the outputs of the linear layers.
@@ -390,9 +413,13 @@ impl KvCache {
         Tensor::cat(&rows.collect::<Vec<_>>(), 0)
     }
 
-    /// Takes the last token from each of `rows`, which have one: the next step writes its place again.
+    /// Takes the last token from each of `rows`, which have one: the next step writes its place again, and has to have the same token, since
+    /// states of layers keep it.
     pub fn step_back(&mut self, rows: &[usize]) {
         rows.iter().for_each(|&row| self.lens[row] -= 1);
+        if self.states.hold(rows, self.lens.len(), self.device) {
+            self.last_step = None;
+        }
         self.count_again();
     }
 
@@ -429,7 +456,11 @@ impl KvCache {
         records: bool,
         step: impl Fn(&Tensor, &mut Self) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let (Device::Cuda(device), true) = (self.device, records) else { return step(tokens, self) };
+        let (Device::Cuda(device), true) = (self.device, records) else {
+            let logits = step(tokens, self);
+            self.states.release();
+            return logits;
+        };
         let width = self.width(self.longest() + 1);
         let last = self.last_step.as_ref().map(|last| (last.width, last.graph.is_some()));
         match NextStep::after(last, width, width - self.longest()) {
@@ -441,9 +472,11 @@ impl KvCache {
             graph.tokens.shallow_clone().copy_(tokens);
             graph.graph.replay().map_err(Error::Run)?;
             self.lens.iter_mut().for_each(|len| *len += 1);
+            self.states.release();
             return Ok(graph.logits.shallow_clone());
         }
         let logits = step(tokens, self)?;
+        self.states.release();
         self.last_step = Some(LastStep { width, logits: (logits.size(), logits.kind()), graph: None });
         Ok(logits)
     }
@@ -510,6 +543,7 @@ impl KvCache {
         let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
         Self {
             layers: layers.collect(),
+            states: self.states.shallow_clone(),
             lens: self.lens.clone(),
             // Each increments its own.
             filled: self.filled.as_ref().map(Tensor::copy),
@@ -531,11 +565,12 @@ impl KvCache {
         let index = on_device(kept, self.device);
         let rows = self.lens.len() as i64;
         for (keys, values) in &mut self.layers {
-            for cache in [keys, values] {
+            for cache in [keys, values].into_iter().filter(|cache| cache.numel() > 0) {
                 let wide = cache.view([rows, -1]).index_select(0, &index);
                 *cache = wide.view([kept.len() as i64 * self.capacity, -1]);
             }
         }
+        self.states.keep_rows(&index);
         self.source.iter_mut().for_each(|source| source.keep_rows(&index));
         self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
         self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));

@@ -366,6 +366,14 @@ impl Layout {
         Self { tokens: padded(&self.tokens), positions: padded(&self.positions), shared, ..self }
     }
 
+    /// 1 for tokens of texts and 0 for padding that is not attended to, `[N, 1]` f32; `None` if there is none.
+    pub fn text_mask(&self) -> Option<Tensor> {
+        let unpadded = self.unpadded.as_ref()?;
+        let rows = self.lens.iter().zip(unpadded);
+        let mask = rows.flat_map(|(&len, &unpadded)| (0..len).map(move |at| f32::from(u8::from(at < unpadded))));
+        Some(on_device(&mask.collect::<Vec<_>>(), self.tokens.device()).unsqueeze(1))
+    }
+
     fn is_ragged(&self) -> bool {
         self.lens.iter().any(|&len| len != self.width)
     }

@@ -403,6 +403,13 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps: shape.norm_eps })
     }
 
+    /// Builds an RMS norm of this kind with the tensor `{base}.weight`, whatever that of the model's other norms is.
+    pub(crate) fn of_kind(b: &mut Builder<'_>, base: &str, width: i64, (kind, eps): (NormKind, f64)) -> Result<Self> {
+        let init = if kind == NormKind::RmsPlusOne { Init::Zeros } else { Init::Ones };
+        let weight = b.tensor(format!("{base}.weight"), &[width], init, false)?;
+        Ok(Self { kind, weight, bias: None, eps })
+    }
+
     /// [`Norm::forward`] of `x` `[N, heads * head_dim]` or `[N, heads, head_dim]`, of any dtype: over each head, or over all heads
     /// together, by the width of the norm.
     pub(crate) fn forward_heads(&self, x: &Tensor, kind: Kind) -> Tensor {

@@ -47,6 +47,8 @@ pub enum Init {
     Zeros,
     Ones,
     Normal(f64),
+    /// Logarithms of numbers that are uniform between two.
+    LogUniform([f64; 2]),
 }
 
 /// Source of a model's tensors.
@@ -63,6 +65,9 @@ pub enum Source<'a> {
 
 /// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
 pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
+
+/// Prefix of the language model's tensor names in newer models for text and images.
+const LANGUAGE_MODEL: &str = "model.language_model.";
 
 /// Prefix of the language model's tensor names in models for text and images (Gemma 3), and prefixes of the other parts'.
 const TEXT_PART: &str = "language_model.model.";
@@ -96,9 +101,9 @@ pub struct Builder<'a> {
     mismatched: Vec<String>,
 }
 
-/// The prefixes that checkpoints have in place of the model's own, which is the first.
-fn prefixes(names: &Names) -> [&'static str; 3] {
-    [names.prefix, DEEPSPEED_CHAT, TEXT_PART]
+/// The prefixes that checkpoints have in place of the model's own, with it; one that starts with another comes first.
+fn prefixes(names: &Names) -> [&'static str; 4] {
+    [LANGUAGE_MODEL, names.prefix, DEEPSPEED_CHAT, TEXT_PART]
 }
 
 /// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
@@ -459,6 +464,13 @@ impl<'a> Builder<'a> {
         Ok(match init {
             Init::Zeros => Tensor::f_zeros(shape, options)?,
             Init::Ones => Tensor::f_ones(shape, options)?,
+            Init::LogUniform([least, most]) => {
+                let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
+                let count = shape.iter().product::<i64>();
+                let drawn = (0..count).map(|_| (least + (most - least) * stream.uniform()).ln() as f32);
+                let tensor = Tensor::f_from_slice(&drawn.collect::<Vec<_>>())?.f_view(shape)?;
+                tensor.to_device(self.device).to_kind(self.kind())
+            }
             Init::Normal(std) => {
                 let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
                 // Allocated by libtorch, which returns an error for a size beyond memory; a vector would end the program.
@@ -482,6 +494,7 @@ impl<'a> Builder<'a> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
         let harmless = |name: &str| {
             self.stored_prefix == TEXT_PART && OTHER_PARTS.iter().any(|part| name.starts_with(part))
+                || self.names.others.iter().any(|part| name.starts_with(part))
                 || self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
                 || ignored.iter().any(|prefix| name.starts_with(prefix))
         };

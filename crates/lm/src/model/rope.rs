@@ -95,8 +95,9 @@ impl Fields<'_> {
             let message = format!("rotary positions: expected an even share of {head_dim} dimensions, found {dim}");
             return Err(Error::invalid(self.path, message));
         }
-        if dim != head_dim && keys.fraction == fraction && self.family.name != "phi3" {
-            // transformers reads the field for Phi-3 and ignores it for the others.
+        let is_whole = keys.fraction == fraction && keys.default_fraction == 1.0;
+        if dim != head_dim && is_whole && self.family.name != "phi3" {
+            // transformers reads the field for Phi-3 and families with another default, and ignores it for the others.
             let read = if f.present(fraction).is_some() { f } else { self };
             return Err(read.wrong(fraction, "1, or none"));
         }

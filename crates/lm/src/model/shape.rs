@@ -1,5 +1,6 @@
 //! The shape of a model and the description of its family, and the fields of a `config.json` that they are read from.
 
+use super::mixing::{Mixing, MixingNames};
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -224,6 +225,10 @@ pub struct Shape {
     pub intermediate_size: i64,
     /// Experts in the place of the MLP; `None`: every layer has one MLP.
     pub experts: Option<Experts>,
+    /// Layers with a state in the place of attention; `None`: every layer has attention.
+    pub mixing: Option<Mixing>,
+    /// Whether each layer is one of those, if there are any.
+    pub mixes: Vec<bool>,
     /// Number of layers.
     pub num_hidden_layers: i64,
     /// Number of query heads.
@@ -281,6 +286,8 @@ pub struct Shape {
     pub qkv_bias: bool,
     /// Whether the attention's output projection has a bias.
     pub attention_out_bias: bool,
+    /// Whether the query projection has a gate of the attention's output behind the queries of each head.
+    pub attention_gate: bool,
     /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
     /// The hidden states that a two-layer head of a classifier reads.
@@ -332,6 +339,8 @@ impl Shape {
             hidden_size,
             intermediate_size: 0,
             experts: None,
+            mixing: None,
+            mixes: vec![false; layers as usize],
             num_hidden_layers: layers,
             num_attention_heads: heads,
             num_key_value_heads: heads,
@@ -360,6 +369,7 @@ impl Shape {
             final_softcap: None,
             qkv_bias: true,
             attention_out_bias: true,
+            attention_gate: false,
             mlp_bias: true,
             pooling: Pooling::First,
             head_bias: true,
@@ -405,6 +415,16 @@ impl Shape {
             return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
         }
         Ok(())
+    }
+
+    /// The part of layer `i` in the place of attention, if it has none.
+    pub fn mixing_of(&self, i: usize) -> Option<&Mixing> {
+        self.mixing.as_ref().filter(|_| self.mixes[i])
+    }
+
+    /// Number of layers with attention, which have keys and values in a cache.
+    pub fn attention_layers(&self) -> i64 {
+        self.num_hidden_layers - self.mixes.iter().filter(|mixes| self.mixing.is_some() && **mixes).count() as i64
     }
 
     /// Width inside the MLPs that a token goes through in a layer, at most.
@@ -458,7 +478,16 @@ impl Shape {
     pub(super) fn of_encoder(&self) -> Option<Self> {
         let num_hidden_layers = self.encoder_layers?;
         let (windows, layer_ropes) = (vec![None; num_hidden_layers as usize], vec![None; num_hidden_layers as usize]);
-        Some(Self { num_hidden_layers, windows, layer_ropes, causal: false, encoder_layers: None, ..self.clone() })
+        let mixes = vec![false; num_hidden_layers as usize];
+        Some(Self {
+            num_hidden_layers,
+            windows,
+            layer_ropes,
+            mixes,
+            causal: false,
+            encoder_layers: None,
+            ..self.clone()
+        })
     }
 
     /// Whether the configuration is that of a sequence classifier (a reward or value model).
@@ -519,6 +548,8 @@ pub struct Names {
     /// Norms of the queries and of the keys.
     pub qk_norm: Option<QkNorm>,
     pub attention_out: &'static str,
+    /// Layers with a state in the place of attention.
+    pub mixing: Option<MixingNames>,
     pub mlp_norm: &'static str,
     /// Norms of the outputs of attention and MLP.
     pub output_norms: Option<[&'static str; 2]>,
@@ -542,6 +573,8 @@ pub struct Names {
     pub head: HeadNames,
     /// Name suffixes of unused tensors in old checkpoints: masks, rotary tables, position numbers.
     pub harmless: &'static [&'static str],
+    /// Name prefixes of the tensors of other parts than the language model: images, prediction of several tokens.
+    pub others: &'static [&'static str],
 }
 
 impl HeadNames {

@@ -1,0 +1,126 @@
+//! Layers with a state of a fixed size in the place of attention: their sizes and the names of their tensors.
+
+/// A layer's part that carries a state from token to token, in the place of attention to all tokens before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixing {
+    /// A gated short convolution (LFM2): of three projections of the input the first times the third goes through a convolution over the
+    /// last `kernel` tokens, and its result times the second is the output.
+    ShortConv {
+        /// Number of tokens that the convolution reads, the token itself included.
+        kernel: i64,
+        /// Whether the convolution and the projections have biases.
+        bias: bool,
+    },
+    /// The gated delta rule (Qwen3.5, Qwen3-Next): a matrix for each head, which decays and is corrected towards each token's value.
+    GatedDelta(GatedDelta),
+}
+
+/// Sizes of a layer with the gated delta rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GatedDelta {
+    /// Number of query and key heads.
+    pub key_heads: i64,
+    /// Number of value heads, a multiple of `key_heads`; each has a state.
+    pub value_heads: i64,
+    /// Width of a query or key.
+    pub key_dim: i64,
+    /// Width of a value.
+    pub value_dim: i64,
+    /// Number of tokens that the convolution before the delta rule reads, the token itself included.
+    pub kernel: i64,
+}
+
+impl GatedDelta {
+    /// Width of all queries, which is that of all keys.
+    pub(super) fn keys(&self) -> i64 {
+        self.key_heads * self.key_dim
+    }
+
+    /// Width of all values.
+    pub(super) fn values(&self) -> i64 {
+        self.value_heads * self.value_dim
+    }
+
+    /// Width that the convolution reads: queries, keys and values.
+    pub(super) fn convolved(&self) -> i64 {
+        2 * self.keys() + self.values()
+    }
+}
+
+impl Mixing {
+    /// Number of tokens that the convolution reads.
+    pub(super) fn kernel(&self) -> i64 {
+        match self {
+            Self::ShortConv { kernel, .. } => *kernel,
+            Self::GatedDelta(delta) => delta.kernel,
+        }
+    }
+
+    /// Width that the convolution reads, in a model of this hidden size.
+    pub(super) fn convolved(&self, hidden_size: i64) -> i64 {
+        match self {
+            Self::ShortConv { .. } => hidden_size,
+            Self::GatedDelta(delta) => delta.convolved(),
+        }
+    }
+
+    /// Width of the input of the output projection.
+    pub(super) fn width_out(&self, hidden_size: i64) -> i64 {
+        match self {
+            Self::ShortConv { .. } => hidden_size,
+            Self::GatedDelta(delta) => delta.values(),
+        }
+    }
+
+    /// Heads of the state of one sequence, width of their keys and of their values; `None`: there is only that of the convolution.
+    pub(super) fn memory(&self) -> Option<[i64; 3]> {
+        match self {
+            Self::ShortConv { .. } => None,
+            Self::GatedDelta(delta) => Some([delta.value_heads, delta.key_dim, delta.value_dim]),
+        }
+    }
+
+    /// Whether the output projection has a bias.
+    pub(super) fn out_bias(&self) -> bool {
+        matches!(self, Self::ShortConv { bias: true, .. })
+    }
+
+    /// Bytes of the state of one sequence in a layer: the last inputs of the convolution in a dtype of `kind` bytes, and matrices in f32.
+    pub(super) fn state_bytes(&self, hidden_size: i64, kind: usize) -> usize {
+        let memory = self.memory().map_or(0, |sizes| 4 * sizes.iter().product::<i64>());
+        (self.kernel() * self.convolved(hidden_size) * kind as i64 + memory) as usize
+    }
+}
+
+/// Names of the tensors of such a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct MixingNames {
+    /// The projections of the input.
+    pub inputs: MixingInputs,
+    /// The convolution.
+    pub conv: &'static str,
+    /// The output projection.
+    pub out: &'static str,
+}
+
+/// Names of the projections of the input.
+#[derive(Debug, Clone, Copy)]
+pub enum MixingInputs {
+    /// One product with the three parts of a short convolution.
+    Parts(&'static str),
+    /// Of the gated delta rule: queries, keys and values; the gate of the output; the strengths of corrections; the decays. And the rates of
+    /// decay, its biases, and the norm of the output.
+    Separate {
+        /// The four projections.
+        linears: [&'static str; 4],
+        /// The tensors `A_log` and `dt_bias`, and the norm.
+        rest: [&'static str; 3],
+    },
+    /// As `Separate`, in two products: queries, keys, values and gates of each key head in turn; strengths and decays of each key head.
+    Grouped {
+        /// The two projections.
+        linears: [&'static str; 2],
+        /// The tensors `A_log` and `dt_bias`, and the norm.
+        rest: [&'static str; 3],
+    },
+}
