@@ -34,20 +34,26 @@ class Promise:
     tests: tuple
     # What the numbers are compared with.
     against: str = ""
+    # Parts of names of tests that are left out.
+    without: tuple = ()
 
 
 PROMISES = (
     Promise("PPO is that of TRL's PPOTrainer, to the weights", ("ppo::golden::every", "ppo::golden::the_golden"), "runs of trl 1.11"),
     Promise("GRPO and RLOO are those of TRL's trainers, to the weights", ("ppo::groups_golden::every", "ppo::groups_golden::updates"), "runs of trl 1.11"),
     Promise("Turns with tools are those of TRL's GRPOTrainer, to the weights", ("ppo::tools_golden::",), "runs of trl 1.11 and 1.16"),
+    Promise("DPO is that of TRL's DPOTrainer, to the weights", ("dpo::",), "runs of trl 1.16"),
     Promise("`step()` is that of TRL 0.11, to the weights", ("step::golden::every", "step::golden::the_golden"), "runs of trl 0.11.4"),
     Promise("The engine is that of DeepSpeed-Chat, to the weights", ("deepspeed_chat::engine::",), "runs of its trainer"),
-    Promise("Logits, gradients and greedy tokens are those of transformers", ("models::",), "transformers 5.23"),
+    Promise("Logits, gradients and greedy tokens are those of transformers", ("models::",), "transformers 5.23", ("16",)),
     Promise("Steps of optimizers are those of torch, transformers and bitsandbytes", ("optimizers::",), "their own steps"),
-    Promise("A run that stops at any update resumes to the same bits", ("checkpoint::a_run_stopped_after_any", "checkpoint::a_run_with_adapters_stopped", "checkpoint::sft_and_a_reward_model_resume")),
-    Promise("A recorded update can be repeated, to the bits", ("replay::updates_of_ppo", "replay::updates_without_a_critic", "replay::updates_with_states")),
-    Promise("Ranks and stages of ZeRO change nothing but rounding", ("ppo::golden::golden_runs_are_reproduced", "distributed::ppo_trains_alike", "distributed::groups_of_responses")),
+    Promise("A run that stops at any update resumes to the same bits", ("checkpoint::a_run_", "checkpoint::sft_and_a_reward_model_resume")),
+    Promise("A run that is killed at any call that changes a file, or whose disk fails there, ends in the same bits", ("attack::faults::",)),
+    Promise("A recorded update can be repeated, to the bits", ("replay::updates_",)),
+    Promise("Ranks and stages of ZeRO change nothing but rounding",
+            ("ppo::golden::golden_runs_are_reproduced", "distributed::ppo_trains_alike", "distributed::groups_of_responses")),
     Promise("Rows of a batch do not depend on their company", ("ppo::invariance::", "groups::the_size_of_a_micro_batch")),
+    Promise("Damaged files and hostile rewards end in one line, in bounded time and memory", ("attack::files::no_damage", "attack::rewards::no_reward")),
     Promise("Sampling and training have the same log-probabilities", ("sampling::the_first_step_measures", "sampling::a_run_with_filters")),
 )
 
@@ -66,7 +72,8 @@ def run(promise, program, environment):
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "differences"
         began = time.monotonic()
-        done = subprocess.run([program, *promise.tests], cwd=ROOT / "crates/rlhf-cli", env=environment | {"RLHF_DIFFERENCES": str(notes)},
+        words = [program, *promise.tests, *(word for name in promise.without for word in ("--skip", name))]
+        done = subprocess.run(words, cwd=ROOT / "crates/rlhf-cli", env=environment | {"RLHF_DIFFERENCES": str(notes)},
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         seconds = time.monotonic() - began
         result = re.search(r"test result: \w+\. (\d+) passed; (\d+) failed", done.stdout)
