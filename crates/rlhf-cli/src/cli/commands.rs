@@ -39,7 +39,7 @@ Example:
 
 const DPO_HELP: &str = "\
 Names and defaults are those of TRL's DPOTrainer, and a file of its DPOConfig is a --config. Rows
-have `prompt`, `chosen` and `rejected`, texts or messages; without `prompt` both sides begin with it.
+have `prompt`, `chosen` and `rejected`, texts or messages; without `prompt` the two begin with it.
 
 Example:
   rlhf dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/dpo";
