@@ -20,18 +20,19 @@ TARGET = ROOT / "python" / "rlhf" / "_configs.py"
 CLASSES = (
     ("SFTConfig", "sft", "Settings of [`SFTTrainer`]."),
     ("RewardConfig", "reward", "Settings of [`RewardTrainer`]."),
+    ("DPOConfig", "dpo", "Settings of [`DPOTrainer`]."),
     ("PPOConfig", "ppo", "Settings of [`PPOTrainer`]."),
     ("GRPOConfig", "grpo", "Settings of [`GRPOTrainer`]."),
     ("RLOOConfig", "rloo", "Settings of [`RLOOTrainer`]."),
 )
 # Bases for what several classes have alike: the file would be three times as long without them.
 BASES = (
-    ("_Training", ("sft", "reward", "ppo", "grpo", "rloo"), "_Config", "What all trainers have."),
-    ("_Supervised", ("sft", "reward"), "_Training", "What trainers on given responses have."),
+    ("_Training", ("sft", "reward", "dpo", "ppo", "grpo", "rloo"), "_Config", "What all trainers have."),
+    ("_Supervised", ("sft", "reward", "dpo"), "_Training", "What trainers on given responses have."),
     ("_Rollouts", ("ppo", "grpo", "rloo"), "_Training", "What trainers on sampled responses have."),
     ("_Groups", ("grpo", "rloo"), "_Rollouts", "What trainers on groups of responses have."),
 )
-BASE_OF = {"sft": "_Supervised", "reward": "_Supervised", "ppo": "_Rollouts", "grpo": "_Groups", "rloo": "_Groups"}
+BASE_OF = {"sft": "_Supervised", "reward": "_Supervised", "dpo": "_Supervised", "ppo": "_Rollouts", "grpo": "_Groups", "rloo": "_Groups"}
 
 # Names that TRL's classes have for settings whose own name is another one.
 RENAMED = {
@@ -54,7 +55,7 @@ ELSEWHERE = set(
     config_name dataset_config dataset_name dataset_streaming dataset_test_split dataset_train_split datasets device_map dtype
     environment_factory eval_dataset_name eval_only exp_name forward_batch_size global_backward_batch_size global_batch_size ignore_bias_buffers
     is_encoder_decoder is_peft_model load_in_4bit load_in_8bit lora_alpha lora_dropout lora_modules_to_save lora_r
-    lora_target_modules lora_target_parameters lora_task_type model_name model_name_or_path model_revision optimize_cuda_cache
+    ref_model_name_or_path lora_target_modules lora_target_parameters lora_task_type model_name model_name_or_path model_revision optimize_cuda_cache
     optimize_device_cache project_kwargs push_to_hub_if_best_kwargs query_dataset resume_from_checkpoint reward reward_command
     reward_funcs reward_model reward_model_name_or_path reward_model_path reward_url sft_model_path steps streaming task_name test_split_size tokenizer_name
     tools torch_dtype total_ppo_epochs use_bnb_nested_quant use_dora use_peft use_rslora value_model_path

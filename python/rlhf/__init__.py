@@ -14,8 +14,9 @@ __version__ = "0.1.0"
 
 # The modules of the names, which are imported when they are used: each start of the command imports this one.
 _NAMES = {
-    "_configs": ("GRPOConfig", "PPOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"),
+    "_configs": ("DPOConfig", "GRPOConfig", "PPOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"),
     "_rollouts": ("GRPOTrainer", "PPOTrainer", "RLOOTrainer"),
+    "_dpo": ("DPOTrainer",),
     "_sft": ("RewardTrainer", "SFTTrainer"),
     "_callbacks": ("TrainerCallback", "TrainerControl", "TrainerState"),
     "_errors": ("RunError", "Unsupported"),
@@ -43,8 +44,6 @@ _ABSENT = {
     "DeepSpeedRLHFEngine": "; from rlhf.dschat import DeepSpeedRLHFEngine",
     "LengthSampler": "; from rlhf.legacy import LengthSampler",
     "DataCollatorForCompletionOnlyLM": "; SFTConfig(completion_only_loss=True) trains on completions",
-    "DPOConfig": "; rlhf has no DPO: TRL or OpenRLHF has it",
-    "DPOTrainer": "; rlhf has no DPO: TRL or OpenRLHF has it",
     "KTOTrainer": "; rlhf has no KTO: TRL has it",
     "LogCompletionsCallback": "; samples are in output_dir/samples, and each run shows some",
     "RichProgressCallback": "; each run shows its progress",
@@ -57,11 +56,13 @@ if TYPE_CHECKING:
     from rlhf._callbacks import TrainerCallback as TrainerCallback
     from rlhf._callbacks import TrainerControl as TrainerControl
     from rlhf._callbacks import TrainerState as TrainerState
+    from rlhf._configs import DPOConfig as DPOConfig
     from rlhf._configs import GRPOConfig as GRPOConfig
     from rlhf._configs import PPOConfig as PPOConfig
     from rlhf._configs import RewardConfig as RewardConfig
     from rlhf._configs import RLOOConfig as RLOOConfig
     from rlhf._configs import SFTConfig as SFTConfig
+    from rlhf._dpo import DPOTrainer as DPOTrainer
     from rlhf._errors import RunError as RunError
     from rlhf._errors import Unsupported as Unsupported
     from rlhf._rollouts import GRPOTrainer as GRPOTrainer

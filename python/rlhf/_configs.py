@@ -194,7 +194,6 @@ class _Supervised(_Training):
     num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs over the dataset; no effect if `max_steps` is set"})
     max_steps: int = field(default=-1, metadata={"help": "Number of optimizer steps"})
     logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two logged lines of metrics"})
-    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
     shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     activation_offloading: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
@@ -834,6 +833,7 @@ class SFTConfig(_Supervised):
     completion_only_loss: bool | None = field(default=None, metadata={"help": "In rows with a prompt and a completion, train on the completion only"})
     assistant_only_loss: bool = field(default=False, metadata={"help": "In conversations, train on the assistant's messages only"})
     learning_rate: float = field(default=2e-05, metadata={"help": "Peak learning rate"})
+    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     padding_free: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     eval_packing: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
@@ -1307,9 +1307,522 @@ class RewardConfig(_Supervised):
     pair_loss: str = field(default='sequence', metadata={"help": "Scores of a pair to compare: those of the two texts, or, as in DeepSpeed-Chat, those at every token from the first difference on, with or without padding: sequence, tokens, tokens_unpadded"})
     center_rewards_coefficient: float | None = field(default=None, metadata={"help": "Coefficient of an auxiliary loss that centers the scores of each pair on 0"})
     learning_rate: float = field(default=0.0001, metadata={"help": "Peak learning rate"})
+    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
     pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded; pair_loss = tokens pads with the tokenizer's token"})
     chat_template_path: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the tokenizer's own template is used"})
     disable_dropout: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or true: no model's own dropout is applied"})
+
+
+@_with_names
+@dataclass
+class DPOConfig(_Supervised):
+    """Settings of [`DPOTrainer`].
+
+    An unknown name is a `TypeError`; [`Config`] has what all configurations can do.
+
+    Args:
+        output_dir (`str`, *optional*):
+            Folder for the model, the metrics and the resolved configuration.
+        eos_token (`str`, *optional*):
+            The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
+            template [default: the tokenizer's].
+        dataset_weights (`list[float]`, *optional*):
+            Sampling weights of several datasets, a number for each [default: every row is equally likely].
+        dataset_columns (`list[str]`, *optional*):
+            Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none
+            ignores a field.
+        eval_split_size (`float`, *optional*):
+            Number of rows to hold out for evaluation, or their share if below 1. Refused if the dataset has the split to
+            evaluate on.
+        data_split (`str`, *optional*):
+            Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares
+            are disjoint.
+        data_split_seed (`int`, *optional*, defaults to `42`):
+            Seed of `data_split`; must be the same for sft, reward and ppo.
+        chat_template_kwargs (`dict[str, Any] | str`, *optional*):
+            Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows
+            have `chat_template_kwargs`, these take precedence by name.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum tokens of a prompt with a completion, which are truncated as `truncation_mode` says; none: those of
+            the model.
+        truncation_mode (`str`, *optional*, defaults to `'keep_start'`):
+            The end of a text that is kept where it is too long. With `keep_start`, pairs are dropped whose prompt alone
+            has `max_length` tokens: keep_start, keep_end.
+        train_batch_size (`int`, *optional*):
+            Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times
+            `gradient_accumulation_steps` times the number of ranks].
+        per_device_train_batch_size (`int`, *optional*, defaults to `8`):
+            Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
+            `train_batch_size`].
+        per_device_eval_batch_size (`int`, *optional*, defaults to `8`):
+            Pairs per forward pass in an evaluation.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Micro-batches of each rank per optimizer step.
+        num_train_epochs (`float`, *optional*, defaults to `3.0`):
+            Epochs over the dataset; no effect if `max_steps` is set.
+        max_steps (`int`, *optional*, defaults to `-1`):
+            Number of optimizer steps.
+        logging_steps (`int`, *optional*, defaults to `10`):
+            Optimizer steps between two logged lines of metrics.
+        loss_type (`list[str]`, *optional*):
+            Loss of a pair; several are added with `loss_weights`: sigmoid, hinge, ipo, exo_pair, nca_pair, robust,
+            bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
+        loss_weights (`list[float]`, *optional*):
+            Weights of several losses, a number for each [default: 1].
+        beta (`float`, *optional*, defaults to `0.1`):
+            Strength of the reference model: a higher one keeps the policy nearer to it.
+        label_smoothing (`float`, *optional*, defaults to `0.0`):
+            Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust`
+            (below 0.5, such as 0.1), `aot` and `aot_unpaired`.
+        f_divergence_type (`str`, *optional*, defaults to `'reverse_kl'`):
+            Divergence from the reference model, in the losses of the difference between both sides of a pair: reverse_kl,
+            forward_kl, js_divergence, alpha_divergence.
+        f_alpha_divergence_coef (`float`, *optional*, defaults to `0.5`):
+            The exponent of `f_divergence_type = alpha_divergence`.
+        use_weighting (`bool`, *optional*, defaults to `False`):
+            Weigh each pair by the policy's probabilities of its tokens (WPO).
+        ld_alpha (`float`, *optional*):
+            Weight of the tokens by which a completion is longer than the other one of its pair (LD-DPO), from 0 to 1
+            [default: 1].
+        discopop_tau (`float`, *optional*, defaults to `0.05`):
+            Temperature of the loss `discopop`.
+        unsupervised_dataset_name (`str`, *optional*):
+            Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+        unsupervised_dataset_config_name (`str`, *optional*):
+            Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
+        unsup_coef (`float`, *optional*, defaults to `27.8`):
+            Coefficient of the language-modelling loss.
+        precompute_ref_log_probs (`bool`, *optional*, defaults to `False`):
+            Compute the log-probabilities of the reference model for all pairs before training, which then needs no such
+            model in memory.
+        precompute_ref_batch_size (`int`, *optional*):
+            Pairs per forward pass of `precompute_ref_log_probs` [default: `per_device_train_batch_size`, and
+            `per_device_eval_batch_size` for the rows of evaluations].
+        sync_ref_model (`bool`, *optional*, defaults to `False`):
+            Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
+        ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
+            Share of the policy in the updated reference model; 1 replaces it by the policy.
+        ref_model_sync_steps (`int`, *optional*, defaults to `512`):
+            Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
+            with the earlier one.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Apply no dropout, also not that of an adapter (`lora_dropout`), as in TRL. A model's own dropout is applied in
+            no case.
+        learning_rate (`float`, *optional*, defaults to `1e-06`):
+            Peak learning rate.
+        optim (`str`, *optional*, defaults to `'adamw_torch'`):
+            Optimizer; all but `adamw_torch` hold smaller states: adamw_torch, adamw_8bit, adafactor, adamw_bf16.
+        lr_scheduler_type (`str`, *optional*, defaults to `'linear'`):
+            Learning-rate schedule after the warm-up: linear, cosine, cosine_with_min_lr, cosine_with_restarts,
+            polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup.
+        warmup_steps (`float`, *optional*, defaults to `0`):
+            Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and
+            with `grpo` and `rloo`.
+        warmup_ratio (`float`, *optional*, defaults to `0.0`):
+            Warm-up as a share of all updates, rounded up.
+        lr_end (`float`, *optional*):
+            Final learning rate [default: 0, and 1e-7 with `polynomial`].
+        min_lr_rate (`float`, *optional*):
+            Final learning rate as a share of the peak, in place of `lr_end`.
+        num_cycles (`float`, *optional*):
+            Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts`
+            1, its decays].
+        num_decay_steps (`int`, *optional*):
+            Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps
+            with `rlhf grpo` and `rlhf rloo`.
+        decay_type (`str`, *optional*, defaults to `'cosine'`):
+            Form of the decay of `warmup_stable_decay`: cosine, linear, 1-sqrt.
+        power (`float`, *optional*, defaults to `1.0`):
+            Power of the `polynomial` schedule.
+        weight_decay (`float`, *optional*, defaults to `0.0`):
+            Decoupled weight decay.
+        adam_beta1 (`float`, *optional*, defaults to `0.9`):
+            AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
+        adam_beta2 (`float`, *optional*, defaults to `0.999`):
+            AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
+        adam_epsilon (`float`, *optional*, defaults to `1e-08`):
+            AdamW's epsilon; Adafactor's is of its own.
+        max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
+        eval_steps (`float | str`, *optional*):
+            Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each
+            `epoch`, before the first, and after the last.
+        metric_for_best_model (`str`, *optional*):
+            Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation;
+            without evaluations, every `save_steps`.
+        greater_is_better (`bool`, *optional*):
+            Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Replace the run in `output_dir`.
+        seed (`int`, *optional*, defaults to `42`):
+            Seed of everything random.
+        bf16 (`bool`, *optional*, defaults to `False`):
+            Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
+        fp16 (`bool`, *optional*, defaults to `False`):
+            Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
+        initial_scale_power (`int`, *optional*, defaults to `16`):
+            Initial loss scale with `fp16`, as a power of 2.
+        loss_scale_window (`int`, *optional*, defaults to `1000`):
+            Consecutive optimizer steps without an overflow after which the loss scale is doubled.
+        hysteresis (`int`, *optional*, defaults to `2`):
+            Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips
+            its optimizer step.
+        min_loss_scale (`float`, *optional*, defaults to `1.0`):
+            Smallest loss scale.
+        device (`str`, *optional*, defaults to `'auto'`):
+            Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+        save_dtype (`str`, *optional*, defaults to `'auto'`):
+            Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints
+            and adapters do not depend on it: auto, float32, bfloat16, float16.
+        max_shard_size (`str`, *optional*, defaults to `'50GB'`):
+            Maximum size of each file of saved weights, such as 5GB or 500MB.
+        gradient_checkpointing (`bool`, *optional*, defaults to `False`):
+            Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
+        max_tokens_per_micro_batch (`str`, *optional*):
+            Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change
+            the result [default: by the available memory].
+        offload (`list[str]`, *optional*):
+            Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and
+            reward models; all, both. On the CPU they are in a file of `offload_dir`, with the same results; from a GPU
+            they go to the memory of the host. Less memory, more time. Without a value: optimizer: none, optimizer,
+            models, all.
+        offload_dir (`str`, *optional*):
+            Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default:
+            `output_dir`].
+        offload_optimizer (`bool`, *optional*, defaults to `False`):
+            `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the
+            next two.
+        report_to (`None | str | list[str]`, *optional*, defaults to `'none'`):
+            Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or
+            command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and
+            each tracker whose Python package is installed.
+        tensorboard_tags (`str`, *optional*, defaults to `'plain'`):
+            Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's
+            trainers, such as `train/objective/kl` and `eval/loss`: plain, trl.
+        run_name (`str`, *optional*):
+            Name of the run in trackers [default: the name of `output_dir`].
+        project (`str`, *optional*):
+            Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or
+            MLFLOW_EXPERIMENT_NAME, else rlhf].
+        tracker_kwargs (`dict[str, Any] | str`, *optional*):
+            Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity":
+            "team"}}'.
+        log_model (`bool`, *optional*, defaults to `False`):
+            Upload the model in `output_dir` to the trackers at the end of the run.
+        num_threads (`int`, *optional*):
+            Number of threads for tensor operations [default: one per core].
+        disable_tqdm (`bool`, *optional*):
+            Hide the progress bar.
+        no_report (`bool`, *optional*, defaults to `False`):
+            Do not write `report.html`, a page that shows the run, at its end.
+        save_steps (`float | str`, *optional*, defaults to `500`):
+            Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and
+            after the last. If unset, only a run that stops early saves one.
+        save_total_limit (`int`, *optional*):
+            Number of newest checkpoints to keep [default: all].
+        resume_with_changed_inputs (`bool`, *optional*, defaults to `False`):
+            Resume even if data or models have changed since the run started.
+        push_to_hub (`bool`, *optional*, defaults to `False`):
+            Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
+        hub_model_id (`str`, *optional*):
+            Repository to push to, such as me/my-model; created if it does not exist.
+        hub_revision (`str`, *optional*):
+            Branch to push to, created if it does not exist [default: main].
+        hub_private_repo (`bool`, *optional*):
+            Whether a new repository is private [default: as its owner has set, usually public].
+        hub_strategy (`str`, *optional*, defaults to `'every_save'`):
+            When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best
+            model: end, every_save, best.
+        hub_always_push (`bool`, *optional*, defaults to `False`):
+            Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
+        hub_token (`str`, *optional*):
+            Access token with write access [default: HF_TOKEN, which no list of processes shows].
+        zero_stage (`str`, *optional*, defaults to `'0'`):
+            Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0
+            nothing: 0, 1, 2, 3.
+        dist_timeout (`int`, *optional*, defaults to `1800`):
+            Maximum seconds that a rank waits for the others.
+        logging_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_dir (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_first_step (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_on_each_node (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level (`str`, *optional*, defaults to `'passive'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level_replica (`str`, *optional*, defaults to `'warning'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_tokens_per_second (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_for_metrics (`list[str]`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_inputs_for_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        trackio_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_bucket_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_static_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        dataset_num_proc (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataset_batch_size (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_num_workers (`int`, *optional*, defaults to `0`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_persistent_workers (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_prefetch_factor (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_multiprocessing_context (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_in_order (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        remove_unused_columns (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        length_column_name (`str`, *optional*, defaults to `'length'`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        shuffle_dataset (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        average_tokens_across_devices (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        accelerator_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_find_unused_parameters (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_bucket_cap_mb (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_broadcast_buffers (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_static_graph (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        save_on_each_node (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        eval_use_gather_object (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_min_num_params (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_transformer_layer_cls_to_wrap (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        dispatch_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        split_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ray_scope (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        torch_compile (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_mode (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torchdynamo (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_kernel (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_loss (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        liger_kernel_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_cache (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_empty_cache_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        auto_find_batch_size (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        gradient_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        debug (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        skip_memory_metrics (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_accumulation_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_do_concat_batches (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        batch_eval_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        prediction_loss_only (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        low_cpu_mem_usage (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        pad_to_multiple_of (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        save_only_model (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        enable_jit_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        restore_callback_states_from_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        do_train (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_predict (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        push_to_hub_organization (`str`, *optional*):
+            Of TRL or transformers; expected none: the organization is part of hub_model_id: ORGANIZATION/NAME.
+        full_determinism (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: two runs with the same seed are identical.
+        router_aux_loss_coef (`float`, *optional*):
+            Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts.
+        half_precision_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_opt_level (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_legacy_prediction_loop (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_num_cores (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_metrics_debug (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        mp_parameters (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        jit_mode_eval (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_ipex (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        eval_strategy (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers.
+        save_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: code that comes with a model is never run.
+        adafactor (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: set optim = adafactor.
+        optim_args (`str`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        optim_target_modules (`None | str | list[str]`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        lr_scheduler_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        label_smoothing_factor (`float`, *optional*, defaults to `0.0`):
+            Of TRL or transformers; expected none or 0 or 0.0: labels are not smoothed.
+        neftune_noise_alpha (`float`, *optional*):
+            Of TRL or transformers; expected none: no noise is added to embeddings.
+        bf16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        fp16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        tf32 (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: float32 products keep full precision.
+        eval_delay (`float`, *optional*, defaults to `0`):
+            Of TRL or transformers; expected none or 0 or 0.0: evaluations run every eval_steps from the start.
+        eval_on_start (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: with eval_steps there is an evaluation before the first update.
+        load_best_model_at_end (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: output_dir holds the last model, and the best one in its
+            folder `best`.
+        ignore_data_skip (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: a resumed run continues with the rows that are left.
+        data_seed (`int`, *optional*):
+            Of TRL or transformers; expected none: seed is the seed of everything random.
+        dataloader_drop_last (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: every row is trained on.
+        label_names (`list[str]`, *optional*):
+            Of TRL or transformers; expected none: columns are found by their names.
+        train_sampling_strategy (`str`, *optional*, defaults to `'random'`):
+            Of TRL or transformers; expected none or random: rows are drawn in a random order.
+        group_by_length (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: rows are drawn in a random order.
+        parallelism_config (`str`, *optional*):
+            Of TRL or transformers; expected none or false: ranks share the work by rows, and memory by zero_stage.
+        fsdp (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers.
+        deepspeed (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        deepspeed_config (`str`, *optional*):
+            Of TRL or transformers.
+        accelerate_config (`str`, *optional*):
+            Of TRL or transformers.
+        local_rank (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; it has no effect here: ranks are those of the launcher's environment.
+        past_index (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; expected none or -1: outputs of earlier passes are not kept.
+        save_safetensors (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; expected none or true: weights are written as safetensors.
+        use_mps_device (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        model_init_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
+        pad_token (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: nothing is padded.
+        num_processes (`int`, *optional*):
+            Number of ranks on this machine, which the program starts [default: those of the launcher that has started
+            this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
+    """
+
+    _command = 'dpo'
+    _names = {'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'save_steps': None}
+
+    max_length: int | None = field(default=1024, metadata={"help": "Maximum tokens of a prompt with a completion, which are truncated as `truncation_mode` says; none: those of the model"})
+    truncation_mode: str = field(default='keep_start', metadata={"help": "The end of a text that is kept where it is too long. With `keep_start`, pairs are dropped whose prompt alone has `max_length` tokens: keep_start, keep_end"})
+    train_batch_size: int | None = field(default=None, metadata={"help": "Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the number of ranks]"})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with `train_batch_size`]"})
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Pairs per forward pass in an evaluation"})
+    loss_type: list[str] | None = field(default=None, metadata={"help": "Loss of a pair; several are added with `loss_weights`: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm"})
+    loss_weights: list[float] | None = field(default=None, metadata={"help": "Weights of several losses, a number for each [default: 1]"})
+    beta: float = field(default=0.1, metadata={"help": "Strength of the reference model: a higher one keeps the policy nearer to it"})
+    label_smoothing: float = field(default=0.0, metadata={"help": "Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust` (below 0.5, such as 0.1), `aot` and `aot_unpaired`"})
+    f_divergence_type: str = field(default='reverse_kl', metadata={"help": "Divergence from the reference model, in the losses of the difference between both sides of a pair: reverse_kl, forward_kl, js_divergence, alpha_divergence"})
+    f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "The exponent of `f_divergence_type = alpha_divergence`"})
+    use_weighting: bool = field(default=False, metadata={"help": "Weigh each pair by the policy's probabilities of its tokens (WPO)"})
+    ld_alpha: float | None = field(default=None, metadata={"help": "Weight of the tokens by which a completion is longer than the other one of its pair (LD-DPO), from 0 to 1 [default: 1]"})
+    discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of the loss `discopop`"})
+    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name"})
+    unsupervised_dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split"})
+    unsup_coef: float = field(default=27.8, metadata={"help": "Coefficient of the language-modelling loss"})
+    precompute_ref_log_probs: bool = field(default=False, metadata={"help": "Compute the log-probabilities of the reference model for all pairs before training, which then needs no such model in memory"})
+    precompute_ref_batch_size: int | None = field(default=None, metadata={"help": "Pairs per forward pass of `precompute_ref_log_probs` [default: `per_device_train_batch_size`, and `per_device_eval_batch_size` for the rows of evaluations]"})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps"})
+    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in the updated reference model; 1 replaces it by the policy"})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one"})
+    disable_dropout: bool = field(default=True, metadata={"help": "Apply no dropout, also not that of an adapter (`lora_dropout`), as in TRL. A model's own dropout is applied in no case"})
+    learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
+    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    padding_free: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
+    router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
+    pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded"})
 
 
 @_with_names

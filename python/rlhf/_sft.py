@@ -8,8 +8,8 @@ from typing import Any
 from rlhf import _configs, _program, _translate
 from rlhf._data import is_name, path_or_name, write
 from rlhf._errors import RunError, Unsupported
-from rlhf._objects import is_text, source_of
-from rlhf._trainer import Trainer, copy_tokenizer
+from rlhf._objects import is_text
+from rlhf._trainer import Trainer
 
 
 class SFTTrainer(Trainer):
@@ -147,25 +147,6 @@ class RewardTrainer(Trainer):
         if not os.path.isdir(path) or not has_head(path):
             settings["new_reward_head"] = True
         return settings
-
-    def _with_tokenizer(self, path: str) -> str:
-        """A folder with the model's files and the tokenizer that was passed, where that is another one."""
-        source = path_or_name(str(source_of(self.processing_class) or self.processing_class))
-        if source == path:
-            return path
-        if not os.path.isdir(path):
-            raise Unsupported(f"processing_class: expected the tokenizer of {path}, found that of {source}; pass the model as a folder")
-        folder = os.path.join(self.inputs, "model")
-        os.makedirs(folder, exist_ok=True)
-        for name in os.listdir(path):
-            link = os.path.join(folder, name)
-            if not name.startswith(("tokenizer", "special_tokens", "vocab", "merges")) and not os.path.lexists(link):
-                os.symlink(os.path.join(path, name), link)
-        if is_text(self.processing_class):
-            copy_tokenizer(source, folder)
-        else:
-            self.processing_class.save_pretrained(folder)
-        return folder
 
     def _load(self) -> Any:
         from transformers import AutoModelForSequenceClassification  # type: ignore[import-not-found,unused-ignore]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from rlhf import _program, _translate
 from rlhf._callbacks import Handler, TrainerControl, TrainerState
 from rlhf._config import SECRETS, Config, settings_of, write_settings
-from rlhf._data import Data
+from rlhf._data import Data, path_or_name
 from rlhf._environments import Environments
 from rlhf._errors import RunError, Unsupported
 from rlhf._objects import is_text, load_back, place_model, place_tokenizer, source_of
@@ -213,6 +213,25 @@ class Trainer:
             elif tokenizer is not None:
                 place_tokenizer(tokenizer, folder)
         return path
+
+    def _with_tokenizer(self, path: str) -> str:
+        """A folder with the model's files and the tokenizer that was passed, where that is another one."""
+        source = path_or_name(str(source_of(self.processing_class) or self.processing_class))
+        if source == path:
+            return path
+        if not os.path.isdir(path):
+            raise Unsupported(f"processing_class: expected the tokenizer of {path}, found that of {source}; pass the model as a folder")
+        folder = os.path.join(self.inputs, "model")
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(path):
+            link = os.path.join(folder, name)
+            if not name.startswith(("tokenizer", "special_tokens", "vocab", "merges")) and not os.path.lexists(link):
+                os.symlink(os.path.join(path, name), link)
+        if is_text(self.processing_class):
+            copy_tokenizer(source, folder)
+        else:
+            self.processing_class.save_pretrained(folder)
+        return folder
 
     def _place_tokenizer(self) -> "str | None":
         """The tokenizer, if it is another one than that of the model's folder or name."""

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Writes every field of TRL's `trl grpo` and `trl rloo` with its default, as a file for --config.
+"""Writes every field of TRL's `trl grpo`, `trl rloo` and `trl dpo` with its default, as a file for --config.
 
-    python make_trl_configs.py          # needs trl 1.11.0; writes trl_configs/{grpo,rloo}.yaml
+    python make_trl_configs.py          # with trl 1.11.0; writes trl_configs/{grpo,rloo}.yaml
+    python make_trl_configs.py dpo      # with trl 1.16.0; writes trl_configs/dpo.yaml
 
-The fields are those of the four dataclasses that each script parses. Tests check that `rlhf grpo` and `rlhf rloo` accept each file as
-it is, and know each key.
+The fields are those of the four dataclasses that each script parses. Tests check that the commands of rlhf accept each file as it is, and
+know each key.
 """
 import dataclasses
 import enum
 import json
+import sys
 from pathlib import Path
 
-from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
-from trl.scripts.grpo import GRPOScriptArguments
-from trl.scripts.rloo import RLOOScriptArguments
+import trl
+from trl import DatasetMixtureConfig, ModelConfig
 
 OUT = Path(__file__).parent / "trl_configs"
 
@@ -30,11 +31,15 @@ def default(field):
 
 def main():
     OUT.mkdir(exist_ok=True)
-    for name, script, config in [
-        ("grpo", GRPOScriptArguments, GRPOConfig),
-        ("rloo", RLOOScriptArguments, RLOOConfig),
-    ]:
-        lines = [f"# Every field of `trl {name}`, trl 1.11.0, with its default; written by make_trl_configs.py."]
+    if sys.argv[1:] == ["dpo"]:
+        classes = [("dpo", trl.ScriptArguments, trl.DPOConfig)]
+    else:
+        from trl.scripts.grpo import GRPOScriptArguments
+        from trl.scripts.rloo import RLOOScriptArguments
+
+        classes = [("grpo", GRPOScriptArguments, trl.GRPOConfig), ("rloo", RLOOScriptArguments, trl.RLOOConfig)]
+    for name, script, config in classes:
+        lines = [f"# Every field of `trl {name}`, trl {trl.__version__}, with its default; written by make_trl_configs.py."]
         seen = set()
         for cls in [script, config, ModelConfig, DatasetMixtureConfig]:
             for field in dataclasses.fields(cls):

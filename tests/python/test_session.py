@@ -423,7 +423,7 @@ class Loops(Sessions):
         for line, expected in (
             ("from rlhf.legacy import SFTTrainer", "from rlhf import SFTTrainer"),
             ("from rlhf.dschat import create_prompt_dataset", "padded on the left"),
-            ("from rlhf import DPOTrainer", "rlhf has no DPO"),
+            ("from rlhf import KTOTrainer", "rlhf has no KTO"),
         ):
             with self.assertRaisesRegex(ImportError, expected):
                 exec(line, {})

@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,30 @@ class TheSameNumbers(Case):
         self.check(trainer)
         self.assertEqual(result.global_step, 2)
         self.assertAlmostEqual(result.training_loss, sum(line["loss"] for line in lines(self.folder / "python")) / 2)
+
+    def test_dpo_with_another_reference_model(self):
+        from rlhf import DPOConfig, DPOTrainer
+
+        args = supervised(DPOConfig, self.folder / "python")
+        args.loss_type, args.loss_weights, args.beta = ["sigmoid", "sft"], [1.0, 0.5], 0.3
+        other = self.folder / "other"
+        shutil.copytree(POLICY, other)
+        trainer = DPOTrainer(POLICY, other, args, train_dataset=PAIRS, eval_dataset=PAIRS[:2])
+        trainer.train()
+        words = "--per_device_train_batch_size 4 --max_steps 2 --logging_steps 1 --no_report --num_threads 1".split()
+        words += "--loss_type sigmoid sft --loss_weights 1 0.5 --beta 0.3 --eval_dataset_name".split()
+        rows = self.rows(PAIRS)
+        held_out = self.folder / "held_out.jsonl"
+        held_out.write_text("".join(json.dumps(row) + "\n" for row in PAIRS[:2]))
+        self.command(
+            *("dpo", "--model_name_or_path", POLICY, "--ref_model_name_or_path", other, "--dataset_name", rows),
+            *("--output_dir", self.folder / "line", *words, held_out),
+        )
+        trainer.state.log_history = [dict(logs) for logs in trainer.state.log_history]
+        self.check(trainer)
+        self.assertIn("eval_rewards/margins", lines(self.folder / "python")[-1])
+        # The copy that TRL's scripts pass is the reference that the program has by itself.
+        self.assertNotIn("ref_model_name_or_path", DPOTrainer(POLICY, POLICY, args, train_dataset=PAIRS)._inputs(False))
 
     def test_grpo_with_a_function(self):
         from rlhf import GRPOTrainer
@@ -486,6 +511,7 @@ class Arguments(Case):
                 "per_device_train_batch_size": 8,
                 "save_steps": 500,
             },
+            rlhf.DPOConfig: {"learning_rate": 1e-6, "beta": 0.1, "max_length": 1024, "max_grad_norm": 1.0, "disable_dropout": True},
             rlhf.RewardConfig: {"learning_rate": 1e-4, "max_length": 1024, "max_grad_norm": 1.0},
         }
         for kind, expected in defaults.items():

@@ -104,3 +104,82 @@ fn cut_texts_and_long_tails_have_trls_numbers_to_the_weights() {
 fn prompts_in_both_sides_and_conversations_have_trls_numbers_to_the_weights() {
     check(&["implicit", "chat"]);
 }
+
+const DPO: &str = "dpo --model_name_or_path policy --dataset_name pairs.jsonl --output_dir out \
+                   --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
+
+#[test]
+fn a_run_writes_a_model_with_metrics_and_a_report_and_is_repeated_from_its_own_settings() {
+    let scratch = Scratch::new();
+    let eval = "--eval_split_size 3 --eval_steps 1 --metric_for_best_model eval_rewards/margins --learning_rate 1e-3";
+    scratch.succeeds(&format!("{DPO} {eval}"));
+    let lines = scratch.metrics("out");
+    assert_eq!(lines.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(lines[0]["eval_rewards/margins"] == 0.0 && lines[1]["rewards/accuracies"] == 0.0, "{lines:?}");
+    assert!(lines[2]["eval_rewards/margins"].as_f64().unwrap() > 0.0, "{lines:?}");
+    assert!(scratch.path("out/best").is_dir());
+    let report = scratch.read("out/report.html");
+    assert!(["Margin", "Log-probabilities", "rewards/margins"].iter().all(|title| report.contains(title)));
+    scratch.succeeds("dpo --config out/config.yaml --output_dir again");
+    assert_eq!(crate::cli::timeless(scratch.metrics("again")), crate::cli::timeless(lines));
+    // An adapter is saved as one, and other commands open it.
+    scratch.succeeds(&format!("{DPO} --use_peft --overwrite_output_dir"));
+    assert!(scratch.path("out/adapter_model.safetensors").is_file());
+    scratch.succeeds("generate --model_name_or_path out --dataset_name prompts.jsonl --max_new_tokens 4");
+    scratch.succeeds(&format!("{DPO} --ref_model_name_or_path policy --offload all --overwrite_output_dir"));
+}
+
+#[test]
+fn settings_that_cannot_be_are_refused_in_one_line_each() {
+    let scratch = Scratch::new();
+    for (flags, words) in [
+        ("--loss_type exo_pair", "label_smoothing = 0: expected a number above 0 and below 1 for loss_type = exo_pair"),
+        ("--loss_type robust --label_smoothing 0.5", "label_smoothing = 0.5: expected a number below 0.5"),
+        (
+            "--f_divergence_type forward_kl --loss_type bco_pair",
+            "f_divergence_type = forward_kl with loss_type = bco_pair",
+        ),
+        ("--f_alpha_divergence_coef 0.3", "f_alpha_divergence_coef = 0.3 has no effect without"),
+        (
+            "--use_weighting --loss_type aot",
+            "use_weighting = true with loss_type = aot: expected false, as the loss sorts",
+        ),
+        ("--use_weighting --loss_type sft", "use_weighting = true with loss_type = sft"),
+        ("--sync_ref_model --use_peft", "sync_ref_model = true with use_peft"),
+        ("--sync_ref_model --precompute_ref_log_probs", "sync_ref_model = true with precompute_ref_log_probs = true"),
+        ("--precompute_ref_batch_size 4", "precompute_ref_batch_size = 4 has no effect without"),
+        ("--precompute_ref_log_probs --offload models", "offload = models has no effect with use_peft or"),
+        ("--loss_type sigmoid sft --loss_weights 1", "loss_weights: expected a number for each of 2 losses, found 1"),
+        ("--ld_alpha 1.5", "ld_alpha = 1.5: expected a number from 0 to 1"),
+        ("--beta 0", "beta = 0: expected a number above 0"),
+        ("--discopop_tau 0.1", "discopop_tau = 0.1 has no effect without loss_type = discopop"),
+        ("--unsup_coef 2", "unsup_coef = 2 has no effect without unsupervised_dataset_name"),
+    ] {
+        scratch.refuses(&format!("{DPO} {flags}"), 2, &[words]);
+    }
+    scratch.refuses(&format!("{DPO} --ref_model_name_or_path reward"), 1, &["reward"]);
+    scratch.copy("t5", "t5");
+    let line = DPO.replace("policy", "t5");
+    scratch.refuses(&line, 1, &["dpo: expected a model of one stack, found `t5`, an encoder-decoder"]);
+}
+
+#[test]
+fn rows_that_are_cut_left_out_or_equal_and_settings_without_effect_are_counted_in_warnings() {
+    let scratch = Scratch::new();
+    let pairs = scratch.read("pairs.jsonl");
+    let long = format!("{{\"prompt\": \"{}\", \"chosen\": \" a\", \"rejected\": \" b\"}}\n", "word ".repeat(40));
+    let equal = "{\"prompt\": \"same\", \"chosen\": \" a\", \"rejected\": \" a\"}\n";
+    let cut = format!("{{\"prompt\": \"cut\", \"chosen\": \"{}\", \"rejected\": \" b\"}}\n", " word".repeat(40));
+    scratch.write("pairs.jsonl", &format!("{pairs}{long}{equal}{cut}"));
+    let ran = scratch.run(&format!("{DPO} --max_length 24 --label_smoothing 0.1"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let rows = pairs.lines().count() + 3;
+    for words in [
+        format!("1 of {rows} pairs were left out: the prompt alone has max_length = 24 tokens or more"),
+        format!("1 of {rows} pairs were cut at their end to max_length = 24 tokens"),
+        format!("in 1 of {rows} pairs chosen and rejected are equal"),
+        "label_smoothing = 0.1 has no effect with loss_type = sigmoid".into(),
+    ] {
+        assert!(ran.stderr.contains(&words), "{words}: {}", ran.stderr);
+    }
+}

@@ -37,7 +37,7 @@ _ELSEWHERE = {
     "RewardTrainer": "; from rlhf import RewardTrainer",
     "PPOv2Config": "; from rlhf import PPOConfig has its settings",
     "PPOv2Trainer": "; from rlhf import PPOTrainer is that trainer",
-    "DPOTrainer": "; rlhf has no DPO: TRL or OpenRLHF has it",
+    "DPOTrainer": "; from rlhf import DPOTrainer",
     "BestOfNSampler": "; generate() with n queries each, and the best by your scores, is the same",
     "TextEnvironment": "; step(response_masks=...) leaves out what a tool wrote",
 }

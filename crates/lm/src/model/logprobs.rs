@@ -39,19 +39,20 @@ pub struct LogitNumbers {
     pub mean: Tensor,
     /// 1 where no other token is likelier, else 0.
     pub is_top: Tensor,
-    /// Logarithm of the sum of all squared probabilities.
-    pub log_sum_squares: Tensor,
+    /// Logarithm of the sum of all squared probabilities, if it was asked for.
+    pub log_sum_squares: Option<Tensor>,
 }
 
 impl LogitNumbers {
     /// Those of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
-    fn of(logits: &Tensor, ids: &Tensor) -> Self {
+    fn of(logits: &Tensor, ids: &Tensor, squares: bool) -> Self {
         tch::no_grad(|| {
             let logits = logits.detach().to_kind(Kind::Float);
             let own = logits.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
             let is_top = own.ge_tensor(&logits.amax([-1], false)).to_kind(Kind::Float);
-            let squares = (&logits * 2.0).logsumexp([-1], false) - logits.logsumexp([-1], false) * 2.0;
-            Self { mean: logits.mean_dim(-1, false, Kind::Float), is_top, log_sum_squares: squares }
+            let log_sum_squares =
+                squares.then(|| (&logits * 2.0).logsumexp([-1], false) - logits.logsumexp([-1], false) * 2.0);
+            Self { mean: logits.mean_dim(-1, false, Kind::Float), is_top, log_sum_squares }
         })
     }
 }
@@ -62,7 +63,7 @@ impl TokenLogprobs {
         let logits = self.logits.as_ref().map(|LogitNumbers { mean, is_top, log_sum_squares }| LogitNumbers {
             mean: mean.shallow_clone(),
             is_top: is_top.shallow_clone(),
-            log_sum_squares: log_sum_squares.shallow_clone(),
+            log_sum_squares: log_sum_squares.as_ref().map(Tensor::shallow_clone),
         });
         Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl), logits }
     }
@@ -102,13 +103,15 @@ pub struct LogprobOptions<'a> {
     pub kl_to: Option<(&'a Distributions, &'a [usize])>,
     /// Whether to compute [`LogitNumbers`], at the temperature 1 and over the whole vocabulary.
     pub logits: bool,
+    /// Whether these have the sums of squared probabilities too.
+    pub squares: bool,
     /// Compute as a backward pass does also where there is none: equal weights then give equal bits in both.
     pub as_backward: bool,
 }
 
 impl<'a> From<Sampled<'a>> for LogprobOptions<'a> {
     fn from(sampled: Sampled<'a>) -> Self {
-        Self { sampled, entropy: false, kl_to: None, logits: false, as_backward: false }
+        Self { sampled, entropy: false, kl_to: None, logits: false, squares: false, as_backward: false }
     }
 }
 
@@ -224,6 +227,7 @@ pub(super) struct Targets<'a> {
     /// Reference distributions with the hidden states of the M tokens, `[M, embedding size]`.
     reference: Option<(&'a Distributions, Tensor)>,
     logits: bool,
+    squares: bool,
     as_backward: bool,
 }
 
@@ -238,7 +242,7 @@ impl<'a> Targets<'a> {
         spans: &[Range<usize>],
         options: LogprobOptions<'a>,
     ) -> Result<Self> {
-        let LogprobOptions { sampled, entropy, kl_to, logits, as_backward } = options;
+        let LogprobOptions { sampled, entropy, kl_to, logits, squares, as_backward } = options;
         let pairs = sequences.iter().zip(spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         sampled.check(ids.len() as i64)?;
@@ -247,7 +251,7 @@ impl<'a> Targets<'a> {
         }
         let ids = on_device(&ids, head.linear.held().device());
         let reference = kl_to.map(|(of, rows)| (of, of.hidden_of(rows)));
-        Ok(Self { ids, sampled, entropy, reference, logits, as_backward })
+        Ok(Self { ids, sampled, entropy, reference, logits, squares, as_backward })
     }
 
     /// The results of a pass over no tokens.
@@ -285,13 +289,16 @@ impl Slices {
     fn join(self, device: Device) -> TokenLogprobs {
         let join = |parts: Vec<Tensor>| joined(&parts, device);
         let of_logits = |parts: Vec<LogitNumbers>| {
+            let squares = parts.iter().any(|part| part.log_sum_squares.is_some());
             let all = |part: fn(&LogitNumbers) -> &Tensor| {
                 join(parts.iter().map(|numbers| part(numbers).shallow_clone()).collect())
             };
             LogitNumbers {
                 mean: all(|numbers| &numbers.mean),
                 is_top: all(|numbers| &numbers.is_top),
-                log_sum_squares: all(|numbers| &numbers.log_sum_squares),
+                log_sum_squares: squares.then(|| {
+                    join(parts.iter().filter_map(|part| Some(part.log_sum_squares.as_ref()?.shallow_clone())).collect())
+                }),
             }
         };
         let logits = self.logits.map(of_logits);
@@ -373,7 +380,7 @@ impl LmHead {
                 };
                 let logits = logits.narrow(0, 0, ids.size()[0]);
                 let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
-                let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids));
+                let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids, targets.squares));
                 TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None, logits: numbers }
             });
         }
@@ -439,6 +446,7 @@ impl LmHead {
             entropy: false,
             reference: None,
             logits: false,
+            squares: false,
             as_backward: true,
         };
         let (_, gradient) = self.logprobs_gradient(hidden, &again, |range, now| {
@@ -462,7 +470,7 @@ impl LmHead {
         });
         let ids = rows_of(ids, range);
         let logits = self.forward(hidden).to_kind(Kind::Float);
-        let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids));
+        let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids, targets.squares));
         let all = restricted(&(logits / sampled.temperature), excluded.as_ref()).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
         let entropy = entropy.then(|| entropy_of(&all));
@@ -552,7 +560,7 @@ impl<'m> SliceKernels<'m> {
             logprobs: stats.logprobs.set_requires_grad(true),
             entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
             kl: None,
-            logits: targets.logits.then(|| LogitNumbers::of(&logits, &ids)),
+            logits: targets.logits.then(|| LogitNumbers::of(&logits, &ids, targets.squares)),
         };
         loss(range, &now).backward();
         let slope = now.logprobs.grad();
@@ -620,7 +628,8 @@ mod tests {
         let hidden = random([rows, width], 3);
         let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
         let sampled = Sampled::from(0.7);
-        let targets = Targets { ids, sampled, entropy: true, reference: None, logits: true, as_backward: false };
+        let targets =
+            Targets { ids, sampled, entropy: true, reference: None, logits: true, squares: false, as_backward: false };
         let found = head.logprobs_of(&hidden, &targets);
         let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
         let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);

@@ -39,7 +39,7 @@ Example:
 
 const DPO_HELP: &str = "\
 Names and defaults are those of TRL's DPOTrainer, and a file of its DPOConfig is a --config. Rows
-have `prompt`, `chosen` and `rejected`, texts or messages; without `prompt` both sides begin with it.
+have `prompt`, `chosen` and `rejected`, texts or messages; without `prompt` the two begin with it.
 
 Example:
   rlhf dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/dpo";
@@ -316,9 +316,12 @@ fn trainers() -> [Command; 6] {
 /// Returns `dpo` with its own defaults of settings that other commands have too.
 fn dpo_command() -> Command {
     let own = DpoConfig::own_defaults();
+    let help =
+        "Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name";
+    let texts = |arg: Arg| if arg.get_id() == "unsupervised_dataset_name" { arg.help(help) } else { arg };
     flags::command::<DpoConfig>("dpo").mut_args(|arg| match own.iter().find(|(name, _)| arg.get_id() == name) {
         Some((_, value)) => arg.default_value(*value),
-        None => arg,
+        None => texts(arg),
     })
 }
 

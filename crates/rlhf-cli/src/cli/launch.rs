@@ -313,7 +313,7 @@ mod tests {
             (vec!["launch", "merge"], "launch: merge is done by one process"),
             (vec!["launch", "launch", "ppo"], "launch: found launch in it again"),
             (vec!["launch", "bin/rlhf", "ppo"], "leave the program's name out"),
-            (vec!["launch", "train"], "launch: expected one of sft, reward, ppo"),
+            (vec!["launch", "train"], "launch: expected one of sft, reward, dpo, ppo"),
             ([ppo(&[]), vec!["--seed", "x"]].concat(), "invalid value 'x' for '--seed <N>'"),
             (
                 vec!["launch", "sft", "--model_name_or_path", "m", "--output_dir", "o"],

@@ -961,6 +961,7 @@ mod tests {
     /// Every field of `trl grpo` and `trl rloo`, with its default.
     const GRPO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/grpo.yaml");
     const RLOO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/rloo.yaml");
+    const DPO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/dpo.yaml");
 
     fn keys_of(yaml: &str) -> Vec<&str> {
         yaml.lines().filter(|line| !line.starts_with('#')).filter_map(|line| Some(line.split_once(':')?.0)).collect()
@@ -970,9 +971,9 @@ mod tests {
     fn every_flag_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
         let rlhf = rlhf_command();
         let of = |own: &'static str| SHARED.split_whitespace().chain(own.split_whitespace()).collect();
-        let (grpo, rloo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG));
-        let commands: [(&str, Vec<&str>); 5] =
-            [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD)), ("grpo", grpo), ("rloo", rloo)];
+        let (grpo, rloo, dpo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG), keys_of(DPO_CONFIG));
+        let own = [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD))];
+        let commands = own.into_iter().chain([("grpo", grpo), ("rloo", rloo), ("dpo", dpo)]);
         for (name, flags) in commands {
             let command = rlhf.find_subcommand(name).unwrap();
             let keys = Keys { top: vec![command], sections: Vec::new() };
@@ -1044,6 +1045,27 @@ mod tests {
             ["without effect here: logging_steps (each update is logged); \
               attn_implementation (it changes memory and speed only)"]
         );
+    }
+
+    #[test]
+    fn the_whole_configuration_of_trls_dpo_trainer_is_a_file_of_dpo() {
+        let found = with_file(DPO_CONFIG, &least("dpo")).unwrap();
+        let (Task::Dpo(mut config), Task::Dpo(plain)) = (found, parse_words(&least("dpo")).unwrap()) else { panic!() };
+        // The file has what differs from the defaults here.
+        assert_eq!((config.run.checkpoints.save_steps, config.run.gradient_checkpointing), (Some(500.into()), true));
+        config.run = plain.run.clone();
+        (config.per_device_train_batch_size, config.peft) = (None, plain.peft.clone());
+        assert_eq!(config, plain);
+        // A setting without an effect is a line of the run; no clipping is written and read back as such.
+        let Task::Dpo(config) = parse_words(&[&least("dpo")[..], &["--max_grad_norm", "none"]].concat()).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!(config.optimizer.max_grad_norm, None);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        rlhf::settings::write_resolved(&config, &path).unwrap();
+        assert_eq!(parse_words(&["dpo", "--config", path.to_str().unwrap()]).unwrap(), Task::Dpo(config));
     }
 
     #[test]

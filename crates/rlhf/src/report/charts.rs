@@ -27,6 +27,26 @@ const SECTIONS: [(&str, &[Panel]); 5] = [
             Panel("Accuracy", "share of pairs", &[("training pairs", "accuracy"), ("held-out pairs", "eval_accuracy")]),
             Panel("Margin", "score", &[("training pairs", "margin"), ("held-out pairs", "eval_margin")]),
             Panel("Mean reward", "score", &[("training pairs", "mean_reward"), ("held-out pairs", "eval_mean_reward")]),
+            Panel(
+                "Accuracy",
+                "share of pairs",
+                &[("training pairs", "rewards/accuracies"), ("held-out pairs", "eval_rewards/accuracies")],
+            ),
+            Panel(
+                "Margin",
+                "beta times the log-ratio",
+                &[("training pairs", "rewards/margins"), ("held-out pairs", "eval_rewards/margins")],
+            ),
+            Panel(
+                "Rewards of both sides",
+                "beta times the log-ratio",
+                &[("chosen", "rewards/chosen"), ("rejected", "rewards/rejected")],
+            ),
+            Panel(
+                "Log-probabilities",
+                "nats per completion",
+                &[("chosen", "logps/chosen"), ("rejected", "logps/rejected")],
+            ),
         ],
     ),
     (

@@ -12,7 +12,7 @@ use super::svg::{COLOURS, Chart};
 use super::verdict::{Mark, verdict};
 use crate::run::ends::{MOST_VALUES, words};
 use crate::run::group_names::written;
-use crate::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
+use crate::settings::{DpoConfig, PpoConfig, Preset, RewardConfig, SftConfig};
 use crate::terminal::{about, date};
 use rlhf_base::Result;
 use rlhf_base::safe_text::one_line;
@@ -522,6 +522,7 @@ enum Kind {
     Ppo(Preset),
     Reward(Preset),
     Sft(Preset),
+    Dpo,
 }
 
 impl Kind {
@@ -530,6 +531,7 @@ impl Kind {
             Self::Ppo(preset) => preset.command(),
             Self::Reward(_) => "reward",
             Self::Sft(_) => "sft",
+            Self::Dpo => "dpo",
         }
     }
 }
@@ -542,6 +544,7 @@ fn kind(run: &Run) -> Option<Kind> {
         () if has("num_ppo_epochs") => Some(Kind::Ppo(preset)),
         () if has("center_rewards_coefficient") => Some(Kind::Reward(preset)),
         () if has("packing") => Some(Kind::Sft(preset)),
+        () if has("ld_alpha") => Some(Kind::Dpo),
         () => None,
     }
 }
@@ -552,6 +555,7 @@ fn defaults(run: &Run) -> Vec<Setting> {
         Some(Kind::Ppo(preset)) => serde_json::to_value(PpoConfig::with_preset(preset, "", "", "", "")),
         Some(Kind::Reward(preset)) => serde_json::to_value(RewardConfig::with_preset(preset, "", "", "")),
         Some(Kind::Sft(preset)) => serde_json::to_value(SftConfig::with_preset(preset, "", "", "")),
+        Some(Kind::Dpo) => serde_json::to_value(DpoConfig::new("", "", "")),
         None => return Vec::new(),
     };
     config

@@ -23,7 +23,7 @@ use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 const OWN_DEFAULTS: [(&str, &str); 1] = [("max_grad_norm", "1")];
 
 /// Metrics of an evaluation.
-pub(crate) const EVAL_METRICS: [&str; 12] = [
+pub(crate) const EVAL_METRICS: [&str; 11] = [
     "eval_loss",
     "eval_rewards/chosen",
     "eval_rewards/rejected",
@@ -35,7 +35,6 @@ pub(crate) const EVAL_METRICS: [&str; 12] = [
     "eval_logits/rejected",
     "eval_entropy",
     "eval_mean_token_accuracy",
-    "eval_num_tokens",
 ];
 
 /// Settings of `rlhf dpo`.

@@ -57,8 +57,8 @@ impl Found {
         let policy = inputs.logps(&now.logprobs);
         let factors: Vec<f32> = items.iter().map(|item| item.of.factor(item.of.tokens[0]) as f32).collect();
         let sft = -inputs.sums(&now.logprobs).select(1, 0) * on_device(&factors, policy.device());
-        let numbers = now.logits.as_ref().filter(|_| config.loss.use_weighting);
-        let weights = numbers.map(|numbers| inputs.pair_weights(now, numbers));
+        let squares = now.logits.as_ref().and_then(|numbers| numbers.log_sum_squares.as_ref());
+        let weights = squares.map(|squares| inputs.pair_weights(&now.logprobs, squares));
         Self { policy, sft, weights }
     }
 
@@ -74,12 +74,12 @@ fn numbers(inputs: &PassInputs<'_>, now: &TokenLogprobs, reference: &Tensor, los
         let logprobs = now.logprobs.detach();
         let plain = inputs.sums(&logprobs).select(1, 0);
         let none = || Tensor::zeros_like(&logprobs);
-        let (mean, top, weights) = match &now.logits {
-            Some(numbers) => {
-                (numbers.mean.shallow_clone(), numbers.is_top.shallow_clone(), inputs.pair_weights(now, numbers))
-            }
-            None => (none(), none(), plain.ones_like()),
+        let (mean, top) = match &now.logits {
+            Some(numbers) => (numbers.mean.shallow_clone(), numbers.is_top.shallow_clone()),
+            None => (none(), none()),
         };
+        let squares = now.logits.as_ref().and_then(|numbers| numbers.log_sum_squares.as_ref());
+        let weights = squares.map_or_else(|| plain.ones_like(), |squares| inputs.pair_weights(&logprobs, squares));
         let (policy, mean) = (inputs.logps(&logprobs), inputs.sums(&mean));
         let entropy = inputs.sums(&now.entropy.as_ref().map_or_else(none, Tensor::detach));
         let entropy = entropy.sum_dim_intlist(1i64, false, Kind::Float);
@@ -103,9 +103,10 @@ fn numbers(inputs: &PassInputs<'_>, now: &TokenLogprobs, reference: &Tensor, los
     })
 }
 
-/// What log-probabilities a pass computes beside those of the tokens.
-fn options() -> LogprobOptions<'static> {
-    LogprobOptions { entropy: true, logits: true, as_backward: true, ..1.0.into() }
+/// What a pass computes beside the log-probabilities of the tokens.
+fn options(config: &DpoConfig) -> LogprobOptions<'static> {
+    let squares = config.loss.use_weighting;
+    LogprobOptions { entropy: true, logits: true, squares, as_backward: true, ..1.0.into() }
 }
 
 /// Log-probabilities of the completions of these pairs under `model`, `[n, 2]`, without a gradient.
@@ -164,7 +165,7 @@ impl PreferenceTask<'_> {
             let dropout = DropoutRows { share, seed, update: batch.update, rows: of_sides };
             let mut of_pairs = None;
             let passed = inputs.of_model().with_dropout(drops.then_some(&dropout));
-            let now = model.joint_logprobs_backward(passed, options(), |now| {
+            let now = model.joint_logprobs_backward(passed, options(config), |now| {
                 let found = Found::of(config, &inputs, part, now);
                 let losses = match slopes {
                     Some(slopes) => slopes.losses(config, &found, places.clone()),
@@ -183,6 +184,13 @@ impl PreferenceTask<'_> {
             sums.push_pass(numbers(&inputs, &now, &reference, &losses), micro_batches, config.loss.beta);
         }
         Ok(())
+    }
+
+    /// Whether each micro-batch is one pass, whose pairs can be sorted in it.
+    fn fits(&self, model: &CausalLm, batch: &UpdateRows<'_>, items: &[Item<'_>]) -> bool {
+        let shares = self.shares_prompts(model, self.dropout() > 0.0);
+        let tokens = |chunk: &[Item<'_>]| chunk.iter().map(|item| item.row.computed(shares)).sum::<usize>();
+        batch.world.size() == 1 && items.chunk_by(|a, b| a.at == b.at).all(|chunk| tokens(chunk) <= batch.max_tokens)
     }
 
     /// The slopes of losses that sort the pairs of a micro-batch, of passes over all pairs without gradients.
@@ -225,7 +233,7 @@ impl PreferenceTask<'_> {
         let found = own.chunks(self.config.per_device_eval_batch_size).map(|batch| {
             let rows: Vec<&PairRow> = batch.iter().collect();
             let inputs = PassInputs::new(&rows, self.config.loss.ld_alpha, device);
-            let now = tch::no_grad(|| model.logprobs_with(inputs.of_model(), options()))?;
+            let now = tch::no_grad(|| model.logprobs_with(inputs.of_model(), options(self.config)))?;
             let reference = self.reference_logps(&rows, &inputs, device)?;
             let none = Tensor::zeros([rows.len() as i64], (Kind::Float, device));
             Ok(to_host(&numbers(&inputs, &now, &reference, &none).view([-1])))
@@ -284,12 +292,14 @@ impl Supervised for PreferenceTask<'_> {
         let rows: Vec<&PairRow> = batch.rows.iter().map(|&row| &self.train.rows[row]).collect();
         let most_rows = config.batches().rows_per_pass();
         let mut items = items(&rows, most_rows);
-        let slopes = if sorts(config) {
-            Some(self.slopes(model, batch, &items)?)
-        } else {
+        let slopes = if !sorts(config) {
             // Rows of like length share a pass: less padding in attention, the same sums.
             items.sort_by_key(|item| item.row.tokens());
             None
+        } else if self.fits(model, batch, &items) {
+            None
+        } else {
+            Some(self.slopes(model, batch, &items)?)
         };
         let learned = self.learn(model, batch, &items, slopes.as_ref(), sums);
         drop(items);

@@ -3,7 +3,7 @@
 use crate::data::{Dataset, Preference};
 use crate::settings::{DpoConfig, TruncationMode};
 use rlhf_base::{Error, Result};
-use rlhf_lm::model::{Batch, LogitNumbers, TokenLogprobs, shared_lens};
+use rlhf_lm::model::{Batch, shared_lens};
 use rlhf_lm::tokenizer::Tokenizer;
 use std::ops::Range;
 use std::path::Path;
@@ -169,9 +169,9 @@ impl<'r> PassInputs<'r> {
 
     /// The weight of each pair, `[n]`: the geometric mean of the probabilities of a completion's tokens, each divided by the sum of all squared
     /// probabilities in its place, times that of the other. Source: Zhou et al. 2024, WPO, eq. 2.
-    pub(super) fn pair_weights(&self, now: &TokenLogprobs, numbers: &LogitNumbers) -> Tensor {
+    pub(super) fn pair_weights(&self, logprobs: &Tensor, log_sum_squares: &Tensor) -> Tensor {
         tch::no_grad(|| {
-            let aligned = self.sums(&(now.logprobs.detach() - &numbers.log_sum_squares));
+            let aligned = self.sums(&(logprobs.detach() - log_sum_squares));
             let lens: Vec<f32> = self.spans.iter().map(|span| span.len().max(1) as f32).collect();
             let lens = on_device(&lens, aligned.device()).view([-1, 2]);
             (aligned / lens).sum_dim_intlist(1i64, false, Kind::Float).exp()
