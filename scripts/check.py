@@ -152,7 +152,7 @@ PARTS = (
         "whole courses of other families than GPT-NeoX, encoder-decoders, quantized bases, f16",
         paths=(f"{LM}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
         turn=4,
-        tests=("cli::gpt2_goes", "cli::llama_goes", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
+        tests=("cli::gpt2_goes", "cli::llama_goes", "cli::lfm2_and", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
     ),
     Part(
@@ -373,7 +373,7 @@ ALWAYS = (
     ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),
     ("every test has a part", "python3 scripts/test_check.py --built"),
     ("unit tests", f"{BUILD} --lib --bins"),
-    ("kernels", f"{BUILD} --test kernels --test groups --test spin"),
+    ("kernels", f"{BUILD} --test kernels --test mixing --test groups --test spin"),
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),

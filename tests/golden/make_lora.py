@@ -66,6 +66,8 @@ ADAPTERS = {
         0.1,
         316,
     ),
+    "lfm2": ("lfm2", dict(target_modules="all-linear"), 0.1, 324),
+    "qwen3_5": ("qwen3_5", dict(target_modules="all-linear"), 0.1, 325),
     "gpt2_pissa": ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa"), 0.2, 319),
     "llama_untied_olora": (
         "llama_untied",

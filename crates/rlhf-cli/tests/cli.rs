@@ -316,20 +316,23 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
 
 /// From text to a tuned model that generates.
 fn whole_course(golden_model: &str, sft_start: &str) {
-    let scratch = Scratch::of_family(golden_model);
+    whole_course_in(&Scratch::of_family(golden_model), sft_start);
+}
+
+fn whole_course_in(scratch: &Scratch, sft_start: &str) {
     let batches = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2";
     let steps = "--max_steps 2 --logging_steps 1";
     let usual = ["loss", "grad_norm", "learning_rate", "epoch", "step", "time/update"];
     let sft = format!("sft {sft_start} --dataset_name demos.jsonl {batches} {steps}");
-    trains(&scratch, &sft, "sft", 2, &usual);
+    trains(scratch, &sft, "sft", 2, &usual);
     let reward =
         format!("reward --model_name_or_path sft --new_reward_head --dataset_name pairs.jsonl {batches} {steps}");
-    trains(&scratch, &reward, "reward", 2, &[&usual[..], &["accuracy", "margin", "mean_reward"]].concat());
+    trains(scratch, &reward, "reward", 2, &[&usual[..], &["accuracy", "margin", "mean_reward"]].concat());
     let ppo = format!(
         "ppo --sft_model_path sft --reward_model_path reward --dataset_name prompts.jsonl {batches} \
          --response_length 8 --total_episodes 12 --stop_token eos --missing_eos_penalty 1"
     );
-    trains(&scratch, &ppo, "ppo", 3, &PPO_METRICS);
+    trains(scratch, &ppo, "ppo", 3, &PPO_METRICS);
     for file in ["generation_config.json", "value_model/config.json", "value_model/model.safetensors"] {
         assert!(scratch.path("ppo").join(file).is_file(), "no ppo/{file}");
     }
@@ -387,6 +390,36 @@ fn gpt2_goes_through_all_four_commands() {
 #[test]
 fn llama_goes_through_all_four_commands() {
     whole_course("llama_tied", "--model_name_or_path policy");
+}
+
+#[test]
+fn lfm2_and_qwen3_5_go_through_all_commands_with_adapters_groups_and_four_bits() {
+    for family in ["lfm2", "qwen3_5"] {
+        // New weights in the shape of the golden model, with the vocabulary of a model that has a tokenizer.
+        let scratch = Scratch::of_family("llama_untied");
+        let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
+        config["vocab_size"] = serde_json::json!(400);
+        scratch.write("policy/config.json", &config.to_string());
+        whole_course_in(&scratch, "--config_name policy/config.json --tokenizer_name policy");
+        let common =
+            "--model_name_or_path sft --max_steps 1 --logging_steps 1 --use_peft --lora_target_modules all-linear";
+        let grpo = format!(
+            "grpo {common} --reward length:target=4 --dataset_name prompts.jsonl --num_generations 4 \
+             --max_completion_length 6 --per_device_train_batch_size 8 --gradient_checkpointing --output_dir grpo"
+        );
+        scratch.succeeds(&grpo);
+        assert!(scratch.metrics("grpo")[0].contains_key("reward"), "{family}");
+        for (out, bits) in [("plain", ""), ("four", "--load_in_4bit")] {
+            let sft = format!("sft {common} --dataset_name demos.jsonl --output_dir {out} {bits}");
+            scratch.succeeds(&sft);
+            assert!(scratch.metrics(out)[0]["loss"].is_f64(), "{family} {out}");
+        }
+        scratch.succeeds("merge plain --output_dir merged");
+        let read = |model: &str| {
+            scratch.succeeds(&format!("generate --model {model} --do_sample false --max_new_tokens 4 the"))
+        };
+        assert_eq!(read("merged"), read("plain"), "{family}");
+    }
 }
 
 #[test]

@@ -540,8 +540,20 @@ fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_g
 
 #[test]
 fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_of_each_sequence_by_itself() {
-    // Fused and separate projections, learned positions, windows, soft caps, norms of queries, angles that depend on the length.
-    for family in ["llama_untied", "llama_dynamic", "gpt_neox", "gpt2", "gemma2", "mistral", "qwen3", "phi3", "opt"] {
+    // Fused and separate projections, learned positions, windows, soft caps, norms of queries, angles that depend on the length, states.
+    for family in [
+        "llama_untied",
+        "llama_dynamic",
+        "gpt_neox",
+        "gpt2",
+        "gemma2",
+        "mistral",
+        "qwen3",
+        "phi3",
+        "opt",
+        "lfm2",
+        "qwen3_5",
+    ] {
         let dir = golden().join("models").join(family);
         let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         model.set_trainable(true);
@@ -582,7 +594,8 @@ fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_
 
 #[test]
 fn a_critic_and_a_reward_model_compute_first_tokens_that_sequences_have_in_common_once_and_with_the_same_numbers() {
-    for family in ["llama_untied_cls", "gpt_neox_cls", "gpt2_cls", "gemma2_cls", "qwen3_cls", "opt_cls"] {
+    for family in ["llama_untied_cls", "gpt_neox_cls", "gpt2_cls", "gemma2_cls", "qwen3_cls", "opt_cls", "qwen3_5_cls"]
+    {
         let dir = golden().join("models").join(family);
         let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
         model.set_trainable(true);

@@ -1124,6 +1124,194 @@ fn the_text_part_of_a_gemma_3_folder_is_read_and_is_saved_as_a_text_model() {
 }
 
 #[test]
+fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_text_model() {
+    // Prefixes of the tensors that are left out: images, and the prediction of several tokens.
+    for (name, whole_name, class, left_out) in [
+        ("qwen3_5", "qwen3_5", "Qwen3_5ForCausalLM", ["model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"]),
+        ("lfm2", "lfm2_vl", "Lfm2ForCausalLM", ["model.vision_tower.x.weight", "model.multi_modal_projector.y.weight"]),
+    ] {
+        let dir = golden().join("models").join(name);
+        let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+        let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+        let mut tensors: Named =
+            checkpoint.names().map(|name| (name.replacen("model.", "model.language_model.", 1), read(name))).collect();
+        let image = Tensor::ones([2, 2], (tch::Kind::Float, tch::Device::Cpu));
+        tensors.extend(left_out.map(|name| (name.to_string(), image.shallow_clone())));
+        let whole = tempfile::tempdir().unwrap();
+        rlhf::weights::save(whole.path(), &tensors, usize::MAX).unwrap();
+        let mut text = read_json(&dir.join("config.json"));
+        text.as_object_mut().unwrap().remove("tie_word_embeddings");
+        let config = json!({
+            "architectures": ["ForConditionalGeneration"], "model_type": whole_name, "tie_word_embeddings": true,
+            "text_config": text, "vision_config": {},
+        });
+        std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
+        let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
+        let logits = |dir: &Path| {
+            let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+            (model.logits(&ids).unwrap().remove(0), model)
+        };
+        let (expected, _) = logits(&dir);
+        let (found, model) = logits(whole.path());
+        assert_close(name, &found, &expected, 0.0);
+        assert!(model.config().tie_word_embeddings, "{name}");
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        let saved = read_json(&out.path().join("config.json"));
+        let of_golden = read_json(&dir.join("config.json"));
+        assert_eq!((&saved["model_type"], &saved["architectures"]), (&of_golden["model_type"], &json!([class])));
+        assert_close(name, &logits(out.path()).0, &expected, 0.0);
+    }
+}
+
+#[test]
+fn decay_of_weights_is_that_of_transformers_in_layers_with_a_state() {
+    // Of `Trainer.get_decay_parameter_names` of transformers 5.23: norms and tensors named a bias are spared, and rates of decay are not.
+    for name in ["lfm2", "qwen3_5"] {
+        let model = CausalLm::from_pretrained(&of_models(name), ModelOptions::default()).unwrap();
+        for param in model.params() {
+            let is_spared = param.tensor.dim() == 1 && !param.name.ends_with("A_log");
+            assert_eq!(param.decay, !is_spared, "{name}: {}", param.name);
+        }
+    }
+}
+
+#[test]
+fn configs_of_layers_with_a_state_have_transformers_defaults_and_what_is_not_computed_is_refused() {
+    let same = |model: &str, changes: serde_json::Value| {
+        let found = changed(model, &changes).unwrap();
+        assert_eq!(*found, *ModelConfig::from_dir(&of_models(model)).unwrap(), "{model}: {changes}");
+    };
+    same("lfm2", json!({"layer_types": null, "full_attn_idxs": [1]}));
+    same(
+        "lfm2",
+        json!({"intermediate_size": 8, "block_ff_dim": 66, "tie_embedding": true, "tie_word_embeddings": false}),
+    );
+    same("qwen3_5", json!({"layer_types": null, "full_attention_interval": 2}));
+    same("qwen3_5", json!({"attn_output_gate": true, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}));
+    let all = changed("lfm2", &json!({"layer_types": null})).unwrap();
+    assert_eq!((all.mixing, all.attention_layers()), (None, 3), "without a list every layer has attention");
+    let plain = changed("lfm2", &json!({"block_auto_adjust_ff_dim": false})).unwrap();
+    let adjusted = changed("lfm2", &json!({})).unwrap();
+    assert_eq!((plain.intermediate_size, adjusted.intermediate_size), (66, 56));
+    for (model, changes, message) in [
+        ("lfm2", json!({"conv_dim": 16}), "`conv_dim`: expected 32, the hidden size, or none, found 16"),
+        ("lfm2", json!({"use_pos_enc": false}), "`use_pos_enc`: expected true, found false"),
+        ("lfm2", json!({"block_use_swiglu": false}), "`block_use_swiglu`: expected true, found false"),
+        ("lfm2", json!({"layer_types": ["conv"]}), "`layer_types`: expected 3 names, each full_attention or conv"),
+        ("lfm2", json!({"block_ffn_dim_multiplier": 1e12}), "`block_ffn_dim_multiplier`: expected a factor"),
+        ("qwen3_5", json!({"attn_output_gate": false}), "`attn_output_gate`: expected true, found false"),
+        ("qwen3_5", json!({"output_gate_type": "sigmoid"}), "`output_gate_type`: expected swish, found \"sigmoid\""),
+        ("qwen3_5", json!({"mamba_ssm_dtype": "bfloat16"}), "`mamba_ssm_dtype`: expected float32"),
+        ("qwen3_5", json!({"hidden_act": "gelu"}), "`hidden_act`: expected silu"),
+        ("qwen3_5", json!({"linear_num_value_heads": 3}), "a multiple of linear_num_key_heads = 2, found 3"),
+        ("qwen3_5", json!({"layer_types": ["full_attention", "conv"]}), "each full_attention or linear_attention"),
+    ] {
+        let error = changed(model, &changes).unwrap_err();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
+    // `config.json` of LiquidAI/LFM2-1.2B, whose model card states 1,170,340,608 parameters.
+    let lfm2 = json!({
+        "model_type": "lfm2", "block_auto_adjust_ff_dim": true, "block_dim": 2048, "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true, "bos_token_id": 1,
+        "conv_L_cache": 3, "conv_bias": false, "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": true,
+        "eos_token_id": 7, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000,
+        "norm_eps": 1e-5, "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "pad_token_id": 0, "rope_theta": 1e6, "torch_dtype": "bfloat16", "use_pos_enc": true, "vocab_size": 65536,
+    });
+    // That of Qwen/Qwen3.5-0.8B, without its vision part.
+    let rope = json!({
+        "mrope_interleaved": true, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+    });
+    let text = json!({
+        "attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true, "dtype": "bfloat16",
+        "eos_token_id": 248_044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 1024,
+        "intermediate_size": 3584, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "linear_value_head_dim": 128, "max_position_embeddings": 262_144,
+        "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false, "num_attention_heads": 8, "num_hidden_layers": 24,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "vocab_size": 248_320,
+        "mamba_ssm_dtype": "float32", "rope_parameters": rope,
+    });
+    let qwen = json!({"model_type": "qwen3_5", "tie_word_embeddings": true, "text_config": text, "vision_config": {}});
+    let shapes = |config: serde_json::Value| {
+        let path = Path::new("config.json");
+        let config = ModelConfig::from_json(path, config.as_object().unwrap().clone()).unwrap();
+        rlhf::model::ModelSizes::shapes_of_causal_lm(&config, path).unwrap()
+    };
+    let check = |all: &[(String, Vec<i64>)], prefix: &str, expected: &[(&str, &[i64])]| {
+        let own: Vec<(&str, &[i64])> =
+            all.iter().filter_map(|(name, shape)| Some((name.strip_prefix(prefix)?, shape.as_slice()))).collect();
+        assert_eq!(own, expected, "{prefix}");
+    };
+    let mlp = |gate: &'static str, up: &'static str, down: &'static str, width: &'static [[i64; 2]; 2]| {
+        vec![(gate, &width[0][..]), (up, &width[0][..]), (down, &width[1][..])]
+    };
+    let all = shapes(lfm2);
+    assert_eq!(all.iter().map(|(_, shape)| shape.iter().product::<i64>()).sum::<i64>(), 1_170_340_608);
+    let of_mlp = || {
+        let names = ("feed_forward.w1.weight", "feed_forward.w3.weight", "feed_forward.w2.weight");
+        [vec![("ffn_norm.weight", &[2048i64][..])], mlp(names.0, names.1, names.2, &[[8192, 2048], [2048, 8192]])]
+            .concat()
+    };
+    let conv: Vec<(&str, &[i64])> = vec![
+        ("operator_norm.weight", &[2048]),
+        ("conv.in_proj.weight", &[6144, 2048]),
+        ("conv.conv.weight", &[2048, 1, 3]),
+        ("conv.out_proj.weight", &[2048, 2048]),
+    ];
+    check(&all, "model.layers.0.", &[conv, of_mlp()].concat());
+    let attention: Vec<(&str, &[i64])> = vec![
+        ("operator_norm.weight", &[2048]),
+        ("self_attn.q_proj.weight", &[2048, 2048]),
+        ("self_attn.k_proj.weight", &[512, 2048]),
+        ("self_attn.v_proj.weight", &[512, 2048]),
+        ("self_attn.q_layernorm.weight", &[64]),
+        ("self_attn.k_layernorm.weight", &[64]),
+        ("self_attn.out_proj.weight", &[2048, 2048]),
+    ];
+    check(&all, "model.layers.2.", &[attention, of_mlp()].concat());
+    check(&all, "model.e", &[("mbed_tokens.weight", &[65536, 2048]), ("mbedding_norm.weight", &[2048])]);
+
+    let all = shapes(qwen);
+    let of_mlp = || {
+        let names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight");
+        let norm = vec![("post_attention_layernorm.weight", &[1024i64][..])];
+        [norm, mlp(names.0, names.1, names.2, &[[3584, 1024], [1024, 3584]])].concat()
+    };
+    let delta: Vec<(&str, &[i64])> = vec![
+        ("input_layernorm.weight", &[1024]),
+        ("linear_attn.in_proj_qkv.weight", &[6144, 1024]),
+        ("linear_attn.in_proj_z.weight", &[2048, 1024]),
+        ("linear_attn.in_proj_b.weight", &[16, 1024]),
+        ("linear_attn.in_proj_a.weight", &[16, 1024]),
+        ("linear_attn.A_log", &[16]),
+        ("linear_attn.dt_bias", &[16]),
+        ("linear_attn.norm.weight", &[128]),
+        ("linear_attn.conv1d.weight", &[6144, 1, 4]),
+        ("linear_attn.out_proj.weight", &[1024, 2048]),
+    ];
+    check(&all, "model.layers.0.", &[delta, of_mlp()].concat());
+    let attention: Vec<(&str, &[i64])> = vec![
+        ("input_layernorm.weight", &[1024]),
+        ("self_attn.q_proj.weight", &[4096, 1024]),
+        ("self_attn.k_proj.weight", &[512, 1024]),
+        ("self_attn.v_proj.weight", &[512, 1024]),
+        ("self_attn.q_norm.weight", &[256]),
+        ("self_attn.k_norm.weight", &[256]),
+        ("self_attn.o_proj.weight", &[1024, 2048]),
+    ];
+    check(&all, "model.layers.3.", &[attention, of_mlp()].concat());
+    assert_eq!(all.len(), 2 + 18 * 14 + 6 * 11);
+}
+
+#[test]
 fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
     for name in ["qwen3_moe", "mixtral"] {
         let dir = golden().join("models").join(name);

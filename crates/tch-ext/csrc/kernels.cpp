@@ -1276,6 +1276,8 @@ void adamw_rounded(const AdamWStep& step, int64_t n, c10::BFloat16* param, const
   });
 }
 
+#include "mixing_kernels.h"
+
 #if defined(CPU_CAPABILITY_DEFAULT) && !defined(__aarch64__)
 constexpr bool PLAIN_LOOPS = true;
 #else
@@ -1290,13 +1292,14 @@ constexpr KernelsOf<T> kernels_of() {
           PLAIN_LOOPS ? nullptr : few_rows<T>,
           dequantize<T>,
           PLAIN_LOOPS ? nullptr : few_rows_quantized<T>,
-          sum<T>};
+          sum<T>,
+          {conv_gated<T>, conv_gated_back<T>, conv_silu<T>, conv_silu_back<T>}};
 }
 
 }  // namespace
 
 extern const Kernels TCH_EXT_KERNELS;
 const Kernels TCH_EXT_KERNELS = {
-    kernels_of<float>(), kernels_of<c10::BFloat16>(), {adamw_blocked, adamw_rounded}};
+    kernels_of<float>(), kernels_of<c10::BFloat16>(), {adamw_blocked, adamw_rounded}, {delta_forward, delta_backward, delta_step}};
 
 }  // namespace tch_ext

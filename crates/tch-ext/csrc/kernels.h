@@ -121,6 +121,47 @@ struct Part {
   int64_t col, cols;
 };
 
+// Convolutions of each channel over the last `kernel` tokens; weights are [width, kernel].
+struct ConvShape {
+  int64_t width;
+  int64_t kernel;
+};
+
+// Sizes of a layer with the gated delta rule. A row of queries, keys and values has the heads of each in turn.
+struct DeltaShape {
+  int64_t key_heads;
+  int64_t value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+};
+
+template <typename T>
+struct ConvKernels {
+  // out = c * (bias + convolution of b * v), for x = [b, c, v] of `width` channels each; `bias` may be null.
+  void (*gated)(const ConvShape&, Packed, const T* x, const float* weight, const float* bias, T* out);
+  // Gradients are added to `d_weight` and `d_bias`; each may be null.
+  void (*gated_back)(const ConvShape&, Packed, const T* x, const float* weight, const float* bias, const T* d_out, T* dx,
+                     float* d_weight, float* d_bias);
+  // out = s * sigmoid(s) of the convolution s of x.
+  void (*silu)(const ConvShape&, Packed, const T* x, const float* weight, float* out);
+  void (*silu_back)(const ConvShape&, Packed, const T* x, const float* weight, const float* d_out, T* dx,
+                    float* d_weight);
+};
+
+// Queries and keys are divided by their lengths, queries also by the root of their width; `g` are the logarithms of decays, and `beta` the
+// strengths, [tokens, value heads] each.
+struct DeltaKernels {
+  // `start` and `end`, which may be null, are the states [rows, value heads, key width, value width] before and after.
+  void (*forward)(const DeltaShape&, Packed, const float* x, const float* g, const float* beta, const float* start,
+                  float* out, float* end);
+  // From states of zeros.
+  void (*backward)(const DeltaShape&, Packed, const float* x, const float* g, const float* beta, const float* d_out,
+                   float* dx, float* d_g, float* d_beta);
+  // One token per row; `active` [rows], which may be null, is 1 for rows whose state changes.
+  void (*step)(const DeltaShape&, int64_t rows, const float* x, const float* g, const float* beta, const float* active,
+               float* states, float* out);
+};
+
 // All kernels for activations of one dtype.
 template <typename T>
 struct KernelsOf {
@@ -137,6 +178,7 @@ struct KernelsOf {
   void (*few_rows_quantized)(const QuantizedMatrix&, int64_t rows, const T* x, const T* bias, T* out);
   // out = x + a + b, of `n` elements each; `b` may be null, and `out` may be `x`.
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
+  ConvKernels<T> conv;
 };
 
 // A step of AdamW.
@@ -171,6 +213,7 @@ struct Kernels {
   KernelsOf<float> f32;
   KernelsOf<c10::BFloat16> bf16;
   OptimizerKernels adamw;
+  DeltaKernels delta;
 
   template <typename T>
   const KernelsOf<T>& of() const;

@@ -657,14 +657,14 @@ pub fn backward(x: &Tensor, grad: &Tensor) {
 }
 
 /// Returns the tensor that `f` creates; panics with its message.
-fn new_tensor(f: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> Tensor {
+pub(crate) fn new_tensor(f: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> Tensor {
     let mut out = null_mut();
     expect(into_result(f(&raw mut out)));
     // SAFETY: without a message, `out` is a new tensor that the caller owns.
     unsafe { Tensor::from_ptr(out) }
 }
 
-fn expect(result: Result<(), String>) {
+pub(crate) fn expect(result: Result<(), String>) {
     if let Err(message) = result {
         panic!("{message}");
     }

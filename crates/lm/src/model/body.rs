@@ -755,7 +755,13 @@ impl Body {
 pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing: bool) -> usize {
     let kind = compute.elt_size_in_bytes() as i64;
     let stream = c.hidden_size * 4;
-    let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+    let gate = if c.attention_gate { 4 * c.num_attention_heads } else { 0 };
+    let of_attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads + gate) * c.head_dim;
+    // The mean over the layers, in numbers of the dtype of products.
+    let of_mixing =
+        c.mixing.map_or(0, |mixing| (mixing.stored_bytes(c.hidden_size, [1.0; 2], kind as f64) / kind as f64) as i64);
+    let mixing_layers = c.num_hidden_layers - c.attention_layers();
+    let heads = (c.attention_layers() * of_attention + mixing_layers * of_mixing) / c.num_hidden_layers.max(1);
     let inner = match c.family.names.mlp_in {
         MlpIn::Up(_) => 2 * c.active_width(),
         MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.active_width(),

@@ -7,6 +7,7 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
+use super::mixing::Mixing;
 use super::params::{Builder, Init, Source, model_name};
 use super::quantized::{QuantType, Quantization};
 use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
@@ -598,22 +599,26 @@ impl ModelSizes {
             }
         };
         let source = self.source_bytes(tokens, kind, adapter.is_none());
-        let layer = self.layer_bytes(tokens, kind) + n * of_adapter as f64 + source.of_decoder;
+        let [layer, largest] =
+            self.layer_bytes(tokens, kind).map(|bytes| bytes + n * of_adapter as f64 + source.of_decoder);
         let read = tokens.source.computed as f64;
         let of_encoder = source.of_encoder + read * of_source_adapter as f64;
         let embedded = n * hidden * 4.0;
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
+        let of_mixing = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, tokens.attended as f64, kind as f64);
         let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
+        let backward = backward.max(c.mixing.as_ref().map_or(0.0, of_mixing));
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
         let (stored, working) = if gradient_checkpointing {
             (
                 layers * embedded + head + encoder_layers * read_bytes + 2.0 * read_bytes + source.biases,
-                layer.max(of_encoder) + backward,
+                largest.max(of_encoder) + backward,
             )
         } else {
-            let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
+            let [last, _] = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind);
+            let last = last.min(layer);
             let of_decoder = (layers - 1.0) * layer + last + embedded + head;
             (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
         };
@@ -636,7 +641,7 @@ impl ModelSizes {
             + 2.0 * (n + source.attended as f64) * width * kind as f64;
         let [of_encoder, of_decoder] = [read, decoded].map(|scores| if trains { scores } else { 0.0 });
         SourceBytes {
-            of_encoder: self.layer_bytes(own, kind) + of_encoder,
+            of_encoder: self.layer_bytes(own, kind)[0] + of_encoder,
             of_decoder: cross + of_decoder,
             biases: 2.0 * (read + decoded),
             // Gradients of the scores before and after their softmax.
@@ -650,8 +655,8 @@ impl ModelSizes {
         source.scores.map(|scores| heads * scores as f64 * 4.0)
     }
 
-    /// Bytes that a layer stores for its backward pass.
-    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> f64 {
+    /// Bytes that a layer stores for its backward pass: the mean over the layers, and the most.
+    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> [f64; 2] {
         let c = &self.config;
         let narrow = kind < 4;
         let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
@@ -673,12 +678,20 @@ impl ModelSizes {
         if c.family.names.qk_norm.is_some() {
             attention += n * (queries + keys) * if narrow { 4.0 + kind } else { 4.0 };
         }
+        if c.attention_gate {
+            // Queries apart from the gate, the gate and its activation, and the outputs before it.
+            attention += 4.0 * n * queries * kind;
+        }
         let mlp = match (c.family.names.mlp_in, c.activation) {
             (MlpIn::Up(_), Activation::Relu) => 1.0,
             (MlpIn::Up(_), _) => 2.0,
             (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
         };
-        streams * n * hidden * 4.0 + norms + attention + n * mlp * inner * kind
+        let rest = streams * n * hidden * 4.0 + norms + n * mlp * inner * kind;
+        let Some(mixing) = &c.mixing else { return [rest + attention; 2] };
+        let mixed = mixing.stored_bytes(c.hidden_size, [n, m], kind);
+        let share = c.attention_layers() as f64 / c.num_hidden_layers.max(1) as f64;
+        [rest + share * attention + (1.0 - share) * mixed, rest + attention.max(mixed)]
     }
 
     /// Bytes in use at once in a forward pass without gradients.
@@ -689,10 +702,12 @@ impl ModelSizes {
         let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
         let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
+        let of_mixing =
+            |n: f64, m: f64| c.mixing.map_or(0.0, |mixing| mixing.stored_bytes(c.hidden_size, [n, m], kind));
         let own = |n: f64, m: f64| {
             let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
             let attention = (n + if m > n { m } else { 0.0 }) * width;
-            stream + (attention * kind).max(n * mlp * kind)
+            stream + (attention * kind).max(n * mlp * kind).max(of_mixing(n, m))
         };
         let heads = c.num_attention_heads as f64;
         let [of_encoder, of_decoder] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
@@ -770,7 +785,9 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 15] = [
+    const LMS: [&str; 17] = [
+        "lfm2",
+        "qwen3_5",
         "gpt2",
         "gpt_neox",
         "llama_tied",

@@ -1049,6 +1049,11 @@ fn qwen3_5_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
         value_dim: f.size("linear_value_head_dim", 128)?,
         kernel: f.size("linear_conv_kernel_dim", 4)?,
     };
+    for (name, width) in [("linear_key_head_dim", delta.keys()), ("linear_value_head_dim", delta.values())] {
+        if width > 1 << 28 {
+            return Err(f.wrong(name, "a width of which all heads have at most 2^28"));
+        }
+    }
     if delta.value_heads % delta.key_heads != 0 {
         let expected = format!("a multiple of linear_num_key_heads = {}", delta.key_heads);
         return Err(f.wrong("linear_num_value_heads", &expected));

@@ -615,7 +615,7 @@ mod tests {
         // f16 has no kernels, which attend to a row's own positions: libtorch's operations are used, as on a GPU.
         let options = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
         // Windows of 4 and 8 positions, a soft cap, learned and rotary positions.
-        for name in ["gemma2", "gemma3", "gpt2", "gpt_neox", "mistral"] {
+        for name in ["gemma2", "gemma3", "gpt2", "gpt_neox", "mistral", "lfm2", "qwen3_5"] {
             let model = golden_model(name, options);
             let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14]];
             let of = |multiple: i64| {
@@ -632,9 +632,16 @@ mod tests {
 
     #[test]
     fn tokens_that_are_appended_in_one_pass_are_those_that_are_fed_one_by_one() {
-        for (name, kind) in
-            [("gemma2", Kind::Float), ("gpt_neox", Kind::Float), ("qwen2", Kind::Float), ("mistral", Kind::Half)]
-        {
+        for (name, kind) in [
+            ("gemma2", Kind::Float),
+            ("gpt_neox", Kind::Float),
+            ("qwen2", Kind::Float),
+            ("mistral", Kind::Half),
+            ("lfm2", Kind::Float),
+            ("lfm2", Kind::Half),
+            ("qwen3_5", Kind::Float),
+            ("qwen3_5", Kind::Half),
+        ] {
             let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
             let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
             let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14], vec![15, 16]];
@@ -693,7 +700,19 @@ mod tests {
     #[test]
     fn steps_that_differ_or_depend_on_the_host_are_not_recorded() {
         let recordable = |name: &str| golden_model(name, ModelOptions::default()).steps_can_be_recorded();
-        for name in ["gpt2", "gpt_neox", "gemma2", "gemma3", "llama_dynamic", "mistral", "olmo2", "opt", "qwen3"] {
+        for name in [
+            "gpt2",
+            "gpt_neox",
+            "gemma2",
+            "gemma3",
+            "llama_dynamic",
+            "mistral",
+            "olmo2",
+            "opt",
+            "qwen3",
+            "lfm2",
+            "qwen3_5",
+        ] {
             assert!(recordable(name), "{name}");
         }
         // Angles that change with the length, experts, encoders.

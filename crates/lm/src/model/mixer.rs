@@ -8,9 +8,10 @@ use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
 use super::params::{Builder, Init};
 use super::shape::{NormKind, Shape};
 use super::state::{AppendedRows, State};
+use super::uses_kernels;
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{DeltaSizes, on_device};
 
 /// A layer's part in the place of attention, without its output projection.
 #[derive(Debug)]
@@ -58,6 +59,8 @@ struct Projected {
 /// Packed sequences that are mixed, and the states before them.
 struct Packed<'a> {
     lens: &'a [i64],
+    /// Start of each sequence in the packed order, and the end of the last.
+    starts: &'a [i64],
     /// Position of each token in its sequence, `[N]` i64.
     positions: &'a Tensor,
     start: Option<&'a State>,
@@ -187,11 +190,19 @@ impl Mixer {
         // As in transformers, padding has no input.
         let text = layout.text_mask();
         let masked = text.map(|text| x * text.to_kind(x.kind()));
-        let Projected { convolved, gates, rates } = self.project(masked.as_ref().unwrap_or(x), dropout);
+        let x = masked.as_ref().unwrap_or(x);
         let in_all = |x: &Tensor| layout.shared.as_ref().map_or_else(|| x.shallow_clone(), |shared| shared.expand(x));
+        if self.rule.is_none() && state.is_none() && uses_kernels(self.compute, x.device()) {
+            let parts = in_all(&self.inputs[0].forward_dropping(x, dropout));
+            let Convolution { weight, bias } = &self.conv;
+            let mixed = tch_ext::gated_convolution(&parts, weight, bias.as_ref(), &layout.starts);
+            return layout.shared.as_ref().map_or_else(|| mixed.shallow_clone(), |shared| shared.collapse(&mixed));
+        }
+        let Projected { convolved, gates, rates } = self.project(x, dropout);
         let (convolved, rates) = (in_all(&convolved), rates.map(|rates| rates.map(|x| in_all(&x))));
-        let packed = Packed { lens: &layout.lens, positions: layout.attention_positions(), start: None };
-        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed);
+        let positions = layout.attention_positions();
+        let packed = Packed { lens: &layout.lens, starts: &layout.starts, positions, start: None };
+        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed, state.is_some());
         if let Some(state) = state {
             let used = convolved.narrow(0, 0, layout.lens.iter().sum());
             state.replace(&last_tokens(&used, &layout.lens, self.conv.kernel(), None), memory.as_ref());
@@ -216,12 +227,17 @@ impl Mixer {
         let (Some(rule), Some([strengths, decays]), Some(memory)) = (&self.rule, &rates, &mut state.memory) else {
             return self.gate(&mixed, &gates);
         };
-        let mut inputs = rule.inputs(&mixed.silu(), strengths, decays);
-        if let Some(active) = active {
-            inputs.strengths *= active;
-            inputs.decays *= active;
-        }
-        self.gate(&delta_step(&inputs, memory).flatten(1, 2), &gates)
+        let (mixed, [mut decays, mut strengths]) = (mixed.silu(), rule.rates(strengths, decays));
+        let outputs = if uses_kernels(self.compute, x.device()) {
+            tch_ext::delta_step(rule.kernel(), &mixed, [&decays, &strengths], active, memory)
+        } else {
+            if let Some(active) = active {
+                strengths *= active;
+                decays *= active;
+            }
+            delta_step(&rule.inputs(&mixed, [decays, strengths]), memory).flatten(1, 2)
+        };
+        self.gate(&outputs, &gates)
     }
 
     /// [`Mixer::forward`] of further tokens in some rows of a cache.
@@ -231,8 +247,13 @@ impl Mixer {
         let start = state.of_rows(rows);
         let positions: Vec<i64> = counts.iter().flat_map(|&count| 0..count).collect();
         let positions = on_device(&positions, x.device());
-        let packed = Packed { lens: counts, positions: &positions, start: Some(&start) };
-        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed);
+        let mut starts = vec![0];
+        starts.extend(counts.iter().scan(0, |end, &count| {
+            *end += count;
+            Some(*end)
+        }));
+        let packed = Packed { lens: counts, starts: &starts, positions: &positions, start: Some(&start) };
+        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed, true);
         let conv = last_tokens(&convolved, counts, self.conv.kernel(), Some(&start));
         state.replace_rows(rows, &State { conv, memory });
         self.gate(&mixed, &gates)
@@ -253,15 +274,37 @@ impl Mixer {
     }
 
     /// The convolution, and the delta rule if there is one, over packed sequences: the outputs `[N, width]` f32, and the matrices after each
-    /// sequence.
-    fn mix(&self, x: &Tensor, rates: Option<&[Tensor; 2]>, packed: &Packed<'_>) -> (Tensor, Option<Tensor>) {
-        let convolved = match packed.start {
+    /// sequence if `ends` is set.
+    fn mix(
+        &self,
+        x: &Tensor,
+        rates: Option<&[Tensor; 2]>,
+        packed: &Packed<'_>,
+        ends: bool,
+    ) -> (Tensor, Option<Tensor>) {
+        let by_kernels = uses_kernels(self.compute, x.device());
+        let convolve = || match packed.start {
             None => self.conv.forward(x, packed.positions),
             Some(start) => self.continued(x, packed.lens, start),
         };
-        let (Some(rule), Some([strengths, decays])) = (&self.rule, rates) else { return (convolved, None) };
-        let inputs = rule.inputs(&convolved.silu(), strengths, decays);
-        let (mixed, memory) = rule.over_sequences(&inputs, packed);
+        let (Some(rule), Some([strengths, decays])) = (&self.rule, rates) else { return (convolve(), None) };
+        let convolved = if by_kernels && packed.start.is_none() {
+            tch_ext::silu_convolution(x, &self.conv.weight, packed.starts)
+        } else {
+            convolve().silu()
+        };
+        let rates = rule.rates(strengths, decays);
+        if !by_kernels {
+            let (mixed, memory) = rule.over_sequences(&rule.inputs(&convolved, rates), packed);
+            return (mixed, Some(memory));
+        }
+        let [decays, strengths] = &rates;
+        if !ends {
+            return (tch_ext::delta_rule(rule.kernel(), &convolved, decays, strengths, packed.starts), None);
+        }
+        let start = packed.start.and_then(|start| start.memory.as_ref());
+        let (mixed, memory) =
+            tch_ext::delta_rule_from(rule.kernel(), &convolved, [decays, strengths], packed.starts, start);
         (mixed, Some(memory))
     }
 
@@ -303,18 +346,30 @@ impl Rule {
         all
     }
 
+    /// The sizes in the kernels' form.
+    fn kernel(&self) -> DeltaSizes {
+        let GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = self.sizes;
+        DeltaSizes { key_heads, value_heads, key_dim, value_dim }
+    }
+
+    /// Logarithms of the decays, and strengths of the corrections, `[N, value heads]` f32 each, from their projections.
+    fn rates(&self, strengths: &Tensor, decays: &Tensor) -> [Tensor; 2] {
+        let rates = -self.rates.to_kind(Kind::Float).exp();
+        let decays = rates * (decays.to_kind(Kind::Float) + self.biases.to_kind(Kind::Float)).softplus();
+        [decays, strengths.to_kind(Kind::Float).sigmoid()]
+    }
+
     /// The inputs of the delta rule of tokens whose convolved queries, keys and values are `x` `[N, width]` f32, without a dimension of rows.
-    fn inputs(&self, x: &Tensor, strengths: &Tensor, decays: &Tensor) -> DeltaInputs {
+    fn inputs(&self, x: &Tensor, [decays, strengths]: [Tensor; 2]) -> DeltaInputs {
         let GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = self.sizes;
         let parts = x.split_with_sizes([self.sizes.keys(), self.sizes.keys(), self.sizes.values()].as_slice(), -1);
         let heads = |x: &Tensor| repeat_heads(&unit(&x.view([-1, key_heads, key_dim])), value_heads / key_heads);
-        let rates = -self.rates.to_kind(Kind::Float).exp();
         DeltaInputs {
             queries: heads(&parts[0]) * (key_dim as f64).powf(-0.5),
             keys: heads(&parts[1]),
             values: parts[2].view([-1, value_heads, value_dim]),
-            decays: rates * (decays.to_kind(Kind::Float) + self.biases.to_kind(Kind::Float)).softplus(),
-            strengths: strengths.to_kind(Kind::Float).sigmoid(),
+            decays,
+            strengths,
         }
     }
 

@@ -85,6 +85,32 @@ impl Mixing {
         matches!(self, Self::ShortConv { bias: true, .. })
     }
 
+    /// Bytes that a layer stores for its backward pass in the place of attention's, for `n` computed tokens and `m` of all sequences, with
+    /// products in a dtype of `kind` bytes; it follows `Mixer::forward` line by line.
+    pub(super) fn stored_bytes(&self, hidden_size: i64, [n, m]: [f64; 2], kind: f64) -> f64 {
+        let hidden = hidden_size as f64;
+        match self {
+            // The three parts, and the input of the output projection.
+            Self::ShortConv { .. } => m * 3.0 * hidden * kind + n * hidden * kind,
+            Self::GatedDelta(delta) => {
+                let (wide, values) = (delta.convolved() as f64, delta.values() as f64);
+                // Before and after the convolution, and decays and strengths with their projections.
+                let mixed = m * (wide * (kind + 4.0) + 24.0 * delta.value_heads as f64);
+                // The outputs before and after the norm, the gate with its activation, and their product.
+                let widened = if kind < 4.0 { 4.0 } else { 0.0 };
+                mixed + n * values * (12.0 + 2.0 * kind + widened)
+            }
+        }
+    }
+
+    /// Bytes in use at once in a layer's backward pass, beside those of [`Mixing::stored_bytes`].
+    pub(super) fn working_bytes(&self, hidden_size: i64, m: f64, kind: f64) -> f64 {
+        match self {
+            Self::ShortConv { .. } => m * 4.0 * hidden_size as f64 * kind,
+            Self::GatedDelta(delta) => m * (delta.convolved() as f64 * (4.0 + kind) + delta.values() as f64 * 8.0),
+        }
+    }
+
     /// Bytes of the state of one sequence in a layer: the last inputs of the convolution in a dtype of `kind` bytes, and matrices in f32.
     pub(super) fn state_bytes(&self, hidden_size: i64, kind: usize) -> usize {
         let memory = self.memory().map_or(0, |sizes| 4 * sizes.iter().product::<i64>());
