@@ -41,6 +41,18 @@ def place_tokenizer(value: Any, folder: str) -> str:
     return os.path.abspath(folder)
 
 
+def changed_since_loaded(tokenizer: Any) -> list[str]:
+    """What decides how texts are encoded and has been changed in a tokenizer object since it was loaded from its name on the hub."""
+    if is_text(tokenizer) or not hasattr(tokenizer, "from_pretrained"):
+        return []
+    try:
+        loaded = type(tokenizer).from_pretrained(source_of(tokenizer), local_files_only=True)
+    except (OSError, ValueError):
+        return []
+    names = ("chat_template", "eos_token")
+    return [name for name in names if getattr(loaded, name, None) != getattr(tokenizer, name, None)]
+
+
 def source_of(model: Any) -> str | None:
     """The path or name that a model object was loaded from."""
     config = getattr(model, "config", None)

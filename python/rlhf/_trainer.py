@@ -14,7 +14,7 @@ from rlhf._config import SECRETS, Config, settings_of, write_settings
 from rlhf._data import Data, path_or_name
 from rlhf._environments import Environments
 from rlhf._errors import RunError, Unsupported
-from rlhf._objects import is_text, load_back, place_model, place_tokenizer, source_of
+from rlhf._objects import changed_since_loaded, is_text, load_back, place_model, place_tokenizer, source_of
 from rlhf._output import in_notebook
 from rlhf._ranks import Ranks
 from rlhf._rewards import Function
@@ -215,9 +215,13 @@ class Trainer:
         return path
 
     def _with_tokenizer(self, path: str) -> str:
-        """A folder with the model's files and the tokenizer that was passed, where that is another one."""
+        """A folder with the model's files and the tokenizer that was passed, where that is another one, or may have been changed since it was
+        loaded."""
         source = path_or_name(str(source_of(self.processing_class) or self.processing_class))
-        if source == path:
+        if source == path and (is_text(self.processing_class) or not os.path.isdir(path)):
+            for name in changed_since_loaded(self.processing_class):
+                hint = "save the model and the tokenizer into a folder and pass that"
+                raise Unsupported(f"processing_class: its {name} is another one than that of {path}; {hint}")
             return path
         if not os.path.isdir(path):
             raise Unsupported(f"processing_class: expected the tokenizer of {path}, found that of {source}; pass the model as a folder")

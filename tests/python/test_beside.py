@@ -181,6 +181,18 @@ class Objects(Case):
         trainer.train()
         self.assertTrue(all(torch.equal(trainer.model.state_dict()[name], weight) for name, weight in saved.items()), "the same run")
 
+    def test_what_is_changed_in_a_tokenizer_of_the_model_s_own_folder_counts(self):
+        from rlhf import RewardConfig, RewardTrainer
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(POLICY)
+        tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+        settings = RewardConfig(str(self.folder / "out"), max_steps=1, per_device_train_batch_size=2, report_to="none")
+        said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}] for text in ("yes", "no")]
+        rows = [{"chosen": said[0], "rejected": said[1]}] * 2
+        RewardTrainer(POLICY, settings, train_dataset=rows, processing_class=tokenizer).train()
+        self.assertEqual(AutoTokenizer.from_pretrained(self.folder / "out").chat_template, tokenizer.chat_template)
+
     def test_adapters_of_peft(self):
         import torch
         from peft import LoraConfig, get_peft_model
