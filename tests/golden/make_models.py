@@ -49,6 +49,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     RobertaConfig,
     RobertaTokenizer,
     SmolLM3Config,
@@ -203,6 +204,17 @@ qwen3_5 = dict(
         "mrope_interleaved": True,
         "mrope_section": [1, 1, 0],
     },
+)
+
+# One layer with an MLP, and one with experts and an MLP that all tokens share.
+qwen3_next = dict(
+    {key: value for key, value in qwen3_5.items() if key != "rope_parameters"},
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=2,
 )
 
 # One layer with an MLP, and one with experts, whose weights do not add up to 1.
@@ -362,6 +374,7 @@ SPECS = {
     "lfm2": Spec(Lfm2Config(**lfm2), 237),
     "qwen3_5": Spec(Qwen3_5TextConfig(tie_word_embeddings=True, **qwen3_5), 238, rounding=1e-5),
     "qwen3_5_cls": Spec(Qwen3_5TextConfig(num_labels=1, tie_word_embeddings=True, **qwen3_5), 239, weights="qwen3_5"),
+    "qwen3_next": Spec(Qwen3NextConfig(**qwen3_next), 240, rounding=1e-5),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
@@ -473,6 +486,7 @@ GRADIENTS = (
     "mixtral",
     "lfm2",
     "qwen3_5",
+    "qwen3_next",
     "bert_cls2",
     "roberta_cls3",
     "deberta_cls1",
@@ -489,7 +503,7 @@ def is_classifier(config):
 def implementations(config):
     """Only the eager attention of transformers knows Gemma's soft-caps and DeBERTa's relative positions, and only its eager experts
     compute in float64."""
-    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral") else {}
+    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral", "qwen3_next") else {}
     return {"attn_implementation": "eager" if config.model_type in ("gemma2", "deberta-v2") else "sdpa", **experts}
 
 
@@ -499,7 +513,7 @@ def random_model(config, seed, classifier, weights=None):
     torch.manual_seed(seed)
     model = auto.from_config(config, **implementations(config))
     # Gemma and Qwen3.5 multiply by 1 + weight.
-    centred = ("gemma2", "gemma3_text", "qwen3_5_text")
+    centred = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_next")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.dim() == 1 and name.endswith("weight")
@@ -722,7 +736,7 @@ def config_of_transformers_4(config):
             "block_use_swiglu": True,
             "conv_dim": config["hidden_size"],
         }
-    if kind == "qwen3_5_text":
+    if kind in ("qwen3_5_text", "qwen3_next"):
         config |= {"layer_types": rope_layers, "partial_rotary_factor": share}
     if kind == "qwen2":
         config["sliding_window"] = 5  # written, and without use_sliding_window of no effect

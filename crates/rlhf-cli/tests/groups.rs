@@ -553,6 +553,7 @@ fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_
         "opt",
         "lfm2",
         "qwen3_5",
+        "qwen3_next",
     ] {
         let dir = golden().join("models").join(family);
         let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();

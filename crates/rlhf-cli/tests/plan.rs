@@ -83,6 +83,41 @@ fn a_plan_is_near_the_peak_of_the_run() {
 }
 
 #[test]
+fn a_plan_of_layers_with_a_state_is_near_the_peak_of_the_run() {
+    let lfm2 = json!({
+        "hidden_size": 384, "block_ff_dim": 1536, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "num_hidden_layers": 6, "block_auto_adjust_ff_dim": false,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+    });
+    let qwen = json!({
+        "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+        "num_hidden_layers": 4, "layer_types": null, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "linear_num_key_heads": 6, "linear_num_value_heads": 12,
+    });
+    for (family, changes) in [("lfm2", lfm2), ("qwen3_5", qwen)] {
+        let scratch = Scratch::new();
+        let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        for (name, value) in [("vocab_size", 352), ("max_position_embeddings", 512)] {
+            config[name] = json!(value);
+        }
+        scratch.write("policy/config.json", &config.to_string());
+        let start = "sft --config_name policy/config.json --tokenizer_name policy --dataset_name demos.jsonl --output_dir big \
+                     --max_steps 1 --no_report";
+        let ran = scratch.run(start);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        for line in [
+            "ppo --sft_model_path big --reward length:target=20 --dataset_name prompts.jsonl --response_length 200 \
+             --per_device_train_batch_size 8 --total_episodes 16 --num_ppo_epochs 1 --num_sample_generations 0 \
+             --output_dir a --no_report --device cpu",
+            "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 3 --output_dir b --no_report --device cpu",
+        ] {
+            assert_near_peak(&scratch, line);
+        }
+    }
+}
+
+#[test]
 fn a_plan_of_a_quantized_base_is_near_the_peak_of_the_run() {
     let scratch = with_model();
     for (out, bits) in [("four", "--load_in_4bit --use_bnb_nested_quant"), ("eight", "--load_in_8bit")] {

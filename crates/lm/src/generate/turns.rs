@@ -436,11 +436,11 @@ mod tests {
 
     #[test]
     fn a_response_goes_on_after_inserted_tokens_as_a_pass_over_the_whole_text_has_it() {
-        let few = ["gpt_neox", "llama_tied"].map(|name| (name, 2, 1, 24));
-        // Windows of 5 positions, soft caps, learned positions, experts.
+        let few = ["gpt_neox", "llama_tied", "lfm2", "qwen3_5"].map(|name| (name, 2, 1, 24));
+        // Windows of 5 positions, soft caps, learned positions, experts, states.
         let long =
             ["gemma2", "gemma3", "gpt2", "gpt_neox", "llama_yarn", "mistral", "mixtral", "olmo2", "opt_proj_postln"];
-        let long = long.into_iter().chain(["phi3", "qwen3", "qwen3_moe", "smollm3"]);
+        let long = long.into_iter().chain(["phi3", "qwen3", "qwen3_moe", "smollm3", "lfm2", "qwen3_5", "qwen3_next"]);
         for (name, turns, few, most) in few.into_iter().chain(long.map(|name| (name, 1, 7, 56))) {
             let model = golden_model(name);
             let repetition_penalty = if few > 1 { 1.3 } else { 1.0 };
@@ -481,17 +481,19 @@ mod tests {
 
     #[test]
     fn numbers_do_not_depend_on_when_decisions_are_made() {
-        let model = golden_model("llama_tied");
-        let config = GenerationConfig { max_new_tokens: 56, ..config(&model) };
-        let of = |every: usize| {
-            let mut script = Script { few: 9, every, ..Script::new(1, false) };
-            generate_turns(&model, &prompts(), &config, &mut script).unwrap()
-        };
-        let at_once = of(1);
-        assert!(at_once.iter().any(|response| response.inserted.iter().any(|span| span.len() > 16)));
-        for every in [2, 3, 7] {
-            for (late, at_once) in of(every).iter().zip(&at_once) {
-                assert_eq!((&late.tokens, &late.logprobs), (&at_once.tokens, &at_once.logprobs), "{every}");
+        for name in ["llama_tied", "lfm2", "qwen3_5"] {
+            let model = golden_model(name);
+            let config = GenerationConfig { max_new_tokens: 56, ..config(&model) };
+            let of = |every: usize| {
+                let mut script = Script { few: 9, every, ..Script::new(1, false) };
+                generate_turns(&model, &prompts(), &config, &mut script).unwrap()
+            };
+            let at_once = of(1);
+            assert!(at_once.iter().any(|response| response.inserted.iter().any(|span| span.len() > 16)), "{name}");
+            for every in [2, 3, 7] {
+                for (late, at_once) in of(every).iter().zip(&at_once) {
+                    assert_eq!((&late.tokens, &late.logprobs), (&at_once.tokens, &at_once.logprobs), "{name}, {every}");
+                }
             }
         }
     }

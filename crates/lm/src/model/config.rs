@@ -154,7 +154,7 @@ impl ModelConfig {
 struct Whole {
     /// Its `model_type`.
     name: &'static str,
-    /// That of its language model.
+    /// The `model_type` of its language model.
     text: &'static str,
     /// transformers' class of the language model.
     class: &'static str,

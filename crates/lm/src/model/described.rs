@@ -785,7 +785,8 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 17] = [
+    const LMS: [&str; 18] = [
+        "qwen3_next",
         "lfm2",
         "qwen3_5",
         "gpt2",

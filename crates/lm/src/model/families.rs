@@ -115,6 +115,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 experts: "mlp.experts",
                 inputs: ["gate_proj", "up_proj"],
                 out: "down_proj",
+                shared: None,
             }),
             ..LLAMA
         },
@@ -130,6 +131,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 experts: "block_sparse_moe.experts",
                 inputs: ["w1", "w3"],
                 out: "w2",
+                shared: None,
             }),
             ..LLAMA
         },
@@ -192,6 +194,30 @@ pub(crate) static FAMILIES: &[Family] = &[
         classifier_class: "Qwen3_5TextForSequenceClassification",
         shape: qwen3_5,
         names: QWEN3_5,
+    },
+    Family {
+        name: "qwen3_next",
+        causal_lm_class: Some("Qwen3NextForCausalLM"),
+        classifier_class: "Qwen3NextForSequenceClassification",
+        shape: qwen3_next,
+        names: Names {
+            mixing: Some(MixingNames {
+                inputs: MixingInputs::Grouped {
+                    linears: ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"],
+                    rest: DELTA_REST,
+                },
+                conv: "linear_attn.conv1d",
+                out: "linear_attn.out_proj",
+            }),
+            experts: Some(ExpertNames {
+                router: "mlp.gate",
+                experts: "mlp.experts",
+                inputs: ["gate_proj", "up_proj"],
+                out: "down_proj",
+                shared: Some(["mlp.shared_expert", "mlp.shared_expert_gate"]),
+            }),
+            ..QWEN3_5
+        },
     },
     Family {
         name: "phi3",
@@ -790,6 +816,7 @@ fn qwen3_moe(f: &Fields<'_>) -> Result<Shape> {
         chosen: f.size("num_experts_per_tok", 8)?,
         intermediate_size: f.size("moe_intermediate_size", 768)?,
         normalized: f.flag("norm_topk_prob", false)?,
+        shared: None,
         layers: (0..layers).map(|layer| !dense.contains(&layer) && (layer + 1) % step == 0).collect(),
     };
     let bias = f.flag("attention_bias", false)?;
@@ -821,6 +848,7 @@ fn mixtral(f: &Fields<'_>) -> Result<Shape> {
         chosen: f.size("num_experts_per_tok", 2)?,
         intermediate_size: shape.intermediate_size,
         normalized: true,
+        shared: None,
         layers: vec![true; layers],
     };
     let window = f.window("sliding_window", None)?;
@@ -1081,6 +1109,34 @@ fn qwen3_5(f: &Fields<'_>) -> Result<Shape> {
         ..LLAMA_DEFAULTS
     };
     qwen3_5_like(f, &defaults)
+}
+
+fn qwen3_next(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 151_936,
+        hidden_size: 2048,
+        intermediate_size: 5632,
+        layers: 48,
+        heads: 16,
+        kv_heads: Some(2),
+        head_dim: Some(256),
+        positions: 32768,
+        rope: RopeKeys { default_fraction: 0.25, ..ROPE },
+        ..LLAMA_DEFAULTS
+    };
+    let shape = qwen3_5_like(f, &defaults)?;
+    let count_name = if f.present("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let (count, step) = (f.count(count_name, 512)?, f.size("decoder_sparse_step", 1)?);
+    let dense = f.ids("mlp_only_layers")?;
+    let experts = Experts {
+        count,
+        chosen: f.size("num_experts_per_tok", 10)?,
+        intermediate_size: f.size("moe_intermediate_size", 512)?,
+        normalized: f.flag("norm_topk_prob", true)?,
+        shared: Some(f.size("shared_expert_intermediate_size", 512)?),
+        layers: (0..shape.num_hidden_layers).map(|i| !dense.contains(&i) && (i + 1) % step == 0).collect(),
+    };
+    Ok(Shape { experts: (count > 0 && experts.layers.contains(&true)).then_some(experts), ..shape })
 }
 
 fn phi3(f: &Fields<'_>) -> Result<Shape> {

@@ -641,6 +641,7 @@ mod tests {
             ("lfm2", Kind::Half),
             ("qwen3_5", Kind::Float),
             ("qwen3_5", Kind::Half),
+            ("qwen3_next", Kind::Float),
         ] {
             let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
             let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
@@ -716,7 +717,7 @@ mod tests {
             assert!(recordable(name), "{name}");
         }
         // Angles that change with the length, experts, encoders.
-        for name in ["phi3_long", "mixtral", "qwen3_moe", "t5", "bart"] {
+        for name in ["phi3_long", "mixtral", "qwen3_moe", "qwen3_next", "t5", "bart"] {
             assert!(!recordable(name), "{name}");
         }
     }

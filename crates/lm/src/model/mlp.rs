@@ -33,6 +33,8 @@ pub(super) struct Experts {
     chosen: i64,
     /// Whether the weights of the chosen experts are divided by their sum.
     normalized: bool,
+    /// An MLP that all tokens go through beside them, and the gate of its output.
+    shared: Option<Box<(Dense, Linear)>>,
 }
 
 /// Width of an MLP, and the standard deviations of its newly initialized weights: of the input and of the output projections.
@@ -56,23 +58,32 @@ impl Mlp {
         if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
             && experts.layers[i]
         {
-            let ExpertNames { router, experts: prefix, inputs, out } = found;
-            let of_router = LinearShape {
+            let ExpertNames { router, experts: prefix, inputs, out, shared } = found;
+            let gate = |width_out: i64| LinearShape {
                 width_in: shape.hidden_size,
-                width_out: experts.count,
+                width_out,
                 bias: false,
                 transposed: names.transposed,
                 std: shape.initializer_range,
             };
-            let router = Linear::build(b, &at(router), of_router, compute)?;
+            let router = Linear::build(b, &at(router), gate(experts.count), compute)?;
             let sizes = Sizes { inner: experts.intermediate_size, stds };
             let build = |expert: i64| {
                 let at = |name: &str| at(&format!("{prefix}.{expert}.{name}"));
                 Dense::build(&MlpIn::Gated(*inputs), out, at, shape, (&mut *b, compute), sizes)
             };
             let experts_of_layer = (0..experts.count).map(build).collect::<Result<_>>()?;
+            let shared = match (shared, experts.shared) {
+                (Some([mlp, gate_name]), Some(inner)) => {
+                    let of_mlp = |name: &str| at(&format!("{mlp}.{name}"));
+                    let sizes = Sizes { inner, stds };
+                    let dense = Dense::build(&MlpIn::Gated(*inputs), out, of_mlp, shape, (&mut *b, compute), sizes)?;
+                    Some(Box::new((dense, Linear::build(b, &at(gate_name), gate(1), compute)?)))
+                }
+                _ => None,
+            };
             let (chosen, normalized) = (experts.chosen, experts.normalized);
-            return Ok(Self::Experts(Experts { router, experts: experts_of_layer, chosen, normalized }));
+            return Ok(Self::Experts(Experts { router, experts: experts_of_layer, chosen, normalized, shared }));
         }
         let sizes = Sizes { inner: shape.intermediate_size, stds };
         Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
@@ -86,7 +97,9 @@ impl Mlp {
         match self {
             Self::Dense(dense) => dense.linears().collect(),
             Self::Experts(all) => {
-                std::iter::once(&all.router).chain(all.experts.iter().flat_map(Dense::linears)).collect()
+                let shared = all.shared.iter().flat_map(|shared| shared.0.linears().chain([&shared.1]));
+                let experts = all.experts.iter().flat_map(Dense::linears);
+                std::iter::once(&all.router).chain(experts).chain(shared).collect()
             }
         }
     }
@@ -96,7 +109,11 @@ impl Mlp {
             Self::Dense(dense) => dense.linears_mut().collect(),
             Self::Experts(all) => {
                 let experts = all.experts.iter_mut().flat_map(Dense::linears_mut);
-                std::iter::once(&mut all.router).chain(experts).collect()
+                let shared = all.shared.iter_mut().flat_map(|shared| {
+                    let (dense, gate) = shared.as_mut();
+                    dense.linears_mut().chain([gate])
+                });
+                std::iter::once(&mut all.router).chain(experts).chain(shared).collect()
             }
         }
     }
@@ -193,6 +210,10 @@ impl Experts {
         let results: Vec<Tensor> = used.map(|(expert, tokens)| expert.forward(tokens, None)).collect();
         let results = Tensor::cat(&results, 0).to_kind(Kind::Float).index_select(0, &back);
         let weighted = results.view([tokens, self.chosen, hidden]) * weights.unsqueeze(-1);
-        weighted.sum_dim_intlist([1i64].as_slice(), false, Kind::Float)
+        let sum = weighted.sum_dim_intlist([1i64].as_slice(), false, Kind::Float);
+        match self.shared.as_deref() {
+            None => sum,
+            Some((dense, gate)) => sum + dense.forward(x, None) * gate.forward(x).to_kind(Kind::Float).sigmoid(),
+        }
     }
 }

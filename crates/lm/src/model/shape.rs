@@ -195,6 +195,8 @@ pub struct Experts {
     pub intermediate_size: i64,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub normalized: bool,
+    /// Width inside an MLP that each token goes through beside its experts; `None`: there is none.
+    pub shared: Option<i64>,
     /// Whether each layer has experts instead of one MLP.
     pub layers: Vec<bool>,
 }
@@ -429,7 +431,10 @@ impl Shape {
 
     /// Width inside the MLPs that a token goes through in a layer, at most.
     pub fn active_width(&self) -> i64 {
-        let of_experts = self.experts.as_ref().map(|experts| experts.chosen * experts.intermediate_size);
+        let of_experts = self
+            .experts
+            .as_ref()
+            .map(|experts| experts.chosen * experts.intermediate_size + experts.shared.unwrap_or(0));
         match &self.experts {
             Some(experts) if experts.layers.iter().all(|layer| *layer) => of_experts.unwrap_or(0),
             _ => self.intermediate_size.max(of_experts.unwrap_or(0)),
@@ -665,6 +670,8 @@ pub struct ExpertNames {
     /// Gate and up projection of an expert.
     pub inputs: [&'static str; 2],
     pub out: &'static str,
+    /// An MLP beside the experts, and the gate of its output.
+    pub shared: Option<[&'static str; 2]>,
 }
 
 impl ExpertNames {

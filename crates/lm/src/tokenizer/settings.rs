@@ -73,9 +73,8 @@ impl Settings {
                 let set = names.into_iter().find(|name| !config[*name].is_null());
                 Rules::Bert(fields.as_object().cloned().unwrap_or_default(), set)
             }
-            "GPT2Tokenizer" | "RobertaTokenizer" | "BartTokenizer" | "GPTNeoXTokenizer" | "Qwen2Tokenizer" => {
-                Rules::ByteLevel(flag(PREFIX)?)
-            }
+            "GPT2Tokenizer" | "RobertaTokenizer" | "BartTokenizer" | "GPTNeoXTokenizer" | "Qwen2Tokenizer"
+            | "Qwen3_5Tokenizer" => Rules::ByteLevel(flag(PREFIX)?),
             "LlamaTokenizer" => Rules::Llama(flag(PREFIX)?),
             _ => Rules::OfFile,
         };
@@ -162,7 +161,9 @@ fn class<'a>(config: &'a Value, model: &'a Value) -> &'a str {
     let (usual, is_fixed) = match model["model_type"].as_str().unwrap_or_default() {
         "mistral" | "mixtral" | "olmo2" | "olmo3" | "phi3" | "modernbert" => ("TokenizersBackend", true),
         "qwen2" => ("Qwen2Tokenizer", true),
-        "qwen3" | "qwen3_moe" => ("Qwen2Tokenizer", false),
+        "qwen3" | "qwen3_moe" | "qwen3_next" => ("Qwen2Tokenizer", false),
+        "qwen3_5" => ("Qwen3_5Tokenizer", true),
+        "qwen3_5_text" => ("Qwen3_5Tokenizer", false),
         "bert" | "distilbert" => ("BertTokenizer", false),
         "gpt2" | "opt" => ("GPT2Tokenizer", false),
         "roberta" | "bart" => ("RobertaTokenizer", false),

@@ -19,7 +19,9 @@ pub(super) type Defaults = &'static [(&'static str, Option<&'static str>)];
 pub(super) fn defaults_of(class: &str) -> Defaults {
     const END: Option<&str> = Some("<|endoftext|>");
     match class {
-        "Qwen2Tokenizer" => &[("unk_token", END), ("bos_token", None), ("eos_token", END), ("pad_token", END)],
+        "Qwen2Tokenizer" | "Qwen3_5Tokenizer" => {
+            &[("unk_token", END), ("bos_token", None), ("eos_token", END), ("pad_token", END)]
+        }
         "GPT2Tokenizer" => &[("unk_token", END), ("bos_token", END), ("eos_token", END), ("pad_token", None)],
         "GPTNeoXTokenizer" => {
             &[("unk_token", END), ("bos_token", END), ("eos_token", END), ("pad_token", Some("<|padding|>"))]
