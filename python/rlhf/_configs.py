@@ -1387,7 +1387,7 @@ class DPOConfig(_Supervised):
         discopop_tau (`float`, *optional*, defaults to `0.05`):
             Temperature of the loss `discopop`.
         unsupervised_dataset_name (`str`, *optional*):
-            Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+            Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name.
         unsupervised_dataset_config_name (`str`, *optional*):
             Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
         unsup_coef (`float`, *optional*, defaults to `27.8`):
@@ -1809,7 +1809,7 @@ class DPOConfig(_Supervised):
     use_weighting: bool = field(default=False, metadata={"help": "Weigh each pair by the policy's probabilities of its tokens (WPO)"})
     ld_alpha: float | None = field(default=None, metadata={"help": "Weight of the tokens by which a completion is longer than the other one of its pair (LD-DPO), from 0 to 1 [default: 1]"})
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of the loss `discopop`"})
-    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name"})
+    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name"})
     unsupervised_dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split"})
     unsup_coef: float = field(default=27.8, metadata={"help": "Coefficient of the language-modelling loss"})
     precompute_ref_log_probs: bool = field(default=False, metadata={"help": "Compute the log-probabilities of the reference model for all pairs before training, which then needs no such model in memory"})

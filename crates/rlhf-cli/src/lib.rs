@@ -196,6 +196,7 @@ fn shards_parameters(task: &Task) -> bool {
         Task::Replay(task) => of_ppo(&task.ppo),
         Task::Pipeline(config) => {
             let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
+            let runs = runs.chain(config.dpo.iter().map(|dpo| &dpo.run));
             runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)
         }
         _ => false,

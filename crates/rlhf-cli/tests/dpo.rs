@@ -158,7 +158,11 @@ fn settings_that_cannot_be_are_refused_in_one_line_each() {
         scratch.refuses(&format!("{DPO} {flags}"), 2, &[words]);
     }
     scratch.refuses(&format!("{DPO} --ref_model_name_or_path reward"), 1, &["reward"]);
-    scratch.copy("t5", "t5");
+    std::fs::create_dir(scratch.path("t5")).unwrap();
+    for (from, file) in [("t5", "config.json"), ("t5", "model.safetensors"), ("gpt_neox", "tokenizer.json")] {
+        let from = golden().join("models").join(from).join(file);
+        std::fs::copy(from, scratch.path("t5").join(file)).unwrap();
+    }
     let line = DPO.replace("policy", "t5");
     scratch.refuses(&line, 1, &["dpo: expected a model of one stack, found `t5`, an encoder-decoder"]);
 }

@@ -67,6 +67,31 @@ fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_
 }
 
 #[test]
+fn a_section_dpo_is_a_stage_after_sft_as_the_single_command_and_is_skipped_once_it_is_finished() {
+    let scratch = scratch();
+    let text = scratch.read("pipeline.yaml") + "dpo:\n  beta: 0.5\n  learning_rate: 1e-3\n";
+    scratch.write("dpo.yaml", &text);
+    let line = "pipeline --config dpo.yaml --skip reward,ppo";
+    let ran = runs(&scratch, line);
+    for words in ["stage 3 of 4, ppo: skipped", "stage 4 of 4, dpo: into out/4-dpo", "rewards/accuracies"] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    let usual = "--dataset_name rows.jsonl --data_split 2,4,4 --seed 7 --per_device_train_batch_size 4";
+    let own = "--logging_steps 1 --max_steps 3 --beta 0.5 --learning_rate 1e-3";
+    scratch.succeeds(&format!("dpo --model_name_or_path out/1-sft {usual} {own} --output_dir dpo"));
+    let weights = |dir: &str| std::fs::read(scratch.path(dir).join("model.safetensors")).unwrap();
+    assert!(weights("out/4-dpo") == weights("dpo"));
+    assert_eq!(timeless(scratch.metrics("out/4-dpo")), timeless(scratch.metrics("dpo")));
+    let again = runs(&scratch, &format!("{line} --resume_from_checkpoint"));
+    assert!(again.stderr.contains("stage 4 of 4, dpo: finished before, in out/4-dpo"), "{}", again.stderr);
+    runs(&scratch, "pipeline --config out/config.yaml --output_dir again");
+    assert!(weights("again/4-dpo") == weights("dpo"));
+    // A row that is no pair is found before SFT.
+    scratch.write("dpo.yaml", &text.replace("  beta: 0.5", "  beta: 0.5\n  dataset_columns: rejected=none"));
+    scratch.refuses(&format!("{line} --output_dir other"), 1, &["dpo: ", "`rejected`"]);
+}
+
+#[test]
 fn steps_that_are_left_out_are_not_run_and_what_their_folders_hold_is_used() {
     let scratch = scratch();
     scratch.refuses(&format!("{ALL} --skip sft,reward"), 2, &["error: ppo: no reward: set at least one of"]);

@@ -44,7 +44,7 @@ pub struct LogitNumbers {
 }
 
 impl LogitNumbers {
-    /// Those of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
+    /// Computes those of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
     fn of(logits: &Tensor, ids: &Tensor, squares: bool) -> Self {
         tch::no_grad(|| {
             let logits = logits.detach().to_kind(Kind::Float);

@@ -272,7 +272,7 @@ const WORDS: [(&str, &str); 77] = [
     ("save_steps", "save a checkpoint every N updates"),
     ("seed", "random seed"),
     ("sft_model_path", "model to train"),
-    ("skip", "stages to skip: sft, reward, ppo"),
+    ("skip", "stages to skip, such as reward,ppo"),
     ("stop_strings", "end a response at this text"),
     ("stop_token", "eos: cut responses after eos"),
     ("system", "system message"),

@@ -237,6 +237,7 @@ fn run_configs(task: &Task) -> Vec<&RunConfig> {
                 config.sft.as_ref().map(|stage| &stage.run),
                 config.reward.as_ref().map(|stage| &stage.run),
                 config.ppo.as_ref().map(|stage| &stage.run),
+                config.dpo.as_ref().map(|stage| &stage.run),
             ];
             stages.into_iter().flatten().collect()
         }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Command;
 use rlhf::Error;
 use rlhf::schema::{Choices as _, Refusals, Settings};
-use rlhf::settings::{PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
+use rlhf::settings::{DpoConfig, PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::args::{matches_of, not_required};
@@ -47,16 +47,17 @@ pub(super) fn parse(
     messages: &mut Messages,
 ) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
-    let stages = Stage::ALL.map(|stage| command(stage.name()));
-    let top = [command(PIPELINE)].into_iter().chain(stages).collect();
-    let keys = Keys { top, sections: stages.to_vec() };
+    let all: &[Stage] = if has_dpo(path) { &Stage::WITH_DPO } else { &Stage::ALL };
+    let stages: Vec<&Command> = all.iter().map(|stage| command(stage.name())).collect();
+    let top = [command(PIPELINE)].into_iter().chain(stages.iter().copied()).collect();
+    let keys = Keys { top, sections: stages.clone() };
     let mut read = read_config(path, &keys, &mut messages.refusals)?;
     name_nulls(&mut read);
     let (settings, nulls): (Vec<Setting>, _) = read
         .into_iter()
-        .partition(|setting| !setting.values.is_empty() || Stage::ALL.iter().any(|stage| stage.name() == setting.key));
-    let file = File { path, stages, settings: &settings, nulls: &nulls };
-    for stage in Stage::ALL {
+        .partition(|setting| !setting.values.is_empty() || all.iter().any(|stage| stage.name() == setting.key));
+    let file = File { path, stages: &stages, settings: &settings, nulls: &nulls };
+    for &stage in all {
         if let Some(key) = OF_THE_PIPELINE.iter().find(|key| file.own(stage, key).is_some()) {
             let line = file.own(stage, key).map_or(1, |setting| setting.line);
             let message =
@@ -86,18 +87,28 @@ pub(super) fn parse(
         sft: runs(Stage::Sft).then(|| file.sft(&flags, stages[0], messages)).transpose()?.flatten(),
         reward: runs(Stage::Reward).then(|| file.reward(&flags, stages[1], messages)).transpose()?.flatten(),
         ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, stages[2], messages)).transpose()?.flatten(),
+        dpo: match stages.get(3).filter(|_| runs(Stage::Dpo)) {
+            Some(command) => file.dpo(&flags, command, messages)?,
+            None => None,
+        },
         output_dir: flags.output_dir.clone(),
     };
-    if !Stage::ALL.into_iter().any(runs) {
+    if !all.iter().any(|&stage| runs(stage)) {
         messages.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
     }
     Ok(config)
 }
 
+/// Returns whether the file has a section `dpo`, without which there is no such stage.
+fn has_dpo(path: &Path) -> bool {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines().any(|line| line.strip_prefix(Stage::Dpo.name()).is_some_and(|rest| rest.trim_start().starts_with(':')))
+}
+
 struct File<'a> {
     path: &'a Path,
     /// The commands of all stages.
-    stages: [&'a Command; 3],
+    stages: &'a [&'a Command],
     settings: &'a [Setting],
     /// Keys that are set to null: they only unset values of a preset.
     nulls: &'a [Setting],
@@ -307,6 +318,23 @@ impl File<'_> {
         self.config(flags, Stage::Ppo, command, links, parts, messages)
     }
 
+    fn dpo(
+        &self,
+        flags: &PipelineFlags,
+        command: &Command,
+        messages: &mut Messages,
+    ) -> Result<Option<DpoConfig>, Stop> {
+        let mut links = Vec::new();
+        if self.own(Stage::Dpo, "model_name_or_path").is_none() {
+            let Some(model) = self.sft_model(flags, Stage::Dpo, "model_name_or_path", messages)? else {
+                return Ok(None);
+            };
+            links = model;
+        }
+        let parts = Parts { run: |config: &mut DpoConfig| &mut config.run, check: DpoConfig::check };
+        self.config(flags, Stage::Dpo, command, links, parts, messages)
+    }
+
     /// Returns the language model that `stage` starts from, as the setting `key`: SFT's, or if SFT is skipped and has left none, the
     /// model that SFT would start from. `None` if there is neither, which is refused.
     fn sft_model(
@@ -443,7 +471,7 @@ mod tests {
             ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
             ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
             ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),
-            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, found `7`"),
+            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, dpo, found `7`"),
         ] {
             let found = error(&format!("{least}{text}"));
             assert!(found.starts_with(wanted), "{found}\nis not {wanted}");
@@ -452,6 +480,31 @@ mod tests {
         assert!(found.starts_with("run.yaml:4: reward: ") && found.contains("--dataset_name"), "{found}");
         let found = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
         assert!(found.contains("reward: sft is skipped, and o/1-sft holds no model"), "{found}");
+    }
+
+    #[test]
+    fn a_section_dpo_is_a_stage_after_sft_and_its_settings_may_be_above_the_sections() {
+        let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+        let read =
+            |text: &str, words: &[&str]| match with_file(&format!("{least}{text}"), &[&["pipeline"], words].concat()) {
+                Ok(Task::Pipeline(config)) => Ok(config),
+                Ok(task) => panic!("{task:?}"),
+                Err(error) => Err(error),
+            };
+        let text = "truncation_mode: keep_end\nsft: {seed: 3}\ndpo: {beta: 0.2}\n";
+        let config = read(text, &["--skip", "reward,ppo"]).unwrap();
+        assert_eq!((config.stages().len(), &config.reward, &config.ppo), (4, &None, &None));
+        let dpo = config.dpo.unwrap();
+        let mut expected = DpoConfig::new("o/1-sft", "d", "o/4-dpo");
+        (expected.loss.beta, expected.truncation_mode) = (0.2, rlhf::settings::TruncationMode::KeepEnd);
+        expected.data.data_split = Some(DEFAULT_SPLIT.parse().unwrap());
+        assert_eq!(dpo, expected);
+        assert_eq!(read(text, &["--skip", "dpo"]).unwrap().dpo, None);
+        // Without the section there is neither the stage nor a setting of its own.
+        let error = read("truncation_mode: keep_end\n", &[]).unwrap_err();
+        assert!(error.contains("truncation_mode"), "{error}");
+        let error = read("dpo: {beta: -1}\n", &[]).unwrap_err();
+        assert!(error.starts_with("run.yaml:4: dpo: beta = -1: expected a number above 0"), "{error}");
     }
 
     #[test]
@@ -503,6 +556,7 @@ mod tests {
             sft: Some(sft),
             reward: Some(reward),
             ppo: Some(ppo),
+            dpo: None,
         };
         assert_eq!(found, expected);
     }

@@ -175,7 +175,8 @@ impl DataSplit {
     pub fn share(&self, stage: Stage, rows: usize) -> std::ops::Range<usize> {
         let all: f64 = self.parts.iter().sum();
         let end = |parts: &[f64]| (rows as f64 * (parts.iter().sum::<f64>() / all)).round() as usize;
-        let at = stage as usize;
+        // DPO trains on the pairs that a reward model would.
+        let at = if stage == Stage::Dpo { Stage::Reward } else { stage } as usize;
         end(&self.parts[..at])..end(&self.parts[..=at])
     }
 }
@@ -226,11 +227,15 @@ pub enum Stage {
     Reward,
     /// PPO.
     Ppo,
+    /// DPO, in place of the reward model and PPO or beside them.
+    Dpo,
 }
 
 impl Stage {
-    /// All three stages.
+    /// The three stages of RLHF with a reward model.
     pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
+    /// All stages that a pipeline may have.
+    pub const WITH_DPO: [Self; 4] = [Self::Sft, Self::Reward, Self::Ppo, Self::Dpo];
 
     /// Returns the name of its command.
     pub fn name(self) -> &'static str {

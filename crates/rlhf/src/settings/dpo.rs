@@ -238,7 +238,7 @@ impl DpoLoss {
 #[serde(rename_all = "snake_case")]
 #[choice(rename_all = "snake_case")]
 pub enum FDivergence {
-    /// That of DPO.
+    /// The divergence of DPO.
     ReverseKl,
     /// From the reference model to the policy.
     ForwardKl,

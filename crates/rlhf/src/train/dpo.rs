@@ -119,8 +119,7 @@ fn load_run<'a>(
     eos.into_iter().for_each(|eos| model.set_eos(eos));
 
     let max_length = max_length(config, [Some(model.config()), reference.as_ref().map(|model| model.config())]);
-    let Data { train, eval, first_row, mut inputs } =
-        Data::read(&sources, &config.data, config.run.seed, Stage::Reward)?;
+    let Data { train, eval, first_row, mut inputs } = Data::read(&sources, &config.data, config.run.seed, Stage::Dpo)?;
     inputs.model("model_name_or_path", &model_dir)?;
     reference_dir.as_deref().map_or(Ok(()), |dir| inputs.model("ref_model_name_or_path", dir))?;
     let read = |dataset: &Dataset| read_pairs(dataset, config, &tokenizer, max_length);
@@ -170,6 +169,25 @@ fn load_run<'a>(
         words,
     };
     Ok((PreferenceTask { config, reference, train, eval: eval.rows, texts }, loaded))
+}
+
+/// Checks the rows of a run with models of these shapes, before the models are there.
+///
+/// # Errors
+/// If a row is malformed, a setting does not fit, or a model has two stacks.
+pub(super) fn check_rows(
+    config: &DpoConfig,
+    tokenizer: &mut Tokenizer,
+    models: [Option<&ModelConfig>; 2],
+    sources: &Sources<'_>,
+) -> Result<()> {
+    models.iter().flatten().try_for_each(|shape| check_decoder(shape, &config.model_name_or_path))?;
+    set_up_tokenizer(tokenizer, config)?;
+    let max_length = max_length(config, models);
+    let (train, eval) = sources.read(config.run.seed, Stage::Dpo)?;
+    let read = |dataset: &Dataset| read_pairs(dataset, config, tokenizer, max_length);
+    let (pairs, _) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    config.plan_for(pairs.rows.len()).map(drop)
 }
 
 /// Returns the words of a run over `num_pairs` pairs, with the `first_row` of its data.

@@ -3,6 +3,7 @@
 //! Each stage has its own folder, and is the same run as its command with these settings. A finished stage leaves a
 //! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
+use super::dpo::{self, dpo};
 use super::ppo::{self, ppo};
 use super::reward_model::{self, reward};
 use super::sft::{self, sft};
@@ -16,7 +17,7 @@ use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, hold
 use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::console::{Console, announce};
 use crate::run::start::Start;
-use crate::settings::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved};
+use crate::settings::{DpoConfig, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved};
 use crate::terminal::Stream;
 use comfy_table::{ContentArrangement, Table, presets};
 use rlhf_base::dist::World;
@@ -45,6 +46,8 @@ pub struct PipelineConfig {
     pub reward: Option<RewardConfig>,
     /// PPO.
     pub ppo: Option<PpoConfig>,
+    /// DPO, after SFT.
+    pub dpo: Option<DpoConfig>,
 }
 
 impl PipelineConfig {
@@ -64,7 +67,7 @@ impl PipelineConfig {
         for data in [&mut sft.data, &mut reward.data, &mut ppo.data] {
             data.data_split = Some(DEFAULT_SPLIT.parse().expect("it is one"));
         }
-        Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo) }
+        Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo), dpo: None }
     }
 
     /// Returns the folder of a stage in the pipeline's folder.
@@ -73,12 +76,18 @@ impl PipelineConfig {
             Stage::Sft => "1-sft",
             Stage::Reward => "2-reward",
             Stage::Ppo => "3-ppo",
+            Stage::Dpo => "4-dpo",
         })
+    }
+
+    /// Returns the stages that the pipeline has, or skips.
+    pub fn stages(&self) -> &'static [Stage] {
+        if self.dpo.is_some() { &Stage::WITH_DPO } else { &Stage::ALL }
     }
 
     /// Returns the longest `dist_timeout` of the stages, in seconds; none if all are skipped.
     pub fn dist_timeout(&self) -> Option<u64> {
-        Stage::ALL.into_iter().filter_map(|stage| self.run(stage)).map(|run| run.dist.dist_timeout).max()
+        self.stages().iter().filter_map(|&stage| self.run(stage)).map(|run| run.dist.dist_timeout).max()
     }
 
     fn run(&self, stage: Stage) -> Option<&RunConfig> {
@@ -86,16 +95,18 @@ impl PipelineConfig {
             Stage::Sft => self.sft.as_ref().map(|config| &config.run),
             Stage::Reward => self.reward.as_ref().map(|config| &config.run),
             Stage::Ppo => self.ppo.as_ref().map(|config| &config.run),
+            Stage::Dpo => self.dpo.as_ref().map(|config| &config.run),
         }
     }
 
     /// Returns the settings with `overwrite_output_dir` for the stages that start again.
-    fn replacing(&self, states: [StageState; 3]) -> Self {
+    fn replacing(&self, states: [StageState; 4]) -> Self {
         let mut config = self.clone();
         let runs = [
             config.sft.as_mut().map(|config| &mut config.run),
             config.reward.as_mut().map(|config| &mut config.run),
             config.ppo.as_mut().map(|config| &mut config.run),
+            config.dpo.as_mut().map(|config| &mut config.run),
         ];
         for (run, _) in runs.into_iter().zip(states).filter(|(_, state)| *state == StageState::Again) {
             run.into_iter().for_each(|run| run.overwrite_output_dir = true);
@@ -109,12 +120,14 @@ impl PipelineConfig {
             Stage::Sft => json!(self.sft),
             Stage::Reward => json!(self.reward),
             Stage::Ppo => json!(self.ppo),
+            Stage::Dpo => json!(self.dpo),
         }
     }
 
     /// Returns the models that a stage starts from.
     fn models(&self, stage: Stage) -> Vec<&Path> {
         match (stage, &self.reward, &self.ppo) {
+            (Stage::Dpo, ..) => self.dpo.iter().map(|dpo| dpo.model_name_or_path.as_path()).collect(),
             (Stage::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
             (Stage::Ppo, _, Some(ppo)) => {
                 let others = [ppo.reward_model_path.as_deref(), ppo.value_model_path.as_deref()];
@@ -129,6 +142,7 @@ impl PipelineConfig {
             Stage::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
             Stage::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
             Stage::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
+            Stage::Dpo => self.dpo.as_ref().map_or(Ok(()), DpoConfig::check),
         }
     }
 }
@@ -143,36 +157,38 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
-    for stage in Stage::ALL {
+    for &stage in config.stages() {
         config.check(stage).map_err(|error| named(stage, error))?;
     }
     check_pushes(config)?;
     let world = &World::of_process();
     let begun = world.on_main(|| begin(config, console))?;
-    let states = world.broadcast(begun.as_ref().map_or([StageState::Due; 3], |begun| begun.states))?;
+    let states = world.broadcast(begun.as_ref().map_or([StageState::Due; 4], |begun| begun.states))?;
     let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
-    for (at, stage) in (1..).zip(Stage::ALL) {
+    let all = config.stages().len();
+    for (at, &stage) in (1..).zip(config.stages()) {
         let Some(run) = config.run(stage) else {
-            say(console, &format!("stage {at} of 3, {stage}: skipped"));
+            say(console, &format!("stage {at} of {all}, {stage}: skipped"));
             continue;
         };
         let dir = run.output_dir.as_path();
         if states[stage as usize] == StageState::Finished {
-            say(console, &format!("stage {at} of 3, {stage}: finished before, in {}", dir.display()));
+            say(console, &format!("stage {at} of {all}, {stage}: finished before, in {}", dir.display()));
             continue;
         }
         stop_requested_on_any(world)?;
-        if let Some(stopped) = stopped(format!("stopped as requested before stage {at} of 3, {stage}; {RESUMES}")) {
+        if let Some(stopped) = stopped(format!("stopped as requested before stage {at} of {all}, {stage}; {RESUMES}")) {
             return Err(stopped);
         }
-        say(console, &format!("stage {at} of 3, {stage}: into {}", dir.display()));
+        say(console, &format!("stage {at} of {all}, {stage}: into {}", dir.display()));
         // A stage may set another number.
         tch::set_num_threads(threads);
         let ended = match stage {
             Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
             Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
+            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, console)),
         };
         match ended.map_err(|error| named(stage, error)) {
             // The model is there, and later stages need it, not its copy on the hub.
@@ -188,7 +204,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
 /// Checks that no two stages push to the same branch: the later model would replace the earlier one.
 fn check_pushes(config: &PipelineConfig) -> Result<()> {
     let mut seen: Vec<(Stage, Destination)> = Vec::new();
-    for stage in Stage::ALL {
+    for &stage in config.stages() {
         let Some(to) = config.run(stage).and_then(|run| run.hub.destination()) else { continue };
         let same = |(_, other): &&(Stage, Destination)| (&other.name, &other.revision) == (&to.name, &to.revision);
         if let Some((earlier, _)) = seen.iter().find(same) {
@@ -205,7 +221,7 @@ fn check_pushes(config: &PipelineConfig) -> Result<()> {
 
 /// A pipeline whose inputs are checked, in its locked folder. The first rank begins it for all.
 struct Begun {
-    states: [StageState; 3],
+    states: [StageState; 4],
     _lock: FolderLock,
 }
 
@@ -225,11 +241,11 @@ fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
     let states = check_folders(config, console)?;
     check_inputs(config, states)?;
-    for stage in Stage::ALL.into_iter().filter(|stage| states[*stage as usize] != StageState::Finished) {
+    for &stage in config.stages().iter().filter(|stage| states[**stage as usize] != StageState::Finished) {
         let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
         repository.map_err(|error| named(stage, error))?;
     }
-    let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
+    let overwrite = config.stages().iter().filter_map(|&stage| config.run(stage)).any(|run| run.overwrite_output_dir);
     let (lock, _) = lock.create(&config.output_dir, overwrite)?;
     write_settings(&config.replacing(states))?;
     Ok(Begun { states, _lock: lock })
@@ -271,9 +287,9 @@ fn say(console: Console, text: &str) {
 }
 
 /// Checks that each stage may write to its folder, and keeps its settings. Returns the state of each stage.
-fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; 3]> {
+fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; 4]> {
     let out = config.output_dir.as_path();
-    let runs = || Stage::ALL.into_iter().filter_map(|stage| Some((stage, config.run(stage)?)));
+    let runs = || config.stages().iter().filter_map(|&stage| Some((stage, config.run(stage)?)));
     if is_model(out) {
         return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
     }
@@ -290,7 +306,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageStat
              --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
         ));
     }
-    let mut states = [StageState::Due; 3];
+    let mut states = [StageState::Due; 4];
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (stage, run) in runs() {
         let (state, resumes) = check_stage(config, stage, run, console).map_err(|error| named(stage, error))?;
@@ -361,7 +377,14 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
             (&ppo.data, ppo.eval_dataset_name.as_deref(), models.collect())
         }
-        _ => return Ok(inputs),
+        _ => match config.dpo.as_ref().filter(|_| stage == Stage::Dpo) {
+            Some(dpo) => {
+                let reference = ("ref_model_name_or_path", dpo.ref_model_name_or_path.as_deref());
+                let models = vec![(own, Some(dpo.model_name_or_path.as_path())), reference];
+                (&dpo.data, dpo.eval_dataset_name.as_deref(), models)
+            }
+            None => return Ok(inputs),
+        },
     };
     let seed = config.run(stage).map_or(0, |run| run.seed);
     if data.dataset_name.iter().map(PathBuf::as_path).chain(own_eval).all(Path::exists) {
@@ -369,7 +392,7 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
         inputs.rows("dataset_name", &data.describe(), &train);
         inputs.rows("rows held out", &data.describe(), &eval);
     }
-    let left = Stage::ALL.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
+    let left = Stage::WITH_DPO.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
     let is_read = |dir: &Path| dir.is_dir() && !left.iter().any(|left| left == dir);
     for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
@@ -407,6 +430,11 @@ fn add_files(
             }
             inputs.programs(ENVIRONMENTS, &ppo.environment.contents());
             Ok(())
+        }
+        (Stage::Dpo, ..) => {
+            let dpo = config.dpo.as_ref();
+            let texts = dpo.and_then(|dpo| dpo.unsupervised.unsupervised_dataset_name.as_deref());
+            texts.map_or(Ok(()), |texts| inputs.file("unsupervised_dataset_name", texts))
         }
         _ => Ok(()),
     }
@@ -459,9 +487,9 @@ fn reading_of(
 
 /// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
-fn check_inputs(config: &PipelineConfig, states: [StageState; 3]) -> Result<()> {
+fn check_inputs(config: &PipelineConfig, states: [StageState; 4]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
-    for stage in Stage::ALL {
+    for &stage in config.stages() {
         let Some(run) = config.run(stage) else { continue };
         let dir = run.output_dir.as_path();
         let reading = match stage {
@@ -471,6 +499,7 @@ fn check_inputs(config: &PipelineConfig, states: [StageState; 3]) -> Result<()> 
             Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
             Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
+            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| check_dpo(config, &known)).map(|()| None),
         };
         known.extend(reading.map_err(|error| named(stage, error))?.map(|reading| (dir, reading)));
     }
@@ -509,6 +538,19 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let (pairs, _) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     config.plan_for(pairs.rows.len())?;
     Ok(reading)
+}
+
+fn check_dpo(config: &DpoConfig, known: &Readings<'_>) -> Result<()> {
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let revision = Some(config.model_revision.as_str());
+    let policy = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
+    policy.tokenizer.check_fits(&policy.shape, &config.model_name_or_path)?;
+    let other = config.ref_model_name_or_path.as_deref();
+    let other = other.map(|dir| reading_of(known, dir, None, Tokenizer::from_pretrained)).transpose()?;
+    let mut tokenizer = policy.tokenizer.clone();
+    let shapes = [Some(&policy.shape), other.as_deref().map(|reading| &reading.shape)];
+    dpo::check_rows(config, &mut tokenizer, shapes, &sources)
 }
 
 fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
@@ -575,9 +617,9 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
-    let skipped: Vec<_> = Stage::ALL.into_iter().filter(|&stage| config.run(stage).is_none()).collect();
+    let skipped: Vec<_> = config.stages().iter().copied().filter(|&stage| config.run(stage).is_none()).collect();
     all.insert("skip".into(), json!(skipped));
-    for stage in Stage::ALL.into_iter().filter(|stage| !skipped.contains(stage)) {
+    for &stage in config.stages().iter().filter(|stage| !skipped.contains(stage)) {
         let mut settings = config.settings(stage);
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
@@ -611,10 +653,11 @@ fn last_line(dir: &Path) -> Result<Map<String, Value>> {
 }
 
 /// The main metrics of each stage.
-const KEY_METRICS: [&[&str]; 3] = [
+const KEY_METRICS: [&[&str]; 4] = [
     &["loss", "eval_loss"],
     &["loss", "accuracy", "eval_accuracy"],
     &["objective/scores", "objective/kl", "eval/score"],
+    &["loss", "rewards/accuracies", "eval_rewards/accuracies"],
 ];
 
 /// Writes a table of the results of the stages.
@@ -628,7 +671,7 @@ fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
     table.set_header(["stage", "updates", "numbers, start to end", "folder"]);
     let mut notes = String::new();
-    for stage in Stage::ALL {
+    for &stage in config.stages() {
         let Some(run) = config.run(stage) else {
             table.add_row([stage.name(), "", "left out", ""]);
             continue;

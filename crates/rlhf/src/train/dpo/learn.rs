@@ -44,7 +44,7 @@ fn lens(rows: &[&PairRow], device: Device) -> Tensor {
     on_device(&lens, device).view([-1, 2])
 }
 
-/// What a pass computes of its pairs before their loss.
+/// Log-probabilities of the pairs of a pass, with what their loss needs beside them.
 struct Found {
     policy: Tensor,
     sft: Tensor,
@@ -52,8 +52,8 @@ struct Found {
 }
 
 impl Found {
-    /// Those of the pairs `items`, whose tokens have these log-probabilities.
-    fn of(config: &DpoConfig, inputs: &PassInputs<'_>, items: &[Item<'_>], now: &TokenLogprobs) -> Self {
+    /// Computes them for the pairs `items`, whose tokens have these log-probabilities.
+    fn of(inputs: &PassInputs<'_>, items: &[Item<'_>], now: &TokenLogprobs) -> Self {
         let policy = inputs.logps(&now.logprobs);
         let factors: Vec<f32> = items.iter().map(|item| item.of.factor(item.of.tokens[0]) as f32).collect();
         let sft = -inputs.sums(&now.logprobs).select(1, 0) * on_device(&factors, policy.device());
@@ -103,7 +103,7 @@ fn numbers(inputs: &PassInputs<'_>, now: &TokenLogprobs, reference: &Tensor, los
     })
 }
 
-/// What a pass computes beside the log-probabilities of the tokens.
+/// Returns the numbers that a pass computes beside the log-probabilities of the tokens.
 fn options(config: &DpoConfig) -> LogprobOptions<'static> {
     let squares = config.loss.use_weighting;
     LogprobOptions { entropy: true, logits: true, squares, as_backward: true, ..1.0.into() }
@@ -166,7 +166,7 @@ impl PreferenceTask<'_> {
             let mut of_pairs = None;
             let passed = inputs.of_model().with_dropout(drops.then_some(&dropout));
             let now = model.joint_logprobs_backward(passed, options(config), |now| {
-                let found = Found::of(config, &inputs, part, now);
+                let found = Found::of(&inputs, part, now);
                 let losses = match slopes {
                     Some(slopes) => slopes.losses(config, &found, places.clone()),
                     None => found.losses(config, &reference, &lens),
@@ -177,7 +177,7 @@ impl PreferenceTask<'_> {
             })?;
             // Without a token to predict there is no pass.
             let losses = of_pairs.unwrap_or_else(|| {
-                let found = Found::of(config, &inputs, part, &now);
+                let found = Found::of(&inputs, part, &now);
                 found.losses(config, &reference, &lens)
             });
             let micro_batches = part.iter().map(|item| item.of).collect();

@@ -14,7 +14,7 @@ pub(super) struct PairTerms<'a> {
     pub(super) reference: &'a Tensor,
     /// Number of tokens of the completions, at least 1, `[n, 2]`.
     pub(super) lens: &'a Tensor,
-    /// What each pair adds to the loss `sft`, `[n]`, so that the mean over the pairs is that loss; `None`: the loss is left out.
+    /// Share of each pair in the loss `sft`, `[n]`, so that the mean over the pairs is that loss; `None`: the loss is left out.
     pub(super) sft: Option<&'a Tensor>,
     /// Factor of each pair's loss, `[n]`, without a gradient.
     pub(super) weights: Option<&'a Tensor>,
