@@ -1,4 +1,4 @@
-//! What the alarms know of the scores: their spread, the best of them, and rewards that are constant.
+//! The scores of a run as the alarms see them: their spread, the best of them, and rewards that are constant.
 
 use rlhf_base::metrics::Metrics;
 use serde::{Deserialize, Serialize};
