@@ -68,6 +68,10 @@ ADAPTERS = {
     ),
     "lfm2": ("lfm2", dict(target_modules="all-linear"), 0.1, 324),
     "qwen3_5": ("qwen3_5", dict(target_modules="all-linear"), 0.1, 325),
+    "granite": ("granite", dict(target_modules=["q_proj", "v_proj"]), 0.2, 324),  # nor of this one
+    "ministral3": ("ministral3", dict(target_modules="all-linear"), 0.1, 325),
+    "gpt_oss": ("gpt_oss", dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]), 0.1, 326),
+    "gemma4": ("gemma4", dict(target_modules="all-linear"), 0.1, 327),
     "gpt2_pissa": ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa"), 0.2, 319),
     "llama_untied_olora": (
         "llama_untied",

@@ -32,10 +32,14 @@ from transformers import (
     DebertaV2Tokenizer,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
+    GptOssConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     ModernBertConfig,
@@ -54,6 +58,7 @@ from transformers import (
     RobertaTokenizer,
     SmolLM3Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trl.experimental.ppo.ppo_trainer import forward
 from trl.experimental.utils import get_reward
 
@@ -229,6 +234,95 @@ qwen3_moe = dict(
 )
 mixtral = dict(small, intermediate_size=24, num_local_experts=3, num_experts_per_tok=2)
 
+granite = dict(
+    small,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.6,
+    logits_scaling=2.0,
+)
+# Queries grow at positions 8, 16 and 24.
+ministral3 = dict(
+    small,
+    head_dim=16,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=8.0,
+        original_max_position_embeddings=8,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.3,
+    ),
+)
+
+# The clamp is reached by many gates. A layer with a window, and one without.
+gpt_oss = dict(
+    small,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=24,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    swiglu_limit=1.5,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        truncate=False,
+        original_max_position_embeddings=16,
+    ),
+)
+
+# As the small models: inputs of each layer, and the last two layers have the keys and values of layers 2 and 1.
+gemma4 = dict(
+    small,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    global_head_dim=32,
+    intermediate_size=40,
+    sliding_window=5,
+    layer_types=[
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    vocab_size_per_layer_input=96,
+    hidden_size_per_layer_input=8,
+    final_logit_softcapping=3.0,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
+)
+# As the larger ones: in layers without a window keys are values too, in heads of another number.
+gemma4_full = dict(
+    gemma4,
+    num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+    num_kv_shared_layers=0,
+    use_double_wide_mlp=False,
+    hidden_size_per_layer_input=0,
+    attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+    final_logit_softcapping=None,
+)
+
 encoder = dict(
     hidden_size=32,
     num_hidden_layers=2,
@@ -375,6 +469,15 @@ SPECS = {
     "qwen3_5": Spec(Qwen3_5TextConfig(tie_word_embeddings=True, **qwen3_5), 238, rounding=1e-5),
     "qwen3_5_cls": Spec(Qwen3_5TextConfig(num_labels=1, tie_word_embeddings=True, **qwen3_5), 239, weights="qwen3_5"),
     "qwen3_next": Spec(Qwen3NextConfig(**qwen3_next), 240, rounding=1e-5),
+    "granite": Spec(GraniteConfig(**granite), 237),
+    "ministral3": Spec(Ministral3Config(**ministral3), 238),
+    "ministral3_cls": Spec(Ministral3Config(num_labels=1, **ministral3), 239),
+    "gpt_oss": Spec(GptOssConfig(**gpt_oss), 240),
+    "gpt_oss_cls": Spec(GptOssConfig(num_labels=1, **gpt_oss), 241),
+    # In the published form: weights of experts in blocks of 32.
+    "gpt_oss_mxfp4": Spec(GptOssConfig(**(gpt_oss | dict(intermediate_size=32, num_local_experts=3))), 242),
+    "gemma4": Spec(Gemma4TextConfig(**gemma4), 243),
+    "gemma4_full": Spec(Gemma4TextConfig(**gemma4_full), 244),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
@@ -487,6 +590,11 @@ GRADIENTS = (
     "lfm2",
     "qwen3_5",
     "qwen3_next",
+    "granite",
+    "ministral3",
+    "gpt_oss",
+    "gemma4",
+    "gemma4_full",
     "bert_cls2",
     "roberta_cls3",
     "deberta_cls1",
@@ -501,10 +609,11 @@ def is_classifier(config):
 
 
 def implementations(config):
-    """Only the eager attention of transformers knows Gemma's soft-caps and DeBERTa's relative positions, and only its eager experts
-    compute in float64."""
-    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral", "qwen3_next") else {}
-    return {"attn_implementation": "eager" if config.model_type in ("gemma2", "deberta-v2") else "sdpa", **experts}
+    """Only the eager attention of transformers knows Gemma's soft-caps, gpt-oss's sinks and DeBERTa's relative positions, and only its
+    eager experts compute in float64."""
+    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral", "qwen3_next", "gpt_oss") else {}
+    eager = config.model_type in ("gemma2", "gpt_oss", "deberta-v2")
+    return {"attn_implementation": "eager" if eager else "sdpa", **experts}
 
 
 def random_model(config, seed, classifier, weights=None):
@@ -520,9 +629,43 @@ def random_model(config, seed, classifier, weights=None):
             weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1)
             of_delta = name.endswith("linear_attn.norm.weight")  # which multiplies by the weight
             weight.add_(1.0 if is_norm and (of_delta or config.model_type not in centred) else 0.0)
+        for name, number in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                number.uniform_(0.5, 1.5)
     if weights:
         model.load_state_dict(load_file(MODELS / weights / "model.safetensors"), strict=False)
     return model.eval()
+
+
+def random_mxfp4(model, seed):
+    """Random codes and exponents of the experts of gpt-oss, whose values the model gets."""
+    generator, packed = torch.Generator().manual_seed(seed), {}
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, width_in, width_out = weight.shape
+                blocks = integers(0, 256, experts, width_out, width_in // 32, 16)
+                scales = integers(122, 126, experts, width_out, width_in // 32)
+                weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+                packed |= {name: {f"{name}_blocks": blocks, f"{name}_scales": scales}}
+    return packed
+
+
+def store_mxfp4(folder, packed):
+    """Puts the codes in the place of the weights, as OpenAI publishes them."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, parts in packed.items():
+        del tensors[name]
+        tensors |= parts
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"modules_to_not_convert": spared, "quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def share_weights(folder, weights):
@@ -684,8 +827,13 @@ def config_of_transformers_4(config):
     """The same model in the keys that transformers wrote before 5."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
     kind, rope_layers = config["model_type"], config.get("layer_types")
+    if kind == "gemma4_text":  # newer than transformers 5: only the form of its heads changed
+        del config["dtype"], config["per_layer_config"]
+        own = gemma4_full if config["attention_k_eq_v"] else gemma4
+        heads = {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads") if key in own}
+        return dict(sorted((config | heads).items()))
     newer = ["dtype", "add_cross_attention", "is_decoder", "use_bidirectional_attention", "_sliding_window_pattern"]
-    for key in newer if kind in ("smollm3", "olmo3") else [*newer, "layer_types"]:
+    for key in newer if kind in ("smollm3", "olmo3", "gpt_oss") else [*newer, "layer_types"]:
         config.pop(key, None)
     if kind in ("gpt2", "opt", "gemma2", "gemma3_text", "smollm3", *ENCODERS):
         config.pop("tie_word_embeddings", None)  # only what is not the default was written
@@ -787,6 +935,7 @@ def make(name):
     entry = {"dir": f"models/{name}"}
     while True:
         model = random_model(config, seed, classifier, weights)
+        packed = random_mxfp4(model, seed) if name.endswith("_mxfp4") else {}
         entry |= {"cls": type(model).__name__, "weight_seed": seed, "tokenizer": tokenizer}
         entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
         if is_encoder:
@@ -818,6 +967,8 @@ def make(name):
     model.save_pretrained(folder)
     if weights:
         share_weights(folder, weights)
+    if packed:
+        store_mxfp4(folder, packed)
     old = config_of_transformers_4(json.loads((folder / "config.json").read_text()))
     (folder / "config_v4.json").write_text(json.dumps(old, indent=1) + "\n")
     save_file({k: v.clone().contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
@@ -853,6 +1004,11 @@ def loss(model, values):
     return -model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum()
 
 
+def without_buffers(tensors):
+    """The parameters: Gemma 4 stores numbers beside them that are not trained."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("layer_scalar")}
+
+
 def gradients(model, values):
     """By the names of the checkpoint, which `save_pretrained` knows."""
     value = loss(model, values)
@@ -861,7 +1017,7 @@ def gradients(model, values):
         weight.data = weight.grad
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return value.item(), load_file(Path(folder) / "model.safetensors")
+        return value.item(), without_buffers(load_file(Path(folder) / "model.safetensors"))
 
 
 def make_gradients(name):
@@ -912,7 +1068,7 @@ def check(name, entry):
     if "grads" in entry:
         stored = load_file(MODELS / name / "grads.safetensors")
         _, values = gradients(load(name), load_file(MODELS / name / "golden.safetensors"))
-        weights = load_file(MODELS / name / "model.safetensors")
+        weights = without_buffers(load_file(MODELS / name / "model.safetensors"))
         assert values.keys() == weights.keys(), f"{name}: gradients"
         values = thin.stored(values, stored)
         assert values.keys() == stored.keys(), f"{name}: gradients {sorted(values.keys() ^ stored.keys())}"

@@ -1,10 +1,12 @@
-//! Reads GGUF, llama.cpp's format: metadata by key, and tensors, which are dequantized one at a time. Every size is checked before it
-//! is used.
+//! Reads and writes GGUF, llama.cpp's format: metadata by key, and tensors, which are dequantized one at a time. Every size is checked before
+//! it is used.
 
 mod blocks;
 mod header;
+mod write;
 
 pub use blocks::TensorType;
+pub use write::{GgufTensor, Stored, write};
 
 use header::{Header, Reader};
 use rlhf_base::{Error, Result, files};

@@ -17,6 +17,7 @@ mod delta;
 mod described;
 mod families;
 mod kv_cache;
+mod layer_inputs;
 mod layout;
 mod linear;
 mod logprobs;
@@ -25,15 +26,18 @@ mod lora_config;
 mod mixer;
 mod mixing;
 mod mlp;
+mod mxfp4;
 mod params;
 mod pretrained;
 mod quantized;
 mod relative;
 mod rope;
+mod routing;
 mod sampled;
 mod save;
 mod shape;
 mod shard;
+mod stacked;
 mod state;
 mod value_head;
 
@@ -61,7 +65,8 @@ pub use quantized::dynamic_map;
 pub use quantized::{QuantType, Quantization, QuantizationConfig};
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{
-    Activation, Experts, Family, NormKind, Order, Pooling, RelativeAttention, RelativeBias, Rope, RopeScaling, Shape,
+    Activation, ClampedGate, Experts, Family, LayerInputs, LayerShape, NormKind, Order, Pooling, QueryGrowth,
+    RelativeAttention, RelativeBias, Rope, RopeScaling, Shape,
 };
 pub use shard::Shards;
 pub use shard::TrainedPart;

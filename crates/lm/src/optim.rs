@@ -518,7 +518,7 @@ mod tests {
 
     fn param(values: &[f32], decay: bool) -> Param {
         let tensor = Tensor::from_slice(values).set_requires_grad(true);
-        Param { name: "w".into(), tensor, decay, embedding: false }
+        Param { name: "w".into(), tensor, decay, embedding: false, fixed: false }
     }
 
     #[test]

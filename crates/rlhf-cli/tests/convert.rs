@@ -3,8 +3,9 @@
 use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::convert::convert;
+use rlhf::gguf::Gguf;
 use rlhf::model::{CausalLm, Dtype, ModelOptions};
-use rlhf::settings::ConvertConfig;
+use rlhf::settings::{ConvertConfig, GgufType};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::weights::Checkpoint;
 use serde_json::{Map, Value, json};
@@ -82,6 +83,102 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
         let scale = logits.abs().max().double_value(&[]).max(1.0);
         assert_close(name, &model.logits(&ids).unwrap()[0], &logits, 2e-5 * scale);
     }
+}
+
+#[test]
+fn a_file_made_of_a_converted_folder_has_the_metadata_of_the_first_and_becomes_the_same_folder() {
+    let texts = read_json(&golden().join("gguf/texts.json"));
+    for name in NAMES {
+        let scratch = tempfile::tempdir().unwrap();
+        let [first, second] = ["first", "second"].map(|name| scratch.path().join(name));
+        let made = scratch.path().join("made.gguf");
+        convert(&ConvertConfig::new(file(name), &first)).unwrap();
+        let outtype = GgufType::F32;
+        let report = convert(&ConvertConfig { outtype, ..ConvertConfig::export(&first, &made) }).unwrap();
+        let [source, written] = [file(name), made.clone()].map(|path| Gguf::open(&path).unwrap());
+        assert_eq!(report.tensors, written.tensors().len(), "{name}");
+        assert_eq!(written.tensors().keys().collect::<Vec<_>>(), source.tensors().keys().collect::<Vec<_>>(), "{name}");
+        for (key, value) in source.metadata() {
+            // The files of these tests are split, and have scores of SentencePiece.
+            if !key.starts_with("split.") && !key.ends_with(".scores") && !key.ends_with(".file_type") {
+                assert_eq!(written.metadata().get(key), Some(value), "{name}: {key}");
+            }
+        }
+        convert(&ConvertConfig::new(&made, &second)).unwrap();
+        for file in ["model.safetensors", "config.json"] {
+            let [first, second] = [&first, &second].map(|dir| std::fs::read(dir.join(file)).unwrap());
+            assert!(first == second, "{name}: {file}");
+        }
+        for case in texts[name].as_array().into_iter().flatten() {
+            let text = case["text"].as_str().unwrap();
+            let [first, second] =
+                [&first, &second].map(|dir| Tokenizer::from_pretrained(dir).unwrap().encode(text).unwrap());
+            assert_eq!(first, second, "{name}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn weights_of_a_file_are_within_the_rounding_of_its_type() {
+    let scratch = tempfile::tempdir().unwrap();
+    let folder = scratch.path().join("folder");
+    convert(&ConvertConfig::new(file("qwen3"), &folder)).unwrap();
+    let model = CausalLm::from_pretrained(&folder, ModelOptions::default()).unwrap();
+    for (outtype, name) in [(GgufType::F16, "f16"), (GgufType::Bf16, "bf16"), (GgufType::Q8_0, "q8_0")] {
+        let [made, again] = [format!("{name}.gguf"), name.to_string()].map(|name| scratch.path().join(name));
+        convert(&ConvertConfig { outtype, ..ConvertConfig::export(&folder, &made) }).unwrap();
+        convert(&ConvertConfig::new(&made, &again)).unwrap();
+        let found = CausalLm::from_pretrained(&again, ModelOptions::default()).unwrap();
+        for (param, found) in model.params().iter().zip(found.params()) {
+            let (exact, found) = (&param.tensor, &found.tensor);
+            let rounded = match outtype {
+                _ if exact.dim() == 1 => exact.shallow_clone(),
+                GgufType::F16 => exact.to_kind(Kind::Half).to_kind(Kind::Float),
+                GgufType::Bf16 => exact.to_kind(Kind::BFloat16).to_kind(Kind::Float),
+                GgufType::F32 | GgufType::Q8_0 => {
+                    // Half a step of a block, and the rounding of its scale to f16.
+                    let most = exact.reshape([-1, 32]).abs().amax([1i64].as_slice(), true);
+                    let gap = (exact - found).abs().reshape([-1, 32]);
+                    let allowed = most * (0.5 / 127.0 + 1.0 / 2048.0) + 1e-7;
+                    assert!(bool::try_from(gap.le_tensor(&allowed).all()).unwrap(), "{name}: {}", param.name);
+                    assert_ne!(exact, found, "{name}: {}", param.name);
+                    continue;
+                }
+            };
+            assert_eq!(&rounded, found, "{name}: {}", param.name);
+        }
+    }
+}
+
+#[test]
+fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out.gguf");
+    let models = golden().join("models");
+    for (config, message) in [
+        (
+            ConvertConfig::export(models.join("gpt2"), &out),
+            "expected a model of type llama, qwen2, qwen3, smollm3 or olmo2",
+        ),
+        (ConvertConfig::export(golden().join("lora/llama_untied"), &out), "found an adapter; `rlhf merge`"),
+        (
+            ConvertConfig::export(models.join("llama_dynamic"), &out),
+            "expected a rope type that llama.cpp's files can state",
+        ),
+        (
+            ConvertConfig { output_file: Some(out.clone()), ..ConvertConfig::new("a.gguf", "b") },
+            "output_file: expected no output folder beside it, found b",
+        ),
+        (ConvertConfig { output_dir: None, ..ConvertConfig::new("a.gguf", "b") }, "expected the output folder"),
+    ] {
+        let error = convert(&config).unwrap_err().to_string();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+        assert!(!out.exists());
+    }
+    std::fs::write(&out, "a").unwrap();
+    let error = convert(&ConvertConfig::export(models.join("llama_untied"), &out)).unwrap_err().to_string();
+    assert!(error.ends_with("out.gguf: expected a new file, found one"), "{error}");
+    assert_eq!(std::fs::read(&out).unwrap(), b"a");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 pub(crate) const TOLERANCE: f64 = 2e-5;
-const ADAPTERS: [&str; 16] = [
+const ADAPTERS: [&str; 20] = [
     "lfm2",
     "qwen3_5",
     "gpt2",
@@ -28,6 +28,10 @@ const ADAPTERS: [&str; 16] = [
     "phi3",
     "mixtral",
     "qwen3_moe_dora",
+    "granite",
+    "ministral3",
+    "gpt_oss",
+    "gemma4",
 ];
 const ENCODER_DECODERS: [&str; 2] = ["t5", "t5_dora_all"];
 const CLASSIFIERS: [&str; 2] = ["llama_untied_cls", "llama_untied_cls_saved"];

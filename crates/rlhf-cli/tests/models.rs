@@ -1,7 +1,7 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, model_options, read_json, say};
-use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
+use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, StopStrings, generate};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
     ModelConfig, ModelOptions, Param, Precision, Rope, RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
@@ -352,10 +352,13 @@ fn sampled_tokens_do_not_depend_on_the_batch_they_are_in() {
                 .unwrap()
         };
         let whole = run(9, &[]);
-        // Half of the vocabulary stops a response, so that rows leave the batch at different times.
-        let stops: Vec<i64> = (0..model.config().vocab_size).filter(|id| id % 12 == 0).collect();
-        let stopping = run(9, &stops);
-        assert!(stopping.iter().any(|r| r.finish == FinishReason::Stop && r.tokens.len() > 1));
+        // A twelfth of the vocabulary stops a response, so that rows leave the batch at different times.
+        let stops = |at: i64| -> Vec<i64> { (0..model.config().vocab_size).filter(|id| id % 12 == at).collect() };
+        let stops_late = |run: &[Response]| run.iter().any(|r| r.finish == FinishReason::Stop && r.tokens.len() > 1);
+        let (stops, stopping) = (0..12)
+            .map(|at| (stops(at), run(9, &stops(at))))
+            .find(|(_, stopping)| stops_late(stopping))
+            .unwrap_or_else(|| panic!("{}: no response stops after its first token", dir.display()));
         for batch_size in [1, 2, 4] {
             for (found, expected) in run(batch_size, &[]).iter().zip(&whole) {
                 assert_eq!(found.tokens, expected.tokens, "{} in batches of {batch_size}", dir.display());
@@ -716,7 +719,7 @@ fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
     let expected = Tensors::read(&dir.join("grads.safetensors"));
     let (rounding, most) = (info["rounding"].as_f64().unwrap(), info["max_abs"].as_f64().unwrap());
     let mut names: Vec<&str> = expected.names().collect();
-    for param in params {
+    for param in params.iter().filter(|param| !param.fixed) {
         let what = format!("{}: gradient of {}", dir.display(), param.name);
         let part = expected.part(&param.name);
         assert_close(&what, &part.of(&param.tensor.grad()), part.tensor, (5.0 * rounding).max(2e-5 * most));
@@ -1060,6 +1063,11 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
     };
     same("smollm3", r#"{"no_rope_layers": null, "layer_types": null}"#);
     same("gemma3", r#"{"layer_types": null}"#);
+    same(
+        "gpt_oss",
+        r#"{"layer_types": null, "swiglu_alpha": null, "attention_bias": null, "num_local_experts": null, "num_experts": 4}"#,
+    );
+    same("granite", r#"{"num_key_value_heads": 2, "attention_bias": null}"#);
     // GPT-NeoX has names of its own for these: transformers ignores the common ones beside the other fields.
     same("gpt_neox", r#"{"rope_parameters": null, "rope_theta": 3.0, "partial_rotary_factor": 1.0}"#);
     same("gpt_neox", r#"{"rope_parameters": null, "rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_theta": 3.0}"#);
@@ -1079,6 +1087,30 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
         ("gemma3", r#"{"use_bidirectional_attention": true}"#, "`use_bidirectional_attention`: expected false"),
         ("gemma3", r#"{"model_type": "gemma3"}"#, "`text_config`: expected an object, found null"),
         ("qwen3_moe", r#"{"num_experts_per_tok": 5}"#, "`num_experts_per_tok`: expected at most 4 experts, found 5"),
+        ("gemma4", r#"{"enable_moe_block": true}"#, "`enable_moe_block`: expected false, found true"),
+        (
+            "gemma4",
+            r#"{"use_bidirectional_attention": "all"}"#,
+            "`use_bidirectional_attention`: expected null or vision",
+        ),
+        ("gemma4", r#"{"num_kv_shared_layers": 5}"#, "`num_kv_shared_layers`: expected a number below the 5 layers"),
+        ("gemma4", r#"{"num_kv_shared_layers": 4}"#, "`num_kv_shared_layers`: expected a layer of each kind"),
+        ("gemma4", r#"{"per_layer_config": {"7": {}}}"#, "`per_layer_config`: expected an object of head_dim and"),
+        ("gemma4", r#"{"per_layer_config": {"1": {"skip": ["mlp"]}}}"#, "`per_layer_config`: expected an object of"),
+        ("gemma4", r#"{"per_layer_config": {"1": {"head_dim": 8}}}"#, "`per_layer_config`: expected the same"),
+        ("gemma4", r#"{"vocab_size_per_layer_input": 95}"#, "`vocab_size_per_layer_input`: expected at least"),
+        ("gemma4", r#"{"rope_parameters": {"full_attention": {}}}"#, "an object with full_attention and sliding_att"),
+        ("granite", r#"{"logits_scaling": 0}"#, "`logits_scaling`: expected a number above 0"),
+        ("granite", r#"{"residual_multiplier": "a"}"#, "`residual_multiplier`: expected a number"),
+        ("ministral3", r#"{"rope_parameters": {"rope_type": "default"}}"#, "`llama_4_scaling_beta`: expected a number"),
+        ("gpt_oss", r#"{"swiglu_limit": -1}"#, "`swiglu_limit`: expected a number above 0"),
+        ("gpt_oss", r#"{"quantization_config": {"quant_method": "fp8"}}"#, "`quantization_config`: expected none"),
+        (
+            "gpt_oss",
+            r#"{"num_local_experts": 9999, "intermediate_size": 99999999}"#,
+            "weights in the experts of a layer",
+        ),
+        ("mixtral", r#"{"quantization_config": {"quant_method": "mxfp4"}}"#, "`quantization_config`: expected none"),
         ("mixtral", r#"{"num_local_experts": 100000}"#, "at most 100000 experts in all layers, found 100000 in each"),
     ] {
         let error = changed(model, &serde_json::from_str(changes).unwrap()).unwrap_err();
@@ -1314,8 +1346,161 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
 }
 
 #[test]
+fn the_text_part_of_a_ministral_3_folder_is_read_under_the_names_of_both_versions_with_its_head() {
+    let dir = golden().join("models/ministral3");
+    let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+    let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let image = Tensor::ones([2, 2], (tch::Kind::Float, tch::Device::Cpu));
+    let ids = [vec![5i64, 6, 7, 8, 9, 10, 11, 12, 13, 14]];
+    let expected = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap().logits(&ids).unwrap().remove(0);
+    let text = read_json(&dir.join("config.json"));
+    for (prefix, head, other) in [
+        ("language_model.model.", "language_model.lm_head.weight", "vision_tower.patch_conv.weight"),
+        ("model.language_model.", "lm_head.weight", "model.multi_modal_projector.linear_1.weight"),
+    ] {
+        let named = |name: &str| match name.strip_prefix("model.") {
+            Some(rest) => format!("{prefix}{rest}"),
+            None => head.to_string(),
+        };
+        let mut tensors: Named = checkpoint.names().map(|name| (named(name), read(name))).collect();
+        tensors.push((other.into(), image.shallow_clone()));
+        let whole = tempfile::tempdir().unwrap();
+        rlhf::weights::save(whole.path(), &tensors, usize::MAX).unwrap();
+        let config = serde_json::json!({
+            "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+            "tie_word_embeddings": false, "text_config": text, "vision_config": {},
+        });
+        std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
+        let model = CausalLm::from_pretrained(whole.path(), ModelOptions::default()).unwrap();
+        assert_close(prefix, &model.logits(&ids).unwrap()[0], &expected, 0.0);
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        let saved = read_json(&out.path().join("config.json"));
+        assert_eq!((&saved["model_type"], &saved["tie_word_embeddings"]), (&json!("ministral3"), &json!(false)));
+        let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+        assert_close("saved", &again.logits(&ids).unwrap()[0], &expected, 0.0);
+    }
+    let other = json!({"model_type": "mistral3", "text_config": {"model_type": "llama"}});
+    let error = changed("ministral3", &other).unwrap_err();
+    assert!(
+        error.contains("`text_config`: expected a `model_type` of mistral or ministral3, found \"llama\""),
+        "{error}"
+    );
+}
+
+#[test]
+fn reward_models_of_openrlhf_and_llama_factory_are_opened_with_their_heads_and_others_refused_as_such() {
+    let dir = golden().join("models/llama_untied_cls");
+    let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+    let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let rows = [vec![5i64, 6, 7, 8], vec![9, 10]];
+    let open = |dir: &Path| SequenceClassifier::from_pretrained(dir, None, ModelOptions::default());
+    let scores = |dir: &Path| tch::no_grad(|| open(dir).unwrap().scores(&rows).unwrap());
+    let expected = scores(&dir);
+    let mut config = read_json(&dir.join("config.json"));
+    config["architectures"] = json!(["LlamaForCausalLM"]);
+    for key in ["id2label", "label2id"] {
+        config.as_object_mut().unwrap().remove(key);
+    }
+    let folder = |config: &serde_json::Value, head: &str, more: &[(&str, Tensor)]| {
+        let out = tempfile::tempdir().unwrap();
+        let named = |name: &str| if name == "score.weight" { head.to_string() } else { name.to_string() };
+        let mut tensors: Named = checkpoint.names().map(|name| (named(name), read(name))).collect();
+        tensors.retain(|(name, _)| !name.is_empty());
+        tensors.extend(more.iter().map(|(name, tensor)| (name.to_string(), tensor.shallow_clone())));
+        rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
+        std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
+        out
+    };
+    let lm_head = || ("lm_head.weight", read("model.embed_tokens.weight"));
+    let saved = |dir: &Path| {
+        let out = tempfile::tempdir().unwrap();
+        open(dir).unwrap().save_pretrained(out.path(), &[2], None, usize::MAX).unwrap();
+        (scores(out.path()), read_json(&out.path().join("config.json"))["architectures"][0].clone())
+    };
+    // OpenRLHF's names, of today and before.
+    for head in ["score.weight", "value_head.weight"] {
+        let made = folder(&config, head, &[]);
+        assert_close(head, &scores(made.path()), &expected, 0.0);
+        let (again, class) = saved(made.path());
+        assert_close(head, &again, &expected, 0.0);
+        assert_eq!(class, "LlamaForSequenceClassification");
+    }
+    let mut normalized = config.clone();
+    normalized["normalize_reward"] = json!(true);
+    let error = open(folder(&normalized, "value_head.weight", &[]).path()).unwrap_err().to_string();
+    assert!(error.contains("`normalize_reward`: expected false, found true"), "{error}");
+    // LLaMA-Factory's head is in a file beside the language model, TRL's among its weights.
+    let bias = Tensor::from_slice(&[0.25f32]);
+    let [weight_name, bias_name] = ["v_head.summary.weight", "v_head.summary.bias"];
+    let head: Named = vec![(weight_name.into(), read("score.weight")), (bias_name.into(), bias.shallow_clone())];
+    let beside = folder(&config, "", &[lm_head()]);
+    rlhf::weights::save_file(&beside.path().join("value_head.safetensors"), &head).unwrap();
+    let within = folder(&config, weight_name, &[lm_head(), (bias_name, bias)]);
+    for made in [&beside, &within] {
+        assert_close("value head", &scores(made.path()), &(&expected + 0.25), 1e-6);
+        let (again, class) = saved(made.path());
+        assert_close("saved", &again, &(&expected + 0.25), 1e-6);
+        assert_eq!(class, "LlamaForCausalLM");
+        let mut model = open(made.path()).unwrap();
+        let error = model.set_format(ClassifierFormat::DeepspeedChat).unwrap_err().to_string();
+        assert!(error.contains("expected a head without a bias, found `v_head.summary.bias`"), "{error}");
+        assert!(model.add_adapter(&LoraConfig::default(), 1).unwrap_err().to_string().contains("LLaMA-Factory's"));
+    }
+    // Another head is not one to throw away.
+    let error = open(folder(&config, "reward_head.weight", &[lm_head()]).path()).unwrap_err().to_string();
+    assert!(error.contains("a head of another form, which is not supported"), "{error}");
+    let plain = open(folder(&config, "", &[lm_head()]).path()).unwrap_err().to_string();
+    assert!(plain.contains("this is a language model") && plain.contains("--new_reward_head"), "{plain}");
+}
+
+#[test]
+fn experts_in_mxfp4_are_read_in_bf16_or_f32_and_saved_plain() {
+    let dir = golden().join("models/gpt_oss_mxfp4");
+    let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+    assert!(checkpoint.holds_codes("model.layers.0.mlp.experts.down_proj_blocks"));
+    let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
+    let logits = |dir: &Path, dtype| {
+        let options = ModelOptions { dtype, ..ModelOptions::default() };
+        CausalLm::from_pretrained(dir, options).unwrap().logits(&ids).unwrap().remove(0)
+    };
+    let expected = logits(&dir, Dtype::Float32);
+    // The values of the codes are exact in bf16, and the other tensors of this file are in f32.
+    assert_close("auto", &logits(&dir, Dtype::Auto), &expected, 0.0);
+    let out = tempfile::tempdir().unwrap();
+    let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };
+    let model = CausalLm::from_pretrained(&dir, options).unwrap();
+    let experts = model.params().iter().find(|param| param.name.ends_with("experts.gate_up_proj")).unwrap();
+    assert_eq!((experts.tensor.kind(), experts.tensor.size()), (tch::Kind::BFloat16, vec![3, 32, 64]));
+    model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+    assert_eq!(read_json(&out.path().join("config.json")).get("quantization_config"), None);
+    assert_close("saved", &logits(out.path(), Dtype::Float32), &expected, 0.0);
+    // Codes of another shape, and exponents whose values no number holds.
+    let all: Named = checkpoint
+        .names()
+        .map(|name| (name.to_string(), checkpoint.read_stored(name, tch::Device::Cpu).unwrap()))
+        .collect();
+    type Change = fn(&Tensor) -> Tensor;
+    let damages: [(&str, Change, &str); 2] = [
+        ("down_proj_blocks", |x| x.narrow(1, 0, 8), "missing `model.layers.0.mlp"),
+        ("down_proj_scales", |x| x.full_like(255), "expected finite numbers, found"),
+    ];
+    for (end, change, message) in damages {
+        let tensors: Named = all
+            .iter()
+            .map(|(name, x)| (name.clone(), if name.ends_with(end) { change(x) } else { x.shallow_clone() }))
+            .collect();
+        let damaged = tempfile::tempdir().unwrap();
+        std::fs::copy(dir.join("config.json"), damaged.path().join("config.json")).unwrap();
+        rlhf::weights::save(damaged.path(), &tensors, usize::MAX).unwrap();
+        let error = CausalLm::from_pretrained(damaged.path(), ModelOptions::default()).unwrap_err().to_string();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
 fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
-    for name in ["qwen3_moe", "mixtral", "qwen3_next"] {
+    for name in ["qwen3_moe", "mixtral", "qwen3_next", "gpt_oss"] {
         let dir = golden().join("models").join(name);
         let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let targets = |names: &[&str]| LoraConfig {

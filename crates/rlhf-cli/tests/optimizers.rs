@@ -25,6 +25,7 @@ fn params(reference: &Tensors) -> Vec<Param> {
         tensor: reference.get(&format!("start.{name}")).copy().set_requires_grad(true),
         decay: name != "vector",
         embedding: false,
+        fixed: false,
     };
     NAMES.iter().map(|name| param(name)).collect()
 }
@@ -211,7 +212,7 @@ fn a_step_in_bf16_is_that_of_the_paper_rounded_to_one_of_two_neighbours() {
 fn steps_that_are_smaller_than_the_units_of_bf16_add_up_on_average() {
     // Units of 2^-8 below 1, and steps of 1e-4: rounding to the nearest would lose each of them.
     let tensor = Tensor::ones([64, 100], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
-    let params = [Param { name: "w".into(), tensor, decay: false, embedding: false }];
+    let params = [Param { name: "w".into(), tensor, decay: false, embedding: false, fixed: false }];
     let mut optimizer = Optimizer::new(&params, &config(Optim::AdamwBf16));
     for _ in 0..50 {
         params[0].tensor.sum(Kind::Float).backward();

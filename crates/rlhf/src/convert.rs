@@ -1,6 +1,7 @@
-//! `rlhf convert`: makes a model folder of a GGUF file.
+//! `rlhf convert`: makes a model folder of a GGUF file, or a GGUF file of a model folder.
 
 mod description;
+mod export;
 mod vocabulary;
 
 use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file, resolved_settings};
@@ -28,14 +29,22 @@ pub struct ConvertReport {
 }
 
 /// Writes the model in the GGUF file `config.file` to `config.output_dir`, in Hugging Face format: weights, configuration and, where
-/// its rules are known, the tokenizer.
+/// its rules are known, the tokenizer; or the model in the folder `config.file` to the GGUF file `config.output_file`.
 ///
 /// # Errors
 /// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty: what an
-/// interrupted conversion left is replaced. Nothing is written then.
+/// interrupted conversion left is replaced; if `output_file` exists. Nothing is written then.
 pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     config.check()?;
-    let out = config.output_dir.as_path();
+    match (&config.output_dir, &config.output_file) {
+        (_, Some(file)) => Ok(ConvertReport { tensors: export::export(config, file)?, note: None }),
+        (Some(dir), None) => import(config, dir),
+        (None, None) => unreachable!("one of them is checked to be set"),
+    }
+}
+
+/// Makes the model folder `out`.
+fn import(config: &ConvertConfig, out: &Path) -> Result<ConvertReport> {
     let lock = FolderLock::acquire(out)?;
     let unfinished = check_new(out, config)?;
     check_folder(out, unfinished, &[config.file.as_path()])?;
@@ -129,6 +138,28 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     }
 }
 
+/// Names of the parts of a layer: llama.cpp's, and those of a model folder.
+const PARTS: [(&str, &str); 13] = [
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
+
+/// Whether llama.cpp has neighbouring dimensions of queries and keys rotated together in models of this architecture.
+fn is_interleaved(architecture: &str) -> bool {
+    ["llama", "smollm3"].contains(&architecture)
+}
+
 /// The name in a model folder of a tensor of a GGUF file.
 fn renamed(name: &str) -> Option<String> {
     let whole = match name {
@@ -143,21 +174,7 @@ fn renamed(name: &str) -> Option<String> {
     let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
     let layer: usize = layer.parse().ok()?;
     let (part, end) = rest.rsplit_once('.')?;
-    let own = match part {
-        "attn_norm" => "input_layernorm",
-        "attn_q" => "self_attn.q_proj",
-        "attn_k" => "self_attn.k_proj",
-        "attn_v" => "self_attn.v_proj",
-        "attn_q_norm" => "self_attn.q_norm",
-        "attn_k_norm" => "self_attn.k_norm",
-        "attn_output" => "self_attn.o_proj",
-        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
-        "post_ffw_norm" => "post_feedforward_layernorm",
-        "ffn_gate" => "mlp.gate_proj",
-        "ffn_up" => "mlp.up_proj",
-        "ffn_down" => "mlp.down_proj",
-        _ => return None,
-    };
+    let (_, own) = PARTS.iter().find(|(gguf, _)| *gguf == part)?;
     ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{own}.{end}"))
 }
 

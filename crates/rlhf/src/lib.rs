@@ -31,7 +31,7 @@
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the memory and time of a run before it starts | [`plan::plan`] |
 //! | the report of a run, a page of HTML | [`report::report`] |
-//! | a model folder from a GGUF file | [`convert::convert`] |
+//! | a model folder from a GGUF file, or a GGUF file from a model folder | [`convert::convert`] |
 //! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
@@ -60,7 +60,7 @@ pub use rlhf_base::{
     Error, Result, device, dist, files, metrics, offload, process, rng, safe_text, schema, signals, weights,
 };
 pub use rlhf_hub as hub;
-pub use rlhf_lm::{generate, model, optim, tokenizer};
+pub use rlhf_lm::{generate, gguf, model, optim, tokenizer};
 pub use run::tensorboard::TensorBoard;
 pub use tch;
 

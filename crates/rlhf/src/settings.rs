@@ -38,7 +38,7 @@ mod watch;
 pub use chat::{ChatConfig, ChatEnvironmentConfig};
 pub use completions::{CompletionsConfig, Shell};
 pub use compute::ComputeConfig;
-pub use convert::ConvertConfig;
+pub use convert::{ConvertConfig, GgufType};
 pub use doctor::DoctorConfig;
 pub use dpo::{DpoConfig, DpoLoss, DpoLossConfig, FDivergence, TruncationMode};
 pub use evaluate::{EvaluateConfig, JudgeConfig};

@@ -437,10 +437,11 @@ mod tests {
     #[test]
     fn a_response_goes_on_after_inserted_tokens_as_a_pass_over_the_whole_text_has_it() {
         let few = ["gpt_neox", "llama_tied", "lfm2", "qwen3_5"].map(|name| (name, 2, 1, 24));
-        // Windows of 5 positions, soft caps, learned positions, experts, states.
+        // Windows of 5 positions, soft caps, learned positions, experts, states, queries that grow, sinks, shared keys.
         let long =
             ["gemma2", "gemma3", "gpt2", "gpt_neox", "llama_yarn", "mistral", "mixtral", "olmo2", "opt_proj_postln"];
         let long = long.into_iter().chain(["phi3", "qwen3", "qwen3_moe", "smollm3", "lfm2", "qwen3_5", "qwen3_next"]);
+        let long = long.chain(["ministral3", "gpt_oss", "gemma4"]);
         for (name, turns, few, most) in few.into_iter().chain(long.map(|name| (name, 1, 7, 56))) {
             let model = golden_model(name);
             let repetition_penalty = if few > 1 { 1.3 } else { 1.0 };

@@ -197,7 +197,9 @@ impl Body {
         }
         let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
         let linears = self.decoder.linears_mut().chain(head);
-        let changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
+        let mut changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
+        let stacks = self.decoder.stacks_mut();
+        changed += stacks.filter_map(|stack| stack.hold_as_computed(&kept).then_some(())).count();
         if changed > 0 {
             self.kind = self.decoder.compute;
             self.narrowed = true;
@@ -291,7 +293,7 @@ impl Body {
             if param.is_quantized() {
                 continue;
             }
-            let learns = trainable && at >= self.num_frozen && (all || self.is_trained(&param.name));
+            let learns = trainable && !param.fixed && at >= self.num_frozen && (all || self.is_trained(&param.name));
             let _ = param.tensor.shallow_clone().requires_grad_(learns);
         }
     }

@@ -203,7 +203,8 @@ impl CausalLm {
         let [tied, own] = [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
         self.head = own;
         self.body.config.untie();
-        self.body.params.push(Param { name: names.lm_head.into(), tensor: weight, decay: true, embedding: false });
+        let name = names.lm_head.into();
+        self.body.params.push(Param { name, tensor: weight, decay: true, embedding: false, fixed: false });
         let added = add(self);
         if added.is_err() {
             (self.body.config, self.head) = (config, tied);

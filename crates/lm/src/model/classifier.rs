@@ -24,6 +24,15 @@ use tch::{Kind, Tensor};
 /// Names of known linear heads: transformers', and DeepSpeed-Chat's.
 pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
 
+/// Name of the head of older reward models of OpenRLHF, whose newer ones have transformers' name.
+const OPENRLHF_HEAD: &str = "value_head.weight";
+
+/// Names of the head of LLaMA-Factory's reward models, and of TRL's value heads.
+const SUMMARY: [&str; 2] = ["v_head.summary.weight", "v_head.summary.bias"];
+
+/// LLaMA-Factory's file of the head, beside a language model or an adapter.
+const SUMMARY_FILE: &str = "value_head.safetensors";
+
 /// Names of tensors in folders of encoders that no classifier has: heads of masked language models and of pre-training, and the layer
 /// over RoBERTa's first token.
 const MASKED_LM_HEADS: [&str; 10] = [
@@ -75,6 +84,8 @@ pub struct ClassifierHead {
     /// The layers of a new head before the last one that the folder lacks.
     drawn: Vec<String>,
     format: ClassifierFormat,
+    /// Whether the head is one of [`SUMMARY`], beside a language model in whose form the model is saved.
+    is_summary: bool,
 }
 
 impl Sealed for ClassifierHead {}
@@ -86,6 +97,7 @@ impl ModelHead for ClassifierHead {
 
     fn saved_config(&self, config: &ModelConfig, eos: Option<i64>, pad: Option<i64>) -> ModelConfig {
         match self.format {
+            ClassifierFormat::Transformers if self.is_summary => config.for_causal_lm(eos, pad),
             ClassifierFormat::Transformers => config.for_sequence_classifier(&self.labels, eos, pad),
             ClassifierFormat::DeepspeedChat => config.for_causal_lm(eos, pad),
         }
@@ -110,6 +122,79 @@ pub(super) enum Head {
     Dense { inner: Linear, activation: HeadActivation, norm: Option<Norm>, out: Box<Linear> },
 }
 
+/// A linear head of another program.
+enum ForeignHead<'a> {
+    /// OpenRLHF's; it becomes transformers' `score`.
+    OpenRlhf(&'a Checkpoint),
+    /// LLaMA-Factory's or TRL's, in the model's files.
+    Summary(&'a Checkpoint),
+    /// LLaMA-Factory's, in a file of its own.
+    SummaryFile(Checkpoint),
+}
+
+impl<'a> ForeignHead<'a> {
+    /// The head in the folder `dir`, whose weights are `checkpoint`.
+    fn find(dir: &Path, checkpoint: &'a Checkpoint) -> Result<Option<Self>> {
+        let file = dir.join(SUMMARY_FILE);
+        Ok(if checkpoint.shape(OPENRLHF_HEAD).is_some() {
+            Some(Self::OpenRlhf(checkpoint))
+        } else if checkpoint.shape(SUMMARY[0]).is_some() {
+            Some(Self::Summary(checkpoint))
+        } else if file.is_file() {
+            Some(Self::SummaryFile(Checkpoint::open_file(&file)?))
+        } else {
+            None
+        })
+    }
+
+    fn checkpoint(&self) -> &Checkpoint {
+        match self {
+            Self::OpenRlhf(checkpoint) | Self::Summary(checkpoint) => checkpoint,
+            Self::SummaryFile(checkpoint) => checkpoint,
+        }
+    }
+
+    fn is_summary(&self) -> bool {
+        !matches!(self, Self::OpenRlhf(_))
+    }
+
+    /// The names of the weight and of the bias in the files.
+    fn names(&self) -> (&'static str, Option<&'static str>) {
+        match self {
+            Self::OpenRlhf(_) => (OPENRLHF_HEAD, None),
+            Self::Summary(_) | Self::SummaryFile(_) => (SUMMARY[0], Some(SUMMARY[1])),
+        }
+    }
+
+    /// Checks that the head has one label and the width of the model.
+    fn check(&self, config: &ModelConfig) -> Result<()> {
+        let (weight, bias) = self.names();
+        let expected = [(Some(weight), vec![1, config.embedding_size]), (bias, vec![1])];
+        for (name, expected) in expected.into_iter().filter_map(|(name, shape)| Some((name?, shape))) {
+            let found = self.checkpoint().shape(name);
+            if found.as_ref() != Some(&expected) {
+                let found = found.map_or("none".into(), |found| format!("{found:?}"));
+                let message = format!("tensor `{name}`: expected {expected:?}, found {found}");
+                return Err(Error::invalid(self.checkpoint().dir(), message));
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, builder: &mut Builder<'_>) -> Result<Head> {
+        let checkpoint = self.checkpoint();
+        let (weight, bias) = self.names();
+        let saved = if self.is_summary() { weight } else { SCORE_HEADS[0] };
+        let mut tensor = |stored: &str, saved: &str| {
+            builder.allow(stored);
+            builder.given(saved.into(), |device, kind| checkpoint.read(stored, device, kind))
+        };
+        let weight = tensor(weight, saved)?;
+        let bias = bias.map(|bias| tensor(bias, bias)).transpose()?;
+        Ok(Head::Score(Linear::new(weight, bias, Kind::Float)))
+    }
+}
+
 /// The labels whose logits make the score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
@@ -119,8 +204,8 @@ enum Label {
 }
 
 impl SequenceClassifier {
-    /// Loads a folder with a sequence classifier, also in DeepSpeed-Chat's format (`v_head.weight`). The model is frozen until
-    /// [`SequenceClassifier::set_trainable`].
+    /// Loads a folder with a sequence classifier, also in DeepSpeed-Chat's format (`v_head.weight`), in OpenRLHF's (`value_head.weight`) and in
+    /// LLaMA-Factory's (`v_head.summary` in `value_head.safetensors`). The model is frozen until [`SequenceClassifier::set_trainable`].
     ///
     /// With `new_head: Some(seed)` the folder may contain a language model, or an encoder without a head: its body is loaded, and a
     /// head with one label is initialized, of an encoder those of its layers that the folder lacks. That of an encoder-decoder has
@@ -133,6 +218,11 @@ impl SequenceClassifier {
     /// As [`super::CausalLm::from_pretrained`]; if the folder contains a language model and `new_head` is `None`.
     pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
         if let Some(folder) = AdapterFolder::find(dir)? {
+            if dir.join(SUMMARY_FILE).is_file() {
+                let message = "expected a model, found a head of LLaMA-Factory beside an adapter: merge the two there \
+                               (`llamafactory-cli export`), which writes both into one folder";
+                return Err(Error::invalid(dir.join(SUMMARY_FILE), message));
+            }
             if new_head.is_none() {
                 folder.check_task(true)?;
             }
@@ -151,6 +241,7 @@ impl SequenceClassifier {
             check_pickle(dir)?;
         }
         let checkpoint = Checkpoint::open(dir)?;
+        config.check_rewards(dir)?;
         let source = Source::Checkpoint(&checkpoint);
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
@@ -164,19 +255,32 @@ impl SequenceClassifier {
             HeadNames::Score => name.to_string(),
             HeadNames::Dense { .. } => names.head.scores(),
         };
+        let foreign = match names.head {
+            HeadNames::Score if checkpoint.shape(&scores).is_none() => ForeignHead::find(dir, &checkpoint)?,
+            HeadNames::Score | HeadNames::Dense { .. } => None,
+        };
+        if let Some(foreign) = &foreign {
+            foreign.check(&config)?;
+        }
         // A stored head is kept: `new_head` is for folders without one.
-        let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none());
+        let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none() && foreign.is_none());
         let one = || vec!["LABEL_0".to_string()];
-        let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
+        // The labels of a model that is no classifier of transformers are those of any model.
+        let has_one = !config.is_sequence_classifier() && checkpoint.shape(&scores).is_some_and(|shape| shape[0] == 1);
+        let has_one = has_one || new_head.is_some() || name == SCORE_HEADS[1] || foreign.is_some();
+        let labels = if has_one { one() } else { config.labels.clone() };
         // A head is small and is trained in full beside an adapter, so it is always held in f32.
         let others = builder.hold_as(Some(Kind::Float));
-        let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
+        let head = match &foreign {
+            Some(foreign) => foreign.read(&mut builder)?,
+            None => Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?,
+        };
         let is_drawn = |layer: &&str| new_head.is_some() && builder.lacks(&format!("{layer}.weight"));
         let drawn = names.head.inner().into_iter().filter(is_drawn).map(str::to_string).collect();
         builder.hold_as(others);
         // Other heads in the file, an LM head or a value head, are not used.
         let lm_head = names.lm_head.trim_end_matches("weight");
-        let ignored = match (new_head, name == SCORE_HEADS[1]) {
+        let ignored = match (new_head, name == SCORE_HEADS[1] || foreign.is_some()) {
             (Some(_), _) if !config.causal => MASKED_LM_HEADS.to_vec(),
             (Some(_), _) => vec![lm_head, "v_head."],
             (None, true) => vec![lm_head],
@@ -188,9 +292,11 @@ impl SequenceClassifier {
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
-        let origin = (!config.is_part()).then(|| dir.to_path_buf());
+        // The folder has other names than those by which an adapter finds its base.
+        let origin = (!config.is_part() && foreign.is_none()).then(|| dir.to_path_buf());
+        let is_summary = foreign.is_some_and(|foreign| foreign.is_summary());
         let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
-        let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format };
+        let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format, is_summary };
         Ok(Self { body, head })
     }
 
@@ -224,6 +330,12 @@ impl SequenceClassifier {
     }
 
     fn check_names(&self) -> Result<()> {
+        if self.head.is_summary {
+            return Err(Error::Run(format!(
+                "an adapter needs a reward model with transformers' names, found LLaMA-Factory's: `{}` has a bias",
+                SUMMARY[0].trim_end_matches(".weight")
+            )));
+        }
         match self.head.format {
             ClassifierFormat::DeepspeedChat => Err(Error::Run(
                 "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
@@ -243,8 +355,15 @@ impl SequenceClassifier {
     /// Sets the format in which the model is saved; the weights do not change.
     ///
     /// # Errors
-    /// For DeepSpeed-Chat's format if the model is an encoder, has several labels or an adapter.
+    /// For DeepSpeed-Chat's format if the model is an encoder, has several labels or an adapter; if the head has a bias, as LLaMA-Factory's.
     pub fn set_format(&mut self, format: ClassifierFormat) -> Result<()> {
+        if self.head.is_summary {
+            return Err(Error::Run(format!(
+                "reward_format = {}: expected a head without a bias, found `{}`; the model is saved with it without this setting",
+                format.name(),
+                SUMMARY[1]
+            )));
+        }
         if format == self.head.format {
             return Ok(());
         }

@@ -118,15 +118,13 @@ impl ModelConfig {
 
     /// Reads the content of a configuration file; errors name `path`.
     pub fn from_json(path: &Path, raw: Map<String, Value>) -> Result<Self> {
-        let mut raw = raw;
-        let part = WHOLE.iter().find(|whole| raw.get("model_type").is_some_and(|name| name == whole.name));
-        let is_part = part.is_some();
-        if let Some(whole) = part {
-            raw = text_part(path, &raw, whole)?;
-        }
+        let whole = raw.get("model_type").and_then(|name| WHOLES.iter().find(|whole| name == whole.name));
+        let is_part = whole.is_some();
+        let raw = whole.map(|whole| whole.text_part(path, &raw)).transpose()?.unwrap_or(raw);
         let family = family(path, &raw)?;
         let f = Fields { path, raw: &raw, family };
-        if let Some(Err(expected)) = f.present("quantization_config").map(Quantization::check_config) {
+        let described = f.present("quantization_config").filter(|described| !is_mxfp4(family, described));
+        if let Some(Err(expected)) = described.map(Quantization::check_config) {
             return Err(f.wrong("quantization_config", &expected));
         }
         let mut shape = (family.shape)(&f)?;
@@ -154,37 +152,55 @@ impl ModelConfig {
 struct Whole {
     /// Its `model_type`.
     name: &'static str,
-    /// The `model_type` of its language model.
-    text: &'static str,
-    /// transformers' class of the language model.
-    class: &'static str,
+    /// The `model_type`s that its language model may have; the first is the default.
+    texts: &'static [&'static str],
+    /// Whether its own field, true by default, says if the head is the embedding; otherwise the field of the language model comes first.
+    states_ties: bool,
 }
 
-/// The models for text and images.
-const WHOLE: [Whole; 3] = [
-    Whole { name: "gemma3", text: "gemma3_text", class: "Gemma3ForCausalLM" },
-    Whole { name: "qwen3_5", text: "qwen3_5_text", class: "Qwen3_5ForCausalLM" },
-    Whole { name: "lfm2_vl", text: "lfm2", class: "Lfm2ForCausalLM" },
+const WHOLES: [Whole; 5] = [
+    Whole { name: "gemma3", texts: &["gemma3_text"], states_ties: true },
+    Whole { name: "gemma4", texts: &["gemma4_text"], states_ties: true },
+    // Of Mistral Small 3.1 and 3.2, and of Ministral 3.
+    Whole { name: "mistral3", texts: &["mistral", "ministral3"], states_ties: true },
+    Whole { name: "qwen3_5", texts: &["qwen3_5_text"], states_ties: false },
+    Whole { name: "lfm2_vl", texts: &["lfm2"], states_ties: false },
 ];
 
-/// The configuration of the language model in the file of a model for text and images.
-fn text_part(path: &Path, whole: &Map<String, Value>, of: &Whole) -> Result<Map<String, Value>> {
-    let Some(Value::Object(text)) = whole.get("text_config") else {
-        let found = brief(whole.get("text_config").unwrap_or(&Value::Null));
-        return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
-    };
-    let mut text = text.clone();
-    for key in ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config"] {
-        if let Some(value) = whole.get(key).filter(|_| !text.contains_key(key)) {
-            text.insert(key.into(), value.clone());
+impl Whole {
+    /// The configuration of the language model in the file of the whole.
+    fn text_part(&self, path: &Path, whole: &Map<String, Value>) -> Result<Map<String, Value>> {
+        let Some(Value::Object(text)) = whole.get("text_config") else {
+            let found = brief(whole.get("text_config").unwrap_or(&Value::Null));
+            return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
+        };
+        let mut text = text.clone();
+        for key in ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config"] {
+            if let Some(value) = whole.get(key).filter(|_| !text.contains_key(key)) {
+                text.insert(key.into(), value.clone());
+            }
         }
+        let ties = "tie_word_embeddings";
+        let (of_whole, of_text) = (whole.get(ties).cloned(), text.get(ties).cloned());
+        // As in transformers 5, whose head is a part of the whole. A stored head that differs is used in any case.
+        let tied = if self.states_ties { of_whole.or(of_text).or(Some(json!(true))) } else { of_text.or(of_whole) };
+        text.extend(tied.map(|tied| (ties.to_string(), tied)));
+        let found = text.get("model_type").filter(|found| !found.is_null());
+        // Files of Gemma 3 may name the whole here.
+        let named = found.filter(|found| *found != self.name);
+        let Some(name) = self.texts.iter().find(|name| named.is_none_or(|found| found == *name)) else {
+            let found = brief(text.get("model_type").unwrap_or(&Value::Null));
+            let expected = self.texts.join(" or ");
+            return Err(Error::invalid(
+                path,
+                format!("`text_config`: expected a `model_type` of {expected}, found {found}"),
+            ));
+        };
+        let class = FAMILIES.iter().find(|family| family.name == *name).and_then(|family| family.causal_lm_class);
+        text.insert("model_type".into(), json!(name));
+        text.insert("architectures".into(), json!([class]));
+        Ok(text)
     }
-    if let Some(tied) = whole.get("tie_word_embeddings").filter(|_| of.name != "gemma3") {
-        text.entry("tie_word_embeddings").or_insert_with(|| tied.clone());
-    }
-    text.insert("model_type".into(), of.text.into());
-    text.insert("architectures".into(), json!([of.class]));
-    Ok(text)
 }
 
 /// Returns the family named by `model_type`.
@@ -202,6 +218,12 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
         _ => brief(found),
     };
     Err(Error::invalid(path, format!("`model_type`: expected one of {}, found {found}", known.join(", "))))
+}
+
+/// Whether quantized weights are in MXFP4, the format of stacked experts, which are read plain.
+fn is_mxfp4(family: &Family, described: &Value) -> bool {
+    let is_stacked = family.names.experts.is_some_and(|experts| experts.is_stacked);
+    is_stacked && described.get("quant_method").is_some_and(|method| method == "mxfp4")
 }
 
 /// Whether the family with this `model_type` has an encoder and a decoder.
@@ -248,6 +270,17 @@ impl ModelConfig {
         Err(Error::invalid(dir.join("config.json"), message))
     }
 
+    /// Rejects a reward model of OpenRLHF whose scores are normalized by numbers in its configuration.
+    pub fn check_rewards(&self, dir: &Path) -> Result<()> {
+        match self.raw.get("normalize_reward") {
+            Some(Value::Bool(true)) => {
+                let message = "`normalize_reward`: expected false, found true: OpenRLHF's `mean` and `std` of scores are not applied here";
+                Err(Error::invalid(dir.join("config.json"), message))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that the model, whose folder is `dir`, reads a text from left to right, so that it has a value per token.
     ///
     /// # Errors
@@ -290,6 +323,8 @@ impl ModelConfig {
         shape.windows.truncate(1);
         // One layer with attention.
         shape.mixing = None;
+        shape.layer_shapes.clear();
+        (shape.layer_inputs, shape.has_layer_scalars) = (None, false);
         // One MLP as wide as the experts of a token.
         (shape.intermediate_size, shape.experts) = (shape.active_width(), None);
         let size = |shape: &Shape| {

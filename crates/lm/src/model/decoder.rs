@@ -1,7 +1,10 @@
 //! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
+mod layer_heads;
+
 use super::batch::StopCheck;
-use super::kv_cache::KvCache;
+use super::kv_cache::{CachedHeads, KvCache};
+use super::layer_inputs::{AllInputs, InputBranch, rows_of};
 use super::layout::{BiasOf, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
@@ -11,10 +14,12 @@ use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
+use super::stacked::Stack;
 use super::state::StateShape;
 use super::{plain, uses_kernels};
 use rlhf_base::rng::Stream;
 use rlhf_base::{Error, Result};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
 
@@ -25,13 +30,18 @@ struct Layer {
     /// A part in the place of attention, which then has no projections.
     mixer: Option<Mixer>,
     qkv: Vec<Linear>,
-    qk_norm: Option<[Norm; 2]>,
+    /// Norms of queries and keys; of queries alone where the keys are another layer's.
+    qk_norm: Vec<Norm>,
     attention_out: Linear,
     mlp_norm: Norm,
     output_norms: Option<[Norm; 2]>,
     mlp: Mlp,
     scores: Scores,
     cross: Option<CrossAttention>,
+    /// The part that reads the layer's own input.
+    input_branch: Option<InputBranch>,
+    /// Factor of the result.
+    scalar: Option<Tensor>,
 }
 
 /// Attention of a decoder's layer to the encoder's hidden states.
@@ -53,6 +63,8 @@ pub(crate) struct Decoder {
     token_types: Option<Tensor>,
     embed_norm: Option<Norm>,
     relative: Option<RelativePositions>,
+    /// Inputs of each layer.
+    layer_inputs: Option<AllInputs>,
     /// Projections from the width of the embeddings to that of the layers, and back.
     project: Option<[Linear; 2]>,
     /// Table of the bias of scores by distance, `[buckets, heads]`.
@@ -92,8 +104,14 @@ struct Pass<'a> {
     attention: Attention<'a>,
     /// Cosines and sines of each of the model's rotary positions.
     rotations: Vec<(Tensor, Tensor)>,
+    /// Factors of the queries by position, `[N, 1]` f32, if one is not 1.
+    query_factors: Option<Tensor>,
     /// The bias of scores by distance, `[rows or 1, heads, queries, keys]` f32.
     bias: Option<Tensor>,
+    /// Inputs of each layer beside its hidden states, `[N, layers, width]` f32.
+    inputs: Option<Tensor>,
+    /// Keys and values of whole sequences that later layers have too, by their layer.
+    keys: HashMap<usize, (Tensor, Tensor)>,
     memory: Option<Memory>,
     dropout: Option<&'a Dropout>,
 }
@@ -108,14 +126,47 @@ struct Memory {
 /// The forward pass of a stack whose layers have backward passes of their own.
 struct StoredLayers {
     /// The input of each layer, its output if that has a graph, and the state of dropout before it.
-    layers: Vec<(Tensor, Option<Tensor>, Option<Vec<Stream>>)>,
+    layers: Vec<(Tensor, Option<LayerOutput>, Option<Vec<Stream>>)>,
     /// The state of dropout before the embedding.
     first_state: Option<Vec<Stream>>,
     /// The output of the last layer, a leaf.
     top: Tensor,
     /// The bias by distance with its graph, and the leaf that the layers have.
     bias: Option<(Tensor, Tensor)>,
+    /// The inputs of all layers with their graph, and the leaf that the layers have.
+    inputs: Option<(Tensor, Tensor)>,
+    /// Leaves of the keys and values that later layers have too.
+    keys: HashMap<usize, (Tensor, Tensor)>,
     memory: Option<Memory>,
+}
+
+/// The hidden states after a layer, with their graph, and keys and values that later layers have too.
+struct LayerOutput {
+    states: Tensor,
+    keys: Option<(Tensor, Tensor)>,
+}
+
+impl LayerOutput {
+    /// The backward pass from the gradient of the hidden states, and from those that `leaves` of keys and values have.
+    fn backward(&self, gradient: &Tensor, leaves: Option<(Tensor, Tensor)>) {
+        let (Some(keys), Some(leaves)) = (&self.keys, leaves) else {
+            return tch_ext::backward(&self.states, gradient);
+        };
+        let product = |x: &Tensor, gradient: &Tensor| (x * gradient).sum(Kind::Float);
+        let mut total = product(&self.states, gradient);
+        for (x, leaf) in [(&keys.0, leaves.0), (&keys.1, leaves.1)] {
+            let gradient = leaf.grad();
+            if gradient.defined() {
+                total += product(x, &gradient);
+            }
+        }
+        tch_ext::backward(&total, &total.ones_like());
+    }
+}
+
+/// A leaf with the values of `x`, which collects its gradient.
+fn leaf_of(x: &Tensor) -> Tensor {
+    x.detach().set_requires_grad(true)
 }
 
 impl Decoder {
@@ -152,6 +203,7 @@ impl Decoder {
         let token_types = token_types.map(|base| table(b, base, shape.token_types, shape.hidden_size)).transpose()?;
         let embed_norm = names.embed_norm.map(|base| Norm::build(b, base, width, shape)).transpose()?;
         let relative = RelativePositions::build(b, shape)?;
+        let layer_inputs = AllInputs::build(shape, names, b, compute)?;
         let project = match names.project.filter(|_| width != shape.hidden_size) {
             None => None,
             Some([inward, outward]) => {
@@ -183,6 +235,7 @@ impl Decoder {
             token_types,
             embed_norm,
             relative,
+            layer_inputs,
             project,
             bias_table,
             layers,
@@ -229,12 +282,13 @@ impl Decoder {
 
     /// The linear layers, which can have adapters.
     pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
-        let Self { encoder, project, layers, .. } = self;
+        let Self { encoder, project, layers, layer_inputs, .. } = self;
         let encoder = encoder.as_deref_mut().map(|encoder| (&mut encoder.project, &mut encoder.layers));
         let stacks = encoder.into_iter().chain([(project, layers)]);
-        stacks.flat_map(|(project, layers)| {
+        let of_stacks = stacks.flat_map(|(project, layers)| {
             project.iter_mut().flatten().chain(layers.iter_mut().flat_map(Layer::linears_mut))
-        })
+        });
+        of_stacks.chain(layer_inputs.iter_mut().map(|inputs| &mut inputs.projection))
     }
 
     /// The encoder, if there is one, and the decoder.
@@ -244,7 +298,8 @@ impl Decoder {
 
     /// The linear layers outside the layers of the stacks.
     pub(crate) fn root_linears(&self) -> impl Iterator<Item = &Linear> {
-        self.stacks().flat_map(|stack| stack.project.iter().flatten())
+        let projections = self.layer_inputs.iter().map(|inputs| &inputs.projection);
+        self.stacks().flat_map(|stack| stack.project.iter().flatten()).chain(projections)
     }
 
     /// All linear layers of the stacks.
@@ -253,9 +308,15 @@ impl Decoder {
         self.root_linears().chain(layers.flat_map(Layer::linears))
     }
 
+    /// The weights of stacked experts.
+    pub(crate) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
+        self.layers.iter_mut().flat_map(|layer| layer.mlp.stacks_mut())
+    }
+
     /// Frees the copies of weights in the dtype of products.
     pub(crate) fn drop_copies(&self) {
         self.linears().for_each(Linear::drop_copies);
+        self.layers.iter().for_each(|layer| layer.mlp.drop_stack_copies());
     }
 
     /// Gathers layer `i`, if its parameters are divided over ranks.
@@ -299,7 +360,9 @@ impl Decoder {
             _ => None,
         };
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
+        let inputs = self.inputs(&layout.tokens, &x, dropout);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
+        pass.inputs = inputs;
         // The bias of long rows is computed in blocks, where no gradient needs it.
         let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
         let bias = (!self.bias_table.as_ref().is_some_and(in_blocks)).then(|| self.bias(layout, 0, layout.width));
@@ -318,6 +381,7 @@ impl Decoder {
         let mut x = self.embed(tokens, &positions, None);
         let distances = self.bias_table.is_some().then(|| cache.distances());
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
+        pass.inputs = self.inputs(tokens, &x, None);
         pass.bias = distances.and_then(|distances| self.bias_at(&distances));
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
@@ -337,6 +401,7 @@ impl Decoder {
         let positions = cache.begin_appended(rows, counts);
         let mut x = self.embed(tokens, &positions, None);
         let mut pass = self.pass(&positions, Attention::Appended(cache), None);
+        pass.inputs = self.inputs(tokens, &x, None);
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, None);
@@ -346,7 +411,7 @@ impl Decoder {
 
     /// Whether [`Decoder::forward_appended`] has all that attention needs: it has no biases by distance and no encoder.
     pub(crate) fn can_append(&self) -> bool {
-        self.encoder.is_none() && self.has_kernel()
+        self.encoder.is_none() && self.has_plain_scores()
     }
 
     /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step. It does not with an encoder and with a bias by
@@ -356,7 +421,7 @@ impl Decoder {
         let constant =
             |layer: &Layer| !layer.mlp.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
         self.encoder.is_none()
-            && self.has_kernel()
+            && self.has_plain_scores()
             && self.shape.rope_switch().is_none()
             && !self.shards.are_params_divided()
             && self.layers.iter().all(constant)
@@ -423,7 +488,8 @@ impl Decoder {
 
     /// Whether layers are computed again in their backward pass.
     fn recomputes(&self, options: BackwardOptions<'_>) -> bool {
-        let has_copies = || self.layers.iter().flat_map(Layer::linears).any(Linear::uses_copies);
+        let uses_copies = |layer: &Layer| layer.linears().any(Linear::uses_copies) || layer.mlp.stacks_use_copies();
+        let has_copies = || self.layers.iter().any(uses_copies);
         options.gradient_checkpointing || (self.shards.releases() && has_copies())
     }
 
@@ -443,6 +509,8 @@ impl Decoder {
         let mut layers = Vec::with_capacity(self.layers.len());
         let first_state = state();
         let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
+        let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), leaf_of(&inputs)));
+        pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
@@ -452,10 +520,15 @@ impl Decoder {
                 self.layer(i, &input, &mut pass, rows)
             };
             x = out.detach();
-            layers.push((input, (!recomputes).then_some(out), state));
+            let keys = pass.keys.remove(&i);
+            if let Some((keys, values)) = &keys {
+                pass.keys.insert(i, (leaf_of(keys), leaf_of(values)));
+            }
+            layers.push((input, (!recomputes).then_some(LayerOutput { states: out, keys }), state));
         }
-        let Pass { bias: leaf, memory, .. } = pass;
-        Ok(StoredLayers { layers, first_state, top: x.set_requires_grad(true), bias: bias.zip(leaf), memory })
+        let Pass { bias: leaf, memory, keys, .. } = pass;
+        let bias = bias.zip(leaf);
+        Ok(StoredLayers { layers, first_state, top: x.set_requires_grad(true), bias, inputs, keys, memory })
     }
 
     /// The backward passes of stored layers, after the one to their `top`. Returns the encoder's hidden states, with their gradient.
@@ -467,26 +540,33 @@ impl Decoder {
     ) -> Result<Option<Memory>> {
         let dropout = options.dropout;
         let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
-        let StoredLayers { mut layers, first_state, top, bias, memory } = stored;
+        let StoredLayers { mut layers, first_state, top, bias, inputs, keys, memory } = stored;
         let (bias, leaf) = bias.unzip();
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
-        (pass.bias, pass.memory) = (leaf, memory);
+        (pass.bias, pass.memory, pass.keys) = (leaf, memory, keys);
+        pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         let mut gradient = top.grad();
         while let Some((x, out, state)) = layers.pop() {
             let i = layers.len();
             let _whole = self.whole_layer(i)?;
             self.shards.lend_gradients(Some(self.first_layer + i))?;
+            // The layers after this one have added to the gradients of its keys and values.
+            let leaves = pass.keys.remove(&i);
             let out = out.unwrap_or_else(|| {
                 restore(state);
-                self.layer(i, &x, &mut pass, rows)
+                let states = self.layer(i, &x, &mut pass, rows);
+                LayerOutput { states, keys: pass.keys.remove(&i) }
             });
-            tch_ext::backward(&out, &gradient);
+            out.backward(&gradient, leaves);
             drop(out);
             gradient = x.grad();
             self.shards.reduce_lent(Some(self.first_layer + i))?;
         }
         if let (Some(bias), Some(leaf)) = (bias.filter(Tensor::requires_grad), &pass.bias) {
             tch_ext::backward(&bias, &leaf.grad());
+        }
+        if let Some((inputs, leaf)) = inputs.filter(|(inputs, _)| inputs.requires_grad()) {
+            tch_ext::backward(&inputs, &leaf.grad());
         }
         restore(first_state);
         let x = self.embed(&layout.tokens, &layout.positions, dropout);
@@ -498,6 +578,11 @@ impl Decoder {
 
     /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
     pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
+        let heads = (0..self.layers.len()).map(|i| {
+            let layer = self.shape.layer_shape(i);
+            CachedHeads { kv_heads: layer.kv_heads, head_dim: layer.head_dim, keys_of: layer.keys_of }
+        });
+        let heads: Vec<CachedHeads> = heads.collect();
         let c = &self.shape;
         let state = |i| {
             c.mixing_of(i).map(|mixing| StateShape {
@@ -506,14 +591,8 @@ impl Decoder {
             })
         };
         let states: Vec<Option<StateShape>> = (0..self.layers.len()).map(state).collect();
-        let mut cache = KvCache::new(
-            &states,
-            rows as i64,
-            capacity as i64,
-            self.shape.num_key_value_heads,
-            self.shape.head_dim,
-            (self.compute, self.embed.device()),
-        )?;
+        let options = (self.compute, self.embed.device());
+        let mut cache = KvCache::new(&heads, &states, rows as i64, capacity as i64, options)?;
         if let Some(switch) = self.shape.rope_switch() {
             cache.keep_tokens(switch)?;
         }
@@ -521,7 +600,31 @@ impl Decoder {
     }
 
     fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
-        Pass { rotations: self.rotations(positions, &attention), attention, bias: None, memory: None, dropout }
+        let rotations = self.rotations(positions, &attention);
+        let query_factors = self.query_factors(positions, &attention);
+        let (bias, inputs, keys, memory) = (None, None, HashMap::new(), None);
+        Pass { attention, rotations, query_factors, bias, inputs, keys, memory, dropout }
+    }
+
+    /// The inputs of each layer beside its hidden states, of `tokens` with the embeddings `x`.
+    fn inputs(&self, tokens: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Option<Tensor> {
+        self.layer_inputs.as_ref().map(|inputs| inputs.of(tokens, x, dropout))
+    }
+
+    /// [`Decoder::inputs`] with the graph of the embeddings.
+    fn inputs_with_graph(&self, layout: &Layout, dropout: Option<&Dropout>) -> Option<Tensor> {
+        self.layer_inputs.as_ref()?;
+        self.inputs(&layout.tokens, &self.embed(&layout.tokens, &layout.positions, dropout), dropout)
+    }
+
+    /// The factors by which queries grow, if there may be a position where they have grown.
+    fn query_factors(&self, positions: &Tensor, attention: &Attention<'_>) -> Option<Tensor> {
+        let most = match attention {
+            Attention::Sequences(layout, _) => layout.width,
+            Attention::Step(cache) | Attention::Appended(cache) => cache.capacity() as i64,
+        };
+        let growth = self.shape.query_growth.filter(|growth| most as f64 > growth.original)?;
+        Some(growth.factors(positions))
     }
 
     /// The bias by distance of `count` queries from `first` on of whole sequences, `[rows or 1, heads, count, width]` f32, with -inf where no key
@@ -545,6 +648,22 @@ impl Decoder {
 
     /// The residual stream after layer `i`.
     fn layer(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
+        let layer = &self.layers[i];
+        let x = self.after_mlp(i, x, pass, rows);
+        let x = match (&layer.input_branch, &pass.inputs) {
+            (Some(branch), Some(inputs)) => {
+                let input = inputs.select(1, i as i64);
+                let rows = rows.filter(|_| i + 1 == self.layers.len() && pass.dropout.is_none());
+                let input = rows.map_or_else(|| input.shallow_clone(), |rows| input.index_select(0, rows));
+                branch.add_to(&x, &input, pass.dropout)
+            }
+            _ => x,
+        };
+        layer.scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar.to_kind(Kind::Float))
+    }
+
+    /// The residual stream after attention and MLP of layer `i`.
+    fn after_mlp(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
         let layer = &self.layers[i];
         let (compute, dropout) = (self.compute, pass.dropout);
         // After the last layer's attention only the selected rows are computed. With dropout all rows are, so that its draws do
@@ -581,13 +700,18 @@ impl Decoder {
                 add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
-                let attended = attend(&layer.input(x, compute));
+                let attended = self.branch(attend(&layer.input(x, compute)));
                 let x = add(&select(x), &attended, None);
                 let x = self.attend_to_encoder(i, x, pass, late);
-                let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
+                let fed = self.branch(layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout));
                 add(&x, &fed, None)
             }
         }
+    }
+
+    /// The result of attention or MLP as it is added to the residual stream.
+    fn branch(&self, x: Tensor) -> Tensor {
+        if self.shape.branch_scale == 1.0 { x } else { x * self.shape.branch_scale }
     }
 
     /// The residual stream after layer `i`'s attention to the encoder's hidden states, at `rows`; `x` in a stack without an encoder.
@@ -640,15 +764,7 @@ impl Decoder {
     }
 
     fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let row = |table: &Tensor, ids: &Tensor| {
-            let rows = if uses_kernels(Kind::Float, table.device()) {
-                tch_ext::embedding(table, ids)
-            } else {
-                Tensor::embedding(table, ids, -1, false, false)
-            };
-            rows.to_kind(Kind::Float)
-        };
-        let mut x = row(&self.embed, tokens);
+        let mut x = rows_of(&self.embed, tokens);
         if self.shape.embedding_scale != 1.0 {
             x *= self.shape.embedding_scale;
         }
@@ -656,7 +772,7 @@ impl Decoder {
             x = inward.forward_dropping(&x, dropout).to_kind(Kind::Float);
         }
         if let Some(table) = &self.positions {
-            x += row(table, &(positions + self.shape.position_offset));
+            x += rows_of(table, &(positions + self.shape.position_offset));
         }
         if let Some(table) = &self.token_types {
             x += table.get(0).to_kind(Kind::Float);
@@ -695,10 +811,18 @@ impl Decoder {
             projections[0] = parts[0].flatten(1, 2);
             parts[1].flatten(1, 2)
         });
-        let projections: Vec<Tensor> = projections.into_iter().map(in_all).collect();
-        let has_kernel = self.has_kernel() && (layer.scores.causal || layer.scores.window.is_none());
+        let mut projections: Vec<Tensor> = projections.into_iter().map(in_all).collect();
+        if let Some(factors) = &pass.query_factors {
+            // A rotation of grown queries is grown as much.
+            projections[0] = (&projections[0] * factors).to_kind(self.compute);
+        }
+        let scores = &layer.scores;
+        let has_kernel =
+            self.has_plain_scores() && scores.sinks.is_none() && (scores.causal || scores.window.is_none());
         let is_appended = matches!(pass.attention, Attention::Appended(_));
-        let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel && !is_appended {
+        let attended = if !self.shape.layer_shapes.is_empty() {
+            self.attend_by_layer(index, layer, &projections, pass)
+        } else if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel && !is_appended {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
@@ -710,8 +834,8 @@ impl Decoder {
         gate.map_or_else(|| attended.shallow_clone(), |gate| &attended * gate.sigmoid())
     }
 
-    /// Whether kernels may compute the self-attention: they add nothing to the scores.
-    fn has_kernel(&self) -> bool {
+    /// Whether nothing is added to the scores of self-attention.
+    fn has_plain_scores(&self) -> bool {
         self.relative.is_none() && self.bias_table.is_none()
     }
 
@@ -725,10 +849,10 @@ impl Decoder {
         let rotation = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
         let c = &self.shape;
         assert!(
-            layer.qk_norm.is_none() || projections.len() == 3,
+            layer.qk_norm.is_empty() || projections.len() == 3,
             "a norm of queries and keys needs separate projections"
         );
-        for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
+        for (norm, x) in layer.qk_norm.iter().zip(&mut projections) {
             *x = norm.forward_heads(x, self.compute);
         }
         let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
@@ -764,9 +888,9 @@ impl Decoder {
             }
             (separate, _) => three(separate.iter().map(|x| x.view([-1, x.size()[1] / head_dim, head_dim])).collect()),
         };
-        let (q, k) = match &layer.qk_norm {
-            None => (q, k),
-            Some([q_norm, k_norm]) => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
+        let (q, k) = match layer.qk_norm.as_slice() {
+            [q_norm, k_norm] => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
+            _ => (q, k),
         };
         let (q, k) = match angles.filter(|_| !together) {
             None => (q, k),
@@ -774,8 +898,8 @@ impl Decoder {
         };
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
         match &mut pass.attention {
-            Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, (&k, &v), pass.bias.as_ref()),
-            Attention::Appended(cache) => cache.attend_appended(index, &layer.scores, &q, (&k, &v)),
+            Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, Some(&(k, v)), pass.bias.as_ref()),
+            Attention::Appended(cache) => cache.attend_appended(index, &layer.scores, &q, Some(&(k, v))),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
@@ -815,7 +939,9 @@ struct WholeLayer<'a> {
 impl Drop for WholeLayer<'_> {
     fn drop(&mut self) {
         if self.decoder.shards.releases() {
-            self.decoder.layers[self.i].linears().for_each(Linear::drop_copies);
+            let layer = &self.decoder.layers[self.i];
+            layer.linears().for_each(Linear::drop_copies);
+            layer.mlp.drop_stack_copies();
         }
     }
 }
@@ -829,82 +955,168 @@ impl Layer {
     fn linears(&self) -> impl Iterator<Item = &Linear> {
         let cross = self.cross.iter().flat_map(|cross| cross.qkv.iter().chain([&cross.out]));
         let mixer = self.mixer.iter().flat_map(Mixer::linears);
-        mixer.chain(&self.qkv).chain([&self.attention_out]).chain(cross).chain(self.mlp.linears())
+        let branch = self.input_branch.iter().flat_map(InputBranch::linears);
+        let own = mixer.chain(&self.qkv).chain([&self.attention_out]);
+        own.chain(cross).chain(self.mlp.linears()).chain(branch)
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         let cross = self.cross.iter_mut().flat_map(|cross| cross.qkv.iter_mut().chain([&mut cross.out]));
         let mixer = self.mixer.iter_mut().flat_map(Mixer::linears_mut);
-        mixer.chain(&mut self.qkv).chain([&mut self.attention_out]).chain(cross).chain(self.mlp.linears_mut())
+        let branch = self.input_branch.iter_mut().flat_map(InputBranch::linears_mut);
+        let own = mixer.chain(&mut self.qkv).chain([&mut self.attention_out]);
+        own.chain(cross).chain(self.mlp.linears_mut()).chain(branch)
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
-        let (hidden, std) = (shape.hidden_size, shape.initializer_range);
-        let (heads_width, kv_width) =
-            (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-        // GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
-        let depth = if shape.scale_residual_init { 2.0 * shape.num_hidden_layers as f64 } else { 1.0 };
-        let residual_std = std / depth.sqrt();
-        let at = |name: &str| format!("{}.{i}.{name}", names.layers);
-        let norm = |b: &mut Builder<'_>, name: &str, width: i64| Norm::build(b, &at(name), width, shape);
-        let linear = |b: &mut Builder<'_>, name: &str, widths: [i64; 2], bias: bool, std: f64| {
-            let [width_in, width_out] = widths;
-            let std = if shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
-            let shape = LinearShape { width_in, width_out, bias, transposed: names.transposed, std };
-            Linear::build(b, &at(name), shape, compute)
-        };
-        // T5 initializes queries with a smaller deviation, as it does not scale scores.
-        let query_std = if shape.scale_init_by_width { std / (shape.head_dim as f64).sqrt() } else { std };
-        let two_norms = |b: &mut Builder<'_>, [first, second]: [&str; 2], widths: [i64; 2]| -> Result<[Norm; 2]> {
-            Ok([norm(b, first, widths[0])?, norm(b, second, widths[1])?])
-        };
-
+        let parts = LayerParts { i, shape, names, compute };
+        let (hidden, own) = (shape.hidden_size, shape.layer_shape(i));
+        let (at, heads_width) = (|name: &str| parts.at(name), parts.heads_width());
         let has_norm = i > 0 || shape.first_norm;
-        let input_norm = has_norm.then(|| norm(b, names.input_norm, hidden)).transpose()?;
+        let input_norm = has_norm.then(|| parts.norm(b, names.input_norm, hidden)).transpose()?;
         let mixing = shape.mixing_of(i).zip(names.mixing.as_ref());
         let mixer = mixing.map(|(mixing, names)| Mixer::build(mixing, names, &at, shape, (&mut *b, compute)));
         let mixer = mixer.transpose()?;
-        let queries_width = if shape.attention_gate { 2 * heads_width } else { heads_width };
-        let parts = match &names.qkv {
-            _ if mixer.is_some() => Vec::new(),
-            Qkv::Separate([q, k, v]) => vec![(*q, queries_width, query_std), (*k, kv_width, std), (*v, kv_width, std)],
-            Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
-        };
-        let qkv = parts.into_iter().map(|(name, width, std)| linear(b, name, [hidden, width], shape.qkv_bias, std));
-        let qkv = qkv.collect::<Result<_>>()?;
-        let qk_norm = match names.qk_norm.filter(|_| mixer.is_none()) {
-            None => None,
-            Some(QkNorm::ByHead(names)) => Some(two_norms(b, names, [shape.head_dim; 2])?),
-            Some(QkNorm::Whole(names)) => Some(two_norms(b, names, [heads_width, kv_width])?),
-        };
+        let (qkv, qk_norm) =
+            if mixer.is_some() { (Vec::new(), Vec::new()) } else { (parts.qkv(b)?, parts.qk_norm(b)?) };
+        if own.keys_of.is_some() {
+            // Published files have them; transformers ignores them too.
+            for name in ["k_proj", "v_proj", "k_norm", "v_norm"] {
+                b.allow(&at(&format!("self_attn.{name}.weight")));
+            }
+        }
         let (out, out_width, out_bias) = match mixing {
             None => (names.attention_out, heads_width, shape.attention_out_bias),
             Some((mixing, names)) => (names.out, mixing.width_out(hidden), mixing.out_bias()),
         };
-        let attention_out = linear(b, out, [out_width, hidden], out_bias, residual_std)?;
-        let cross = match names.cross {
-            None => None,
-            Some(CrossNames { norm: name, qkv: [q, k, v], out }) => {
-                let (width, bias) = (heads_width, shape.qkv_bias);
-                let norm = norm(b, name, hidden)?;
-                let queries = linear(b, q, [hidden, width], bias, query_std)?;
-                let qkv =
-                    [queries, linear(b, k, [hidden, width], bias, std)?, linear(b, v, [hidden, width], bias, std)?];
-                let out = linear(b, out, [width, hidden], shape.attention_out_bias, residual_std)?;
-                let scores = Scores { scale: shape.attention_scale, softcap: None, window: None, causal: false };
-                Some(CrossAttention { norm, qkv, out, scores })
-            }
-        };
-        let mlp_norm = norm(b, names.mlp_norm, hidden)?;
-        let output_norms = names.output_norms.map(|names| two_norms(b, names, [hidden; 2])).transpose()?;
-        let mlp = Mlp::build(i, shape, names, b, (compute, residual_std))?;
+        let attention_out = parts.linear(b, out, [out_width, hidden], out_bias, parts.residual_std())?;
+        let sinks = names.sinks.filter(|_| shape.has_sinks);
+        let (of_heads, init) = ([shape.num_attention_heads], Init::Normal(shape.initializer_range));
+        let sinks = sinks.map(|name| b.tensor(at(name), &of_heads, init, true)).transpose()?;
+        let cross = names.cross.map(|names| parts.cross(b, names)).transpose()?;
+        let mlp_norm = parts.norm(b, names.mlp_norm, hidden)?;
+        let output_norms = names.output_norms.map(|names| parts.two_norms(b, names, [hidden; 2])).transpose()?;
+        let mlp = Mlp::build(i, shape, names, b, (compute, parts.residual_std()))?;
         let scores = Scores {
             scale: shape.attention_scale,
             softcap: shape.attention_softcap,
             window: shape.windows[i],
             causal: shape.causal,
+            sinks,
         };
-        Ok(Self { input_norm, mixer, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp, scores, cross })
+        let input_branch = InputBranch::build(shape, names, at, b, compute)?;
+        let scalar = names.layer_scalar.filter(|_| shape.has_layer_scalars);
+        let scalar = scalar.map(|name| b.buffer(at(name), &[1], Init::Ones)).transpose()?;
+        Ok(Self {
+            input_norm,
+            mixer,
+            qkv,
+            qk_norm,
+            attention_out,
+            mlp_norm,
+            output_norms,
+            mlp,
+            scores,
+            cross,
+            input_branch,
+            scalar,
+        })
+    }
+}
+
+/// The names and sizes of the parts of layer `i`, which builds them.
+#[derive(Clone, Copy)]
+struct LayerParts<'a> {
+    i: usize,
+    shape: &'a Shape,
+    names: &'a Names,
+    compute: Kind,
+}
+
+impl LayerParts<'_> {
+    fn at(self, name: &str) -> String {
+        format!("{}.{}.{name}", self.names.layers, self.i)
+    }
+
+    /// Width of all queries.
+    fn heads_width(self) -> i64 {
+        self.shape.num_attention_heads * self.shape.layer_shape(self.i).head_dim
+    }
+
+    /// Width of all keys.
+    fn kv_width(self) -> i64 {
+        let own = self.shape.layer_shape(self.i);
+        own.kv_heads * own.head_dim
+    }
+
+    /// GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
+    fn residual_std(self) -> f64 {
+        let depth = if self.shape.scale_residual_init { 2.0 * self.shape.num_hidden_layers as f64 } else { 1.0 };
+        self.shape.initializer_range / depth.sqrt()
+    }
+
+    /// T5 initializes queries with a smaller deviation, as it does not scale scores.
+    fn query_std(self) -> f64 {
+        let (std, by_width) = (self.shape.initializer_range, self.shape.scale_init_by_width);
+        if by_width { std / (self.shape.head_dim as f64).sqrt() } else { std }
+    }
+
+    fn norm(self, b: &mut Builder<'_>, name: &str, width: i64) -> Result<Norm> {
+        Norm::build(b, &self.at(name), width, self.shape)
+    }
+
+    fn two_norms(self, b: &mut Builder<'_>, [first, second]: [&str; 2], widths: [i64; 2]) -> Result<[Norm; 2]> {
+        Ok([self.norm(b, first, widths[0])?, self.norm(b, second, widths[1])?])
+    }
+
+    fn linear(self, b: &mut Builder<'_>, name: &str, widths: [i64; 2], bias: bool, std: f64) -> Result<Linear> {
+        let [width_in, width_out] = widths;
+        let std = if self.shape.scale_init_by_width { std / (width_in as f64).sqrt() } else { std };
+        let shape = LinearShape { width_in, width_out, bias, transposed: self.names.transposed, std };
+        Linear::build(b, &self.at(name), shape, self.compute)
+    }
+
+    /// The projections of queries, keys and values; those of the last two are missing where they are another layer's, or one for both.
+    fn qkv(self, b: &mut Builder<'_>) -> Result<Vec<Linear>> {
+        let (own, std) = (self.shape.layer_shape(self.i), self.shape.initializer_range);
+        let (heads_width, kv_width) = (self.heads_width(), self.kv_width());
+        let queries_width = if self.shape.attention_gate { 2 * heads_width } else { heads_width };
+        let parts = match &self.names.qkv {
+            Qkv::Separate([q, k, v]) => {
+                let mut parts = vec![(*q, queries_width, self.query_std()), (*k, kv_width, std), (*v, kv_width, std)];
+                parts.truncate(if own.keys_of.is_some() { 1 } else { 3 - usize::from(own.values_are_keys) });
+                parts
+            }
+            Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
+        };
+        let (hidden, bias) = (self.shape.hidden_size, self.shape.qkv_bias);
+        parts.into_iter().map(|(name, width, std)| self.linear(b, name, [hidden, width], bias, std)).collect()
+    }
+
+    /// The norms of queries and keys.
+    fn qk_norm(self, b: &mut Builder<'_>) -> Result<Vec<Norm>> {
+        let own = self.shape.layer_shape(self.i);
+        Ok(match self.names.qk_norm {
+            None => Vec::new(),
+            Some(QkNorm::ByHead([q, _])) if own.keys_of.is_some() => vec![self.norm(b, q, own.head_dim)?],
+            Some(QkNorm::ByHead(names)) => self.two_norms(b, names, [own.head_dim; 2])?.into(),
+            Some(QkNorm::Whole(names)) => self.two_norms(b, names, [self.heads_width(), self.kv_width()])?.into(),
+        })
+    }
+
+    /// The attention to the encoder's hidden states.
+    fn cross(self, b: &mut Builder<'_>, names: CrossNames) -> Result<CrossAttention> {
+        let CrossNames { norm, qkv: [q, k, v], out } = names;
+        let (hidden, std) = (self.shape.hidden_size, self.shape.initializer_range);
+        let (width, bias) = (self.heads_width(), self.shape.qkv_bias);
+        let norm = self.norm(b, norm, hidden)?;
+        let queries = self.linear(b, q, [hidden, width], bias, self.query_std())?;
+        let mut other = |name: &str| self.linear(b, name, [hidden, width], bias, std);
+        let qkv = [queries, other(k)?, other(v)?];
+        let out = self.linear(b, out, [width, hidden], self.shape.attention_out_bias, self.residual_std())?;
+        let scores =
+            Scores { scale: self.shape.attention_scale, softcap: None, window: None, causal: false, sinks: None };
+        Ok(CrossAttention { norm, qkv, out, scores })
     }
 }
 

@@ -53,6 +53,8 @@ enum TensorRole {
     Score,
     /// Embeddings and norms.
     Other,
+    /// Never trained.
+    Fixed,
 }
 
 #[derive(Debug, Clone)]
@@ -281,6 +283,9 @@ impl ModelSizes {
             match base {
                 _ if lora::is_head(name) => TensorRole::Score,
                 base if products.contains_key(base) || name == names.lm_head => TensorRole::Product,
+                _ if names.experts.is_some_and(|experts| experts.is_stack(name.trim_end_matches("_bias"))) => {
+                    TensorRole::Product
+                }
                 base if base == names.embed && tied => TensorRole::TiedEmbedding,
                 _ => TensorRole::Other,
             }
@@ -291,7 +296,7 @@ impl ModelSizes {
             is_embedding: param.embedding,
             kind: param.tensor.kind(),
             layer: decoder.layer_of(&param.name),
-            role: role(&param.name),
+            role: if param.fixed { TensorRole::Fixed } else { role(&param.name) },
             name: param.name,
         });
         let tensors: Vec<TensorSize> = tensors.collect();
@@ -556,9 +561,17 @@ impl ModelSizes {
                 _ => all,
             }
         };
-        let layers = self.linears.iter().filter(|linear| !self.reads_source(linear)).map(count).sum();
+        let layers: usize = self.linears.iter().filter(|linear| !self.reads_source(linear)).map(count).sum();
+        let layers = layers + self.stacked_products();
         let head = if self.is_classifier { 1 } else { self.config.vocab_size };
         [layers, (head * self.config.embedding_size) as usize]
+    }
+
+    /// Number of multiplications of a token in the products of stacked experts.
+    fn stacked_products(&self) -> usize {
+        let Some(shape) = self.config.experts.as_ref().filter(|shape| shape.clamped.is_some()) else { return 0 };
+        let layers = shape.layers.iter().filter(|has_experts| **has_experts).count();
+        layers * (3 * shape.chosen * shape.intermediate_size * self.config.hidden_size) as usize
     }
 
     /// Activations of a forward and backward pass over `tokens`, with an adapter of these settings and dropout before it if `drops`.
@@ -661,8 +674,8 @@ impl ModelSizes {
         let narrow = kind < 4;
         let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
         let (hidden, inner) = (c.hidden_size as f64, c.active_width() as f64);
-        let (heads, dim) = (c.num_attention_heads as f64, c.head_dim as f64);
-        let (queries, keys) = (heads * dim, c.num_key_value_heads as f64 * dim);
+        let heads = c.num_attention_heads as f64;
+        let [queries, keys] = c.mean_widths();
         // Mean and scale of each row are stored beside its result.
         let norms = 2.0 * n * (hidden * kind + 8.0);
         let streams = match c.order {
@@ -699,7 +712,7 @@ impl ModelSizes {
         let c = &self.config;
         let kind = compute.elt_size_in_bytes() as f64;
         let (n, m) = (tokens.computed as f64, tokens.attended as f64);
-        let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
+        let width = 2.0 * c.mean_widths().iter().sum::<f64>();
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
         let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
         let of_mixing =
@@ -722,9 +735,13 @@ impl ModelSizes {
     /// Bytes of the keys and values of `rows` rows of `capacity` tokens, and of the states of layers without them.
     pub fn cache_bytes(&self, rows: usize, capacity: usize, compute: Kind) -> usize {
         let c = &self.config;
-        let width = c.num_key_value_heads as f64 * c.head_dim as f64 * compute.elt_size_in_bytes() as f64;
-        let of_attention = 2.0 * c.attention_layers() as f64 * capacity as f64 * width;
-        let of_state = c.mixing.map_or(0, |mixing| mixing.state_bytes(c.hidden_size, compute.elt_size_in_bytes()));
+        let width = compute.elt_size_in_bytes();
+        let layers = if c.layer_shapes.is_empty() { 0..1 } else { 0..c.layer_shapes.len() };
+        let of_own = layers.map(|i| c.layer_shape(i)).filter(|layer| layer.keys_of.is_none());
+        let widths = of_own.map(|layer| layer.kv_heads as f64 * layer.head_dim as f64).sum::<f64>();
+        let widths = if c.layer_shapes.is_empty() { widths * c.attention_layers() as f64 } else { widths };
+        let of_attention = 2.0 * capacity as f64 * widths * width as f64;
+        let of_state = c.mixing.map_or(0, |mixing| mixing.state_bytes(c.hidden_size, width));
         let states = (c.num_hidden_layers - c.attention_layers()) as f64 * of_state as f64;
         bounded(rows as f64 * (of_attention + states))
     }
@@ -746,7 +763,7 @@ struct SourceBytes {
 impl Holding<'_> {
     fn trains(self, role: TensorRole) -> bool {
         match self {
-            Self::Trained(_) | Self::TrainedInBf16(_) => true,
+            Self::Trained(_) | Self::TrainedInBf16(_) => role != TensorRole::Fixed,
             Self::Adapted(_) => role == TensorRole::Score,
             Self::Frozen(_) | Self::FrozenInBf16(_) => false,
         }
@@ -785,7 +802,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 18] = [
+    const LMS: [&str; 23] = [
         "qwen3_next",
         "lfm2",
         "qwen3_5",
@@ -801,6 +818,11 @@ mod tests {
         "smollm3",
         "olmo2",
         "qwen3_moe",
+        "granite",
+        "ministral3",
+        "gpt_oss",
+        "gemma4",
+        "gemma4_full",
         "t5",
         "t5_v11",
         "bart",

@@ -2,6 +2,11 @@
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
+mod gemma4;
+mod gpt_oss;
+mod granite;
+mod ministral3;
+
 use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
 use super::rope::{ROPE, RopeKeys};
 use super::shape::{
@@ -116,6 +121,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 inputs: ["gate_proj", "up_proj"],
                 out: "down_proj",
                 shared: None,
+                is_stacked: false,
             }),
             ..LLAMA
         },
@@ -132,6 +138,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 inputs: ["w1", "w3"],
                 out: "w2",
                 shared: None,
+                is_stacked: false,
             }),
             ..LLAMA
         },
@@ -215,6 +222,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 inputs: ["gate_proj", "up_proj"],
                 out: "down_proj",
                 shared: Some(["mlp.shared_expert", "mlp.shared_expert_gate"]),
+                is_stacked: false,
             }),
             ..QWEN3_5
         },
@@ -232,6 +240,10 @@ pub(crate) static FAMILIES: &[Family] = &[
             ..LLAMA
         },
     },
+    gemma4::GEMMA4,
+    granite::GRANITE,
+    gpt_oss::GPT_OSS,
+    ministral3::MINISTRAL3,
     Family {
         name: "bert",
         causal_lm_class: None,
@@ -539,8 +551,11 @@ const LLAMA: Names = Names {
     qk_norm: None,
     attention_out: "self_attn.o_proj",
     mixing: None,
+    sinks: None,
     mlp_norm: "post_attention_layernorm",
     output_norms: None,
+    layer_inputs: None,
+    layer_scalar: None,
     mlp_in: MlpIn::Gated(["mlp.gate_proj", "mlp.up_proj"]),
     mlp_out: "mlp.down_proj",
     experts: None,
@@ -818,6 +833,7 @@ fn qwen3_moe(f: &Fields<'_>) -> Result<Shape> {
         normalized: f.flag("norm_topk_prob", false)?,
         shared: None,
         layers: (0..layers).map(|layer| !dense.contains(&layer) && (layer + 1) % step == 0).collect(),
+        clamped: None,
     };
     let bias = f.flag("attention_bias", false)?;
     // All layers have the window, whatever `max_window_layers`.
@@ -850,6 +866,7 @@ fn mixtral(f: &Fields<'_>) -> Result<Shape> {
         normalized: true,
         shared: None,
         layers: vec![true; layers],
+        clamped: None,
     };
     let window = f.window("sliding_window", None)?;
     Ok(Shape { experts: Some(experts), windows: vec![window; layers], ..shape })
@@ -1134,6 +1151,7 @@ fn qwen3_next(f: &Fields<'_>) -> Result<Shape> {
         intermediate_size: f.size("moe_intermediate_size", 512)?,
         normalized: f.flag("norm_topk_prob", true)?,
         shared: Some(f.size("shared_expert_intermediate_size", 512)?),
+        clamped: None,
         layers: (0..shape.num_hidden_layers).map(|i| !dense.contains(&i) && (i + 1) % step == 0).collect(),
     };
     Ok(Shape { experts: (count > 0 && experts.layers.contains(&true)).then_some(experts), ..shape })

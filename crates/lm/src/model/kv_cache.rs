@@ -15,21 +15,34 @@ const LEAST_RECORDED: i64 = 8;
 /// Bytes of a GPU that must be free for a recording: it cannot take memory that libtorch holds for other uses.
 const FREE_TO_RECORD: usize = 512 << 20;
 
+/// Heads of a layer's keys and values, and the layer that they belong to.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CachedHeads {
+    /// Number of key heads.
+    pub kv_heads: i64,
+    /// Width of a head.
+    pub head_dim: i64,
+    /// The earlier layer whose keys and values this one has.
+    pub keys_of: Option<usize>,
+}
+
 /// The keys and values of the rows that are decoded, preallocated.
 ///
-/// Each layer's keys and values are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
+/// The keys and values of each layer that has its own are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
 pub struct KvCache {
     /// Without positions in layers that have a state.
     layers: Vec<(Tensor, Tensor)>,
     /// The states of layers that have one in the place of keys and values.
     states: States,
+    /// Place in `layers` of each layer of the model.
+    of_layers: Vec<usize>,
+    /// Number and width of the heads of each of `layers`.
+    heads: Vec<[i64; 2]>,
     /// Number of filled positions of each row.
     lens: Vec<i64>,
     /// The same on the device, `[rows]` i64, from the first step on; each step increments it there, so that nothing is copied.
     filled: Option<Tensor>,
     capacity: i64,
-    kv_heads: i64,
-    head_dim: i64,
     device: Device,
     /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
     places: Option<Tensor>,
@@ -181,21 +194,28 @@ fn has_memory_to_record(device: usize) -> bool {
 }
 
 impl KvCache {
-    /// Creates a cache without positions; `states` has the sizes of the state of each layer that has one.
+    /// Creates a cache without positions for the layers with these heads; `states` has the sizes of the state of each layer that has one in
+    /// their place.
     pub(super) fn new(
+        heads_of_layers: &[CachedHeads],
         states: &[Option<StateShape>],
         rows: i64,
         capacity: i64,
-        kv_heads: i64,
-        head_dim: i64,
         options: (Kind, Device),
     ) -> Result<Self> {
         let capacity = positions_for(capacity as usize, options.1) as i64;
         // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
-        let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
+        let empty = |width: i64| Tensor::f_zeros([rows.saturating_mul(capacity), width], options);
         let none = || Tensor::zeros([rows, 0], options);
-        let of = |state: &Option<StateShape>| Ok(if state.is_some() { (none(), none()) } else { (empty()?, empty()?) });
-        let layers = states.iter().map(of).collect::<Result<_>>()?;
+        let (mut layers, mut heads, mut of_layers): (Vec<_>, Vec<_>, Vec<usize>) = (Vec::new(), Vec::new(), Vec::new());
+        for (CachedHeads { kv_heads, head_dim, keys_of }, state) in heads_of_layers.iter().zip(states) {
+            of_layers.push(keys_of.map_or(layers.len(), |of| of_layers[of]));
+            if keys_of.is_none() {
+                let width = kv_heads * head_dim;
+                layers.push(if state.is_some() { (none(), none()) } else { (empty(width)?, empty(width)?) });
+                heads.push([*kv_heads, *head_dim]);
+            }
+        }
         let states = States::new(states, rows, options)?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         let (filled, places, step, history, source) = (None, None, None, None, None);
@@ -205,9 +225,9 @@ impl KvCache {
             states,
             lens,
             filled,
+            of_layers,
+            heads,
             capacity,
-            kv_heads,
-            head_dim,
             device,
             places,
             step,
@@ -312,7 +332,7 @@ impl KvCache {
 
     /// A layer's part of the cache, for a kernel that fills it.
     pub fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
-        let (keys, values) = &mut self.layers[layer];
+        let (keys, values) = &mut self.layers[self.of_layers[layer]];
         tch_ext::Cache { keys, values, capacity: self.capacity }
     }
 
@@ -382,17 +402,21 @@ impl KvCache {
         on_device(&positions, self.device)
     }
 
-    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim].
+    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim]. `own`: keys and values,
+    /// unless the layer has those of another.
     pub fn attend_appended(
         &mut self,
         layer: usize,
         scores: &Scores,
         queries: &Tensor,
-        (keys, values): (&Tensor, &Tensor),
+        own: Option<&(Tensor, Tensor)>,
     ) -> Tensor {
         let places = self.places.as_ref().expect("tokens are appended").shallow_clone();
-        self.write(layer, &places, keys, values);
-        let (kv_heads, head_dim) = (self.kv_heads, self.head_dim);
+        if let Some((keys, values)) = own {
+            self.write(layer, &places, keys, values);
+        }
+        let layer = self.of_layers[layer];
+        let [kv_heads, head_dim] = self.heads[layer];
         let group = queries.size()[1] / kv_heads;
         let counts: Vec<i64> = self.appended.iter().map(|of| of.count).collect();
         let rows = self.appended.iter().zip(queries.split_with_sizes(&counts, 0)).map(|(of, queries)| {
@@ -507,7 +531,8 @@ impl KvCache {
         }
     }
 
-    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim].
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `own`: its key
+    /// and value, unless the layer has those of another.
     ///
     /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
     pub fn attend_step(
@@ -515,19 +540,22 @@ impl KvCache {
         layer: usize,
         scores: &Scores,
         queries: &Tensor,
-        (keys, values): (&Tensor, &Tensor),
+        own: Option<&(Tensor, Tensor)>,
         bias: Option<&Tensor>,
     ) -> Tensor {
         let mut step = self.step.take().unwrap_or_else(|| self.new_step());
-        self.write(layer, &step.places, keys, values);
+        if let Some((keys, values)) = own {
+            self.write(layer, &step.places, keys, values);
+        }
+        let layer = self.of_layers[layer];
+        let [kv_heads, head_dim] = self.heads[layer];
         let rows = self.lens.len() as i64;
         let width = bias.map_or(step.width, |bias| bias.size()[3]);
-        let view = |cache: &Tensor| {
-            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, width).transpose(1, 2)
-        };
+        let view =
+            |cache: &Tensor| cache.view([rows, self.capacity, kv_heads, head_dim]).narrow(1, 0, width).transpose(1, 2);
         let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
         // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
-        let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
+        let grouped = queries.reshape([rows, kv_heads, -1, head_dim]);
         let window = scores.window.filter(|&window| window < step.width);
         let mask = match bias {
             Some(bias) => bias.to_kind(keys.kind()),
@@ -544,6 +572,8 @@ impl KvCache {
         Self {
             layers: layers.collect(),
             states: self.states.shallow_clone(),
+            of_layers: self.of_layers.clone(),
+            heads: self.heads.clone(),
             lens: self.lens.clone(),
             // Each increments its own.
             filled: self.filled.as_ref().map(Tensor::copy),
@@ -581,7 +611,7 @@ impl KvCache {
     }
 
     fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {
-        let (all_keys, all_values) = &mut self.layers[layer];
+        let (all_keys, all_values) = &mut self.layers[self.of_layers[layer]];
         let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
         let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
     }
@@ -615,7 +645,7 @@ mod tests {
         // f16 has no kernels, which attend to a row's own positions: libtorch's operations are used, as on a GPU.
         let options = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
         // Windows of 4 and 8 positions, a soft cap, learned and rotary positions.
-        for name in ["gemma2", "gemma3", "gpt2", "gpt_neox", "mistral", "lfm2", "qwen3_5"] {
+        for name in ["gemma2", "gemma3", "gemma4", "gpt2", "gpt_neox", "gpt_oss", "mistral", "lfm2", "qwen3_5"] {
             let model = golden_model(name, options);
             let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14]];
             let of = |multiple: i64| {
@@ -642,6 +672,8 @@ mod tests {
             ("qwen3_5", Kind::Float),
             ("qwen3_5", Kind::Half),
             ("qwen3_next", Kind::Float),
+            ("gpt_oss", Kind::Float),
+            ("ministral3", Kind::Float),
         ] {
             let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
             let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
@@ -706,7 +738,9 @@ mod tests {
             "gpt_neox",
             "gemma2",
             "gemma3",
+            "granite",
             "llama_dynamic",
+            "ministral3",
             "mistral",
             "olmo2",
             "opt",
@@ -717,7 +751,7 @@ mod tests {
             assert!(recordable(name), "{name}");
         }
         // Angles that change with the length, experts, encoders.
-        for name in ["phi3_long", "mixtral", "qwen3_moe", "qwen3_next", "t5", "bart"] {
+        for name in ["phi3_long", "mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "t5", "bart"] {
             assert!(!recordable(name), "{name}");
         }
     }

@@ -41,7 +41,7 @@ fn queries_of_block(width: i64, scores: i64) -> Option<i64> {
 pub(crate) type BiasOf<'a> = &'a dyn Fn(i64, i64) -> Tensor;
 
 /// Settings of a layer's attention scores.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Scores {
     /// Factor of the products of queries and keys.
     pub scale: f64,
@@ -51,12 +51,14 @@ pub struct Scores {
     pub window: Option<i64>,
     /// Whether a token attends only to itself and the tokens before it.
     pub causal: bool,
+    /// A score of each query head that its softmax counts beside those of the keys, `[heads]`.
+    pub sinks: Option<Tensor>,
 }
 
 impl Scores {
-    /// The settings in the kernels' form.
+    /// The settings in the kernels' form, which knows no sinks.
     pub fn kernel(&self, heads: i64, kv_heads: i64, head_dim: i64, by_head: bool) -> tch_ext::Attention {
-        let Scores { scale, softcap, window, causal } = *self;
+        let Scores { scale, softcap, window, causal, .. } = *self;
         tch_ext::Attention { heads, kv_heads, head_dim, scale, softcap, window, causal, by_head }
     }
 
@@ -65,6 +67,10 @@ impl Scores {
     /// `mask` comes from [`mask_of`] and broadcasts to [rows, heads, queries, keys]; without it a query attends to all keys, or with
     /// `causal` to those up to its position.
     pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool) -> Tensor {
+        if let Some(sinks) = &self.sinks {
+            let scores = q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * self.scale;
+            return weighted_beside_sinks(scores, mask, sinks, v);
+        }
         let Some(cap) = self.softcap else {
             return Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, causal, Some(self.scale), false);
         };
@@ -81,6 +87,21 @@ fn weighted_sum(scores: Tensor, mask: Option<&Tensor>, v: &Tensor) -> Tensor {
         None => scores,
     };
     scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
+}
+
+/// [`weighted_sum`] where each softmax has the score of its head's sink too, `sinks` `[heads]`. Query heads that share a key head may lie
+/// among its queries, head after head.
+fn weighted_beside_sinks(scores: Tensor, mask: Option<&Tensor>, sinks: &Tensor, v: &Tensor) -> Tensor {
+    let scores = match mask {
+        Some(mask) => scores + mask,
+        None => scores,
+    };
+    let (rows, heads, queries, keys) = scores.size4().expect("[rows, heads, queries, keys]");
+    let group = sinks.size()[0] / heads;
+    let of_queries = sinks.to_kind(Kind::Float).view([1, heads, group, 1]);
+    let of_queries = of_queries.expand([rows, heads, group, queries / group], false).reshape([rows, heads, queries, 1]);
+    let weights = Tensor::cat(&[scores, of_queries], -1).softmax(-1, Kind::Float).narrow(-1, 0, keys);
+    weights.to_kind(v.kind()).matmul(v)
 }
 
 /// Scores of relative positions in one layer (DeBERTa); P rows of position embeddings.
@@ -140,6 +161,7 @@ fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> 
     // For single tokens it reorders the heads, which its backward pass does not account for.
     matches!(kind, Kind::Half | Kind::BFloat16)
         && scores.softcap.is_none()
+        && scores.sinks.is_none()
         && (scores.causal || scores.window.is_none())
         && head_dim % 8 == 0
         && head_dim <= 256
@@ -432,7 +454,8 @@ impl Layout {
             let shape = [rows, kv_heads, heads / kv_heads, width, head_dim];
             padded.unsqueeze(2).expand(shape, false).reshape([rows, heads, width, head_dim])
         };
-        let has_square = !plain_scores || scores.softcap.is_some() || self.has_square_mask(scores);
+        let computed = scores.softcap.is_some() || scores.sinks.is_some();
+        let has_square = !plain_scores || computed || self.has_square_mask(scores);
         let [q, k, v] = [by_head(q), by_head(k), by_head(v)];
         let block = |q: &Tensor, first: i64| {
             let count = q.size()[2];
@@ -446,7 +469,7 @@ impl Layout {
                 None => scores.attend([q, &k, &v], mask.as_ref(), causal),
             }
         };
-        let needs_gradient = [&q, &k, &v].iter().any(|x| x.requires_grad());
+        let needs_gradient = [&q, &k, &v].into_iter().chain(&scores.sinks).any(Tensor::requires_grad);
         let most = queries_of_block(self.width, self.rows() * heads * self.width);
         let out = match most.filter(|_| has_square && !needs_gradient) {
             None => block(&q, 0),
@@ -496,7 +519,8 @@ impl Layout {
             });
         }
         let window = scores.window.filter(|&window| window < self.width);
-        if window.is_none() && scores.softcap.is_none() && !self.has_padding() {
+        let computed = scores.softcap.is_some() || scores.sinks.is_some();
+        if window.is_none() && !computed && !self.has_padding() {
             return None;
         }
         let back = queries() - slots().unsqueeze(0);
@@ -551,22 +575,24 @@ mod tests {
 
     #[test]
     fn flash_attention_is_used_only_where_it_is_supported() {
-        let plain = Scores { scale: 0.125, softcap: None, window: None, causal: true };
+        let plain = || Scores { scale: 0.125, softcap: None, window: None, causal: true, sinks: None };
         let takes = |scores, kind, head_dim, width| flash_takes_shape(&scores, kind, head_dim, width);
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert!(takes(plain, kind, 64, 9));
+            assert!(takes(plain(), kind, 64, 9));
         }
-        assert!(takes(plain, Kind::BFloat16, 256, 9));
-        assert!(takes(Scores { causal: false, ..plain }, Kind::BFloat16, 64, 9));
-        assert!(takes(Scores { window: Some(4), ..plain }, Kind::BFloat16, 64, 9));
-        assert!(!takes(Scores { window: Some(4), causal: false, ..plain }, Kind::BFloat16, 64, 9));
-        assert!(!takes(Scores { softcap: Some(50.0), ..plain }, Kind::BFloat16, 64, 9));
-        assert!(!takes(plain, Kind::Float, 64, 9));
-        assert!(!takes(plain, Kind::BFloat16, 20, 9));
-        assert!(!takes(plain, Kind::BFloat16, 264, 9));
-        assert!(!takes(plain, Kind::BFloat16, 64, 1));
+        assert!(takes(plain(), Kind::BFloat16, 256, 9));
+        assert!(takes(Scores { causal: false, ..plain() }, Kind::BFloat16, 64, 9));
+        assert!(takes(Scores { window: Some(4), ..plain() }, Kind::BFloat16, 64, 9));
+        assert!(!takes(Scores { window: Some(4), causal: false, ..plain() }, Kind::BFloat16, 64, 9));
+        assert!(!takes(Scores { softcap: Some(50.0), ..plain() }, Kind::BFloat16, 64, 9));
+        let sinks = Some(Tensor::zeros([2], (Kind::Float, Device::Cpu)));
+        assert!(!takes(Scores { sinks, ..plain() }, Kind::BFloat16, 64, 9));
+        assert!(!takes(plain(), Kind::Float, 64, 9));
+        assert!(!takes(plain(), Kind::BFloat16, 20, 9));
+        assert!(!takes(plain(), Kind::BFloat16, 264, 9));
+        assert!(!takes(plain(), Kind::BFloat16, 64, 1));
         let on_cpu = Tensor::zeros([9, 2, 64], (Kind::BFloat16, Device::Cpu));
-        assert!(!flash_takes(&plain, &on_cpu, 9));
+        assert!(!flash_takes(&plain(), &on_cpu, 9));
     }
 
     #[test]
@@ -591,9 +617,12 @@ mod tests {
         };
         // f16 has no kernels: windows, a soft cap; and a bias by distance in f32, of encoder and decoder.
         let half = ModelOptions { precision: Precision::F16, ..ModelOptions::default() };
-        for (name, options, least) in
-            [("gemma2", half, 4e-3), ("mistral", half, 4e-3), ("t5", ModelOptions::default(), 1e-5)]
-        {
+        for (name, options, least) in [
+            ("gemma2", half, 4e-3),
+            ("mistral", half, 4e-3),
+            ("t5", ModelOptions::default(), 1e-5),
+            ("gpt_oss", ModelOptions::default(), 1e-5),
+        ] {
             let model = CausalLm::from_pretrained(&dir(name), options).unwrap();
             check(name, least, &|| model.prefill(&rows, 31, StopCheck::NEVER).unwrap().1);
         }

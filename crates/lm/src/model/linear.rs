@@ -88,21 +88,21 @@ impl Matrix {
 
 /// A weight and, if products are computed in a narrower dtype, a copy in that dtype.
 #[derive(Debug)]
-struct Weight {
-    held: Tensor,
+pub(super) struct Weight {
+    pub(super) held: Tensor,
     /// The copy, with the version of the held tensor that it was made from.
     copy: RefCell<Option<(i64, Tensor)>>,
 }
 
 impl Weight {
-    fn new(held: Tensor) -> Self {
+    pub(super) fn new(held: Tensor) -> Self {
         Self { held, copy: RefCell::new(None) }
     }
 
     /// Converts the tensor to `kind`, in all its handles, if that takes no more memory; returns whether it changed.
     ///
     /// A trainable tensor stays as it is: small optimizer steps would be lost.
-    fn hold(&mut self, kind: Kind) -> bool {
+    pub(super) fn hold(&mut self, kind: Kind) -> bool {
         let held = self.held.kind();
         if held == kind || held.elt_size_in_bytes() < kind.elt_size_in_bytes() || self.held.requires_grad() {
             return false;
@@ -110,6 +110,11 @@ impl Weight {
         let narrow = tch::no_grad(|| self.held.to_kind(kind));
         self.replace(&narrow);
         true
+    }
+
+    /// Frees the copy; the next use makes it again.
+    pub(super) fn drop_copy(&self) {
+        drop(self.copy.take());
     }
 
     /// Replaces the data of the tensor, in all its handles, by `new`, of any dtype.
@@ -120,7 +125,7 @@ impl Weight {
     }
 
     /// The tensor in `kind`; detached from the held tensor if that has another dtype.
-    fn used(&self, kind: Kind) -> Tensor {
+    pub(super) fn used(&self, kind: Kind) -> Tensor {
         if self.held.kind() == kind {
             return self.held.shallow_clone();
         }
@@ -360,7 +365,7 @@ impl Linear {
 
     /// Frees the copies in the dtype of products; the next product makes them again.
     pub fn drop_copies(&self) {
-        self.plain_weights().for_each(|weight| drop(weight.copy.take()));
+        self.plain_weights().for_each(Weight::drop_copy);
     }
 
     /// Weight and bias, without a quantized weight.

@@ -133,6 +133,7 @@ impl Adapter {
             tensor: tensor.shallow_clone(),
             decay: true,
             embedding: false,
+            fixed: false,
         };
         tensors.map(param).collect()
     }

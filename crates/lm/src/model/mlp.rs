@@ -3,7 +3,9 @@
 use super::linear::{Linear, LinearShape};
 use super::lora::Dropout;
 use super::params::Builder;
+use super::routing::{Routes, mixed};
 use super::shape::{Activation, ExpertNames, MlpIn, Names, Shape};
+use super::stacked::{Stack, StackedExperts};
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
 
@@ -12,6 +14,7 @@ use tch::{Kind, Tensor};
 pub(super) enum Mlp {
     Dense(Dense),
     Experts(Experts),
+    Stacked(StackedExperts),
 }
 
 /// One MLP.
@@ -58,7 +61,12 @@ impl Mlp {
         if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
             && experts.layers[i]
         {
-            let ExpertNames { router, experts: prefix, inputs, out, shared } = found;
+            if let Some(gate) = experts.clamped {
+                let with = (experts, gate);
+                let stacked = StackedExperts::build(found, at, shape.hidden_size, with, (b, compute), stds[0])?;
+                return Ok(Self::Stacked(stacked));
+            }
+            let ExpertNames { router, experts: prefix, inputs, out, shared, .. } = found;
             let gate = |width_out: i64| LinearShape {
                 width_in: shape.hidden_size,
                 width_out,
@@ -85,12 +93,12 @@ impl Mlp {
             let (chosen, normalized) = (experts.chosen, experts.normalized);
             return Ok(Self::Experts(Experts { router, experts: experts_of_layer, chosen, normalized, shared }));
         }
-        let sizes = Sizes { inner: shape.intermediate_size, stds };
+        let sizes = Sizes { inner: shape.layer_shape(i).intermediate_size, stds };
         Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
     }
 
     pub(super) fn has_experts(&self) -> bool {
-        matches!(self, Self::Experts(_))
+        matches!(self, Self::Experts(_) | Self::Stacked(_))
     }
 
     pub(super) fn linears(&self) -> Vec<&Linear> {
@@ -101,6 +109,7 @@ impl Mlp {
                 let experts = all.experts.iter().flat_map(Dense::linears);
                 std::iter::once(&all.router).chain(experts).chain(shared).collect()
             }
+            Self::Stacked(all) => vec![&all.router],
         }
     }
 
@@ -115,7 +124,35 @@ impl Mlp {
                 });
                 std::iter::once(&mut all.router).chain(experts).chain(shared).collect()
             }
+            Self::Stacked(all) => vec![&mut all.router],
         }
+    }
+
+    /// The weights of stacked experts.
+    pub(super) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
+        let stacked = match self {
+            Self::Stacked(all) => Some(all),
+            Self::Dense(_) | Self::Experts(_) => None,
+        };
+        stacked.into_iter().flat_map(StackedExperts::stacks_mut)
+    }
+
+    fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        let stacked = match self {
+            Self::Stacked(all) => Some(all),
+            Self::Dense(_) | Self::Experts(_) => None,
+        };
+        stacked.into_iter().flat_map(StackedExperts::stacks)
+    }
+
+    /// Whether products of stacked experts use copies of their weights in another dtype.
+    pub(super) fn stacks_use_copies(&self) -> bool {
+        self.stacks().any(Stack::uses_copies)
+    }
+
+    /// Frees the copies of stacked experts' weights.
+    pub(super) fn drop_stack_copies(&self) {
+        self.stacks().for_each(Stack::drop_copies);
     }
 
     /// The MLP of `x` `[N, hidden size]`, in the dtype of products, or of experts in f32.
@@ -123,7 +160,18 @@ impl Mlp {
         match self {
             Self::Dense(dense) => dense.forward(x, dropout),
             Self::Experts(experts) => experts.forward(x),
+            Self::Stacked(experts) => experts.forward(x),
         }
+    }
+}
+
+/// The non-linearity `activation` of `x`.
+pub(super) fn activated(activation: Activation, x: &Tensor) -> Tensor {
+    match activation {
+        Activation::Gelu => x.gelu("none"),
+        Activation::GeluTanh => x.gelu("tanh"),
+        Activation::Silu => x.silu(),
+        Activation::Relu => x.relu(),
     }
 }
 
@@ -166,12 +214,7 @@ impl Dense {
 
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let first = self.inputs[0].forward_dropping(x, dropout);
-        let activate = |x: &Tensor| match self.activation {
-            Activation::Gelu => x.gelu("none"),
-            Activation::GeluTanh => x.gelu("tanh"),
-            Activation::Silu => x.silu(),
-            Activation::Relu => x.relu(),
-        };
+        let activate = |x: &Tensor| activated(self.activation, x);
         let inner = match self.inputs.get(1) {
             Some(up) => activate(&first) * up.forward_dropping(x, dropout),
             None if self.fused => {
@@ -188,29 +231,14 @@ impl Experts {
     /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32. Gradients flow into the chosen experts, and through the
     /// weights into the router.
     fn forward(&self, x: &Tensor) -> Tensor {
-        let (tokens, hidden) = (x.size()[0], x.size()[1]);
-        if tokens == 0 {
-            return x.to_kind(Kind::Float);
-        }
         let (weights, experts) = self.router.forward(x).softmax(-1, Kind::Float).topk(self.chosen, -1, true, true);
         let weights = if self.normalized {
             &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)
         } else {
             weights
         };
-        // Each token once for each of its experts, those of an expert next to each other. Permutations and sums over a dimension of
-        // their own have the same gradient on every run.
-        let (_, order) = experts.view([-1]).sort_stable(true, 0, false);
-        let back = order.argsort(0, false);
-        let counts = experts.view([-1]).bincount::<Tensor>(None, self.experts.len() as i64);
-        let counts = Vec::<i64>::try_from(counts).expect("counts are i64");
-        let copies = x.unsqueeze(1).expand([tokens, self.chosen, hidden], false).reshape([-1, hidden]);
-        let grouped = copies.index_select(0, &order).split_with_sizes(counts.as_slice(), 0);
-        let used = self.experts.iter().zip(&grouped).filter(|(_, tokens)| tokens.size()[0] > 0);
-        let results: Vec<Tensor> = used.map(|(expert, tokens)| expert.forward(tokens, None)).collect();
-        let results = Tensor::cat(&results, 0).to_kind(Kind::Float).index_select(0, &back);
-        let weighted = results.view([tokens, self.chosen, hidden]) * weights.unsqueeze(-1);
-        let sum = weighted.sum_dim_intlist([1i64].as_slice(), false, Kind::Float);
+        let run = |expert: usize, tokens: &Tensor| self.experts[expert].forward(tokens, None);
+        let sum = mixed(x, Routes { weights, experts, count: self.experts.len() }, &run);
         match self.shared.as_deref() {
             None => sum,
             Some((dense, gate)) => sum + dense.forward(x, None) * gate.forward(x).to_kind(Kind::Float).sigmoid(),

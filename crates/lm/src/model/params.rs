@@ -1,5 +1,6 @@
 //! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
+use super::mxfp4;
 use super::quantized::{Quantization, Quantized};
 use super::shape::{HeadNames, Names};
 use rlhf_base::rng::{Purpose, Stream};
@@ -21,6 +22,8 @@ pub struct Param {
     pub decay: bool,
     /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
     pub embedding: bool,
+    /// Whether it is never trained: a number that transformers stores beside the parameters (a buffer).
+    pub fixed: bool,
 }
 
 impl Param {
@@ -66,12 +69,21 @@ pub enum Source<'a> {
 /// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
 pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
 
-/// Prefix of the language model's tensor names in newer models for text and images.
-const LANGUAGE_MODEL: &str = "model.language_model.";
+/// Prefixes of the language model's tensor names in models for text and images, in transformers 5's order of modules and in the one before,
+/// and prefixes of the other parts'.
+const TEXT_PARTS: [&str; 2] = ["model.language_model.", "language_model.model."];
+const OTHER_PARTS: [&str; 7] = [
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+];
 
-/// Prefix of the language model's tensor names in models for text and images (Gemma 3), and prefixes of the other parts'.
-const TEXT_PART: &str = "language_model.model.";
-const OTHER_PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+/// Prefix of the names of the language model's head in the older order.
+const TEXT_HEAD: &str = "language_model.";
 
 /// Number of random numbers drawn before they are copied into their tensor.
 const DRAWN_AT_ONCE: usize = 1 << 20;
@@ -101,9 +113,9 @@ pub struct Builder<'a> {
     mismatched: Vec<String>,
 }
 
-/// The prefixes that checkpoints have in place of the model's own, with it; one that starts with another comes first.
+/// The prefixes that checkpoints have in place of the model's own, which is the last: it begins one of the others.
 fn prefixes(names: &Names) -> [&'static str; 4] {
-    [LANGUAGE_MODEL, names.prefix, DEEPSPEED_CHAT, TEXT_PART]
+    [TEXT_PARTS[0], TEXT_PARTS[1], DEEPSPEED_CHAT, names.prefix]
 }
 
 /// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
@@ -279,11 +291,12 @@ impl<'a> Builder<'a> {
     /// Whether the checkpoint holds the tensor `name` with other values than `tensor`'s.
     pub fn holds_other(&self, name: &str, tensor: &Tensor) -> Result<bool> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(false) };
-        match checkpoint.shape(name) {
+        let name = self.stored_name(checkpoint, name);
+        match checkpoint.shape(&name) {
             None => Ok(false),
-            Some(shape) if shape != tensor.size() || checkpoint.holds_codes(name) => Ok(true),
+            Some(shape) if shape != tensor.size() || checkpoint.holds_codes(&name) => Ok(true),
             // If each tensor has its own dtype, the exact numbers are compared.
-            Some(_) => Ok(checkpoint.read(name, self.device, self.kind())? != tensor.to_kind(self.kind())),
+            Some(_) => Ok(checkpoint.read(&name, self.device, self.kind())? != tensor.to_kind(self.kind())),
         }
     }
 
@@ -378,7 +391,15 @@ impl<'a> Builder<'a> {
             }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, name);
-                let read = match (checkpoint.shape(&stored), self.absent) {
+                let is_mxfp4 = checkpoint.shape(&stored).is_none() && mxfp4::is_in(checkpoint, &stored);
+                let found = if is_mxfp4 { mxfp4::shape_of(checkpoint, &stored) } else { checkpoint.shape(&stored) };
+                let read = match (found, self.absent) {
+                    (Some(found), _) if is_mxfp4 && found == shape => {
+                        self.asked.extend(mxfp4::parts_of(&stored));
+                        self.rounded |= self.hold == Some(Kind::Half);
+                        let kind = self.hold.unwrap_or(Kind::BFloat16);
+                        Some(mxfp4::read(checkpoint, &stored, shape, (self.device, kind))?)
+                    }
                     (None, Some(seed)) => Some(self.fresh(seed, shape, init)?),
                     (None, None) => {
                         self.missing.push(name.to_string());
@@ -406,6 +427,20 @@ impl<'a> Builder<'a> {
         let tensor = self.embedding(name, shape, init)?;
         self.params.last_mut().expect("it was just kept").decay = false;
         Ok(tensor)
+    }
+
+    /// [`Builder::tensor`] of numbers that are never trained.
+    pub fn buffer(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let tensor = self.tensor(name, shape, init, false)?;
+        self.params.last_mut().expect("it was just kept").fixed = true;
+        Ok(tensor)
+    }
+
+    /// Sets that the checkpoint may have the tensor `name`, which the model does not use.
+    pub fn allow(&mut self, name: &str) {
+        if let Source::Checkpoint(checkpoint) = self.source {
+            self.asked.insert(self.stored_name(checkpoint, name));
+        }
     }
 
     /// [`Builder::tensor`] of an embedding.
@@ -436,7 +471,8 @@ impl<'a> Builder<'a> {
     /// Returns a weight from another source, read for the builder's device and dtype.
     pub fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
         let tensor = read(self.device, self.kind())?;
-        Ok(self.keep(name, tensor, true))
+        let decay = !name.ends_with(".bias");
+        Ok(self.keep(name, tensor, decay))
     }
 
     /// The name under which the checkpoint holds `name`.
@@ -448,6 +484,7 @@ impl<'a> Builder<'a> {
         // Old BERT checkpoints have TensorFlow's names of a norm's two tensors.
         let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
         let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
+        let old = old.or_else(|| (name == self.names.lm_head).then(|| format!("{TEXT_HEAD}{name}")));
         // Some writers store a tied tensor under the head's name only.
         let is_embedding = name.strip_suffix(".weight") == Some(self.names.embed);
         let old = old.or_else(|| (self.tied && is_embedding).then(|| self.names.lm_head.to_string()));
@@ -455,7 +492,7 @@ impl<'a> Builder<'a> {
     }
 
     fn keep(&mut self, name: String, tensor: Tensor, decay: bool) -> Tensor {
-        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay, embedding: false });
+        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay, embedding: false, fixed: false });
         tensor
     }
 
@@ -492,8 +529,10 @@ impl<'a> Builder<'a> {
     /// of `ignored` (the head of another task) are allowed.
     pub fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
+        let is_part = TEXT_PARTS.contains(&self.stored_prefix);
         let harmless = |name: &str| {
-            self.stored_prefix == TEXT_PART && OTHER_PARTS.iter().any(|part| name.starts_with(part))
+            let name = if is_part { name.strip_prefix(TEXT_HEAD).unwrap_or(name) } else { name };
+            is_part && OTHER_PARTS.iter().any(|part| name.starts_with(part))
                 || self.names.others.iter().any(|part| name.starts_with(part))
                 || self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
                 || ignored.iter().any(|prefix| name.starts_with(prefix))
@@ -522,12 +561,19 @@ impl<'a> Builder<'a> {
             HeadNames::Dense { inner, out, .. } => [inner, out].iter().any(|layer| name.starts_with(layer)),
         };
         let classifies = |names: &[&str]| !names.is_empty() && names.iter().all(of_classifier);
+        // A trained head under another name: a new one in its place would lose it.
+        let other_head = unexpected.iter().find(|name| {
+            let last = name.rsplit('.').nth(1).unwrap_or_default();
+            ["reward", "score", "v_head", "value_head", "classif", "regression"].iter().any(|part| last.contains(part))
+        });
         let encoders_head = match self.names.head {
             HeadNames::Dense { out, .. } if self.names.encoder.is_none() => Some(format!("{out}.weight")),
             HeadNames::Dense { .. } | HeadNames::Score => None,
         };
         let hint = if encoders_head.is_some_and(|head| self.missing.contains(&head)) {
             ": this is a model without a classifier's head; `rlhf reward --new_reward_head` makes one of an encoder"
+        } else if other_head.is_some() && classifies(&missing) {
+            ": this is a reward or value model with a head of another form, which is not supported"
         } else if classifies(&missing) {
             ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
         } else if classifies(&unexpected) && missing.iter().all(|n| is_head(n)) {

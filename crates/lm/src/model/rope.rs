@@ -35,6 +35,11 @@ pub(super) const ROPE: RopeKeys = RopeKeys {
 /// Names in `rope_parameters` of the settings of layers without and with a window, if they differ.
 const BY_LAYER: [&str; 2] = ["full_attention", "sliding_attention"];
 
+/// Of the settings in the format of transformers 5 and 4, those that are read, with their name.
+fn chosen<'a>(new: &'a Map<String, Value>, old: &'a Map<String, Value>) -> (&'static str, &'a Map<String, Value>) {
+    if old.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", old) }
+}
+
 impl Fields<'_> {
     /// Rotary settings: those of all layers, or those of layers without and with a window. transformers 5 stores them in
     /// `rope_parameters`, transformers 4 among the other fields and in `rope_scaling`, which is read in place of the former where both are.
@@ -55,11 +60,46 @@ impl Fields<'_> {
             let of = |holder, object, theta| self.rope_of(head_dim, keys, holder, &within(object), theta);
             return Ok(vec![of(holder, global, theta)?, of(sliding, local_of, local)?]);
         }
-        let (holder, object) = if scaling.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", scaling) };
+        let (holder, object) = chosen(new, scaling);
         if object.values().any(Value::is_object) {
             return Err(self.wrong(holder, "the same settings for all layers"));
         }
         Ok(vec![self.rope_of(head_dim, keys, holder, &within(object), theta)?])
+    }
+
+    /// The settings of all layers' rotary positions, empty if there are none.
+    pub(super) fn rope_settings(&self) -> Result<Map<String, Value>> {
+        let empty = Map::new();
+        let (_, object) = chosen(self.object("rope_parameters", &empty)?, self.object("rope_scaling", &empty)?);
+        Ok(object.clone())
+    }
+
+    /// Rotary settings of one kind of layers, with heads of `head_dim`: those of the object `kind` in `rope_parameters`, or, if there are none of
+    /// any kind, `default`.
+    ///
+    /// # Errors
+    /// If a setting is not supported; if only the other kind has settings.
+    pub(super) fn rope_of_kind(&self, kind: &'static str, head_dim: i64, default: &Value) -> Result<Rope> {
+        let empty = Map::new();
+        let all = self.object("rope_parameters", &empty)?;
+        let all = if all.is_empty() { default.as_object().unwrap_or(&empty) } else { all };
+        let within = |raw| Fields { path: self.path, raw, family: self.family };
+        let of_all = within(all);
+        let settings = within(of_all.object(kind, &empty)?);
+        if settings.raw.is_empty() {
+            return Err(self.wrong("rope_parameters", &format!("an object with {}", BY_LAYER.join(" and "))));
+        }
+        if settings.present("rope_type").is_none_or(|found| found != "proportional") {
+            return self.rope_of(head_dim, &ROPE, kind, &settings, ROPE.default_theta);
+        }
+        let share = settings.number("partial_rotary_factor", 1.0)?;
+        let theta = settings.positive("rope_theta", Some(ROPE.default_theta))?;
+        let angles = (share * head_dim as f64 / 2.0).floor() as i64;
+        if !(head_dim % 2 == 0 && (0..=head_dim / 2).contains(&angles)) {
+            return Err(settings.wrong("partial_rotary_factor", "a number from 0 to 1, of heads of an even width"));
+        }
+        let factor = settings.positive("factor", Some(1.0))?;
+        Ok(Rope { theta, dim: head_dim, scaling: RopeScaling::Proportional { angles, factor } })
     }
 
     /// The object `name`; `empty` if there is none.
@@ -196,7 +236,10 @@ impl Fields<'_> {
             }
             // Files state the length before or after scaling.
             RopeScaling::Yarn { factor, original, .. } => (positions as f64).max(original * factor) as usize,
-            RopeScaling::Default | RopeScaling::Llama3 { .. } | RopeScaling::LongRope { .. } => positions as usize,
+            RopeScaling::Default
+            | RopeScaling::Proportional { .. }
+            | RopeScaling::Llama3 { .. }
+            | RopeScaling::LongRope { .. } => positions as usize,
         }
     }
 }
@@ -212,6 +255,10 @@ impl Rope {
         let (inv_freq, attention_factor) = match &self.scaling {
             RopeScaling::Default => (plain(), 1.0),
             RopeScaling::Linear { factor } => (plain() / *factor, 1.0),
+            RopeScaling::Proportional { angles, factor } => {
+                let is_rotated = Tensor::arange(self.dim / 2, options).lt(*angles).unsqueeze(0);
+                (plain() * is_rotated / *factor, 1.0)
+            }
             RopeScaling::Dynamic { factor, original } => {
                 let lens = lens().to_kind(Kind::Float).clamp_min(*original).unsqueeze(1);
                 let growth = (lens * (factor / original) - (factor - 1.0))

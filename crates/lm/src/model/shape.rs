@@ -5,6 +5,7 @@ use rlhf_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::path::Path;
+use tch::{Kind, Tensor};
 
 /// Maximum of a size: far above any model's, and small enough that products do not overflow.
 const MOST: i64 = 1 << 28;
@@ -14,6 +15,9 @@ const LARGEST: f64 = 1e15;
 
 /// Maximum number of experts of all layers, as [`MOST_LAYERS`].
 const MOST_EXPERTS: i64 = 100_000;
+
+/// Maximum number of weights of a layer's experts: far above any model's, and small enough that sums do not overflow.
+const MOST_STACKED: i64 = 1 << 40;
 
 /// Maximum number of layers, so that a hostile file cannot make building take hours, or memory for lists of its layers.
 pub(super) const MOST_LAYERS: i64 = 10_000;
@@ -109,6 +113,13 @@ pub enum RopeScaling {
         /// The length that the model was pretrained on.
         original: f64,
     },
+    /// The series is that of whole heads, and only the angles of the first `angles` pairs are not 0; all are divided by `factor` (Gemma 4).
+    Proportional {
+        /// Number of angles that are not 0.
+        angles: i64,
+        /// Divisor of the angles.
+        factor: f64,
+    },
     /// Each angle is divided by a factor of its own: one of `short` in texts of up to `original` tokens, one of `long` in longer ones
     /// (Phi-3 and Phi-4). Cosines and sines are multiplied by `attention_factor`.
     ///
@@ -184,8 +195,18 @@ pub enum NormKind {
     RmsPlusOne,
 }
 
+/// The gate of an expert that is clamped (gpt-oss): `(up + 1) * gate * sigmoid(alpha * gate)`, where `gate` is at most `limit` and
+/// `up` is within `limit` of 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClampedGate {
+    /// Factor of the gate in its sigmoid.
+    pub alpha: f64,
+    /// The bound.
+    pub limit: f64,
+}
+
 /// The experts of a model: MLPs of which each token goes through a few.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Experts {
     /// Number of experts in a layer.
     pub count: i64,
@@ -199,6 +220,50 @@ pub struct Experts {
     pub shared: Option<i64>,
     /// Whether each layer has experts instead of one MLP.
     pub layers: Vec<bool>,
+    /// The gate of experts whose weights are stacked ([`ExpertNames::is_stacked`]).
+    pub clamped: Option<ClampedGate>,
+}
+
+/// Growth of the queries with their positions: that at position p is multiplied by `1 + beta * ln(1 + floor(p / original))`
+/// (Ministral 3).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryGrowth {
+    /// Weight of the logarithm.
+    pub beta: f64,
+    /// The number of positions before the first growth.
+    pub original: f64,
+}
+
+impl QueryGrowth {
+    /// The factors of the queries at `positions` `[N]` i64: `[N, 1]` f32.
+    pub(super) fn factors(self, positions: &Tensor) -> Tensor {
+        let steps = (positions.to_kind(Kind::Float) / self.original).floor();
+        (steps.log1p() * self.beta + 1.0).unsqueeze(1)
+    }
+}
+
+/// Sizes of a layer where they are not the same in all layers, and where its keys and values are from (Gemma 4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerShape {
+    /// Width of one head.
+    pub head_dim: i64,
+    /// Number of key and value heads.
+    pub kv_heads: i64,
+    /// The earlier layer whose keys and values this one has; `None`: its own.
+    pub keys_of: Option<usize>,
+    /// Whether values are the projections of the keys.
+    pub values_are_keys: bool,
+    /// Width inside the MLP.
+    pub intermediate_size: i64,
+}
+
+/// Inputs of each layer beside its hidden states: an embedding of the token for each layer and a projection of its embedding (Gemma 4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerInputs {
+    /// Width of the input of one layer.
+    pub width: i64,
+    /// Rows of the table of all layers' embeddings.
+    pub vocab_size: i64,
 }
 
 /// A learned bias of attention scores by the distance of two tokens (T5).
@@ -251,6 +316,10 @@ pub struct Shape {
     pub token_types: i64,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
+    /// Factor of the results of attention and MLP before they are added to the residual stream (Granite).
+    pub branch_scale: f64,
+    /// Growth of the queries with their positions.
+    pub query_growth: Option<QueryGrowth>,
     /// Kind of the norms.
     pub norm: NormKind,
     /// Whether layer norms have biases.
@@ -278,6 +347,14 @@ pub struct Shape {
     /// Number of tokens, itself included, that a token attends to in each layer, in each direction if the model is not causal;
     /// `None`: all.
     pub windows: Vec<Option<i64>>,
+    /// The sizes of each layer; empty if all have the model's.
+    pub layer_shapes: Vec<LayerShape>,
+    /// Inputs of each layer beside its hidden states.
+    pub layer_inputs: Option<LayerInputs>,
+    /// Whether the result of each layer is multiplied by a stored number, which is not trained.
+    pub has_layer_scalars: bool,
+    /// Whether each query head has a learned score that its softmax counts beside those of the keys, and that no value belongs to (gpt-oss).
+    pub has_sinks: bool,
     /// Factor of the products of queries and keys.
     pub attention_scale: f64,
     /// Attention scores `x` become `cap * tanh(x / cap)`.
@@ -353,6 +430,8 @@ impl Shape {
             relative: None,
             token_types: 0,
             embedding_scale: 1.0,
+            branch_scale: 1.0,
+            query_growth: None,
             norm: NormKind::Layer,
             norm_bias: true,
             first_norm: true,
@@ -366,6 +445,10 @@ impl Shape {
             decoder_start_token_id: None,
             causal: true,
             windows: vec![None; layers as usize],
+            layer_shapes: Vec::new(),
+            layer_inputs: None,
+            has_layer_scalars: false,
+            has_sinks: false,
             attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
             attention_softcap: None,
             final_softcap: None,
@@ -407,6 +490,12 @@ impl Shape {
                 );
                 return Err(Error::invalid(path, message));
             }
+            let numel = experts.count.saturating_mul(self.hidden_size).saturating_mul(2 * experts.intermediate_size);
+            if numel > MOST_STACKED {
+                let message =
+                    format!("expected at most {MOST_STACKED} weights in the experts of a layer, found {numel}");
+                return Err(Error::invalid(path, message));
+            }
             if experts.count.saturating_mul(self.num_hidden_layers) > MOST_EXPERTS {
                 let message =
                     format!("expected at most {MOST_EXPERTS} experts in all layers, found {} in each", experts.count);
@@ -429,6 +518,35 @@ impl Shape {
         self.num_hidden_layers - self.mixes.iter().filter(|mixes| self.mixing.is_some() && **mixes).count() as i64
     }
 
+    /// The sizes of layer `i`.
+    pub fn layer_shape(&self, i: usize) -> LayerShape {
+        self.layer_shapes.get(i).copied().unwrap_or(LayerShape {
+            head_dim: self.head_dim,
+            kv_heads: self.num_key_value_heads,
+            keys_of: None,
+            values_are_keys: false,
+            intermediate_size: self.intermediate_size,
+        })
+    }
+
+    /// Whether a later layer has the keys and values of layer `i`.
+    pub(super) fn is_source_of_keys(&self, i: usize) -> bool {
+        self.layer_shapes.iter().any(|layer| layer.keys_of == Some(i))
+    }
+
+    /// Widths of the queries, and of the keys, of a layer: the mean of all.
+    pub(super) fn mean_widths(&self) -> [f64; 2] {
+        let layers = 0..self.num_hidden_layers.max(1) as usize;
+        let count = layers.len() as f64;
+        let of = |width: &dyn Fn(LayerShape) -> i64| -> f64 {
+            if self.layer_shapes.is_empty() {
+                return width(self.layer_shape(0)) as f64;
+            }
+            layers.clone().map(|i| width(self.layer_shape(i)) as f64).sum::<f64>() / count
+        };
+        [of(&|layer| layer.head_dim * self.num_attention_heads), of(&|layer| layer.head_dim * layer.kv_heads)]
+    }
+
     /// Width inside the MLPs that a token goes through in a layer, at most.
     pub fn active_width(&self) -> i64 {
         let of_experts = self
@@ -437,7 +555,10 @@ impl Shape {
             .map(|experts| experts.chosen * experts.intermediate_size + experts.shared.unwrap_or(0));
         match &self.experts {
             Some(experts) if experts.layers.iter().all(|layer| *layer) => of_experts.unwrap_or(0),
-            _ => self.intermediate_size.max(of_experts.unwrap_or(0)),
+            _ => {
+                let of_layers = self.layer_shapes.iter().map(|layer| layer.intermediate_size);
+                of_layers.max().unwrap_or(self.intermediate_size).max(of_experts.unwrap_or(0))
+            }
         }
     }
 
@@ -555,9 +676,15 @@ pub struct Names {
     pub attention_out: &'static str,
     /// Layers with a state in the place of attention.
     pub mixing: Option<MixingNames>,
+    /// Scores of the query heads beside those of their keys.
+    pub sinks: Option<&'static str>,
     pub mlp_norm: &'static str,
     /// Norms of the outputs of attention and MLP.
     pub output_norms: Option<[&'static str; 2]>,
+    /// Inputs of each layer beside its hidden states.
+    pub layer_inputs: Option<LayerInputNames>,
+    /// The factor of a layer's result.
+    pub layer_scalar: Option<&'static str>,
     pub mlp_in: MlpIn,
     pub mlp_out: &'static str,
     /// Experts in the place of the MLP.
@@ -624,6 +751,19 @@ impl Names {
     }
 }
 
+/// Names of the inputs of each layer beside its hidden states.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerInputNames {
+    /// The table of embeddings, the projection of the model's embeddings, and the norm over it.
+    pub table: &'static str,
+    pub projection: &'static str,
+    pub norm: &'static str,
+    /// In a layer: the gate, the projection back, and the norm over its result.
+    pub gate: &'static str,
+    pub out: &'static str,
+    pub out_norm: &'static str,
+}
+
 /// Names of a layer's attention to the encoder's hidden states.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossNames {
@@ -665,16 +805,26 @@ pub enum MlpIn {
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertNames {
     pub router: &'static str,
-    /// Prefix of the numbers of the experts.
+    /// Prefix of the numbers of the experts, or of the tensors of all.
     pub experts: &'static str,
-    /// Gate and up projection of an expert.
+    /// Gate and up projection of an expert; of stacked experts the first is both, a gate and an up projection in turn.
     pub inputs: [&'static str; 2],
     pub out: &'static str,
     /// An MLP beside the experts, and the gate of its output.
     pub shared: Option<[&'static str; 2]>,
+    /// Whether one tensor has the weights of all experts, `[experts, in, out]`, and another, whose name ends with `_bias`, their biases; the router
+    /// has a bias too.
+    pub is_stacked: bool,
 }
 
 impl ExpertNames {
+    /// Whether the tensor of this name has the weights of all experts of a layer.
+    pub fn is_stack(&self, name: &str) -> bool {
+        let ends =
+            |part: &str| name.strip_suffix(part).is_some_and(|rest| rest.ends_with(&format!("{}.", self.experts)));
+        self.is_stacked && [self.inputs[0], self.out].into_iter().any(ends)
+    }
+
     /// Whether the linear layer of this name is part of an MLP, with experts or without.
     pub fn has(&self, layer: &str) -> bool {
         let module = self.router.split('.').next();
@@ -753,6 +903,14 @@ impl Fields<'_> {
         let expected = || format!("a number of at most {LARGEST}");
         let found = self.present(name).map_or(Some(default), Value::as_f64);
         found.filter(|x| x.abs() <= LARGEST).ok_or_else(|| self.wrong(name, &expected()))
+    }
+
+    /// A number that has no default.
+    pub(super) fn required(&self, name: &str) -> Result<f64> {
+        if self.present(name).is_none() {
+            return Err(self.wrong(name, "a number"));
+        }
+        self.number(name, 0.0)
     }
 
     /// A number above 0.

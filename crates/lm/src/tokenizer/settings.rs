@@ -159,7 +159,9 @@ impl Rules {
 fn class<'a>(config: &'a Value, model: &'a Value) -> &'a str {
     let declared = || config["tokenizer_class"].as_str().or(model["tokenizer_class"].as_str());
     let (usual, is_fixed) = match model["model_type"].as_str().unwrap_or_default() {
-        "mistral" | "mixtral" | "olmo2" | "olmo3" | "phi3" | "modernbert" => ("TokenizersBackend", true),
+        "mistral" | "mistral3" | "ministral3" | "mixtral" | "granite" | "olmo2" | "olmo3" | "phi3" | "modernbert" => {
+            ("TokenizersBackend", true)
+        }
         "qwen2" => ("Qwen2Tokenizer", true),
         "qwen3" | "qwen3_moe" | "qwen3_next" => ("Qwen2Tokenizer", false),
         "qwen3_5" => ("Qwen3_5Tokenizer", true),

@@ -129,10 +129,12 @@ Example:
 const CONVERT_HELP: &str = "\
 config.json is made from the file's metadata, weights are dequantized, and the tokenizer is made
 from the vocabulary where its rules are known; else a note names the files to copy. Of a split
-model, give the first part.
+model, give the first part. With --output_file the other way: a GGUF file is made of a model's
+folder, with its tokenizer and chat template.
 
-Example:
-  rlhf convert SmolLM2-135M-Instruct-Q8_0.gguf models/smollm2 --dtype bfloat16";
+Examples:
+  rlhf convert SmolLM2-135M-Instruct-Q8_0.gguf models/smollm2 --dtype bfloat16
+  rlhf convert runs/grpo --output_file policy.gguf --outtype q8_0";
 
 const PUSH_HELP: &str = "\
 The model, its tokenizer, card and configuration, in one commit; of a run also config.yaml and
@@ -351,7 +353,9 @@ fn others() -> Vec<Command> {
             .override_usage("rlhf merge [OPTIONS] <FOLDER> --output_dir <PATH>")
             .about("Merge a LoRA adapter into its model")
             .after_help(MERGE_HELP),
-        flags::command::<ConvertConfig>("convert").about("Make a model folder of a GGUF file").after_help(CONVERT_HELP),
+        flags::command::<ConvertConfig>("convert")
+            .about("Make a model folder of a GGUF file, or a GGUF file of a model folder")
+            .after_help(CONVERT_HELP),
         flags::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flags::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
@@ -532,7 +536,7 @@ mod tests {
                  batch_size dtype {bits} device num_threads config help"
             ))
         );
-        assert_eq!(flags("convert"), sorted("file output_dir dtype max_shard_size config help"));
+        assert_eq!(flags("convert"), sorted("file output_dir output_file outtype dtype max_shard_size config help"));
         assert_eq!(
             flags("push"),
             sorted("folder name include exclude private revision commit_message hub_token config help")

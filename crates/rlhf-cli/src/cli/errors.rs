@@ -278,7 +278,7 @@ mod tests {
         for (words, usage) in [
             (&["serve", "--model", "m"][..], "rlhf serve <MODEL>"),
             (&["chat", "--model_name_or_path", "m"], "rlhf chat <MODEL>"),
-            (&["convert", "--file", "m.gguf", "out"], "rlhf convert <FILE> <OUTPUT>"),
+            (&["convert", "--file", "m.gguf", "out"], "rlhf convert <FILE> [OUTPUT]"),
             (&["push", "--folder", "m", "me/name"], "rlhf push <FOLDER> <NAME>"),
         ] {
             let message =

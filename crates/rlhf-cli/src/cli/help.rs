@@ -182,7 +182,7 @@ const COMMON: [(&str, &[&str], &[&str]); 25] = [
         ],
     ),
     ("merge", &["output_dir"], &["model_name_or_path", "overwrite_output_dir", "max_shard_size", "config"]),
-    ("convert", &[], &["dtype", "max_shard_size", "config"]),
+    ("convert", &[], &["output_file", "outtype", "dtype", "max_shard_size", "config"]),
     ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     (

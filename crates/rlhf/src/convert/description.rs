@@ -104,7 +104,7 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     }
     config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
     config.extend(settings.special_tokens()?);
-    let interleaved = ["llama", "smollm3"].contains(&architecture);
+    let interleaved = super::is_interleaved(architecture);
     Ok(Description { config, heads, kv_heads, interleaved, unused })
 }
 

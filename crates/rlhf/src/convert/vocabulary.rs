@@ -6,10 +6,10 @@ use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
 /// Types of tokens.
-const UNKNOWN: i64 = 2;
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
-const UNUSED: i64 = 5;
+pub(super) const UNKNOWN: i64 = 2;
+pub(super) const CONTROL: i64 = 3;
+pub(super) const USER_DEFINED: i64 = 4;
+pub(super) const UNUSED: i64 = 5;
 
 /// Maximum size of a token that merges make, in bytes; far above SentencePiece's, and small enough that each of its divisions is tried.
 const LONGEST_MERGED: usize = 512;
@@ -66,11 +66,11 @@ impl Vocabulary {
 }
 
 /// The rules of a byte-level vocabulary before its merges.
-struct Split {
+pub(super) struct Split {
     /// Normalization.
-    normalizer: Value,
+    pub(super) normalizer: Value,
     /// Steps of the division into words.
-    steps: Value,
+    pub(super) steps: Value,
     /// Whether a word that is a token is that token, whatever the merges.
     ignore_merges: bool,
     /// Whether a text starts with the bos token, if the file does not say.
@@ -78,8 +78,11 @@ struct Split {
 }
 
 impl Split {
+    /// llama.cpp's names of the rules that are known.
+    pub(super) const NAMES: [&str; 4] = ["gpt-2", "llama-bpe", "qwen2", "smollm"];
+
     /// The rules that llama.cpp calls `name`.
-    fn of(name: &str) -> Option<Self> {
+    pub(super) fn of(name: &str) -> Option<Self> {
         let bytes = |regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
         let split = |regex: &str| {
             let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
@@ -96,6 +99,21 @@ impl Split {
             }
             _ => return None,
         })
+    }
+}
+
+/// The steps by which a `pre_tokenizer` divides a text, without settings that change no token.
+pub(super) fn signature(steps: &Value) -> Vec<String> {
+    let kind = steps["type"].as_str().unwrap_or_default();
+    match kind {
+        "Sequence" => steps["pretokenizers"].as_array().into_iter().flatten().flat_map(signature).collect(),
+        "Split" => vec![format!("split {} {} {}", steps["pattern"], steps["behavior"], steps["invert"])],
+        "Digits" => vec![format!("digits {}", steps["individual_digits"])],
+        "ByteLevel" => {
+            let prefix = steps["add_prefix_space"].as_bool().unwrap_or(true);
+            vec![format!("bytes {prefix} {}", steps["use_regex"].as_bool().unwrap_or(true))]
+        }
+        other => vec![other.to_string()],
     }
 }
 

@@ -1,0 +1,102 @@
+//! Inputs of each layer beside its hidden states (Gemma 4).
+
+use super::linear::{Linear, LinearShape, Norm};
+use super::lora::Dropout;
+use super::mlp::activated;
+use super::params::{Builder, Init};
+use super::shape::{Activation, Names, Shape};
+use super::uses_kernels;
+use rlhf_base::Result;
+use std::f64::consts::FRAC_1_SQRT_2;
+use tch::{Kind, Tensor};
+
+/// The rows `ids` `[N]` of an embedding, f32.
+pub(super) fn rows_of(table: &Tensor, ids: &Tensor) -> Tensor {
+    let rows = if uses_kernels(Kind::Float, table.device()) {
+        tch_ext::embedding(table, ids)
+    } else {
+        Tensor::embedding(table, ids, -1, false, false)
+    };
+    rows.to_kind(Kind::Float)
+}
+
+/// The table and the projection of which the inputs of all layers are made.
+#[derive(Debug)]
+pub(super) struct AllInputs {
+    table: Tensor,
+    pub(super) projection: Linear,
+    norm: Norm,
+    layers: i64,
+    width: i64,
+    hidden_size: i64,
+}
+
+/// The part of a layer that reads its input.
+#[derive(Debug)]
+pub(super) struct InputBranch {
+    gate: Linear,
+    out: Linear,
+    norm: Norm,
+    activation: Activation,
+}
+
+impl AllInputs {
+    pub(super) fn build(shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Option<Self>> {
+        let (Some(inputs), Some(names)) = (shape.layer_inputs, names.layer_inputs) else { return Ok(None) };
+        let (layers, width, std) = (shape.num_hidden_layers, inputs.width, shape.initializer_range);
+        let table = [inputs.vocab_size, layers * width];
+        let table = b.embedding(format!("{}.weight", names.table), &table, Init::Normal(std))?;
+        let of_projection =
+            LinearShape { width_in: shape.hidden_size, width_out: layers * width, bias: false, transposed: false, std };
+        let projection = Linear::build(b, names.projection, of_projection, compute)?;
+        let norm = Norm::build(b, names.norm, width, shape)?;
+        Ok(Some(Self { table, projection, norm, layers, width, hidden_size: shape.hidden_size }))
+    }
+
+    /// The inputs of all layers, `[N, layers, width]` f32, of `tokens` `[N]` whose scaled embeddings are `x` `[N, hidden size]`.
+    pub(super) fn of(&self, tokens: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let size = [-1, self.layers, self.width];
+        let projected = self.projection.forward_dropping(x, dropout).to_kind(Kind::Float);
+        let projected = projected * (self.hidden_size as f64).powf(-0.5);
+        let projected = self.norm.forward(&projected.view([-1, self.width]), Kind::Float).view(size);
+        let embedded = rows_of(&self.table, tokens).view(size) * (self.width as f64).sqrt();
+        (projected + embedded) * FRAC_1_SQRT_2
+    }
+}
+
+impl InputBranch {
+    /// Builds the branch whose names `at` completes.
+    pub(super) fn build(
+        shape: &Shape,
+        names: &Names,
+        at: impl Fn(&str) -> String,
+        b: &mut Builder<'_>,
+        compute: Kind,
+    ) -> Result<Option<Self>> {
+        let (Some(inputs), Some(names)) = (shape.layer_inputs, names.layer_inputs) else { return Ok(None) };
+        let (hidden, std) = (shape.hidden_size, shape.initializer_range);
+        let mut linear = |name: &str, width_in: i64, width_out: i64| {
+            let shape = LinearShape { width_in, width_out, bias: false, transposed: false, std };
+            Linear::build(b, &at(name), shape, compute)
+        };
+        let (gate, out) = (linear(names.gate, hidden, inputs.width)?, linear(names.out, inputs.width, hidden)?);
+        let norm = Norm::build(b, &at(names.out_norm), hidden, shape)?;
+        Ok(Some(Self { gate, out, norm, activation: shape.activation }))
+    }
+
+    pub(super) fn linears(&self) -> [&Linear; 2] {
+        [&self.gate, &self.out]
+    }
+
+    pub(super) fn linears_mut(&mut self) -> [&mut Linear; 2] {
+        [&mut self.gate, &mut self.out]
+    }
+
+    /// The residual stream `x` `[N, hidden size]` after the branch with `input` `[N, width]` f32.
+    pub(super) fn add_to(&self, x: &Tensor, input: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let gate = activated(self.activation, &self.gate.forward_dropping(x, dropout));
+        let gated = &gate * input.to_kind(gate.kind());
+        let out = self.out.forward_dropping(&gated, dropout).to_kind(Kind::Float);
+        x + self.norm.forward(&out, Kind::Float)
+    }
+}

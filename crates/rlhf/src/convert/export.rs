@@ -1,0 +1,209 @@
+//! `rlhf convert MODEL --output_file FILE.gguf`: makes a GGUF file of a model folder, as llama.cpp's converter does.
+
+mod tokens;
+
+use crate::settings::{ConvertConfig, GgufType};
+use rlhf_base::safe_text::beginning;
+use rlhf_base::{Error, Result};
+use rlhf_lm::gguf::{GgufTensor, Stored, Value, write};
+use rlhf_lm::model::{Activation, CausalLm, ModelConfig, ModelOptions, Param, RopeScaling};
+use std::path::Path;
+use tch::{Kind, Tensor};
+
+/// The `model_type`s that are written, under the same names of llama.cpp's architectures.
+const ARCHITECTURES: [&str; 5] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2"];
+
+/// Name of the tensor with the factors of Llama 3.1's rotary angles.
+const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Writes the model in the folder `config.file` to `out`. Returns the number of tensors.
+///
+/// # Errors
+/// If the folder holds no model of a supported family, or a tokenizer whose rules llama.cpp has no name for; if the file exists. No file is
+/// left then.
+pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
+    let dir = config.file.as_path();
+    if out.exists() {
+        return Err(Error::invalid(out, "expected a new file, found one"));
+    }
+    if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
+        return Err(Error::invalid(dir, "expected a model, found an adapter; `rlhf merge` makes a model of it"));
+    }
+    let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
+    check(&model, dir)?;
+    let mut metadata = describe(model.config(), dir, config.outtype)?;
+    metadata.extend(tokens::describe(dir, model.config())?);
+    let factors = rope_factors(model.config());
+    let params = model.params();
+    let mut tensors: Vec<GgufTensor> =
+        params.iter().map(|param| spec(param, model.config(), config.outtype)).collect::<Result<_>>()?;
+    tensors.extend(factors.as_ref().map(|factors| GgufTensor {
+        name: ROPE_FACTORS.into(),
+        shape: factors.size(),
+        stored: Stored::F32,
+    }));
+    let mut read = |i: usize| match params.get(i) {
+        Some(param) => in_order(param, model.config()),
+        None => Ok(factors.as_ref().expect("only they come after the parameters").shallow_clone()),
+    };
+    // A file that was begun is no model.
+    write(out, &metadata, &tensors, &mut read).inspect_err(|_| drop(std::fs::remove_file(out)))?;
+    Ok(tensors.len())
+}
+
+fn check(model: &CausalLm, dir: &Path) -> Result<()> {
+    let config = model.config();
+    if !ARCHITECTURES.contains(&config.family.name) {
+        let (last, others) = ARCHITECTURES.split_last().expect("there are several");
+        let expected = format!("{} or {last}", others.join(", "));
+        return Err(Error::invalid(
+            dir,
+            format!("expected a model of type {expected}, found `{}`", config.family.name),
+        ));
+    }
+    if model.quantization().is_some() {
+        return Err(Error::invalid(dir, "expected plain weights, found those of bitsandbytes"));
+    }
+    let rotated = |layer: usize| config.family.name != "smollm3" || !(layer + 1).is_multiple_of(4);
+    let usual = config.layer_ropes.iter().enumerate().all(|(layer, rope)| rope.is_some() == rotated(layer));
+    if !usual || config.activation != Activation::Silu {
+        let message =
+            "expected the non-linearity silu, and layers without positions where llama.cpp has them, found others";
+        return Err(Error::invalid(dir, message));
+    }
+    if config.windows.iter().any(Option::is_some) {
+        return Err(Error::invalid(
+            dir,
+            "expected attention without windows, which llama.cpp does not apply to this type",
+        ));
+    }
+    Ok(())
+}
+
+/// The metadata of the model, without those of its tokenizer, in the order of llama.cpp's converter.
+fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(String, Value)>> {
+    let architecture = config.family.name;
+    let size = |n: i64| Value::Integer(n);
+    let mut all = vec![
+        ("general.architecture".to_string(), Value::Text(architecture.into())),
+        ("general.type".into(), Value::Text("model".into())),
+    ];
+    let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_str()?.to_string()));
+    all.extend(name.map(|name| ("general.name".to_string(), Value::Text(name))));
+    let rope = &config.ropes[0];
+    let mut of_model = vec![
+        ("block_count", size(config.num_hidden_layers)),
+        ("context_length", size(config.max_position_embeddings as i64)),
+        ("embedding_length", size(config.hidden_size)),
+        ("feed_forward_length", size(config.intermediate_size)),
+        ("attention.head_count", size(config.num_attention_heads)),
+        ("attention.head_count_kv", size(config.num_key_value_heads)),
+        ("rope.freq_base", Value::Number(rope.theta)),
+        ("attention.layer_norm_rms_epsilon", Value::Number(config.norm_eps)),
+        ("attention.key_length", size(config.head_dim)),
+        ("attention.value_length", size(config.head_dim)),
+        ("vocab_size", size(config.vocab_size)),
+        ("rope.dimension_count", size(rope.dim)),
+    ];
+    match &rope.scaling {
+        // Llama 3.1's factors are a tensor.
+        RopeScaling::Default | RopeScaling::Llama3 { .. } => {}
+        RopeScaling::Linear { factor } => of_model.extend([
+            ("rope.scaling.type", Value::Text("linear".into())),
+            ("rope.scaling.factor", Value::Number(*factor)),
+        ]),
+        RopeScaling::Yarn { factor, original, .. } if is_usual_yarn(&rope.scaling) => {
+            of_model.extend([
+                ("rope.scaling.type", Value::Text("yarn".into())),
+                ("rope.scaling.factor", Value::Number(*factor)),
+                ("rope.scaling.original_context_length", size(*original as i64)),
+            ]);
+        }
+        other => {
+            let message = format!("expected a rope type that llama.cpp's files can state, found {other:?}");
+            return Err(Error::invalid(dir.join("config.json"), beginning(&message, 200)));
+        }
+    }
+    all.extend(of_model.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
+    all.push(("general.file_type".into(), size(outtype.file_type())));
+    if outtype == GgufType::Q8_0 {
+        all.push(("general.quantization_version".into(), size(2)));
+    }
+    Ok(all)
+}
+
+/// Whether all settings of YaRN but those in the metadata are the usual ones.
+fn is_usual_yarn(scaling: &RopeScaling) -> bool {
+    let RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, .. } = scaling else {
+        return false;
+    };
+    let usual = if *factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+    (*beta_fast, *beta_slow, *truncate) == (32.0, 1.0, true) && (attention_factor - usual).abs() < 1e-9
+}
+
+/// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
+fn spec(param: &Param, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
+    let shape = param.tensor.size();
+    let name = gguf_name(&param.name, config.family.name)
+        .ok_or_else(|| Error::Run(format!("tensor `{}`: llama.cpp has no name for it", param.name)))?;
+    let wanted = outtype.stored();
+    let stored = match shape.as_slice() {
+        [_, width] if wanted.fits(*width) => wanted,
+        [_, _] => Stored::F16,
+        _ => Stored::F32,
+    };
+    Ok(GgufTensor { name, shape, stored })
+}
+
+/// The name in a GGUF file of a tensor of a model folder.
+fn gguf_name(name: &str, architecture: &str) -> Option<String> {
+    let whole = match name {
+        "model.embed_tokens.weight" => Some("token_embd.weight"),
+        "model.norm.weight" => Some("output_norm.weight"),
+        "lm_head.weight" => Some("output.weight"),
+        _ => None,
+    };
+    if let Some(whole) = whole {
+        return Some(whole.into());
+    }
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (part, end) = rest.rsplit_once('.')?;
+    // OLMo 2's norms are those of the outputs.
+    let of_output = architecture == "olmo2";
+    let own = super::PARTS.iter().find(|(gguf, own)| {
+        *own == part && (*own != "post_attention_layernorm" || (*gguf == "post_attention_norm") == of_output)
+    });
+    own.map(|(gguf, _)| format!("blk.{layer}.{gguf}.{end}"))
+}
+
+/// A parameter with the rows of queries and keys in llama.cpp's order.
+fn in_order(param: &Param, config: &ModelConfig) -> Result<Tensor> {
+    let tensor = tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
+    let heads = if param.name.contains(".q_proj.") {
+        config.num_attention_heads
+    } else if param.name.contains(".k_proj.") {
+        config.num_key_value_heads
+    } else {
+        return Ok(tensor);
+    };
+    if !super::is_interleaved(config.family.name) {
+        return Ok(tensor);
+    }
+    let mut shape = tensor.size();
+    let whole = shape.clone();
+    shape.splice(0..1, [heads, 2, whole[0] / heads / 2]);
+    Ok(tensor.f_view(shape.as_slice())?.transpose(1, 2).f_reshape(whole.as_slice())?)
+}
+
+/// The divisors of the rotary angles that Llama 3.1's scaling makes.
+fn rope_factors(config: &ModelConfig) -> Option<Tensor> {
+    let rope = &config.ropes[0];
+    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } = rope.scaling else { return None };
+    let divisor = |at: i64| {
+        let frequency = rope.theta.powf(-2.0 * at as f64 / rope.dim as f64);
+        let turns = original * frequency / std::f64::consts::TAU;
+        let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+        (1.0 / (fast + (1.0 - fast) / factor)) as f32
+    };
+    Some(Tensor::from_slice(&(0..rope.dim / 2).map(divisor).collect::<Vec<_>>()))
+}
