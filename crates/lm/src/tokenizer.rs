@@ -186,6 +186,7 @@ impl Tokenizer {
             }
         }
         let tokenizer_config = read_if_present(dir, TOKENIZER_CONFIG)?;
+        settings::name_class_of_text_part(&mut files, &tokenizer_config, &read_if_present(dir, "config.json")?);
         let mut described = Described::read(dir, &tokenizer_config)?;
         let settings = Settings::read(dir, &tokenizer_config)?;
         let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
@@ -850,7 +851,8 @@ impl Tokenizer {
         done.map_err(|message| self.error(&message))
     }
 
-    /// Writes the tokenizer's files to `dir`, byte for byte as they were read.
+    /// Writes the tokenizer's files to `dir`, byte for byte as they were read, but for a class that transformers takes for another one beside the
+    /// text part of a model.
     ///
     /// # Errors
     /// If a file cannot be written.

@@ -70,6 +70,14 @@ const float* load_bias(const float* bias, const Channels& of, float* to) {
   return to;
 }
 
+// Rounds numbers to T, as a tensor between two operations has them: decoding stores the gated inputs in T.
+template <typename T>
+void round_to(float* x, int64_t count) {
+  if constexpr (!std::is_same_v<T, float>) {
+    for (int64_t i = 0; i < count; i++) x[i] = static_cast<float>(static_cast<T>(x[i]));
+  }
+}
+
 template <typename T>
 void conv_gated(const ConvShape& shape, Packed packed, const T* x, const float* weight, const float* bias, T* out) {
   const int64_t most = longest(packed), pad = shape.kernel - 1, wide = 3 * shape.width;
@@ -87,6 +95,7 @@ void conv_gated(const ConvShape& shape, Packed packed, const T* x, const float* 
       load_channels(from, wide, tokens, of.count, pad, u);
       load_channels(from + 2 * shape.width, wide, tokens, of.count, pad, other);
       for_channels(tokens + pad, [&](int64_t i) { (Vec::loadu(u + i) * Vec::loadu(other + i)).store(u + i); });
+      round_to<T>(u, (tokens + pad) * CHANNELS);
       convolve(u, taps, shape.kernel, own_bias, tokens, sum);
       load_channels(from + shape.width, wide, tokens, of.count, 0, other);
       for_channels(tokens, [&](int64_t i) { (Vec::loadu(sum + i) * Vec::loadu(other + i)).store(sum + i); });
@@ -154,6 +163,7 @@ void conv_gated_back(const ConvShape& shape, Packed packed, const T* x, const fl
       load_channels(from, wide, tokens, of.count, pad, b);
       load_channels(from + 2 * width, wide, tokens, of.count, pad, v);
       for_channels(tokens + pad, [&](int64_t i) { (Vec::loadu(b + i) * Vec::loadu(v + i)).store(u + i); });
+      round_to<T>(u, (tokens + pad) * CHANNELS);
       convolve(u, taps, shape.kernel, own_bias, tokens, sum);
       load_channels(from + width, wide, tokens, of.count, 0, c);
       load_channels(d_out + start * width + of.first, width, tokens, of.count, 0, dy);

@@ -167,6 +167,23 @@ const WHOLES: [Whole; 5] = [
     Whole { name: "lfm2_vl", texts: &["lfm2"], states_ties: false },
 ];
 
+/// The field by which LFM2 says that its head is the embedding; it takes precedence over that of the other families.
+const LFM2_TIES: &str = "tie_embedding";
+
+/// Fields that the file of a model for text and images may have instead of its text part.
+const OF_WHOLE: [&str; 10] = [
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+];
+
 impl Whole {
     /// The configuration of the language model in the file of the whole.
     fn text_part(&self, path: &Path, whole: &Map<String, Value>) -> Result<Map<String, Value>> {
@@ -175,7 +192,7 @@ impl Whole {
             return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
         };
         let mut text = text.clone();
-        for key in ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config"] {
+        for key in OF_WHOLE {
             if let Some(value) = whole.get(key).filter(|_| !text.contains_key(key)) {
                 text.insert(key.into(), value.clone());
             }
@@ -196,7 +213,9 @@ impl Whole {
                 format!("`text_config`: expected a `model_type` of {expected}, found {found}"),
             ));
         };
-        let class = FAMILIES.iter().find(|family| family.name == *name).and_then(|family| family.causal_lm_class);
+        let family = FAMILIES.iter().find(|family| family.name == *name);
+        let scores = json!(whole.get("architectures")).to_string().contains("ForSequenceClassification");
+        let class = family.and_then(|f| if scores { Some(f.classifier_class) } else { f.causal_lm_class });
         text.insert("model_type".into(), json!(name));
         text.insert("architectures".into(), json!([class]));
         Ok(text)
@@ -388,6 +407,7 @@ impl ModelConfig {
         self.shape.tie_word_embeddings = true;
         if families::states_ties(self.family) && self.raw.contains_key("tie_word_embeddings") {
             self.raw.insert("tie_word_embeddings".into(), json!(true));
+            self.raw.remove(LFM2_TIES);
         }
     }
 
@@ -396,6 +416,7 @@ impl ModelConfig {
         self.shape.tie_word_embeddings = false;
         if families::states_ties(self.family) {
             self.raw.insert("tie_word_embeddings".into(), json!(false));
+            self.raw.remove(LFM2_TIES);
         }
     }
 

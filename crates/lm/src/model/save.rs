@@ -16,6 +16,9 @@ use tch::{Kind, Tensor};
 /// The key of the base model in `adapter_config.json`.
 const BASE_NAME: &str = "base_model_name_or_path";
 
+/// Ends of the names of tensors that public files have in f32 beside others in bf16: those of the gated delta rule, which transformers widens itself.
+const OWN_DTYPES: [&str; 2] = ["linear_attn.A_log", "linear_attn.norm.weight"];
+
 /// The dtype of 16 bits that all of `kinds` are, or else f32, which holds the numbers of each; none if there are no dtypes.
 fn widest(mut kinds: impl Iterator<Item = Kind>) -> Option<Kind> {
     let first = kinds.next()?;
@@ -130,11 +133,15 @@ impl Body {
         // transformers leaves the tensors of a quantized model in the dtypes of the file, and its passes need one for all that are plain.
         let format = self.quantization();
         let is_plain = |param: &Param| !param.is_quantized();
+        let is_joint = |param: &Param| is_plain(param) && !OWN_DTYPES.iter().any(|name| param.name.ends_with(name));
         let plain =
-            format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_plain(p)).map(kind)));
+            format.and_then(|_| widest(written.iter().map(|(_, param)| *param).filter(|p| is_joint(p)).map(kind)));
         let spec = |(name, param): &(String, &Param)| TensorSpec {
             name: name.clone(),
-            kind: dtype.or(plain).filter(|_| is_plain(param)).unwrap_or_else(|| kind(param)),
+            kind: dtype
+                .or(plain.filter(|_| is_joint(param)))
+                .filter(|_| is_plain(param))
+                .unwrap_or_else(|| kind(param)),
             shape: param.tensor.size(),
         };
         let specs: Vec<TensorSpec> = written.iter().map(spec).collect();

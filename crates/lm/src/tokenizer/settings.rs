@@ -176,6 +176,22 @@ fn class<'a>(config: &'a Value, model: &'a Value) -> &'a str {
     class.strip_suffix("Fast").unwrap_or(class)
 }
 
+/// Names the class of a tokenizer in its `tokenizer_config.json` among `files`, which has `config`, where transformers would take another one for the
+/// text part of a model for text and images than for the whole, whose `config.json` is `model`.
+pub(super) fn name_class_of_text_part(files: &mut [(&'static str, Vec<u8>)], config: &Value, model: &Value) {
+    // transformers corrects the class of `qwen3_5` alone.
+    let text = json!({ "model_type": "qwen3_5_text" });
+    if model["model_type"] != "qwen3_5" || class(config, model) == class(config, &text) {
+        return;
+    }
+    for (_, bytes) in files.iter_mut().filter(|(name, _)| *name == TOKENIZER_CONFIG) {
+        if let Ok(mut settings) = serde_json::from_slice::<Map<String, Value>>(bytes) {
+            settings.insert("tokenizer_class".into(), class(config, model).into());
+            *bytes = Value::Object(settings).to_string().into_bytes();
+        }
+    }
+}
+
 /// Sets whether the byte-level rules in `rule` add a space before a text. Returns whether there are any.
 fn set_prefix(rule: &mut Value, on: bool) -> bool {
     if rule["type"] == "ByteLevel" {
