@@ -37,7 +37,7 @@ pub struct TokenLogprobs {
 pub struct LogitNumbers {
     /// Mean of the logits over the vocabulary.
     pub mean: Tensor,
-    /// 1 where no other token is likelier, else 0.
+    /// 1 where the token is the likeliest, the first of equal ones, else 0.
     pub is_top: Tensor,
     /// Logarithm of the sum of all squared probabilities, if it was asked for.
     pub log_sum_squares: Option<Tensor>,
@@ -48,8 +48,7 @@ impl LogitNumbers {
     fn of(logits: &Tensor, ids: &Tensor, squares: bool) -> Self {
         tch::no_grad(|| {
             let logits = logits.detach().to_kind(Kind::Float);
-            let own = logits.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
-            let is_top = own.ge_tensor(&logits.amax([-1], false)).to_kind(Kind::Float);
+            let is_top = logits.argmax(-1, false).eq_tensor(ids).to_kind(Kind::Float);
             let log_sum_squares =
                 squares.then(|| (&logits * 2.0).logsumexp([-1], false) - logits.logsumexp([-1], false) * 2.0);
             Self { mean: logits.mean_dim(-1, false, Kind::Float), is_top, log_sum_squares }

@@ -140,9 +140,7 @@ fn load_run<'a>(
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let mut reference = reference;
     if let Some(reference) = &mut reference {
-        reference.shard(&World::of_process(), config.run.dist.zero_stage);
-        let place = config.run.models_place().filter(|_| is_apart(config));
-        place.map_or(Ok(()), |place| reference.offload(&place, "reference model"))?;
+        place_reference(reference, config)?;
     }
     let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
     let loaded = Loaded {
@@ -257,6 +255,9 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
                     format!("expected the vocabulary of {}, {} ids, found {}", dir.display(), vocab[0], vocab[1]);
                 return Err(Error::invalid(other, message));
             }
+            if config.sync.sync_ref_model {
+                check_synced(&policy, &reference, other)?;
+            }
             Some(reference)
         }
         None if lora.is_some() => Some(policy.base()?),
@@ -275,16 +276,43 @@ pub(crate) fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the options for loading a reference model: in the dtype of its files, unless it is `synced`.
-fn reference_options(config: &DpoConfig, synced: bool) -> Result<ModelOptions> {
-    let frozen = model_options(&config.run)?;
-    Ok(if synced { ModelOptions { dtype: Dtype::Float32, ..trained_options(frozen, false) } } else { frozen })
+/// Returns the options for loading a reference model that follows the policy from a checkpoint, where its numbers are f32.
+fn saved_reference_options(config: &DpoConfig) -> Result<ModelOptions> {
+    Ok(ModelOptions { dtype: Dtype::Float32, ..trained_options(model_options(&config.run)?, false) })
+}
+
+/// Divides the reference model among the ranks, and places it where the settings have it between its passes.
+fn place_reference(reference: &mut CausalLm, config: &DpoConfig) -> Result<()> {
+    reference.shard(&World::of_process(), config.run.dist.zero_stage);
+    let place = config.run.models_place().filter(|_| is_apart(config));
+    place.map_or(Ok(()), |place| reference.offload(&place, "reference model"))
+}
+
+/// Refuses a reference model that cannot follow the policy.
+fn check_synced(policy: &CausalLm, reference: &CausalLm, dir: &Path) -> Result<()> {
+    for param in reference.params() {
+        let other = policy.params().iter().find(|other| other.name == param.name);
+        let expected = other.map(|other| other.tensor.size());
+        if expected.as_ref() != Some(&param.tensor.size()) {
+            let expected = expected.map_or("no such parameter".into(), |size| format!("{size:?}, as in the policy"));
+            let message = format!(
+                "sync_ref_model: parameter `{}`: expected {expected}, found {:?}: a reference model that follows the policy has its shape",
+                param.name,
+                param.tensor.size()
+            );
+            return Err(Error::invalid(dir, message));
+        }
+    }
+    Ok(())
 }
 
 /// Loads a reference model that shares nothing with the policy.
 fn load_reference(config: &DpoConfig, dir: &Path) -> Result<CausalLm> {
     let synced = config.sync.sync_ref_model;
-    let mut reference = CausalLm::from_pretrained(dir, reference_options(config, synced)?)?;
+    let frozen = model_options(&config.run)?;
+    // As the policy is read, so that the first margins are 0.
+    let options = if synced { trained_options(frozen, false) } else { frozen };
+    let mut reference = CausalLm::from_pretrained(dir, options)?;
     check_decoder(reference.config(), dir)?;
     reference.merge_adapter();
     if config.optimizer.optim == Optim::AdamwBf16 {

@@ -69,12 +69,13 @@ pub(crate) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max
 pub(crate) const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
 
 /// Settings on which results depend by rounding at most: a resumed run may change them, with a warning.
-const ROUNDING: [&str; 5] = [
+const ROUNDING: [&str; 6] = [
     "device",
     "gradient_checkpointing",
     "max_tokens_per_micro_batch",
     "local_rollout_forward_batch_size",
     "per_device_eval_batch_size",
+    "precompute_ref_batch_size",
 ];
 
 /// A setting that differs between two runs.
@@ -196,7 +197,14 @@ impl<'a> EarlierSettings<'a> {
                 "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
             )));
         }
-        warnings.extend(self.passes_warning(config, ranks));
+        let passes = self.passes_warning(config, ranks);
+        if let (Some(passes), Some(loss)) = (&passes, loss_of_micro_batches(command, config)) {
+            let (change, _) = passes.split_once(", so that").unwrap_or((passes, ""));
+            return Err(Error::Usage(format!(
+                "{change}: expected the same, as loss_type = {loss} compares the pairs of a micro-batch with each other"
+            )));
+        }
+        warnings.extend(passes);
         let version = env!("CARGO_PKG_VERSION");
         if self.version != version {
             warnings.push(format!("{dir} was written by rlhf {}, and this is {version}", self.version));
@@ -235,6 +243,12 @@ impl<'a> EarlierSettings<'a> {
             .filter(|_| then != now)
             .map(|_| format!("{now} rows per pass: it was {then} before {dir}, so that results may differ by rounding"))
     }
+}
+
+/// Returns the loss of `rlhf dpo` whose value for a pair depends on the others of its micro-batch, if there is one.
+fn loss_of_micro_batches<'c>(command: &str, config: &'c Map<String, Value>) -> Option<&'c str> {
+    let losses = config.get("loss_type").filter(|_| command == "dpo")?.as_array()?;
+    losses.iter().filter_map(Value::as_str).find(|loss| ["aot", "aot_unpaired", "sft"].contains(loss))
 }
 
 /// Returns the settings of a run by name.

@@ -4,13 +4,14 @@ use super::super::supervised::{Supervised, UpdateRows};
 use super::loss::{PairTerms, losses, sum};
 use super::pairs::{PairRow, PassInputs};
 use super::totals::{LOSS, MicroBatch, NUMBERS, Totals, sorts};
-use super::{PreferenceTask, reference_options};
+use super::{PreferenceTask, place_reference, saved_reference_options};
 use crate::rl::unsupervised::{TextLimits, learn_texts};
 use crate::run::checkpoint::Saved;
 use crate::run::output_dir::REFERENCE;
 use crate::settings::DpoConfig;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
+use rlhf_base::signals::{exit_code, stop_requested};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs, Trains};
 use rlhf_lm::optim::micro_batch::micro_batches;
@@ -124,7 +125,8 @@ impl PreferenceTask<'_> {
             let _loaded = reference.loaded()?;
             return logps_under(reference, inputs);
         }
-        let known: Vec<f32> = rows.iter().flat_map(|row| row.reference.unwrap_or_default()).map(|x| x as f32).collect();
+        let known: Vec<f32> =
+            rows.iter().flat_map(|row| row.reference.expect("computed before training")).map(|x| x as f32).collect();
         Ok(on_device(&known, device).view([-1, 2]))
     }
 
@@ -253,6 +255,10 @@ impl PreferenceTask<'_> {
         for (rows, usual) in [(&mut self.train.rows, of_train), (&mut self.eval, of_eval)] {
             let own = world.share_by(rows, PairRow::tokens);
             let found = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).map(|batch| {
+                if world.size() == 1 && stop_requested() {
+                    let message = "stopped before the first update: there is nothing to save".into();
+                    return Err(Error::Stopped { message, code: exit_code() });
+                }
                 let inputs = PassInputs::new(&batch.iter().collect::<Vec<_>>(), config.loss.ld_alpha, model.device());
                 Ok(to_host(&logps_under(model, &inputs)?.view([-1])))
             });
@@ -374,10 +380,10 @@ impl Supervised for PreferenceTask<'_> {
         if self.config.sync.sync_ref_model && self.reference.is_some() {
             // Its memory is there for one.
             self.reference = None;
-            let mut reference =
-                CausalLm::from_pretrained(&saved.dir.join(REFERENCE), reference_options(self.config, true)?)?;
+            let options = saved_reference_options(self.config)?;
+            let mut reference = CausalLm::from_pretrained(&saved.dir.join(REFERENCE), options)?;
             reference.prepare(Trains::All)?;
-            reference.shard(&World::of_process(), self.config.run.dist.zero_stage);
+            place_reference(&mut reference, self.config)?;
             self.reference = Some(reference);
         }
         Ok(())
