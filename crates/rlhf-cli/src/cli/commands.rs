@@ -354,7 +354,7 @@ fn others() -> Vec<Command> {
             .about("Merge a LoRA adapter into its model")
             .after_help(MERGE_HELP),
         flags::command::<ConvertConfig>("convert")
-            .about("Make a model folder of a GGUF file, or a GGUF file of a model folder")
+            .about("Convert a GGUF file to a model folder or back")
             .after_help(CONVERT_HELP),
         flags::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flags::command::<ReportConfig>("report")

@@ -206,7 +206,7 @@ const COMMON: [(&str, &[&str], &[&str]); 25] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 77] = [
+const WORDS: [(&str, &str); 78] = [
     ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
     ("beta", "nearness to the reference model"),
@@ -257,6 +257,7 @@ const WORDS: [(&str, &str); 77] = [
     ("output", "file to write [report.html]"),
     ("output_dir", "folder to write to"),
     ("output_file", "file to write to [standard output]"),
+    ("outtype", "type of the weights of a GGUF file"),
     ("overwrite_output_dir", "replace an existing output folder"),
     ("overwrite_output_file", "replace a file that is no report"),
     ("per_device_train_batch_size", "sequences per micro-batch"),
@@ -357,7 +358,10 @@ pub(super) fn short(rlhf: &Command, args: &[OsString], error: &clap::Error) -> O
 fn text(command: &Command) -> String {
     let name = command.get_name();
     let (_, needed, others) = common(name);
-    let words = |flag: &str| WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words);
+    let words = |flag: &str| match (name, flag) {
+        ("convert", "output_file") => "GGUF file to make of a model's folder",
+        _ => WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words),
+    };
     let line = |flag: &str| {
         let arg = command.get_arguments().find(|arg| arg.get_id() == flag).expect("it is a flag");
         let alone = arg.is_require_equals_set();
