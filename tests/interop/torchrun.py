@@ -100,7 +100,7 @@ def checks(work):
 
     def restart():
         command = [TORCHRUN, "--nproc_per_node", "2", "--max-restarts", "1", "--no-python", *into("again")]
-        error = run([*command, "--resume_from_checkpoint", "true"], {"RLHF_FAULT": "1:150:KILL"})
+        error = run([*command, "--resume_from_checkpoint", "true"], {"RLHF_FAULT": "1:200:KILL"})
         expect("rank 1" in error, f"no line about rank 1: {error[-800:]}")
         expect(distance(work / "two", work / "again") == 0, "other bits than those of a run without a fault")
 

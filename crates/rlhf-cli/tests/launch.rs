@@ -228,7 +228,7 @@ fn training_whose_rank_is_killed_is_restarted_and_ends_in_the_bits_of_an_undistu
     let line = |out: &str| format!("launch --nproc_per_node 2 --max_restarts 1 {}", training(out));
     let undisturbed = scratch.run(&line("whole"));
     assert_eq!(undisturbed.code, 0, "{}", undisturbed.stderr);
-    let killed = output(scratch.command(&line("killed")).env("RLHF_FAULT", "1:150:KILL"));
+    let killed = output(scratch.command(&line("killed")).env("RLHF_FAULT", "1:200:KILL"));
     let stderr = String::from_utf8_lossy(&killed.stderr);
     assert!(killed.status.success(), "{stderr}");
     for part in [

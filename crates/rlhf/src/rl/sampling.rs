@@ -4,6 +4,7 @@ use rlhf_base::Result;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use tch::{Kind, Tensor};
+use tch_ext::to_host;
 
 /// Beginnings of the names of the metrics.
 pub(crate) const SAMPLING_METRICS: [&str; 2] =
@@ -56,8 +57,10 @@ impl SamplingDifference {
         let mut sums = [self.tokens, self.difference, self.ratio];
         world.sum_numbers(&mut sums)?;
         [self.tokens, self.difference, self.ratio] = sums;
-        self.most = world.max_number(self.most)?;
-        self.ratios = [-world.max_number(-self.ratios[0])?, world.max_number(self.ratios[1])?];
+        let mut extremes = Tensor::from_slice(&[self.most, -self.ratios[0], self.ratios[1]]);
+        world.max(&mut extremes)?;
+        let extremes = to_host(&extremes);
+        (self.most, self.ratios) = (extremes[0], [-extremes[1], extremes[2]]);
         Ok(())
     }
 
@@ -121,7 +124,6 @@ impl SamplingSums {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch_ext::to_host;
 
     #[test]
     fn differences_are_those_of_the_tokens_that_count_in_any_slices() {
