@@ -220,7 +220,7 @@ pub struct Experts {
     pub shared: Option<i64>,
     /// Whether each layer has experts instead of one MLP.
     pub layers: Vec<bool>,
-    /// The gate of experts whose weights are stacked ([`ExpertNames::is_stacked`]).
+    /// The gate of experts whose weights are stacked (`ExpertNames::is_stacked`).
     pub clamped: Option<ClampedGate>,
 }
 
