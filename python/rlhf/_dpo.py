@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf import _configs, _translate
-from rlhf._objects import is_same, is_text
+from rlhf._objects import is_same
 from rlhf._trainer import Trainer
 
 
@@ -71,10 +71,7 @@ class DPOTrainer(Trainer):
         )
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
-        path = self._place_model(self._model, "model", resumes, self.processing_class)
-        if is_text(self._model) and self.processing_class is not None:
-            path = self._with_tokenizer(path)
-        settings = {**self._data(), "model_name_or_path": path}
+        settings = {**self._data(), "model_name_or_path": self._place_trained(resumes)}
         # A copy of the model is what the program takes by itself.
         if self.ref_model is not None and not is_same(self._model, self.ref_model):
             settings["ref_model_name_or_path"] = self._place_model(self.ref_model, "ref_model", resumes, self.processing_class)

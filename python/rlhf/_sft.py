@@ -8,7 +8,6 @@ from typing import Any
 from rlhf import _configs, _program, _translate
 from rlhf._data import is_name, path_or_name, write
 from rlhf._errors import RunError, Unsupported
-from rlhf._objects import is_text
 from rlhf._trainer import Trainer
 
 
@@ -139,9 +138,7 @@ class RewardTrainer(Trainer):
         )
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
-        path = self._place_model(self._model, "model", resumes, self.processing_class)
-        if is_text(self._model) and self.processing_class is not None:
-            path = self._with_tokenizer(path)
+        path = self._place_trained(resumes)
         settings = {**self._data(), "model_name_or_path": path}
         # A model on the hub that has a head keeps it.
         if not os.path.isdir(path) or not has_head(path):

@@ -214,6 +214,13 @@ class Trainer:
                 place_tokenizer(tokenizer, folder)
         return path
 
+    def _place_trained(self, resumes: bool) -> str:
+        """The path or name of the model that is trained, in a folder with the tokenizer that was passed."""
+        path = self._place_model(self._model, "model", resumes, self.processing_class)
+        if is_text(self._model) and self.processing_class is not None:
+            return self._with_tokenizer(path)
+        return path
+
     def _with_tokenizer(self, path: str) -> str:
         """A folder with the model's files and the tokenizer that was passed, where that is another one, or may have been changed since it was
         loaded."""

@@ -40,6 +40,7 @@ pub use completions::{CompletionsConfig, Shell};
 pub use compute::ComputeConfig;
 pub use convert::{ConvertConfig, GgufType};
 pub use doctor::DoctorConfig;
+pub(crate) use dpo::EVAL_METRICS as DPO_EVAL_METRICS;
 pub use dpo::{DpoConfig, DpoLoss, DpoLossConfig, FDivergence, TruncationMode};
 pub use evaluate::{EvaluateConfig, JudgeConfig};
 pub use generate::{Format, GenerateConfig};

@@ -211,8 +211,8 @@ impl Mixer {
         self.gate(&mixed, &gates)
     }
 
-    /// [`Mixer::forward`] of one more token in each row; the states of rows that are not `active` stay as they are, and theirs is the output of
-    /// the last token that their state has.
+    /// Computes [`Mixer::forward`] for one more token of each row and updates the states. A row that is not `active` keeps its state, and its
+    /// output is that of the last token in the state.
     pub(super) fn step(&self, x: &Tensor, state: &mut State, active: Option<&Tensor>) -> Tensor {
         let Projected { convolved, gates, rates } = self.project(x, None);
         let kernel = self.conv.kernel();

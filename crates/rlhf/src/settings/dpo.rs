@@ -22,7 +22,7 @@ use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 /// Settings of groups that have another default in this command, TRL's.
 const OWN_DEFAULTS: [(&str, &str); 1] = [("max_grad_norm", "1")];
 
-/// Metrics of an evaluation.
+/// Metrics of an evaluation, by TRL's names, in the order of `train::dpo::totals::Totals`; those of training are the same without `eval_`.
 pub(crate) const EVAL_METRICS: [&str; 11] = [
     "eval_loss",
     "eval_rewards/chosen",

@@ -91,7 +91,7 @@ impl Scores {
         let rewards: Vec<(&str, f64)> =
             metrics.iter().filter_map(|(name, std)| Some((name.strip_prefix("objective/scores_std/")?, std))).collect();
         for &(name, std) in &rewards {
-            // A reward may leave responses out: a class of environments that is not theirs.
+            // A reward may give no score to some responses, such as the reward of one environment to responses that played another.
             let scored = rows - metrics.get(&format!("reward/{name}/absent")).unwrap_or(0.0);
             if scored < 2.0 {
                 continue;

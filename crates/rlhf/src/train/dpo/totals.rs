@@ -1,7 +1,7 @@
 //! Sums of a DPO run since its last line of metrics.
 
 use super::super::supervised::Sums;
-use crate::settings::{DpoConfig, DpoLoss};
+use crate::settings::{DPO_EVAL_METRICS as EVAL_METRICS, DpoConfig, DpoLoss};
 use rlhf_base::metrics::Metrics;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
@@ -13,21 +13,6 @@ use tch_ext::to_host;
 pub(super) const NUMBERS: usize = 11;
 /// The place of the loss among them.
 pub(super) const LOSS: usize = NUMBERS - 1;
-
-/// The metrics, by TRL's names, in the order of [`Totals::metrics`].
-const NAMES: [&str; 11] = [
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "logits/chosen",
-    "logits/rejected",
-    "entropy",
-    "mean_token_accuracy",
-];
 
 /// The tokens of the micro-batch that a pair belongs to, by which sums over tokens become means.
 #[derive(Debug, Clone, Copy)]
@@ -49,7 +34,7 @@ impl MicroBatch {
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Totals {
     pairs: f64,
-    metrics: [f64; NAMES.len()],
+    metrics: [f64; EVAL_METRICS.len()],
     grad_norm: f64,
     /// Whether texts are mixed in, and the sum over updates of their loss.
     mixes_texts: bool,
@@ -110,9 +95,8 @@ impl Totals {
 
     /// Adds the means, with `prefix` before their names.
     pub(super) fn push_as(&self, metrics: &mut Metrics, prefix: &'static str) {
-        for (name, sum) in NAMES.iter().zip(self.metrics) {
-            let name = if prefix.is_empty() { (*name).into() } else { format!("{prefix}{name}") };
-            metrics.push(name, sum / self.pairs);
+        for (name, sum) in EVAL_METRICS.iter().zip(self.metrics) {
+            metrics.push(format!("{prefix}{}", name.trim_start_matches("eval_")), sum / self.pairs);
         }
     }
 }
