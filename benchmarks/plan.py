@@ -38,6 +38,7 @@ REWARD = (
     f"reward --model_name_or_path MODEL --new_reward_head --dataset_name {SENTIMENT}/preferences.jsonl"
     " --train_batch_size 16 --max_steps 3"
 )
+DPO = f"dpo --model_name_or_path MODEL --dataset_name {SENTIMENT}/preferences.jsonl --train_batch_size 16 --max_steps 3"
 SUMMARIES = ROOT / "examples/t5-summary"
 T5_PPO = (
     f"ppo --sft_model_path PAIR --dataset_name {SUMMARIES}/data/prompts.jsonl --reward rouge_l:completion --train_batch_size 32"
@@ -66,6 +67,12 @@ RUNS = [
     ("sft/lora bf16, dropout", f"{SFT} {LORA} --bf16", 1),
     ("sft/full f32, 2 ranks, zero_stage 1", f"{SFT} --zero_stage 1", 2),
     ("reward/full f32", REWARD, 1),
+    ("dpo/full f32", DPO, 1),
+    ("dpo/full bf16", f"{DPO} --bf16", 1),
+    ("dpo/full f32, gradient checkpointing", f"{DPO} --gradient_checkpointing", 1),
+    ("dpo/full f32, precomputed", f"{DPO} --precompute_ref_log_probs", 1),
+    ("dpo/lora bf16", f"{DPO} {LORA} --bf16", 1),
+    ("dpo/full f32, 2 ranks, zero_stage 2", f"{DPO} --zero_stage 2", 2),
     ("t5/ppo f32, value model", T5_PPO, 1),
     ("t5/ppo f32, value head", f"{T5_PPO} --value_head", 1),
     ("t5/ppo f32, gradient checkpointing", f"{T5_PPO} --gradient_checkpointing", 1),

@@ -256,7 +256,7 @@ class _Rollouts(_Training):
     max_num_gen_batches: int = field(default=10, metadata={"help": "Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still missing then are taken from those that were replaced"})
     sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps"})
     ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in the updated reference model; 1 replaces it by the policy"})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one"})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled already are compared with the earlier one"})
     entropy_coef: float = field(default=0.0, metadata={"help": "Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss"})
     use_adaptive_entropy: bool = field(default=False, metadata={"help": "Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value"})
     entropy_coef_min: float = field(default=0.0, metadata={"help": "Minimum coefficient of `use_adaptive_entropy`"})
@@ -1403,8 +1403,8 @@ class DPOConfig(_Supervised):
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
             Share of the policy in the updated reference model; 1 replaces it by the policy.
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
-            Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
-            with the earlier one.
+            Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled
+            already are compared with the earlier one.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Apply no dropout, also not that of an adapter (`lora_dropout`), as in TRL. A model's own dropout is applied in
             no case.
@@ -1816,7 +1816,7 @@ class DPOConfig(_Supervised):
     precompute_ref_batch_size: int | None = field(default=None, metadata={"help": "Pairs per forward pass of `precompute_ref_log_probs` [default: `per_device_train_batch_size`, and `per_device_eval_batch_size` for the rows of evaluations]"})
     sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps"})
     ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in the updated reference model; 1 replaces it by the policy"})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one"})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled already are compared with the earlier one"})
     disable_dropout: bool = field(default=True, metadata={"help": "Apply no dropout, also not that of an adapter (`lora_dropout`), as in TRL. A model's own dropout is applied in no case"})
     learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
@@ -2051,8 +2051,8 @@ class PPOConfig(_Rollouts):
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
             Share of the policy in the updated reference model; 1 replaces it by the policy.
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
-            Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
-            with the earlier one.
+            Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled
+            already are compared with the earlier one.
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount factor of the rewards.
         lam (`float`, *optional*, defaults to `0.95`):
@@ -2131,7 +2131,8 @@ class PPOConfig(_Rollouts):
         last_value_in_loss (`bool`, *optional*, defaults to `True`):
             Train the value after a response's last token too. Only with a `score_position` after that token.
         unsupervised_dataset_name (`str`, *optional*):
-            Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+            Dataset of texts for a language-modelling loss beside that of the command (PPO-ptx): a file, a folder or a hub
+            name.
         unsupervised_dataset_config_name (`str`, *optional*):
             Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
         unsup_coef (`float`, *optional*, defaults to `27.8`):
@@ -2659,7 +2660,7 @@ class PPOConfig(_Rollouts):
     min_response_length: int = field(default=0, metadata={"help": "Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used again"})
     mask_truncated_completions: bool = field(default=False, metadata={"help": "Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups"})
     last_value_in_loss: bool = field(default=True, metadata={"help": "Train the value after a response's last token too. Only with a `score_position` after that token"})
-    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name"})
+    unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside that of the command (PPO-ptx): a file, a folder or a hub name"})
     value_head: bool = field(default=False, metadata={"help": "Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both"})
     batch_size: int | None = field(default=None, metadata={"help": "Responses per update, with the preset `trl-legacy` [default: 128]"})
     mini_batch_size: int | None = field(default=None, metadata={"help": "Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an optimizer step [default: `batch_size` divided by `gradient_accumulation_steps`]"})
@@ -2882,8 +2883,8 @@ class GRPOConfig(_Groups):
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
             Share of the policy in the updated reference model; 1 replaces it by the policy.
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
-            Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
-            with the earlier one.
+            Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled
+            already are compared with the earlier one.
         epsilon (`float`, *optional*, defaults to `0.2`):
             Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
         loss_type (`str`, *optional*, defaults to `'dapo'`):
@@ -3671,8 +3672,8 @@ class RLOOConfig(_Groups):
         ref_model_mixup_alpha (`float`, *optional*, defaults to `0.6`):
             Share of the policy in the updated reference model; 1 replaces it by the policy.
         ref_model_sync_steps (`int`, *optional*, defaults to `512`):
-            Optimizer steps between two updates of the reference model. Responses that are sampled already are compared
-            with the earlier one.
+            Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled
+            already are compared with the earlier one.
         epsilon (`float`, *optional*, defaults to `0.2`):
             Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
         loss_type (`str`, *optional*, defaults to `'grpo'`):

@@ -77,6 +77,7 @@ fn a_plan_is_near_the_peak_of_the_run() {
         format!("{ppo} --output_dir b --no_report --device cpu --use_peft --bf16"),
         format!("{sft} --output_dir c --no_report --device cpu"),
         format!("{ppo} --output_dir d --no_report --device cpu --offload all"),
+        "dpo --model_name_or_path big --dataset_name pairs.jsonl --max_steps 3 --output_dir e --no_report --device cpu".into(),
     ] {
         assert_near_peak(&scratch, &line);
     }
@@ -595,13 +596,13 @@ fn a_pipeline_is_its_stages_whose_models_have_the_form_of_the_first() {
     let rows = |prompt: &&str| json!({"prompt": prompt, "chosen": " yes", "rejected": " no"}).to_string() + "\n";
     scratch.write("rows.jsonl", &PROMPTS.iter().map(rows).collect::<String>().repeat(4));
     let file = "output_dir: out\ndataset_name: rows.jsonl\nmodel_name_or_path: policy\nper_device_train_batch_size: 4\n\
-                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\n";
+                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\ndpo:\n  max_steps: 2\n";
     scratch.write("run.yaml", file);
     let line = "pipeline --config run.yaml";
     let plan = planned(&scratch, "", line);
     let stages = plan["stages"].as_array().unwrap();
     let commands: Vec<&str> = stages.iter().map(|stage| stage["command"].as_str().unwrap()).collect();
-    assert_eq!(commands, ["sft", "reward", "ppo"]);
+    assert_eq!(commands, ["sft", "reward", "ppo", "dpo"]);
     let of_policy = &stages[0]["models"][0]["parameters"];
     assert_eq!(&stages[2]["models"][0]["parameters"], of_policy);
     let peaks = stages.iter().map(|stage| number(&stage["memory"]["peak"]));

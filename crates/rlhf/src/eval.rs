@@ -27,9 +27,8 @@ use crate::reward::{Rewards, Spec, Warn, check_columns, resolve};
 use crate::run::Console;
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
+use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::EvaluateConfig;
-use crate::terminal::{Stream, about};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use judge::{NoVerdict, Outcome, Pair, PairJudge, Preference};
 use responses::{generate_missing, plain_prompt, reference, sampled, sampling_warning};
 use results::{Store, row_digest};
@@ -43,7 +42,6 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 use summary::About;
 
 /// Number of failures of the judge in a row that end an evaluation.
@@ -117,7 +115,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
                 .into(),
         ));
     }
-    let progress = Progress::new(console);
+    let progress = PhaseBar::new(console);
     sampling_warning(&sampled).iter().for_each(|warning| progress.warn(warning));
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
         if let Some(dir) = dir {
@@ -125,7 +123,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         }
     }
     let mut judge = task.judge(config, &models, pairs, specs)?;
-    let (bar, console) = (progress.bar.clone(), progress.console);
+    let (bar, console) = progress.parts();
     judge.warn_by(Arc::new(move |message: &str| bar.suspend(|| console.warn(message))));
     judge.print_by(&progress);
     let described = judge.describe();
@@ -347,9 +345,9 @@ impl Judge {
     }
 
     /// Shows what functions of Python print.
-    fn print_by(&mut self, progress: &Progress) {
+    fn print_by(&mut self, progress: &PhaseBar) {
         if let Self::Scores(scorer) = self {
-            let (bar, console) = (progress.bar.clone(), progress.console);
+            let (bar, console) = progress.parts();
             let print: Warn = Arc::new(move |line: &str| bar.suspend(|| console.announce_printed(line)));
             scorer.rewards.print_by(&print);
         }
@@ -366,7 +364,7 @@ impl Judge {
     ///
     /// # Errors
     /// If the judge fails again and again; if it gives a verdict or score too many: those that it gave may be of other rows, and are not kept.
-    fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
+    fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &PhaseBar) -> Result<()> {
         let missing = store.to_judge(task.prompts.len(), task.most);
         if missing.is_empty() {
             return Ok(());
@@ -384,7 +382,7 @@ impl Judge {
     }
 
     /// Judges the prompts with these indices, and stores their rows, until the judge fails again and again.
-    fn judge_all(&mut self, missing: &[usize], task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
+    fn judge_all(&mut self, missing: &[usize], task: &Task, store: &mut Store, progress: &PhaseBar) -> Result<()> {
         let at_once = match self {
             // Both orders of each pair are requested at the same time.
             Self::Pairs(pairs) => pairs.at_once().div_ceil(2 * task.samples).max(1),
@@ -494,7 +492,7 @@ impl Failures {
         Self { warned: false, in_a_row: 0, at_first: (!has_verdicts).then_some(0), last: String::new() }
     }
 
-    fn add(&mut self, rows: &[ResultRow], progress: &Progress) {
+    fn add(&mut self, rows: &[ResultRow], progress: &PhaseBar) {
         for row in rows.iter().filter(|row| row.was_judged()) {
             self.in_a_row = if row.failed { self.in_a_row + 1 } else { 0 };
             self.at_first = self.at_first.filter(|_| !row.is_decided()).map(|count| count + 1);
@@ -522,52 +520,6 @@ impl Failures {
             format!("gave no verdict for the first {} rows", self.at_first.unwrap_or_default())
         };
         Err(Error::Run(format!("the judge {found}: {}; the same command continues the evaluation", self.last)))
-    }
-}
-
-/// A progress bar with the time left, on standard error if it is a terminal.
-struct Progress {
-    bar: ProgressBar,
-    console: Console,
-}
-
-impl Progress {
-    fn new(console: Console) -> Self {
-        let hidden = console == Console::Silent || !Stream::Err.moves_cursor();
-        let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-        let left = |state: &ProgressState, to: &mut dyn std::fmt::Write| {
-            let known = state.pos() > 0 && state.eta() > Duration::ZERO;
-            let _ = if known { write!(to, ", {} left", about(state.eta())) } else { Ok(()) };
-        };
-        let style = ProgressStyle::with_template("{msg} {bar:30.cyan} {pos}/{len}{left}");
-        let style = style.unwrap_or_else(|_| ProgressStyle::default_bar()).with_key("left", left);
-        let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
-        Self { bar, console }
-    }
-
-    /// Starts a phase of `count` prompts.
-    fn start(&self, what: &str, count: usize) {
-        self.bar.reset();
-        self.bar.set_length(count as u64);
-        self.bar.set_message(one_line(what).into_owned());
-    }
-
-    fn advance(&self, count: usize) {
-        self.bar.inc(count as u64);
-    }
-
-    fn warn(&self, message: &str) {
-        self.bar.suspend(|| self.console.warn(message));
-    }
-
-    fn finish(&self) {
-        self.bar.finish_and_clear();
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.finish();
     }
 }
 
@@ -616,7 +568,7 @@ mod tests {
     fn a_judge_that_fails_in_a_row_or_never_decides_ends_the_evaluation() {
         let row = |failed| ResultRow { failed, no_verdict: Some("timed out".into()), ..ResultRow::default() };
         let tie = || ResultRow { winner: Some(Verdict::Tie), response_b: Some(String::new()), ..ResultRow::default() };
-        let progress = Progress::new(Console::Silent);
+        let progress = PhaseBar::new(Console::Silent);
         let check = |has_verdicts, rows: &[&[ResultRow]]| {
             let mut failures = Failures::new(has_verdicts);
             rows.iter().for_each(|rows| failures.add(rows, &progress));

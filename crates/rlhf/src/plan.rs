@@ -15,7 +15,7 @@ mod table;
 mod work;
 
 use crate::reward::{Spec, specs};
-use crate::settings::{GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
+use crate::settings::{DpoConfig, GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
 use crate::train::ppo;
 use members::Models;
@@ -38,6 +38,8 @@ pub enum PlannedRun {
     Sft(SftConfig),
     /// `rlhf reward`.
     Reward(RewardConfig),
+    /// `rlhf dpo`.
+    Dpo(DpoConfig),
     /// `rlhf ppo`, `rlhf grpo` and `rlhf rloo`.
     Ppo(PpoConfig),
 }
@@ -102,7 +104,7 @@ pub struct PipelinePlan {
 pub enum Role {
     /// The model of SFT, of reward training or of generation.
     Model,
-    /// The policy of PPO.
+    /// The policy of PPO and DPO.
     Policy,
     /// A value model of its own.
     ValueModel,
@@ -174,7 +176,7 @@ pub enum PhaseKind {
     Scoring,
     /// Forward and backward passes of a model, and its optimizer step.
     Step(Role),
-    /// Passes over the texts that the policy learns beside PPO.
+    /// Passes over the texts that the policy learns beside PPO or DPO.
     Texts,
     /// The optimizer step of a model whose optimizer state is in memory for it alone.
     Moments(Role),
@@ -251,7 +253,7 @@ pub struct PlannedMicroBatch {
 /// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedWork {
-    /// Number of updates; of optimizer steps in SFT and reward training, of batches in `generate`. `None` if it depends on data that were not read.
+    /// Number of updates; of optimizer steps in SFT, reward training and DPO, of batches in `generate`. `None` if it depends on data that were not read.
     pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
@@ -311,6 +313,7 @@ impl PlannedRun {
         match self {
             Self::Sft(_) => "sft",
             Self::Reward(_) => "reward",
+            Self::Dpo(_) => "dpo",
             Self::Ppo(config) => config.preset.command(),
         }
     }
@@ -319,6 +322,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => &config.run,
             Self::Reward(config) => &config.run,
+            Self::Dpo(config) => &config.run,
             Self::Ppo(config) => &config.run,
         }
     }
@@ -327,6 +331,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => &mut config.run,
             Self::Reward(config) => &mut config.run,
+            Self::Dpo(config) => &mut config.run,
             Self::Ppo(config) => &mut config.run,
         }
     }
@@ -335,6 +340,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => &config.optimizer,
             Self::Reward(config) => &config.optimizer,
+            Self::Dpo(config) => &config.optimizer,
             Self::Ppo(config) => &config.optimizer,
         }
     }
@@ -343,6 +349,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => &mut config.optimizer,
             Self::Reward(config) => &mut config.optimizer,
+            Self::Dpo(config) => &mut config.optimizer,
             Self::Ppo(config) => &mut config.optimizer,
         }
     }
@@ -352,6 +359,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
             Self::Reward(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
+            Self::Dpo(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
             Self::Ppo(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
         }
     }
@@ -360,6 +368,7 @@ impl PlannedRun {
         match self {
             Self::Sft(config) => config.check(),
             Self::Reward(config) => config.check(),
+            Self::Dpo(config) => config.check(),
             Self::Ppo(config) => config.check(),
         }
     }

@@ -295,7 +295,8 @@ pub struct PeftConfig {
     /// LoRA alpha: an adapter's product is scaled by `lora_alpha / lora_r`.
     #[setting(heading = LORA, default = 32)]
     pub lora_alpha: usize,
-    /// Dropout of the adapters' inputs in SFT and reward training. PPO applies none: its first probability ratios must be 1.
+    /// Dropout of the adapters' inputs in `sft` and `reward`, and in `dpo` with `disable_dropout false`. `ppo`, `grpo` and `rloo` apply none: their
+    /// first probability ratios must be 1.
     #[setting(heading = LORA, default = 0.05)]
     pub lora_dropout: f64,
     /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: those usual for the model family].

@@ -1,9 +1,10 @@
 //! Responses to the prompts: those of a model, generated, and those of a column of the dataset.
 
 use super::results::{Given, Store};
-use super::{Models, Progress, Side, Task};
+use super::{Models, Side, Task};
 use crate::data::{Episode, Prompt, PromptLimit, RowReader, prompt_field};
 use crate::environment::Environment;
+use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::{EvaluateConfig, GenerateConfig};
 use crate::tool_loop::ToolLoop;
 use rlhf_base::safe_text::beginning;
@@ -160,7 +161,7 @@ pub(super) fn generate_missing(
     dir: &Path,
     task: &Task,
     store: &mut Store,
-    progress: &Progress,
+    progress: &PhaseBar,
 ) -> Result<()> {
     let missing = store.without_response(side, task.rows.len());
     let (name, revision) = match (side, &config.compare) {

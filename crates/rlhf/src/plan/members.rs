@@ -3,7 +3,7 @@
 use super::stages::Made;
 use super::{PlannedRun, Role};
 use crate::reward::specs;
-use crate::settings::{PpoConfig, RunConfig};
+use crate::settings::{DpoConfig, PpoConfig, RunConfig};
 use rlhf_base::Error;
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
@@ -31,13 +31,15 @@ pub(super) struct Described {
 /// Sizes of the models that a run names.
 #[derive(Debug)]
 pub(super) struct Models {
-    /// The model that SFT, reward training or PPO trains.
+    /// The model that the run trains.
     pub(super) main: NamedModel,
     /// The folder or name of the tokenizer.
     pub(super) tokenizer: PathBuf,
     /// The value model, where it starts from a folder of its own or from a reward model.
     value: Option<NamedModel>,
     rewards: Vec<NamedModel>,
+    /// The reference model of DPO, where it is another model than the policy as it starts.
+    reference: Option<NamedModel>,
     /// The critic of a policy that has none of its own: the policy's shape with a head for values.
     fresh_value: Option<ModelSizes>,
 }
@@ -136,6 +138,7 @@ impl Models {
             tokenizer: tokenizer.into(),
             value: None,
             rewards: Vec::new(),
+            reference: None,
             fresh_value: None,
         };
         match run {
@@ -150,6 +153,12 @@ impl Models {
                 let main = classifier(own, Some(config.model_revision.as_str()), true, true)?;
                 Ok(alone(main, own))
             }
+            PlannedRun::Dpo(config) => {
+                let own = &config.model_name_or_path;
+                let main = lm(own, Some(config.model_revision.as_str()))?;
+                let reference = config.ref_model_name_or_path.as_deref().map(|path| lm(path, None)).transpose()?;
+                Ok(Self { reference, ..alone(main, own) })
+            }
             PlannedRun::Ppo(config) => {
                 let main = lm(&config.sft_model_path, Some(config.model_revision.as_str()))?;
                 let paths = specs(config)?;
@@ -162,7 +171,7 @@ impl Models {
                 let fresh = ModelSizes::of_classifier(main.sizes.config().clone(), stored, true)?;
                 let fresh = fresh.coded_as(&main.sizes);
                 let tokenizer = config.model_name_or_path.as_deref().unwrap_or(&config.sft_model_path).into();
-                Ok(Self { main, tokenizer, value, rewards, fresh_value: Some(fresh) })
+                Ok(Self { main, tokenizer, value, rewards, reference: None, fresh_value: Some(fresh) })
             }
         }
     }
@@ -184,7 +193,7 @@ impl Models {
     pub(super) fn context(&self) -> usize {
         // Beside an encoder-decoder reward models read text, of any length.
         let read_ids = !self.policy().is_encoder_decoder();
-        let others = self.value.iter().chain(self.rewards.iter().filter(|_| read_ids));
+        let others = self.value.iter().chain(&self.reference).chain(self.rewards.iter().filter(|_| read_ids));
         let all = others.chain([&self.main]).map(|model| model.sizes.config().max_position_embeddings);
         all.min().unwrap_or(usize::MAX)
     }
@@ -197,11 +206,12 @@ impl Models {
         match run {
             PlannedRun::Sft(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
             PlannedRun::Reward(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
+            PlannedRun::Dpo(config) => self.of_dpo(config),
             PlannedRun::Ppo(config) => self.of_ppo(config),
         }
     }
 
-    /// The model of SFT or of reward training.
+    /// The model of a run that trains one model.
     fn alone(&self, run: &RunConfig, lora: Option<LoraConfig>, optimizer: &OptimizerConfig) -> Result<Member<'_>> {
         let holding = trained(lora.as_ref(), 0, optimizer.optim);
         let held = hold(&self.main.sizes, holding, run)?;
@@ -217,6 +227,28 @@ impl Models {
             adapter: lora.map(|lora| (lora, drops)),
             is_view: false,
         })
+    }
+
+    fn of_dpo(&self, config: &DpoConfig) -> Result<Vec<Member<'_>>> {
+        let (run, lora) = (&config.run, config.peft.lora());
+        let drops = config.adapter_dropout() > 0.0;
+        let mut policy = Member { role: Role::Policy, ..self.alone(run, lora.clone(), &config.optimizer)? };
+        policy.adapter = lora.clone().map(|lora| (lora, drops));
+        let mut members = vec![policy];
+        if config.precompute_ref_log_probs {
+            return Ok(members);
+        }
+        // An adapter is left out, unless the reference model is another one.
+        let is_view = lora.is_some() && self.reference.is_none();
+        let holding = match config.optimizer.optim {
+            Optim::AdamwBf16 if lora.is_none() => Holding::FrozenInBf16(0),
+            _ => Holding::Frozen(0),
+        };
+        let model = self.reference.as_ref().unwrap_or(&self.main);
+        let held =
+            if config.sync.sync_ref_model { followed(&model.sizes, run)? } else { hold(&model.sizes, holding, run)? };
+        members.push(Member { is_view, ..model.member(Role::ReferenceModel, held, run.dist.zero_stage) });
+        Ok(members)
     }
 
     fn of_ppo(&self, config: &PpoConfig) -> Result<Vec<Member<'_>>> {
@@ -239,13 +271,7 @@ impl Models {
         if config.has_reference() {
             let is_view = lora.is_some();
             let held = match config.sync.sync_ref_model {
-                true => Held {
-                    trained: 0,
-                    gradients: 0,
-                    trained_layer: 0,
-                    trained_root: 0,
-                    ..hold(&self.main.sizes, Holding::Trained(0), run)?
-                },
+                true => followed(&self.main.sizes, run)?,
                 false if optim == Optim::AdamwBf16 && lora.is_none() => {
                     hold(&self.main.sizes, Holding::FrozenInBf16(shared), run)?
                 }
@@ -304,6 +330,12 @@ fn states(sizes: &ModelSizes, holding: Holding<'_>, optim: Optim) -> Result<usiz
 
 fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Held> {
     sizes.held_as(holding, run.dtype.kind(), compute(run), run.quantization.quantization())
+}
+
+/// A reference model that follows the policy: held as one that is trained, without gradients.
+fn followed(sizes: &ModelSizes, run: &RunConfig) -> Result<Held> {
+    let held = hold(sizes, Holding::Trained(0), run)?;
+    Ok(Held { trained: 0, gradients: 0, trained_layer: 0, trained_root: 0, ..held })
 }
 
 /// The adapter in the folder `path`, if that is no model itself.

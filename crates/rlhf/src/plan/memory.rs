@@ -113,7 +113,7 @@ impl<'a> Job<'a> {
     pub(super) fn ppo(&self) -> Option<&PpoConfig> {
         match self.run {
             PlannedRun::Ppo(config) => Some(config),
-            PlannedRun::Sft(_) | PlannedRun::Reward(_) => None,
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) => None,
         }
     }
 
@@ -215,6 +215,7 @@ impl<'a> Job<'a> {
             phases.push(self.rollout(config));
             phases.extend(self.scoring(config));
         }
+        phases.extend(self.reference_pass());
         for member in self.members.iter().filter(|member| member.is_trained) {
             phases.push(self.step(member, None));
             phases.extend(self.texts_phase(member));
@@ -232,7 +233,11 @@ impl<'a> Job<'a> {
     /// Whether rows share the computation of first tokens.
     pub(super) fn shares(&self) -> bool {
         let dynamic = self.members.iter().any(|member| member.sizes.config().has_length_dependent_rope());
-        self.ppo().is_some_and(|config| !(dynamic || config.needs_critic() && config.legacy.value_head))
+        match self.run {
+            PlannedRun::Ppo(config) => !(dynamic || config.needs_critic() && config.legacy.value_head),
+            PlannedRun::Dpo(config) => !(dynamic || config.adapter_dropout() > 0.0),
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => false,
+        }
     }
 
     /// The rows as a member reads them: a reward model beside an encoder-decoder, or that is one, reads prompt and response as one text.
@@ -306,6 +311,17 @@ impl<'a> Job<'a> {
         members.map(of).max_by_key(size)
     }
 
+    /// A pass of DPO's reference model over a micro-batch.
+    fn reference_pass(&self) -> Option<Phase> {
+        let PlannedRun::Dpo(_) = self.run else { return None };
+        let member = self.members.iter().find(|member| member.role == Role::ReferenceModel)?;
+        let (mut phase, tokens) = (self.base(PhaseKind::Scoring), self.largest_pass(self.limit));
+        phase.activations = member.sizes.forward_bytes(tokens, self.compute);
+        phase.logits = self.logits(member, tokens.outputs, false);
+        phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
+        Some(phase)
+    }
+
     /// Bytes of the logits of a pass with this many outputs.
     fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
         let vocab = member.sizes.config().vocab_size.max(1);
@@ -330,6 +346,7 @@ impl<'a> Job<'a> {
             PlannedRun::Sft(config) if config.packing => (usize::MAX, usize::MAX),
             PlannedRun::Sft(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Reward(config) => (config.batches().rows_per_pass(), usize::MAX),
+            PlannedRun::Dpo(config) => (config.batches().rows_per_pass().saturating_mul(2), usize::MAX),
             PlannedRun::Ppo(config) => match config.plan_for(MANY_PROMPTS).map(|plan| plan.epoch) {
                 Ok(EpochPlan { part_size, micro_batch_size, .. }) => (micro_batch_size, part_size),
                 Err(_) => (usize::MAX, usize::MAX),
@@ -355,12 +372,21 @@ impl<'a> Job<'a> {
         phase
     }
 
-    /// The passes over texts that the policy learns beside PPO.
+    /// The passes over texts that the policy learns beside PPO or DPO.
     fn texts_phase(&self, member: &Member<'_>) -> Option<Phase> {
-        let (Some(config), Role::Policy) = (self.ppo(), member.role) else { return None };
-        let EpochPlan { mini_batch_size, micro_batch_size, .. } = config.plan_for(MANY_PROMPTS).ok()?.epoch;
-        let texts = self.rows.texts(mini_batch_size);
-        let limits = Limits { rows: micro_batch_size, tokens: self.limit, shares: false };
+        let Role::Policy = member.role else { return None };
+        let (texts, rows) = match self.run {
+            PlannedRun::Ppo(config) => {
+                let EpochPlan { mini_batch_size, micro_batch_size, .. } = config.plan_for(MANY_PROMPTS).ok()?.epoch;
+                (mini_batch_size, micro_batch_size)
+            }
+            PlannedRun::Dpo(config) => {
+                (config.plan_for(MANY_PROMPTS).ok()?.batch_size, config.batches().rows_per_pass())
+            }
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => return None,
+        };
+        let texts = self.rows.texts(texts);
+        let limits = Limits { rows, tokens: self.limit, shares: false };
         let tokens = passes(self.own(&texts), limits).into_iter().max_by_key(|tokens| tokens.computed)?;
         Some(Phase { kind: PhaseKind::Texts, ..self.step(member, Some(tokens)) })
     }

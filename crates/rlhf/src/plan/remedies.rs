@@ -104,6 +104,7 @@ fn adapters(job: &Job<'_>) -> Option<Edit> {
     let adapters = Edit::new("--use_peft", |run| match run {
         PlannedRun::Sft(config) => config.peft.use_peft = true,
         PlannedRun::Reward(config) => config.peft.use_peft = true,
+        PlannedRun::Dpo(config) => config.peft.use_peft = true,
         PlannedRun::Ppo(config) => config.peft.use_peft = true,
     });
     let is_new = job.members.iter().all(|member| member.adapter.is_none());
@@ -154,6 +155,15 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
             edits.push(none.with_effect("no moving average of the policy"));
         }
     }
+    if let PlannedRun::Dpo(config) = run
+        && !config.precompute_ref_log_probs
+    {
+        edits.push(Edit::new("--precompute_ref_log_probs", |run| {
+            if let PlannedRun::Dpo(config) = run {
+                config.precompute_ref_log_probs = true;
+            }
+        }));
+    }
     if let Some(four) = four_bits(run) {
         // Quantized weights are frozen.
         edits.push(Edit::together(adapters(job).into_iter().chain([four]).collect()));
@@ -161,7 +171,10 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let offload = &run.run().offload;
     let (part, flag) = match run {
         PlannedRun::Ppo(_) => (OffloadPart::All, "--offload all"),
-        PlannedRun::Sft(_) | PlannedRun::Reward(_) => (OffloadPart::Optimizer, "--offload optimizer"),
+        PlannedRun::Dpo(config) if config.keeps_reference() => (OffloadPart::All, "--offload all"),
+        PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) => {
+            (OffloadPart::Optimizer, "--offload optimizer")
+        }
     };
     if !offload.offloads_optimizer() || part == OffloadPart::All && !offload.offloads_models() {
         edits.push(Edit::new(flag, move |run| run.run_mut().offload.offload = vec![part]));

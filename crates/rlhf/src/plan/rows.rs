@@ -4,8 +4,9 @@ use super::PlannedRun;
 use super::members::Models;
 use crate::data;
 use crate::data::{Cursor, Dataset, PromptLimit, Sources};
-use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
+use crate::settings::{DataConfig, DpoConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::train::check_held_out;
+use crate::train::dpo::{PairRow, planned_pairs};
 use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::{self, leave_out_long};
 use crate::train::sft::{self, into_blocks, learned, max_row_length, shorten};
@@ -27,13 +28,13 @@ pub(super) struct Rows {
     pub(super) updates: Vec<Vec<Row>>,
     /// Number of rows of the data: prompts in PPO. `None` if the data were not read.
     pub(super) available: Option<usize>,
-    /// Tokens of a block of text that the policy learns beside PPO; 0 if it learns none.
+    /// Tokens of a block of text that the policy learns beside PPO or DPO; 0 if it learns none.
     pub(super) block: usize,
     /// Assumptions.
     pub(super) notes: Vec<String>,
 }
 
-/// One row: a sequence, or the two of a pair.
+/// One row: a sequence, or both sides of a pair of reward training; a pair of DPO is a group of two rows.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Row {
     /// Tokens of the prompt, which other rows may begin with too; none where sequences are computed by themselves.
@@ -69,6 +70,7 @@ impl Rows {
         match run {
             PlannedRun::Sft(config) => Self::of_sft(config, models),
             PlannedRun::Reward(config) => Self::of_reward(config, models),
+            PlannedRun::Dpo(config) => Self::of_dpo(config, models),
             PlannedRun::Ppo(config) => Self::of_prompts(config, models),
         }
     }
@@ -78,6 +80,7 @@ impl Rows {
         let rows = match run {
             PlannedRun::Ppo(config) => config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size),
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => 1,
+            PlannedRun::Dpo(_) => 2,
         };
         Self { updates: vec![vec![Row::default(); rows]], available: None, block: 0, notes: Vec::new() }
     }
@@ -156,6 +159,39 @@ impl Rows {
         }))
     }
 
+    fn of_dpo(config: &DpoConfig, models: &Models) -> Result<Self> {
+        let mut tokenizer = models.tokenizer()?;
+        let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        check_held_out(&config.eval, &sources, &config.data)?;
+        let (pairs, lens) = planned_pairs(config, &mut tokenizer, &sources, max_length, models.policy())?;
+        let batch = config.plan_for(pairs.len())?.batch_size;
+        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
+            let mut drawn: Vec<&PairRow> = drawn.into_iter().map(|pair| &pairs[pair]).collect();
+            drawn.sort_by_key(|pair| pair.tokens());
+            let of_pair = |(group, pair): (usize, &PairRow)| {
+                [0, 1].map(|side| Row {
+                    prompt: pair.prompt(side).to_vec(),
+                    len: pair.sides[side].len(),
+                    outputs: pair.span(side).len(),
+                    group,
+                    ..Row::default()
+                })
+            };
+            drawn.into_iter().enumerate().flat_map(of_pair).collect()
+        });
+        if config.unsupervised.unsupervised_dataset_name.is_some() {
+            found.block = max_length;
+            found.notes.push(texts_note(found.block));
+        }
+        if config.precompute_ref_log_probs {
+            found.notes.push(
+                "precompute_ref_log_probs: the reference model's passes before the first update are in neither the phases nor the time".into(),
+            );
+        }
+        Ok(found)
+    }
+
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
         let of_models = prompt_limit(models.policy(), models.context(), config.response_length)?;
         let limit = PromptLimit::new(&config.prompt_length, of_models)?;
@@ -197,9 +233,7 @@ impl Rows {
         found.notes = notes;
         if config.unsupervised.unsupervised_dataset_name.is_some() {
             found.block = limit.max_length() + response;
-            let note =
-                format!("unsupervised_dataset_name: its texts are taken to fill blocks of {} tokens", found.block);
-            found.notes.push(note);
+            found.notes.push(texts_note(found.block));
         }
         Ok(found)
     }
@@ -225,6 +259,10 @@ impl Rows {
     pub(super) fn longest_prompt(&self) -> usize {
         self.updates.iter().flatten().map(|row| row.prompt.len()).max().unwrap_or(0)
     }
+}
+
+fn texts_note(block: usize) -> String {
+    format!("unsupervised_dataset_name: its texts are taken to fill blocks of {block} tokens")
 }
 
 /// Number of prompts that stand for those that cannot be read.

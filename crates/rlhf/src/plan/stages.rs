@@ -23,11 +23,6 @@ pub(super) struct Made {
 /// # Errors
 /// The first error of a stage, with its name.
 pub(super) fn plan(config: &PipelineConfig, options: &PlanOptions) -> Result<PipelinePlan> {
-    if config.dpo.is_some() {
-        return Err(Error::Usage(
-            "plan: found a stage dpo in the pipeline, which has no plan; --skip dpo leaves it out".into(),
-        ));
-    }
     let (mut made, mut stages) = (Vec::new(), Vec::new());
     for (stage, run, start) in runs(config) {
         let named = |error: Error| match error {
@@ -88,9 +83,14 @@ fn runs(config: &PipelineConfig) -> impl Iterator<Item = (Stage, PlannedRun, Sta
         let start = start(model, &reward.model_revision, model);
         (Stage::Reward, PlannedRun::Reward(reward.clone()), start)
     });
+    let dpo = config.dpo.as_ref().map(|dpo| {
+        let model = &dpo.model_name_or_path;
+        let start = start(model, &dpo.model_revision, model);
+        (Stage::Dpo, PlannedRun::Dpo(dpo.clone()), start)
+    });
     let ppo = config.ppo.as_ref().map(|ppo| {
         let model = &ppo.sft_model_path;
         (Stage::Ppo, PlannedRun::Ppo(ppo.clone()), start(model, &ppo.model_revision, model))
     });
-    [sft, reward, ppo].into_iter().flatten()
+    [sft, reward, ppo, dpo].into_iter().flatten()
 }

@@ -30,11 +30,14 @@ pub(super) fn of(job: &Job<'_>) -> Work {
         let tokens: usize = update.iter().map(|row| row.len).sum();
         work.planned.tokens_per_update += tokens as f64 / count;
         training(job, update, count, &mut work);
-        if let Some(config) = job.ppo() {
-            rollout(job, config, update, count, &mut work);
+        match job.run {
+            PlannedRun::Ppo(config) => rollout(job, config, update, count, &mut work),
+            PlannedRun::Dpo(_) => scoring(job, update, count, &mut work),
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => {}
         }
     }
-    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len);
+    let rows_of_pair = if matches!(job.run, PlannedRun::Dpo(_)) { 2 } else { 1 };
+    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len) / rows_of_pair;
     work.planned.updates = updates(job);
     work.planned.flops_per_update =
         [work.prefill, work.decode, work.scoring, work.training].iter().map(|part| part.total()).sum();
@@ -49,6 +52,7 @@ fn updates(job: &Job<'_>) -> Option<usize> {
     let of_plan = |rows: usize| match job.run {
         PlannedRun::Sft(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Reward(config) => config.plan_for(rows).map(|plan| plan.num_updates),
+        PlannedRun::Dpo(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Ppo(config) => config.plan_for(rows).map(|plan| plan.num_total_batches),
     };
     match job.rows.available {
@@ -72,7 +76,7 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
         work.training.add(forward(member.sizes, read), epochs * factor(job, member) / count);
         work.stepped += steps * (member.held.trained * 4 * 7) as f64 / count;
     }
-    let texts = job.rows.texts(update.len());
+    let texts = job.rows.texts(update.len() / if matches!(job.run, PlannedRun::Dpo(_)) { 2 } else { 1 });
     if let (false, Some(policy)) = (texts.is_empty(), job.members.first()) {
         let read = Read::of_rows(&texts, false, 1.0);
         work.training.add(forward(policy.sizes, read), epochs * factor(job, policy) / count);
@@ -89,14 +93,19 @@ fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: 
     work.decode.add(forward(policy.sizes, decoded), 1.0 / count);
     let batches = update.len().div_ceil(config.local_rollout_forward_batch_size.max(1));
     work.decode_steps += (batches * config.response_length) as f64 / count;
+    scoring(job, update, count, work);
     let read = Read::of(job, update, 1.0);
-    for member in job.members.iter().filter(|member| member.role != Role::Policy) {
-        let read = Read::of(job, &job.read_by(member, update), 1.0);
-        work.scoring.add(forward(member.sizes, read), 1.0 / count);
-    }
     let exact = job.compute == tch::Kind::Float;
     if !exact && config.needs_critic() {
         work.scoring.add(forward(policy.sizes, read), 1.0 / count);
+    }
+}
+
+/// Adds a pass of each other model than the policy over `update`.
+fn scoring(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
+    for member in job.members.iter().filter(|member| member.role != Role::Policy) {
+        let read = Read::of(job, &job.read_by(member, update), 1.0);
+        work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }
 }
 

@@ -21,7 +21,7 @@ const SEED: u64 = 1 << 32;
 /// The language-modelling loss on texts that is added to the policy's (PPO-ptx).
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct UnsupervisedConfig {
-    /// Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+    /// Dataset of texts for a language-modelling loss beside that of the command (PPO-ptx): a file, a folder or a hub name.
     #[setting(heading = LOSS)]
     pub unsupervised_dataset_name: Option<PathBuf>,
     /// Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.

@@ -4,6 +4,7 @@ pub(crate) mod alarms;
 pub(crate) mod console;
 pub(crate) mod driver;
 pub(crate) mod jsonl;
+pub(crate) mod phase_bar;
 pub(crate) mod rollouts;
 pub(crate) mod samples;
 pub(crate) mod tensorboard;

@@ -397,8 +397,18 @@ impl DpoConfig {
         ])
     }
 
+    /// Returns the share of the inputs of adapters that is dropped.
+    pub(crate) fn adapter_dropout(&self) -> f64 {
+        if self.disable_dropout || !self.peft.use_peft { 0.0 } else { self.peft.lora_dropout }
+    }
+
+    /// Returns whether the reference model has weights of its own, which take memory during training.
+    pub(crate) fn keeps_reference(&self) -> bool {
+        !self.precompute_ref_log_probs && (self.ref_model_name_or_path.is_some() || !self.peft.use_peft)
+    }
+
     fn check_dropout(&self) -> Result<()> {
-        let drops = !self.disable_dropout && self.peft.use_peft && self.peft.lora_dropout > 0.0;
+        let drops = self.adapter_dropout() > 0.0;
         match self.loss.loss_type.iter().copied().find(|loss| loss.sorts()).filter(|_| drops) {
             Some(loss) => usage(format!(
                 "disable_dropout = false with loss_type = {}: expected true, as pairs are sorted by the numbers of the policy without dropout",
@@ -410,7 +420,7 @@ impl DpoConfig {
 
     /// Checks the settings of the reference model.
     fn check_reference(&self) -> Result<()> {
-        let (own, precomputes) = (self.ref_model_name_or_path.is_some(), self.precompute_ref_log_probs);
+        let precomputes = self.precompute_ref_log_probs;
         let mut refusals = Refusals::default();
         if let Some(rows) = self.precompute_ref_batch_size {
             refusals.add(at_least_one("precompute_ref_batch_size", rows))?;
@@ -437,8 +447,7 @@ impl DpoConfig {
                  expected zero_stage = 0, 1 or 2",
             ))?;
         }
-        let is_apart = !precomputes && (own || !self.peft.use_peft);
-        if !is_apart {
+        if !self.keeps_reference() {
             let why = "with use_peft or precompute_ref_log_probs, which leave no frozen model";
             refusals.add(self.run.offload.check_models(why))?;
         }

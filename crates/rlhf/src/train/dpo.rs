@@ -15,8 +15,10 @@ use crate::run::card::command_to_try;
 use crate::run::checkpoint::Epochs;
 use crate::run::session::{Opening, RunSpec};
 use crate::run::sinks::console::Console;
+use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::{DpoConfig, Stage};
-use pairs::{PairRow, read_pairs};
+pub(crate) use pairs::PairRow;
+use pairs::read_pairs;
 use rlhf_base::dist::World;
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
@@ -70,7 +72,7 @@ pub fn dpo(config: &DpoConfig, console: Console) -> Result<()> {
     world.expect_sharded(config.run.dist.zero_stage);
     let (mut task, loaded) = world.agree(load_run(config, opening, &hub))?;
     if config.precompute_ref_log_probs {
-        task.precompute(&loaded.model, &world)?;
+        task.precompute(&loaded.model, &world, &PhaseBar::new(console))?;
     }
     train(task, loaded, console)
 }
@@ -188,6 +190,29 @@ pub(super) fn check_rows(
     config.plan_for(pairs.rows.len()).map(drop)
 }
 
+/// Returns the pairs of a run for a plan, and their number in each dataset.
+///
+/// # Errors
+/// As [`check_rows`].
+pub(crate) fn planned_pairs(
+    config: &DpoConfig,
+    tokenizer: &mut Tokenizer,
+    sources: &Sources<'_>,
+    max_length: usize,
+    policy: &ModelConfig,
+) -> Result<(Vec<PairRow>, Vec<usize>)> {
+    check_decoder(policy, &config.model_name_or_path)?;
+    set_up_tokenizer(tokenizer, config)?;
+    let (train, _) = sources.read(config.run.seed, Stage::Dpo)?;
+    let (mut lens, mut pairs) = (Vec::new(), Vec::new());
+    for dataset in &train {
+        let (read, _) = read_pairs(dataset, config, tokenizer, max_length)?;
+        lens.push(read.len());
+        pairs.extend(read);
+    }
+    Ok((pairs, lens))
+}
+
 /// Returns the words of a run over `num_pairs` pairs, with the `first_row` of its data.
 fn words<'a>(
     config: &'a DpoConfig,
@@ -229,11 +254,6 @@ pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DpoConfig) ->
 fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'m ModelConfig>>) -> usize {
     let contexts = models.into_iter().flatten().map(|model| model.max_position_embeddings);
     contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
-}
-
-/// Whether the reference model has weights of its own, which take memory during training.
-fn is_apart(config: &DpoConfig) -> bool {
-    !config.precompute_ref_log_probs && (config.ref_model_name_or_path.is_some() || !config.peft.use_peft)
 }
 
 /// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts.
@@ -284,7 +304,7 @@ fn saved_reference_options(config: &DpoConfig) -> Result<ModelOptions> {
 /// Divides the reference model among the ranks, and places it where the settings have it between its passes.
 fn place_reference(reference: &mut CausalLm, config: &DpoConfig) -> Result<()> {
     reference.shard(&World::of_process(), config.run.dist.zero_stage);
-    let place = config.run.models_place().filter(|_| is_apart(config));
+    let place = config.run.models_place().filter(|_| config.keeps_reference());
     place.map_or(Ok(()), |place| reference.offload(&place, "reference model"))
 }
 

@@ -8,10 +8,12 @@ use super::{PreferenceTask, place_reference, saved_reference_options};
 use crate::rl::unsupervised::{TextLimits, learn_texts};
 use crate::run::checkpoint::Saved;
 use crate::run::output_dir::REFERENCE;
+use crate::run::session::stop_requested_on_any;
+use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::DpoConfig;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
-use rlhf_base::signals::{exit_code, stop_requested};
+use rlhf_base::signals::exit_code;
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs, Trains};
 use rlhf_lm::optim::micro_batch::micro_batches;
@@ -137,7 +139,7 @@ impl PreferenceTask<'_> {
 
     /// The share of inputs that the adapter drops.
     fn dropout(&self) -> f64 {
-        if self.config.disable_dropout { 0.0 } else { self.config.peft.lora_dropout }
+        self.config.adapter_dropout()
     }
 
     /// Forward and backward passes over this rank's part of the pairs. The loss of pairs that are sorted is that of `slopes`, the derivatives by
@@ -246,28 +248,38 @@ impl PreferenceTask<'_> {
     /// Computes the log-probabilities of the reference model for all pairs, under it or, where there is none, under `policy` as it starts.
     ///
     /// # Errors
-    /// If the model refuses a row, on any rank.
-    pub(super) fn precompute(&mut self, policy: &CausalLm, world: &World) -> Result<()> {
+    /// If the model refuses a row, or the user stops the run, on any rank.
+    pub(super) fn precompute(&mut self, policy: &CausalLm, world: &World, bar: &PhaseBar) -> Result<()> {
         let (config, reference) = (self.config, self.reference.take());
         let model = reference.as_ref().unwrap_or(policy);
         let (of_train, of_eval) = (config.per_device_train_batch_size.unwrap_or(8), config.per_device_eval_batch_size);
         let _loaded = model.loaded()?;
         for (rows, usual) in [(&mut self.train.rows, of_train), (&mut self.eval, of_eval)] {
             let own = world.share_by(rows, PairRow::tokens);
-            let found = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).map(|batch| {
-                if world.size() == 1 && stop_requested() {
+            let batches: Vec<&[PairRow]> = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).collect();
+            // The ranks ask together whether to stop, also one whose part has fewer batches.
+            let most_batches = world.max_number(batches.len() as f64)? as usize;
+            let mut found = Vec::with_capacity(own.len());
+            bar.start("reference log-probabilities", own.len());
+            for at in 0..most_batches {
+                if stop_requested_on_any(world)? {
                     let message = "stopped before the first update: there is nothing to save".into();
                     return Err(Error::Stopped { message, code: exit_code() });
                 }
-                let inputs = PassInputs::new(&batch.iter().collect::<Vec<_>>(), config.loss.ld_alpha, model.device());
-                Ok(to_host(&logps_under(model, &inputs)?.view([-1])))
-            });
-            let own = world.agree(found.collect::<Result<Vec<_>>>())?.concat();
-            let all = world.gather_numbers(&own)?.concat();
+                let logps = batches.get(at).map_or(Ok(Vec::new()), |batch| {
+                    let rows: Vec<&PairRow> = batch.iter().collect();
+                    let inputs = PassInputs::new(&rows, config.loss.ld_alpha, model.device());
+                    Ok(to_host(&logps_under(model, &inputs)?.view([-1])))
+                });
+                found.push(world.agree(logps)?);
+                bar.advance(batches.get(at).map_or(0, |batch| batch.len()));
+            }
+            let all = world.gather_numbers(&found.concat())?.concat();
             for (row, pair) in rows.iter_mut().zip(all.chunks(2)) {
                 row.reference = Some([pair[0], pair[1]]);
             }
         }
+        bar.finish();
         Ok(())
     }
 }

@@ -12,9 +12,9 @@ use tch_ext::on_device;
 
 /// A pair as it is trained on; side 0 is the chosen one, side 1 the rejected one.
 #[derive(Debug, Clone)]
-pub(super) struct PairRow {
+pub(crate) struct PairRow {
     /// Prompt and completion of each side.
-    pub(super) sides: [Vec<i64>; 2],
+    pub(crate) sides: [Vec<i64>; 2],
     /// Number of tokens of the prompt in each side.
     prompt_lens: [usize; 2],
     /// Log-probabilities of the completions under the reference model, if they are computed before training.
@@ -46,9 +46,14 @@ impl PairRow {
     }
 
     /// The tokens of a side whose log-probabilities count: those of the completion, except the first token of a text, which nothing predicts.
-    pub(super) fn span(&self, side: usize) -> Range<usize> {
+    pub(crate) fn span(&self, side: usize) -> Range<usize> {
         let len = self.sides[side].len();
         self.prompt_lens[side].max(1).min(len)..len
+    }
+
+    /// The tokens of a side's prompt.
+    pub(crate) fn prompt(&self, side: usize) -> &[i64] {
+        &self.sides[side][..self.prompt_lens[side]]
     }
 
     /// The number of tokens of a side's completion.
@@ -57,7 +62,7 @@ impl PairRow {
     }
 
     /// The number of tokens of both sides.
-    pub(super) fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.sides.iter().map(Vec::len).sum()
     }
 
@@ -134,7 +139,7 @@ impl<'r> PassInputs<'r> {
     pub(super) fn new(rows: &[&'r PairRow], ld_alpha: Option<f64>, device: Device) -> Self {
         let sequences: Vec<&Vec<i64>> = rows.iter().flat_map(|row| &row.sides).collect();
         let spans: Vec<Range<usize>> = rows.iter().flat_map(|row| [row.span(0), row.span(1)]).collect();
-        let prompts = rows.iter().flat_map(|row| [0, 1].map(|side| &row.sides[side][..row.prompt_lens[side]]));
+        let prompts = rows.iter().flat_map(|row| [row.prompt(0), row.prompt(1)]);
         let shared = shared_lens(prompts, rows.iter().map(|row| row.tokens()).sum());
         let of_token: Vec<i64> =
             spans.iter().enumerate().flat_map(|(at, span)| std::iter::repeat_n(at as i64, span.len())).collect();
