@@ -23,10 +23,11 @@ pub(super) struct Made {
 /// # Errors
 /// The first error of a stage, with its name.
 pub(super) fn plan(config: &PipelineConfig, options: &PlanOptions) -> Result<PipelinePlan> {
-    if config.dpo.is_some() {
-        return Err(Error::Usage(
-            "plan: found a stage dpo in the pipeline, which has no plan; --skip dpo leaves it out".into(),
-        ));
+    let unplanned = [("dpo", config.dpo.is_some()), ("distill", config.distill.is_some())];
+    if let Some((stage, _)) = unplanned.into_iter().find(|(_, found)| *found) {
+        return Err(Error::Usage(format!(
+            "plan: found a stage {stage} in the pipeline, which has no plan; --skip {stage} leaves it out"
+        )));
     }
     let (mut made, mut stages) = (Vec::new(), Vec::new());
     for (stage, run, start) in runs(config) {
