@@ -186,12 +186,15 @@ def distillation(name):
     student, teacher = PLAIN
     tokenizer = AutoTokenizer.from_pretrained(ROOT / student)
     steps = []
+    # transformers gives the input row of the pad token no gradient: it is not sampled.
+    spared = {"suppress_tokens": [tokenizer.pad_token_id]}
+    sizes = dict(per_device_train_batch_size=8, max_completion_length=12, generation_kwargs=spared)
     torch.manual_seed(2)
     with tempfile.TemporaryDirectory() as output:
         trainer = DistillationTrainer(
             model=load(student),
             teacher_model=load(teacher),
-            args=arguments(DistillationConfig, output, per_device_train_batch_size=8, max_completion_length=12, **settings),
+            args=arguments(DistillationConfig, output, **(sizes | settings)),
             train_dataset=Dataset.from_list(rows_of("prompts", tokenizer)),
             processing_class=tokenizer,
         )

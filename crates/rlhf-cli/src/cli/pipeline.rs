@@ -89,13 +89,15 @@ pub(super) fn parse(
         sft: runs(Stage::Sft).then(|| file.sft(&flags, stages[0], messages)).transpose()?.flatten(),
         reward: runs(Stage::Reward).then(|| file.reward(&flags, stages[1], messages)).transpose()?.flatten(),
         ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, stages[2], messages)).transpose()?.flatten(),
-        dpo: match all.contains(&Stage::Dpo) && runs(Stage::Dpo) {
-            true => file.dpo(&flags, command(Stage::Dpo.name()), messages)?,
-            false => None,
+        dpo: if all.contains(&Stage::Dpo) && runs(Stage::Dpo) {
+            file.dpo(&flags, command(Stage::Dpo.name()), messages)?
+        } else {
+            None
         },
-        distill: match all.contains(&Stage::Distill) && runs(Stage::Distill) {
-            true => file.distill(&flags, command(Stage::Distill.name()), messages)?,
-            false => None,
+        distill: if all.contains(&Stage::Distill) && runs(Stage::Distill) {
+            file.distill(&flags, command(Stage::Distill.name()), messages)?
+        } else {
+            None
         },
         output_dir: flags.output_dir.clone(),
     };

@@ -197,7 +197,7 @@ fn losses_of_sampled_responses_are_those_of_gkd_trainer_but_for_its_divisor_the_
 fn an_adapter_that_has_an_effect_is_trained_as_in_trl() {
     let run = &runs()["gkd.lora"];
     let mut config = config();
-    config.loss.beta = 0.0;
+    (config.loss.beta, config.disable_dropout) = (0.0, true);
     let mut model = load("llama_policy");
     model.load_adapter(&golden().join("trl_distill/adapter")).unwrap();
     model.set_trainable(true);
@@ -251,7 +251,7 @@ fn a_policy_gradient_is_that_of_log_probabilities_times_the_difference_to_the_te
     let mut config = config();
     (config.loss.loss_type, config.temperature) = (DistillLoss::ReverseKlAdvantage, 0.8);
     let task = task(&config, Vec::new(), "llama_ref");
-    let [mut own, mut plain] = ["llama_policy", "llama_policy"].map(load);
+    let [mut own, mut plain] = [load("llama_policy"), load("llama_policy")];
     own.set_trainable(true);
     plain.set_trainable(true);
     let metrics = learn(&task, &own, &rows, 4096);

@@ -94,7 +94,7 @@ impl Sums for Totals {
         metrics.push("loss", self.loss / self.tokens);
         metrics.push("entropy", self.entropy / self.tokens);
         metrics.push("on_policy", self.on_policy / self.updates);
-        if self.on_policy > 0.0 {
+        if self.own_tokens > 0.0 {
             metrics.push("reverse_kl", self.log_ratio / self.own_tokens);
         }
         if self.sampled > 0.0 {
