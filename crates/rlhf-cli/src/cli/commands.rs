@@ -38,8 +38,8 @@ Example:
   rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward";
 
 const DISTILL_HELP: &str = "\
-Names and defaults are those of TRL's DistillationTrainer, with `lmbda`, `seq_kd` and `max_new_tokens` of its
-GKDTrainer; a file of either configuration is a --config. Rows have a prompt, as for rlhf grpo; with
+Names and defaults are those of TRL's DistillationTrainer; `lmbda` and `seq_kd` are those of its
+GKDTrainer. A file of either configuration is a --config. Rows have a prompt, as for rlhf grpo; with
 --lmbda below 1 also the response, as for rlhf sft.
 
 Example:
@@ -313,7 +313,7 @@ fn trainers() -> [Command; 7] {
             .after_help(REWARD_HELP),
         trl::with_flags(dpo_command()).about("Train a language model by DPO, on preference pairs").after_help(DPO_HELP),
         trl::with_flags(distill_command())
-            .about("Train a language model by distillation from a teacher, on- or off-policy")
+            .about("Train a language model by distillation from a teacher")
             .after_help(DISTILL_HELP),
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")

