@@ -1,7 +1,7 @@
 //! `rlhf distill`: runs of TRL 1.16's GKDTrainer (`tests/golden/trl_distill`) to the final weights, and the whole course of the command.
 
 use crate::cli::{Scratch, timeless};
-use crate::support::{Tensors, golden, read_json};
+use crate::support::{Tensors, golden, note_difference, read_json};
 use rlhf::run::Console;
 use rlhf::schema::Settings as _;
 use rlhf::settings::DistillConfig;
@@ -50,7 +50,9 @@ fn check(names: &[&str]) {
         for metric in ["loss", "grad_norm", "learning_rate"] {
             for (at, expected) in run["metrics"][metric].as_array().unwrap().iter().enumerate() {
                 let (found, expected) = (lines[at][metric].as_f64().unwrap(), expected.as_f64().unwrap());
-                if (found - expected).abs() > TOLERANCE * expected.abs().max(1.0) {
+                let gap = (found - expected).abs() / expected.abs().max(1.0);
+                note_difference(gap, TOLERANCE);
+                if gap > TOLERANCE {
                     wrong.push(format!("{name}: {metric} of step {}: {found} is not {expected}", at + 1));
                 }
             }
@@ -63,6 +65,7 @@ fn check(names: &[&str]) {
             let whole = whole.split('[').next().unwrap();
             let part = tensors.part(whole);
             let gap = (part.of(found.get(&whole[prefix.len()..])) - part.tensor).abs().max().double_value(&[]);
+            note_difference(gap, TOLERANCE);
             if gap > TOLERANCE {
                 wrong.push(format!("{whole}: {gap:e}"));
             }

@@ -277,9 +277,9 @@ mod tests {
 
     #[test]
     fn slices_of_heads_with_other_widths_and_vocabularies_have_the_gradients_of_autograd() {
-        let (rows, width, wide) = (300, 8, 12);
-        // Wide enough that the rows are two slices.
-        for (own, other) in [(32000, 31900), (31900, 32000)] {
+        let (width, wide) = (8, 12);
+        // The first are two slices.
+        for (rows, own, other) in [(300, 32000, 31900), (5, 40, 48)] {
             let (student, teacher) = (head(own, width, 7.0), head(other, wide, 5.0));
             let common = own.min(other);
             let (hidden, states) = (random([rows, width], 3.0), random([rows, wide], 2.0));
@@ -287,7 +287,7 @@ mod tests {
             let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
             let weights = Tensor::arange(rows, (Kind::Float, Device::Cpu)).sin() / rows as f64;
             let divergence = Divergence { beta: 0.3, temperature: 0.7, top_k: 0, tail: true };
-            assert!(student.slices(rows).count() > 1);
+            assert!(rows < 100 || student.slices(rows).count() > 1);
             let weight = student.linear.held().set_requires_grad(true);
             let (found, gradient) = student.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
             let of_weight = weight.grad().copy();
