@@ -21,18 +21,23 @@ CLASSES = (
     ("SFTConfig", "sft", "Settings of [`SFTTrainer`]."),
     ("RewardConfig", "reward", "Settings of [`RewardTrainer`]."),
     ("DPOConfig", "dpo", "Settings of [`DPOTrainer`]."),
+    ("DistillationConfig", "distill", "Settings of [`DistillationTrainer`]."),
+    ("GKDConfig", "gkd", "Settings of [`GKDTrainer`]."),
     ("PPOConfig", "ppo", "Settings of [`PPOTrainer`]."),
     ("GRPOConfig", "grpo", "Settings of [`GRPOTrainer`]."),
     ("RLOOConfig", "rloo", "Settings of [`RLOOTrainer`]."),
 )
+# Classes with the settings of another command than their name here.
+COMMAND_OF = {"gkd": "distill"}
 # Bases for what several classes have alike: the file would be three times as long without them.
 BASES = (
-    ("_Training", ("sft", "reward", "dpo", "ppo", "grpo", "rloo"), "_Config", "What all trainers have."),
-    ("_Supervised", ("sft", "reward", "dpo"), "_Training", "What trainers on given responses have."),
+    ("_Training", ("sft", "reward", "dpo", "distill", "gkd", "ppo", "grpo", "rloo"), "_Config", "What all trainers have."),
+    ("_Supervised", ("sft", "reward", "dpo", "distill", "gkd"), "_Training", "What trainers without rewards have."),
+    ("_Distillation", ("distill", "gkd"), "_Supervised", "What trainers with a teacher have."),
     ("_Rollouts", ("ppo", "grpo", "rloo"), "_Training", "What trainers on sampled responses have."),
     ("_Groups", ("grpo", "rloo"), "_Rollouts", "What trainers on groups of responses have."),
 )
-BASE_OF = {"sft": "_Supervised", "reward": "_Supervised", "dpo": "_Supervised", "ppo": "_Rollouts", "grpo": "_Groups", "rloo": "_Groups"}
+BASE_OF = {"sft": "_Supervised", "reward": "_Supervised", "dpo": "_Supervised", "distill": "_Distillation", "gkd": "_Distillation", "ppo": "_Rollouts", "grpo": "_Groups", "rloo": "_Groups"}
 
 # Names that TRL's classes have for settings whose own name is another one.
 RENAMED = {
@@ -46,6 +51,7 @@ RENAMED = {
     }
 }
 RENAMED["rloo"] = RENAMED["grpo"]
+RENAMED["gkd"] = {"max_completion_length": "max_new_tokens"}
 
 # Settings that are arguments of trainers, fields of `ModelConfig` and `ScriptArguments`, or the package's
 # own; and those of TRL's step(), which the package does not have.
@@ -79,6 +85,16 @@ DEFAULTS = {
 DEFAULTS_OF = {
     "sft": {"max_grad_norm": (1.0, DIFFERENT), "completion_only_loss": (None, SAME)},
     "reward": {"max_grad_norm": (1.0, DIFFERENT)},
+    # The defaults of TRL's SFTConfig and GKDConfig; its temperature is that of sampling alone.
+    "gkd": {
+        "learning_rate": (2e-5, DIFFERENT),
+        "lmbda": (0.5, DIFFERENT),
+        "beta": (0.5, DIFFERENT),
+        "temperature": (0.9, DIFFERENT),
+        "loss_temperature": (1.0, DIFFERENT),
+        "max_completion_length": (128, DIFFERENT),
+        "disable_dropout": (True, DIFFERENT),
+    },
     "ppo": {"sft_model_path": ("EleutherAI/pythia-160m", SAME), "reward_model_path": ("EleutherAI/pythia-160m", SAME)},
 }
 KEPT = {"ppo": {"sft_model_path", "reward_model_path"}}
@@ -187,6 +203,7 @@ OF_OTHERS = {
     "save_strategy": ("str", "steps"),
     "shuffle_dataset": ("bool | None", None),
     "skip_memory_metrics": ("bool", True),
+    "teacher_model_init_kwargs": ("dict[str, Any] | str | None", None),
     "tf32": ("bool | None", None),
     "token_level_kl": ("bool", False),
     "torch_compile": ("bool", False),
@@ -347,7 +364,7 @@ def fields(command, described):
 def written(schema):
     """The text of the file."""
     commands = {command["name"]: command for command in schema["commands"]}
-    of = {command: fields(command, commands[command]) for _, command, _ in CLASSES}
+    of = {command: fields(command, commands[COMMAND_OF.get(command, command)]) for _, command, _ in CLASSES}
     parts, done = [HEADER], {command: set() for command in of}
     for name, members, base, about in BASES:
         first = of[members[0]]
@@ -376,7 +393,7 @@ def klass(name, base, about, own, decorated, command=None, listed=None):
         text = f"{about}\n\nAn unknown name is a `TypeError`; [`Config`] has what all configurations can do.\n\nArgs:\n"
         text += textwrap.indent(described, "    ")
         lines.append('    """' + textwrap.indent(text, "    ").lstrip() + '\n    """\n\n')
-        lines.append(f"    _command = {command!r}\n")
+        lines.append(f"    _command = {COMMAND_OF.get(command, command)!r}\n")
         aliases = {alias: field.name for field in listed for alias in field.aliases}
         lines.append(f"    _names = {aliases!r}\n")
         usual = {field.name: field.passed for field in listed if field.differs()}
@@ -391,7 +408,7 @@ def main():
     arguments = [word for word in sys.argv[1:] if word != "--check"]
     if len(arguments) != 1:
         sys.exit(__doc__)
-    done = subprocess.run([arguments[0], "schema", *(command for _, command, _ in CLASSES)], capture_output=True, text=True)
+    done = subprocess.run([arguments[0], "schema", *(command for _, command, _ in CLASSES if command not in COMMAND_OF)], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {arguments[0]} schema: {done.stderr.strip()}")
     text = written(json.loads(done.stdout))

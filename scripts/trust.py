@@ -43,6 +43,7 @@ PROMISES = (
     Promise("GRPO and RLOO are those of TRL's trainers, to the weights", ("ppo::groups_golden::every", "ppo::groups_golden::updates"), "runs of trl 1.11"),
     Promise("Turns with tools are those of TRL's GRPOTrainer, to the weights", ("ppo::tools_golden::",), "runs of trl 1.11 and 1.16"),
     Promise("DPO is that of TRL's DPOTrainer, to the weights", ("dpo::",), "runs of trl 1.16"),
+    Promise("Distillation is that of TRL's GKDTrainer, to the weights", ("distill::divergences", "distill::a_temperature"), "runs of trl 1.16"),
     Promise("`step()` is that of TRL 0.11, to the weights", ("step::golden::every", "step::golden::the_golden"), "runs of trl 0.11.4"),
     Promise("The engine is that of DeepSpeed-Chat, to the weights", ("deepspeed_chat::engine::",), "runs of its trainer"),
     Promise("Logits, gradients and greedy tokens are those of transformers", ("models::",), "transformers 5.23", ("16",)),

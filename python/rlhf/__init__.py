@@ -14,8 +14,9 @@ __version__ = "0.1.0"
 
 # The modules of the names, which are imported when they are used: each start of the command imports this one.
 _NAMES = {
-    "_configs": ("DPOConfig", "GRPOConfig", "PPOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"),
+    "_configs": ("DPOConfig", "DistillationConfig", "GKDConfig", "GRPOConfig", "PPOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"),
     "_rollouts": ("GRPOTrainer", "PPOTrainer", "RLOOTrainer"),
+    "_distill": ("DistillationTrainer", "GKDTrainer"),
     "_dpo": ("DPOTrainer",),
     "_sft": ("RewardTrainer", "SFTTrainer"),
     "_callbacks": ("TrainerCallback", "TrainerControl", "TrainerState"),
@@ -56,12 +57,16 @@ if TYPE_CHECKING:
     from rlhf._callbacks import TrainerCallback as TrainerCallback
     from rlhf._callbacks import TrainerControl as TrainerControl
     from rlhf._callbacks import TrainerState as TrainerState
+    from rlhf._configs import DistillationConfig as DistillationConfig
     from rlhf._configs import DPOConfig as DPOConfig
+    from rlhf._configs import GKDConfig as GKDConfig
     from rlhf._configs import GRPOConfig as GRPOConfig
     from rlhf._configs import PPOConfig as PPOConfig
     from rlhf._configs import RewardConfig as RewardConfig
     from rlhf._configs import RLOOConfig as RLOOConfig
     from rlhf._configs import SFTConfig as SFTConfig
+    from rlhf._distill import DistillationTrainer as DistillationTrainer
+    from rlhf._distill import GKDTrainer as GKDTrainer
     from rlhf._dpo import DPOTrainer as DPOTrainer
     from rlhf._errors import RunError as RunError
     from rlhf._errors import Unsupported as Unsupported

@@ -187,7 +187,7 @@ class _Training(_Config):
 
 @dataclass
 class _Supervised(_Training):
-    """What trainers on given responses have."""
+    """What trainers without rewards have."""
 
     eos_token: str | None = field(default=None, metadata={"help": "The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the tokenizer's]"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches of each rank per optimizer step"})
@@ -195,10 +195,79 @@ class _Supervised(_Training):
     max_steps: int = field(default=-1, metadata={"help": "Number of optimizer steps"})
     logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two logged lines of metrics"})
     offload_optimizer: bool = field(default=False, metadata={"help": "`offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two"})
-    shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     activation_offloading: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest"})
+
+
+@dataclass
+class _Distillation(_Supervised):
+    """What trainers with a teacher have."""
+
+    teacher_model_name_or_path: str | None = field(default=None, metadata={"help": "Causal language model to learn from, the teacher, which has the student's tokenizer: a folder or a hub name. It is frozen"})
+    teacher_model_revision: str = field(default='main', metadata={"help": "Branch, tag or commit of `teacher_model_name_or_path` on the hub"})
+    teacher_dtype: str | None = field(default=None, metadata={"help": "Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without `use_peft`: auto, float32, bfloat16, float16"})
+    max_length: int | None = field(default=1024, metadata={"help": "Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of the models. No effect where all responses are sampled"})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `response_length`]"})
+    long_prompts: str = field(default='error', metadata={"help": "Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side: error, drop, truncate_left, truncate_right"})
+    train_batch_size: int | None = field(default=None, metadata={"help": "Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the number of ranks]"})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with `train_batch_size`]"})
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows per forward pass in an evaluation"})
+    log_completions: bool = field(default=False, metadata={"help": "Print and save sampled responses with each logged line of metrics; their score is the teacher's mean log-probability of a token"})
+    num_completions_to_print: int | None = field(default=None, metadata={"help": "Number of responses of `log_completions` [default: 5]"})
+    seq_kd: bool = field(default=False, metadata={"help": "In steps that are not on-policy, the teacher samples the responses"})
+    top_k: int = field(default=0, metadata={"help": "Sample from this many most likely tokens only; 0 for all"})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all"})
+    min_p: float | None = field(default=None, metadata={"help": "Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens that are in the prompt or the response already; 1 for none"})
+    min_new_tokens: int = field(default=0, metadata={"help": "Minimum tokens of a response: nothing ends it before"})
+    stop_strings: list[str] | None = field(default=None, metadata={"help": "End a response with the token that completes this text; repeat the flag for several texts"})
+    logprobs_of: str = field(default='policy', metadata={"help": "Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the tokens that `top_k`, `top_p` and `min_p` left when a response was sampled: policy, filtered"})
+    local_rollout_forward_batch_size: int = field(default=64, metadata={"help": "Sequences of a rank that are decoded together"})
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer by layer for each token, with less memory and more time"})
+    loss_type: str = field(default='jsd', metadata={"help": "Loss of a token: jsd, reverse_kl_advantage"})
+    loss_top_k: int = field(default=0, metadata={"help": "Compare the teacher's likeliest tokens only, this many in each place; 0 compares the whole vocabulary"})
+    loss_add_tail: bool = field(default=True, metadata={"help": "With `loss_top_k`, all other tokens together are one more outcome; otherwise the probabilities of the `loss_top_k` are scaled to sum to 1"})
+    max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or true: rows are drawn in a random order"})
+    padding_free: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
+    eval_packing: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
+    router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
+    pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded"})
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they have"})
+    chat_template_path: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the tokenizer's own template is used"})
+    dataset_text_field: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or text: rows have a prompt, which a column of texts has not"})
+    dataset_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: rows are read by their columns"})
+    truncation_mode: str = field(default='keep_start', metadata={"help": "Of TRL or transformers; it has no effect here: rows that are too long are truncated at their start"})
+    packing: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or false: a row has a prompt of its own"})
+    assistant_only_loss: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or false: a row has a prompt of its own"})
+    packing_strategy: str = field(default='bfd', metadata={"help": "Of TRL or transformers; it has no effect here: nothing is packed"})
+    completion_only_loss: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or true: the response is learned, not the prompt"})
+    max_tool_calling_iterations: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: responses have one turn, without tools"})
+    log_unique_prompts: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: log_completions shows a few"})
+    use_vllm: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_mode: str = field(default='colocate', metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_model_impl: str = field(default='vllm', metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_server_base_url: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_server_host: str = field(default='0.0.0.0', metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_server_port: int = field(default=8000, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_server_timeout: float = field(default=240.0, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_group_port: int = field(default=51216, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_max_model_length: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_device: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_dtype: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_max_model_len: int | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_enable_prefix_caching: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    transformers_continuous_batching_config: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    use_transformers_paged: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    cache_implementation: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: generation is rlhf's own"})
+    vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: responses are not constrained"})
+    vllm_guided_decoding_regex: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: responses are not constrained"})
+    generation_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: sampling has its own flags: top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings"})
 
 
 @dataclass
@@ -834,6 +903,7 @@ class SFTConfig(_Supervised):
     assistant_only_loss: bool = field(default=False, metadata={"help": "In conversations, train on the assistant's messages only"})
     learning_rate: float = field(default=2e-05, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     padding_free: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     eval_packing: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
@@ -1308,6 +1378,7 @@ class RewardConfig(_Supervised):
     center_rewards_coefficient: float | None = field(default=None, metadata={"help": "Coefficient of an auxiliary loss that centers the scores of each pair on 0"})
     learning_rate: float = field(default=0.0001, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded; pair_loss = tokens pads with the tokenizer's token"})
     chat_template_path: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the tokenizer's own template is used"})
     disable_dropout: bool = field(default=False, metadata={"help": "Of TRL or transformers; expected none or true: no model's own dropout is applied"})
@@ -1820,9 +1891,1162 @@ class DPOConfig(_Supervised):
     disable_dropout: bool = field(default=True, metadata={"help": "Apply no dropout, also not that of an adapter (`lora_dropout`), as in TRL. A model's own dropout is applied in no case"})
     learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
     max_grad_norm: float | None = field(default=1.0, metadata={"help": "Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice"})
+    shuffle_dataset: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing is padded"})
     padding_free: bool = field(default=False, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
     pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded"})
+
+
+@_with_names
+@dataclass
+class DistillationConfig(_Distillation):
+    """Settings of [`DistillationTrainer`].
+
+    An unknown name is a `TypeError`; [`Config`] has what all configurations can do.
+
+    Args:
+        output_dir (`str`, *optional*):
+            Folder for the model, the metrics and the resolved configuration.
+        teacher_model_name_or_path (`str`, *optional*):
+            Causal language model to learn from, the teacher, which has the student's tokenizer: a folder or a hub name.
+            It is frozen.
+        teacher_model_revision (`str`, *optional*, defaults to `'main'`):
+            Branch, tag or commit of `teacher_model_name_or_path` on the hub.
+        teacher_dtype (`str`, *optional*):
+            Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without
+            `use_peft`: auto, float32, bfloat16, float16.
+        eos_token (`str`, *optional*):
+            The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
+            template [default: the tokenizer's].
+        dataset_weights (`list[float]`, *optional*):
+            Sampling weights of several datasets, a number for each [default: every row is equally likely].
+        dataset_columns (`list[str]`, *optional*):
+            Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none
+            ignores a field.
+        eval_split_size (`float`, *optional*):
+            Number of rows to hold out for evaluation, or their share if below 1. Refused if the dataset has the split to
+            evaluate on.
+        data_split (`str`, *optional*):
+            Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares
+            are disjoint.
+        data_split_seed (`int`, *optional*, defaults to `42`):
+            Seed of `data_split`; must be the same for sft, reward and ppo.
+        chat_template_kwargs (`dict[str, Any] | str`, *optional*):
+            Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows
+            have `chat_template_kwargs`, these take precedence by name.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of
+            the models. No effect where all responses are sampled.
+        max_prompt_length (`int`, *optional*):
+            Maximum tokens of a prompt [default: the models' context minus `response_length`].
+        long_prompts (`str`, *optional*, defaults to `'error'`):
+            Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side:
+            error, drop, truncate_left, truncate_right.
+        train_batch_size (`int`, *optional*):
+            Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times
+            `gradient_accumulation_steps` times the number of ranks].
+        per_device_train_batch_size (`int`, *optional*, defaults to `8`):
+            Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
+            `train_batch_size`].
+        per_device_eval_batch_size (`int`, *optional*, defaults to `8`):
+            Rows per forward pass in an evaluation.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Micro-batches of each rank per optimizer step.
+        num_train_epochs (`float`, *optional*, defaults to `3.0`):
+            Epochs over the dataset; no effect if `max_steps` is set.
+        max_steps (`int`, *optional*, defaults to `-1`):
+            Number of optimizer steps.
+        logging_steps (`int`, *optional*, defaults to `10`):
+            Optimizer steps between two logged lines of metrics.
+        log_completions (`bool`, *optional*, defaults to `False`):
+            Print and save sampled responses with each logged line of metrics; their score is the teacher's mean
+            log-probability of a token.
+        num_completions_to_print (`int`, *optional*):
+            Number of responses of `log_completions` [default: 5].
+        lmbda (`float`, *optional*, defaults to `1.0`):
+            Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of
+            the rows, or of the teacher with `seq_kd`.
+        seq_kd (`bool`, *optional*, defaults to `False`):
+            In steps that are not on-policy, the teacher samples the responses.
+        max_completion_length (`int`, *optional*, defaults to `512`):
+            Maximum tokens of a sampled response.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of sampling, and of both distributions in the loss.
+        loss_temperature (`float`, *optional*):
+            Temperature of both distributions in the loss, where it is not that of sampling [default: `temperature`].
+        top_k (`int`, *optional*, defaults to `0`):
+            Sample from this many most likely tokens only; 0 for all.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all.
+        min_p (`float`, *optional*):
+            Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all.
+        repetition_penalty (`float`, *optional*, defaults to `1.0`):
+            Penalty on tokens that are in the prompt or the response already; 1 for none.
+        min_new_tokens (`int`, *optional*, defaults to `0`):
+            Minimum tokens of a response: nothing ends it before.
+        stop_strings (`list[str]`, *optional*):
+            End a response with the token that completes this text; repeat the flag for several texts.
+        logprobs_of (`str`, *optional*, defaults to `'policy'`):
+            Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the
+            tokens that `top_k`, `top_p` and `min_p` left when a response was sampled: policy, filtered.
+        local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
+            Sequences of a rank that are decoded together.
+        ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
+            Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer
+            by layer for each token, with less memory and more time.
+        loss_type (`str`, *optional*, defaults to `'jsd'`):
+            Loss of a token: jsd, reverse_kl_advantage.
+        beta (`float`, *optional*, defaults to `1.0`):
+            Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that
+            from student to teacher (reverse), 0.5 the Jensen-Shannon divergence.
+        loss_top_k (`int`, *optional*, defaults to `0`):
+            Compare the teacher's likeliest tokens only, this many in each place; 0 compares the whole vocabulary.
+        loss_add_tail (`bool`, *optional*, defaults to `True`):
+            With `loss_top_k`, all other tokens together are one more outcome; otherwise the probabilities of the
+            `loss_top_k` are scaled to sum to 1.
+        disable_dropout (`bool`, *optional*, defaults to `False`):
+            Apply no dropout of an adapter (`lora_dropout`). A model's own dropout is applied in no case.
+        learning_rate (`float`, *optional*, defaults to `1e-06`):
+            Peak learning rate.
+        optim (`str`, *optional*, defaults to `'adamw_torch'`):
+            Optimizer; all but `adamw_torch` hold smaller states: adamw_torch, adamw_8bit, adafactor, adamw_bf16.
+        lr_scheduler_type (`str`, *optional*, defaults to `'linear'`):
+            Learning-rate schedule after the warm-up: linear, cosine, cosine_with_min_lr, cosine_with_restarts,
+            polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup.
+        warmup_steps (`float`, *optional*, defaults to `0`):
+            Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and
+            with `grpo` and `rloo`.
+        warmup_ratio (`float`, *optional*, defaults to `0.0`):
+            Warm-up as a share of all updates, rounded up.
+        lr_end (`float`, *optional*):
+            Final learning rate [default: 0, and 1e-7 with `polynomial`].
+        min_lr_rate (`float`, *optional*):
+            Final learning rate as a share of the peak, in place of `lr_end`.
+        num_cycles (`float`, *optional*):
+            Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts`
+            1, its decays].
+        num_decay_steps (`int`, *optional*):
+            Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps
+            with `rlhf grpo` and `rlhf rloo`.
+        decay_type (`str`, *optional*, defaults to `'cosine'`):
+            Form of the decay of `warmup_stable_decay`: cosine, linear, 1-sqrt.
+        power (`float`, *optional*, defaults to `1.0`):
+            Power of the `polynomial` schedule.
+        weight_decay (`float`, *optional*, defaults to `0.0`):
+            Decoupled weight decay.
+        adam_beta1 (`float`, *optional*, defaults to `0.9`):
+            AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
+        adam_beta2 (`float`, *optional*, defaults to `0.999`):
+            AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
+        adam_epsilon (`float`, *optional*, defaults to `1e-08`):
+            AdamW's epsilon; Adafactor's is of its own.
+        max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
+        eval_steps (`float | str`, *optional*):
+            Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each
+            `epoch`, before the first, and after the last.
+        metric_for_best_model (`str`, *optional*):
+            Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation;
+            without evaluations, every `save_steps`.
+        greater_is_better (`bool`, *optional*):
+            Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Replace the run in `output_dir`.
+        seed (`int`, *optional*, defaults to `42`):
+            Seed of everything random.
+        bf16 (`bool`, *optional*, defaults to `False`):
+            Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
+        fp16 (`bool`, *optional*, defaults to `False`):
+            Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
+        initial_scale_power (`int`, *optional*, defaults to `16`):
+            Initial loss scale with `fp16`, as a power of 2.
+        loss_scale_window (`int`, *optional*, defaults to `1000`):
+            Consecutive optimizer steps without an overflow after which the loss scale is doubled.
+        hysteresis (`int`, *optional*, defaults to `2`):
+            Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips
+            its optimizer step.
+        min_loss_scale (`float`, *optional*, defaults to `1.0`):
+            Smallest loss scale.
+        device (`str`, *optional*, defaults to `'auto'`):
+            Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+        save_dtype (`str`, *optional*, defaults to `'auto'`):
+            Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints
+            and adapters do not depend on it: auto, float32, bfloat16, float16.
+        max_shard_size (`str`, *optional*, defaults to `'50GB'`):
+            Maximum size of each file of saved weights, such as 5GB or 500MB.
+        gradient_checkpointing (`bool`, *optional*, defaults to `False`):
+            Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
+        max_tokens_per_micro_batch (`str`, *optional*):
+            Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change
+            the result [default: by the available memory].
+        offload (`list[str]`, *optional*):
+            Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and
+            reward models; all, both. On the CPU they are in a file of `offload_dir`, with the same results; from a GPU
+            they go to the memory of the host. Less memory, more time. Without a value: optimizer: none, optimizer,
+            models, all.
+        offload_dir (`str`, *optional*):
+            Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default:
+            `output_dir`].
+        offload_optimizer (`bool`, *optional*, defaults to `False`):
+            `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the
+            next two.
+        report_to (`None | str | list[str]`, *optional*, defaults to `'none'`):
+            Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or
+            command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and
+            each tracker whose Python package is installed.
+        tensorboard_tags (`str`, *optional*, defaults to `'plain'`):
+            Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's
+            trainers, such as `train/objective/kl` and `eval/loss`: plain, trl.
+        run_name (`str`, *optional*):
+            Name of the run in trackers [default: the name of `output_dir`].
+        project (`str`, *optional*):
+            Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or
+            MLFLOW_EXPERIMENT_NAME, else rlhf].
+        tracker_kwargs (`dict[str, Any] | str`, *optional*):
+            Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity":
+            "team"}}'.
+        log_model (`bool`, *optional*, defaults to `False`):
+            Upload the model in `output_dir` to the trackers at the end of the run.
+        num_threads (`int`, *optional*):
+            Number of threads for tensor operations [default: one per core].
+        disable_tqdm (`bool`, *optional*):
+            Hide the progress bar.
+        no_report (`bool`, *optional*, defaults to `False`):
+            Do not write `report.html`, a page that shows the run, at its end.
+        save_steps (`float | str`, *optional*, defaults to `500`):
+            Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and
+            after the last. If unset, only a run that stops early saves one.
+        save_total_limit (`int`, *optional*):
+            Number of newest checkpoints to keep [default: all].
+        resume_with_changed_inputs (`bool`, *optional*, defaults to `False`):
+            Resume even if data or models have changed since the run started.
+        push_to_hub (`bool`, *optional*, defaults to `False`):
+            Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
+        hub_model_id (`str`, *optional*):
+            Repository to push to, such as me/my-model; created if it does not exist.
+        hub_revision (`str`, *optional*):
+            Branch to push to, created if it does not exist [default: main].
+        hub_private_repo (`bool`, *optional*):
+            Whether a new repository is private [default: as its owner has set, usually public].
+        hub_strategy (`str`, *optional*, defaults to `'every_save'`):
+            When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best
+            model: end, every_save, best.
+        hub_always_push (`bool`, *optional*, defaults to `False`):
+            Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
+        hub_token (`str`, *optional*):
+            Access token with write access [default: HF_TOKEN, which no list of processes shows].
+        zero_stage (`str`, *optional*, defaults to `'0'`):
+            Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0
+            nothing: 0, 1, 2, 3.
+        dist_timeout (`int`, *optional*, defaults to `1800`):
+            Maximum seconds that a rank waits for the others.
+        logging_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_dir (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_first_step (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_on_each_node (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level (`str`, *optional*, defaults to `'passive'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level_replica (`str`, *optional*, defaults to `'warning'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_tokens_per_second (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_for_metrics (`list[str]`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_inputs_for_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        trackio_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_bucket_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_static_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        dataset_num_proc (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataset_batch_size (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_num_workers (`int`, *optional*, defaults to `0`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_persistent_workers (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_prefetch_factor (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_multiprocessing_context (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_in_order (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        remove_unused_columns (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        length_column_name (`str`, *optional*, defaults to `'length'`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        shuffle_dataset (`bool`, *optional*):
+            Of TRL or transformers; expected none or true: rows are drawn in a random order.
+        average_tokens_across_devices (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        accelerator_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_find_unused_parameters (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_bucket_cap_mb (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_broadcast_buffers (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_static_graph (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        save_on_each_node (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        eval_use_gather_object (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_min_num_params (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_transformer_layer_cls_to_wrap (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        dispatch_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        split_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ray_scope (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        torch_compile (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_mode (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torchdynamo (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_kernel (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_loss (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        liger_kernel_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_cache (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_empty_cache_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        auto_find_batch_size (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        gradient_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        debug (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        skip_memory_metrics (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_accumulation_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_do_concat_batches (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        batch_eval_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        prediction_loss_only (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        low_cpu_mem_usage (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        pad_to_multiple_of (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_packing (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        save_only_model (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        enable_jit_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        restore_callback_states_from_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        do_train (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_predict (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        push_to_hub_organization (`str`, *optional*):
+            Of TRL or transformers; expected none: the organization is part of hub_model_id: ORGANIZATION/NAME.
+        full_determinism (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: two runs with the same seed are identical.
+        router_aux_loss_coef (`float`, *optional*):
+            Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts.
+        half_precision_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_opt_level (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_legacy_prediction_loop (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_num_cores (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_metrics_debug (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        mp_parameters (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        jit_mode_eval (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_ipex (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        eval_strategy (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers.
+        save_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: code that comes with a model is never run.
+        adafactor (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: set optim = adafactor.
+        optim_args (`str`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        optim_target_modules (`None | str | list[str]`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        lr_scheduler_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        label_smoothing_factor (`float`, *optional*, defaults to `0.0`):
+            Of TRL or transformers; expected none or 0 or 0.0: labels are not smoothed.
+        neftune_noise_alpha (`float`, *optional*):
+            Of TRL or transformers; expected none: no noise is added to embeddings.
+        bf16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        fp16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        tf32 (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: float32 products keep full precision.
+        eval_delay (`float`, *optional*, defaults to `0`):
+            Of TRL or transformers; expected none or 0 or 0.0: evaluations run every eval_steps from the start.
+        eval_on_start (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: with eval_steps there is an evaluation before the first update.
+        load_best_model_at_end (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: output_dir holds the last model, and the best one in its
+            folder `best`.
+        ignore_data_skip (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: a resumed run continues with the rows that are left.
+        data_seed (`int`, *optional*):
+            Of TRL or transformers; expected none: seed is the seed of everything random.
+        dataloader_drop_last (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: every row is trained on.
+        label_names (`list[str]`, *optional*):
+            Of TRL or transformers; expected none: columns are found by their names.
+        train_sampling_strategy (`str`, *optional*, defaults to `'random'`):
+            Of TRL or transformers; expected none or random: rows are drawn in a random order.
+        group_by_length (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: rows are drawn in a random order.
+        parallelism_config (`str`, *optional*):
+            Of TRL or transformers; expected none or false: ranks share the work by rows, and memory by zero_stage.
+        fsdp (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers.
+        deepspeed (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        deepspeed_config (`str`, *optional*):
+            Of TRL or transformers.
+        accelerate_config (`str`, *optional*):
+            Of TRL or transformers.
+        local_rank (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; it has no effect here: ranks are those of the launcher's environment.
+        past_index (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; expected none or -1: outputs of earlier passes are not kept.
+        save_safetensors (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; expected none or true: weights are written as safetensors.
+        use_mps_device (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        model_init_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
+        pad_token (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: nothing is padded.
+        teacher_model_init_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they
+            have.
+        chat_template_path (`str`, *optional*):
+            Of TRL or transformers; expected none: the tokenizer's own template is used.
+        dataset_text_field (`str`, *optional*):
+            Of TRL or transformers; expected none or text: rows have a prompt, which a column of texts has not.
+        dataset_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: rows are read by their columns.
+        truncation_mode (`str`, *optional*, defaults to `'keep_start'`):
+            Of TRL or transformers; it has no effect here: rows that are too long are truncated at their start.
+        packing (`str`, *optional*):
+            Of TRL or transformers; expected none or false: a row has a prompt of its own.
+        assistant_only_loss (`str`, *optional*):
+            Of TRL or transformers; expected none or false: a row has a prompt of its own.
+        packing_strategy (`str`, *optional*, defaults to `'bfd'`):
+            Of TRL or transformers; it has no effect here: nothing is packed.
+        completion_only_loss (`str`, *optional*):
+            Of TRL or transformers; expected none or true: the response is learned, not the prompt.
+        max_tool_calling_iterations (`str`, *optional*):
+            Of TRL or transformers; expected none: responses have one turn, without tools.
+        log_unique_prompts (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: log_completions shows a few.
+        use_vllm (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_mode (`str`, *optional*, defaults to `'colocate'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_model_impl (`str`, *optional*, defaults to `'vllm'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_base_url (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_host (`str`, *optional*, defaults to `'0.0.0.0'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_port (`int`, *optional*, defaults to `8000`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_group_port (`int`, *optional*, defaults to `51216`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_max_model_length (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_tensor_parallel_size (`int`, *optional*, defaults to `1`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_device (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_dtype (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_max_model_len (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_enable_prefix_caching (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        use_transformers_continuous_batching (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        transformers_continuous_batching_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        use_transformers_paged (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        cache_implementation (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_structured_outputs_regex (`str`, *optional*):
+            Of TRL or transformers; expected none: responses are not constrained.
+        vllm_guided_decoding_regex (`str`, *optional*):
+            Of TRL or transformers; expected none: responses are not constrained.
+        generation_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: sampling has its own flags: top_k, top_p, min_p, repetition_penalty,
+            min_new_tokens, stop_strings.
+        num_processes (`int`, *optional*):
+            Number of ranks on this machine, which the program starts [default: those of the launcher that has started
+            this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
+    """
+
+    _command = 'distill'
+    _names = {'max_new_tokens': 'max_completion_length', 'response_length': 'max_completion_length', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'save_steps': None}
+
+    lmbda: float = field(default=1.0, metadata={"help": "Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of the rows, or of the teacher with `seq_kd`"})
+    max_completion_length: int = field(default=512, metadata={"help": "Maximum tokens of a sampled response", "aliases": ["--max_new_tokens", "--response_length"]})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling, and of both distributions in the loss"})
+    loss_temperature: float | None = field(default=None, metadata={"help": "Temperature of both distributions in the loss, where it is not that of sampling [default: `temperature`]"})
+    beta: float = field(default=1.0, metadata={"help": "Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that from student to teacher (reverse), 0.5 the Jensen-Shannon divergence"})
+    disable_dropout: bool = field(default=False, metadata={"help": "Apply no dropout of an adapter (`lora_dropout`). A model's own dropout is applied in no case"})
+    learning_rate: float = field(default=1e-06, metadata={"help": "Peak learning rate"})
+
+
+@_with_names
+@dataclass
+class GKDConfig(_Distillation):
+    """Settings of [`GKDTrainer`].
+
+    An unknown name is a `TypeError`; [`Config`] has what all configurations can do.
+
+    Args:
+        output_dir (`str`, *optional*):
+            Folder for the model, the metrics and the resolved configuration.
+        teacher_model_name_or_path (`str`, *optional*):
+            Causal language model to learn from, the teacher, which has the student's tokenizer: a folder or a hub name.
+            It is frozen.
+        teacher_model_revision (`str`, *optional*, defaults to `'main'`):
+            Branch, tag or commit of `teacher_model_name_or_path` on the hub.
+        teacher_dtype (`str`, *optional*):
+            Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without
+            `use_peft`: auto, float32, bfloat16, float16.
+        eos_token (`str`, *optional*):
+            The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
+            template [default: the tokenizer's].
+        dataset_weights (`list[float]`, *optional*):
+            Sampling weights of several datasets, a number for each [default: every row is equally likely].
+        dataset_columns (`list[str]`, *optional*):
+            Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none
+            ignores a field.
+        eval_split_size (`float`, *optional*):
+            Number of rows to hold out for evaluation, or their share if below 1. Refused if the dataset has the split to
+            evaluate on.
+        data_split (`str`, *optional*):
+            Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares
+            are disjoint.
+        data_split_seed (`int`, *optional*, defaults to `42`):
+            Seed of `data_split`; must be the same for sft, reward and ppo.
+        chat_template_kwargs (`dict[str, Any] | str`, *optional*):
+            Variables of the chat template for every conversation, as JSON such as {"enable_thinking": false}; where rows
+            have `chat_template_kwargs`, these take precedence by name.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of
+            the models. No effect where all responses are sampled.
+        max_prompt_length (`int`, *optional*):
+            Maximum tokens of a prompt [default: the models' context minus `response_length`].
+        long_prompts (`str`, *optional*, defaults to `'error'`):
+            Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side:
+            error, drop, truncate_left, truncate_right.
+        train_batch_size (`int`, *optional*):
+            Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times
+            `gradient_accumulation_steps` times the number of ranks].
+        per_device_train_batch_size (`int`, *optional*, defaults to `8`):
+            Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
+            `train_batch_size`].
+        per_device_eval_batch_size (`int`, *optional*, defaults to `8`):
+            Rows per forward pass in an evaluation.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Micro-batches of each rank per optimizer step.
+        num_train_epochs (`float`, *optional*, defaults to `3.0`):
+            Epochs over the dataset; no effect if `max_steps` is set.
+        max_steps (`int`, *optional*, defaults to `-1`):
+            Number of optimizer steps.
+        logging_steps (`int`, *optional*, defaults to `10`):
+            Optimizer steps between two logged lines of metrics.
+        log_completions (`bool`, *optional*, defaults to `False`):
+            Print and save sampled responses with each logged line of metrics; their score is the teacher's mean
+            log-probability of a token.
+        num_completions_to_print (`int`, *optional*):
+            Number of responses of `log_completions` [default: 5].
+        lmbda (`float`, *optional*, defaults to `0.5`):
+            Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of
+            the rows, or of the teacher with `seq_kd`.
+        seq_kd (`bool`, *optional*, defaults to `False`):
+            In steps that are not on-policy, the teacher samples the responses.
+        max_new_tokens (`int`, *optional*, defaults to `128`):
+            Maximum tokens of a sampled response.
+        temperature (`float`, *optional*, defaults to `0.9`):
+            Temperature of sampling, and of both distributions in the loss.
+        loss_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of both distributions in the loss, where it is not that of sampling [default: `temperature`].
+        top_k (`int`, *optional*, defaults to `0`):
+            Sample from this many most likely tokens only; 0 for all.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all.
+        min_p (`float`, *optional*):
+            Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all.
+        repetition_penalty (`float`, *optional*, defaults to `1.0`):
+            Penalty on tokens that are in the prompt or the response already; 1 for none.
+        min_new_tokens (`int`, *optional*, defaults to `0`):
+            Minimum tokens of a response: nothing ends it before.
+        stop_strings (`list[str]`, *optional*):
+            End a response with the token that completes this text; repeat the flag for several texts.
+        logprobs_of (`str`, *optional*, defaults to `'policy'`):
+            Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the
+            tokens that `top_k`, `top_p` and `min_p` left when a response was sampled: policy, filtered.
+        local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
+            Sequences of a rank that are decoded together.
+        ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
+            Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer
+            by layer for each token, with less memory and more time.
+        loss_type (`str`, *optional*, defaults to `'jsd'`):
+            Loss of a token: jsd, reverse_kl_advantage.
+        beta (`float`, *optional*, defaults to `0.5`):
+            Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that
+            from student to teacher (reverse), 0.5 the Jensen-Shannon divergence.
+        loss_top_k (`int`, *optional*, defaults to `0`):
+            Compare the teacher's likeliest tokens only, this many in each place; 0 compares the whole vocabulary.
+        loss_add_tail (`bool`, *optional*, defaults to `True`):
+            With `loss_top_k`, all other tokens together are one more outcome; otherwise the probabilities of the
+            `loss_top_k` are scaled to sum to 1.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Apply no dropout of an adapter (`lora_dropout`). A model's own dropout is applied in no case.
+        learning_rate (`float`, *optional*, defaults to `2e-05`):
+            Peak learning rate.
+        optim (`str`, *optional*, defaults to `'adamw_torch'`):
+            Optimizer; all but `adamw_torch` hold smaller states: adamw_torch, adamw_8bit, adafactor, adamw_bf16.
+        lr_scheduler_type (`str`, *optional*, defaults to `'linear'`):
+            Learning-rate schedule after the warm-up: linear, cosine, cosine_with_min_lr, cosine_with_restarts,
+            polynomial, inverse_sqrt, warmup_stable_decay, constant, constant_with_warmup.
+        warmup_steps (`float`, *optional*, defaults to `0`):
+            Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and
+            with `grpo` and `rloo`.
+        warmup_ratio (`float`, *optional*, defaults to `0.0`):
+            Warm-up as a share of all updates, rounded up.
+        lr_end (`float`, *optional*):
+            Final learning rate [default: 0, and 1e-7 with `polynomial`].
+        min_lr_rate (`float`, *optional*):
+            Final learning rate as a share of the peak, in place of `lr_end`.
+        num_cycles (`float`, *optional*):
+            Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts`
+            1, its decays].
+        num_decay_steps (`int`, *optional*):
+            Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps
+            with `rlhf grpo` and `rlhf rloo`.
+        decay_type (`str`, *optional*, defaults to `'cosine'`):
+            Form of the decay of `warmup_stable_decay`: cosine, linear, 1-sqrt.
+        power (`float`, *optional*, defaults to `1.0`):
+            Power of the `polynomial` schedule.
+        weight_decay (`float`, *optional*, defaults to `0.0`):
+            Decoupled weight decay.
+        adam_beta1 (`float`, *optional*, defaults to `0.9`):
+            AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
+        adam_beta2 (`float`, *optional*, defaults to `0.999`):
+            AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
+        adam_epsilon (`float`, *optional*, defaults to `1e-08`):
+            AdamW's epsilon; Adafactor's is of its own.
+        max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
+        eval_steps (`float | str`, *optional*):
+            Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each
+            `epoch`, before the first, and after the last.
+        metric_for_best_model (`str`, *optional*):
+            Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation;
+            without evaluations, every `save_steps`.
+        greater_is_better (`bool`, *optional*):
+            Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Replace the run in `output_dir`.
+        seed (`int`, *optional*, defaults to `42`):
+            Seed of everything random.
+        bf16 (`bool`, *optional*, defaults to `False`):
+            Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
+        fp16 (`bool`, *optional*, defaults to `False`):
+            Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
+        initial_scale_power (`int`, *optional*, defaults to `16`):
+            Initial loss scale with `fp16`, as a power of 2.
+        loss_scale_window (`int`, *optional*, defaults to `1000`):
+            Consecutive optimizer steps without an overflow after which the loss scale is doubled.
+        hysteresis (`int`, *optional*, defaults to `2`):
+            Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips
+            its optimizer step.
+        min_loss_scale (`float`, *optional*, defaults to `1.0`):
+            Smallest loss scale.
+        device (`str`, *optional*, defaults to `'auto'`):
+            Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+        save_dtype (`str`, *optional*, defaults to `'auto'`):
+            Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints
+            and adapters do not depend on it: auto, float32, bfloat16, float16.
+        max_shard_size (`str`, *optional*, defaults to `'50GB'`):
+            Maximum size of each file of saved weights, such as 5GB or 500MB.
+        gradient_checkpointing (`bool`, *optional*, defaults to `False`):
+            Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
+        max_tokens_per_micro_batch (`str`, *optional*):
+            Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change
+            the result [default: by the available memory].
+        offload (`list[str]`, *optional*):
+            Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and
+            reward models; all, both. On the CPU they are in a file of `offload_dir`, with the same results; from a GPU
+            they go to the memory of the host. Less memory, more time. Without a value: optimizer: none, optimizer,
+            models, all.
+        offload_dir (`str`, *optional*):
+            Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default:
+            `output_dir`].
+        offload_optimizer (`bool`, *optional*, defaults to `False`):
+            `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the
+            next two.
+        report_to (`None | str | list[str]`, *optional*, defaults to `'none'`):
+            Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or
+            command:PROGRAM for a program that reads JSON lines; several are separated by spaces. `all` is TensorBoard and
+            each tracker whose Python package is installed.
+        tensorboard_tags (`str`, *optional*, defaults to `'plain'`):
+            Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's
+            trainers, such as `train/objective/kl` and `eval/loss`: plain, trl.
+        run_name (`str`, *optional*):
+            Name of the run in trackers [default: the name of `output_dir`].
+        project (`str`, *optional*):
+            Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or
+            MLFLOW_EXPERIMENT_NAME, else rlhf].
+        tracker_kwargs (`dict[str, Any] | str`, *optional*):
+            Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity":
+            "team"}}'.
+        log_model (`bool`, *optional*, defaults to `False`):
+            Upload the model in `output_dir` to the trackers at the end of the run.
+        num_threads (`int`, *optional*):
+            Number of threads for tensor operations [default: one per core].
+        disable_tqdm (`bool`, *optional*):
+            Hide the progress bar.
+        no_report (`bool`, *optional*, defaults to `False`):
+            Do not write `report.html`, a page that shows the run, at its end.
+        save_steps (`float | str`, *optional*, defaults to `500`):
+            Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and
+            after the last. If unset, only a run that stops early saves one.
+        save_total_limit (`int`, *optional*):
+            Number of newest checkpoints to keep [default: all].
+        resume_with_changed_inputs (`bool`, *optional*, defaults to `False`):
+            Resume even if data or models have changed since the run started.
+        push_to_hub (`bool`, *optional*, defaults to `False`):
+            Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
+        hub_model_id (`str`, *optional*):
+            Repository to push to, such as me/my-model; created if it does not exist.
+        hub_revision (`str`, *optional*):
+            Branch to push to, created if it does not exist [default: main].
+        hub_private_repo (`bool`, *optional*):
+            Whether a new repository is private [default: as its owner has set, usually public].
+        hub_strategy (`str`, *optional*, defaults to `'every_save'`):
+            When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best
+            model: end, every_save, best.
+        hub_always_push (`bool`, *optional*, defaults to `False`):
+            Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
+        hub_token (`str`, *optional*):
+            Access token with write access [default: HF_TOKEN, which no list of processes shows].
+        zero_stage (`str`, *optional*, defaults to `'0'`):
+            Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0
+            nothing: 0, 1, 2, 3.
+        dist_timeout (`int`, *optional*, defaults to `1800`):
+            Maximum seconds that a rank waits for the others.
+        logging_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_dir (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_first_step (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_on_each_node (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level (`str`, *optional*, defaults to `'passive'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        log_level_replica (`str`, *optional*, defaults to `'warning'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_num_input_tokens_seen (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_tokens_per_second (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_for_metrics (`list[str]`, *optional*):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        include_inputs_for_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: metrics go to output_dir, by logging_steps and report_to.
+        trackio_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_bucket_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        trackio_static_space_id (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: arguments of trackio are entries of tracker_kwargs.
+        dataset_num_proc (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataset_batch_size (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_num_workers (`int`, *optional*, defaults to `0`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_persistent_workers (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_prefetch_factor (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_multiprocessing_context (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        dataloader_in_order (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        remove_unused_columns (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        length_column_name (`str`, *optional*, defaults to `'length'`):
+            Of TRL or transformers; it has no effect here: a dataset is read into memory whole before the run, and nothing
+            is padded.
+        shuffle_dataset (`bool`, *optional*):
+            Of TRL or transformers; expected none or true: rows are drawn in a random order.
+        average_tokens_across_devices (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        accelerator_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_find_unused_parameters (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_bucket_cap_mb (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_broadcast_buffers (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_static_graph (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ddp_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        save_on_each_node (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        eval_use_gather_object (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_min_num_params (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        fsdp_transformer_layer_cls_to_wrap (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        dispatch_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        split_batches (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        ray_scope (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: losses, gradients and rows are those of all ranks in any case.
+        torch_compile (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_compile_mode (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torchdynamo (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_kernel (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_liger_loss (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        liger_kernel_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        use_cache (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        torch_empty_cache_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        auto_find_batch_size (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        gradient_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_checkpointing_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        debug (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        skip_memory_metrics (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_accumulation_steps (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_do_concat_batches (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        batch_eval_metrics (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        prediction_loss_only (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        low_cpu_mem_usage (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        pad_to_multiple_of (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        eval_packing (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: it changes memory and speed only.
+        save_only_model (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        enable_jit_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        restore_callback_states_from_checkpoint (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: checkpoints are always complete, and a stopped run saves one.
+        do_train (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        do_predict (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: the command decides what is done.
+        push_to_hub_organization (`str`, *optional*):
+            Of TRL or transformers; expected none: the organization is part of hub_model_id: ORGANIZATION/NAME.
+        full_determinism (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: two runs with the same seed are identical.
+        router_aux_loss_coef (`float`, *optional*):
+            Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts.
+        half_precision_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_backend (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        fp16_opt_level (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_legacy_prediction_loop (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_num_cores (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        tpu_metrics_debug (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        mp_parameters (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        jit_mode_eval (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        use_ipex (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: it has no meaning for this program.
+        eval_strategy (`str`, *optional*, defaults to `'no'`):
+            Of TRL or transformers.
+        save_strategy (`str`, *optional*, defaults to `'steps'`):
+            Of TRL or transformers.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: code that comes with a model is never run.
+        adafactor (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: set optim = adafactor.
+        optim_args (`str`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        optim_target_modules (`None | str | list[str]`, *optional*):
+            Of TRL or transformers; expected none: the optimizer's settings are flags of their own.
+        lr_scheduler_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        label_smoothing_factor (`float`, *optional*, defaults to `0.0`):
+            Of TRL or transformers; expected none or 0 or 0.0: labels are not smoothed.
+        neftune_noise_alpha (`float`, *optional*):
+            Of TRL or transformers; expected none: no noise is added to embeddings.
+        bf16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        fp16_full_eval (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: an evaluation computes in the precision of the training.
+        tf32 (`bool`, *optional*):
+            Of TRL or transformers; it has no effect here: float32 products keep full precision.
+        eval_delay (`float`, *optional*, defaults to `0`):
+            Of TRL or transformers; expected none or 0 or 0.0: evaluations run every eval_steps from the start.
+        eval_on_start (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: with eval_steps there is an evaluation before the first update.
+        load_best_model_at_end (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: output_dir holds the last model, and the best one in its
+            folder `best`.
+        ignore_data_skip (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: a resumed run continues with the rows that are left.
+        data_seed (`int`, *optional*):
+            Of TRL or transformers; expected none: seed is the seed of everything random.
+        dataloader_drop_last (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: every row is trained on.
+        label_names (`list[str]`, *optional*):
+            Of TRL or transformers; expected none: columns are found by their names.
+        train_sampling_strategy (`str`, *optional*, defaults to `'random'`):
+            Of TRL or transformers; expected none or random: rows are drawn in a random order.
+        group_by_length (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: rows are drawn in a random order.
+        parallelism_config (`str`, *optional*):
+            Of TRL or transformers; expected none or false: ranks share the work by rows, and memory by zero_stage.
+        fsdp (`None | str | list[str]`, *optional*, defaults to `''`):
+            Of TRL or transformers.
+        deepspeed (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers.
+        deepspeed_config (`str`, *optional*):
+            Of TRL or transformers.
+        accelerate_config (`str`, *optional*):
+            Of TRL or transformers.
+        local_rank (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; it has no effect here: ranks are those of the launcher's environment.
+        past_index (`int`, *optional*, defaults to `-1`):
+            Of TRL or transformers; expected none or -1: outputs of earlier passes are not kept.
+        save_safetensors (`bool`, *optional*, defaults to `True`):
+            Of TRL or transformers; expected none or true: weights are written as safetensors.
+        use_mps_device (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; expected none or false: device selects where to compute.
+        dataset_mixture (`str`, *optional*):
+            Of TRL or transformers.
+        model_init_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: dtype sets the dtype, and the model's folder the rest.
+        pad_token (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: nothing is padded.
+        teacher_model_init_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they
+            have.
+        chat_template_path (`str`, *optional*):
+            Of TRL or transformers; expected none: the tokenizer's own template is used.
+        dataset_text_field (`str`, *optional*):
+            Of TRL or transformers; expected none or text: rows have a prompt, which a column of texts has not.
+        dataset_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: rows are read by their columns.
+        truncation_mode (`str`, *optional*, defaults to `'keep_start'`):
+            Of TRL or transformers; it has no effect here: rows that are too long are truncated at their start.
+        packing (`str`, *optional*):
+            Of TRL or transformers; expected none or false: a row has a prompt of its own.
+        assistant_only_loss (`str`, *optional*):
+            Of TRL or transformers; expected none or false: a row has a prompt of its own.
+        packing_strategy (`str`, *optional*, defaults to `'bfd'`):
+            Of TRL or transformers; it has no effect here: nothing is packed.
+        completion_only_loss (`str`, *optional*):
+            Of TRL or transformers; expected none or true: the response is learned, not the prompt.
+        max_tool_calling_iterations (`str`, *optional*):
+            Of TRL or transformers; expected none: responses have one turn, without tools.
+        log_unique_prompts (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: log_completions shows a few.
+        use_vllm (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_mode (`str`, *optional*, defaults to `'colocate'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_model_impl (`str`, *optional*, defaults to `'vllm'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_base_url (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_host (`str`, *optional*, defaults to `'0.0.0.0'`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_port (`int`, *optional*, defaults to `8000`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_group_port (`int`, *optional*, defaults to `51216`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_max_model_length (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_tensor_parallel_size (`int`, *optional*, defaults to `1`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_device (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_dtype (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_max_model_len (`int`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_enable_prefix_caching (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        use_transformers_continuous_batching (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        transformers_continuous_batching_config (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        use_transformers_paged (`bool`, *optional*, defaults to `False`):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        cache_implementation (`str`, *optional*):
+            Of TRL or transformers; it has no effect here: generation is rlhf's own.
+        vllm_structured_outputs_regex (`str`, *optional*):
+            Of TRL or transformers; expected none: responses are not constrained.
+        vllm_guided_decoding_regex (`str`, *optional*):
+            Of TRL or transformers; expected none: responses are not constrained.
+        generation_kwargs (`dict[str, Any] | str`, *optional*):
+            Of TRL or transformers; expected none: sampling has its own flags: top_k, top_p, min_p, repetition_penalty,
+            min_new_tokens, stop_strings.
+        num_processes (`int`, *optional*):
+            Number of ranks on this machine, which the program starts [default: those of the launcher that has started
+            this process, else one].
+        resume_from_checkpoint (`str`, *optional*):
+            For scripts that pass it on to `train()`: `True`, or the folder of a checkpoint.
+    """
+
+    _command = 'distill'
+    _names = {'max_completion_length': 'max_new_tokens', 'response_length': 'max_new_tokens', 'log_with': 'report_to', 'tracker_project_name': 'project', 'push_to_hub_model_id': 'hub_model_id', 'push_to_hub_token': 'hub_token', 'ddp_timeout': 'dist_timeout', 'evaluation_strategy': 'eval_strategy', 'no_cuda': 'use_cpu'}
+    _usual = {'lmbda': 1, 'max_new_tokens': 512, 'temperature': 1, 'loss_temperature': None, 'beta': 1, 'disable_dropout': False, 'learning_rate': 1e-06, 'save_steps': None}
+
+    lmbda: float = field(default=0.5, metadata={"help": "Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of the rows, or of the teacher with `seq_kd`"})
+    max_new_tokens: int = field(default=128, metadata={"help": "Maximum tokens of a sampled response", "aliases": ["--max_completion_length", "--response_length"]})
+    temperature: float = field(default=0.9, metadata={"help": "Temperature of sampling, and of both distributions in the loss"})
+    loss_temperature: float | None = field(default=1.0, metadata={"help": "Temperature of both distributions in the loss, where it is not that of sampling [default: `temperature`]"})
+    beta: float = field(default=0.5, metadata={"help": "Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that from student to teacher (reverse), 0.5 the Jensen-Shannon divergence"})
+    disable_dropout: bool = field(default=True, metadata={"help": "Apply no dropout of an adapter (`lora_dropout`). A model's own dropout is applied in no case"})
+    learning_rate: float = field(default=2e-05, metadata={"help": "Peak learning rate"})
 
 
 @_with_names

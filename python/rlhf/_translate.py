@@ -93,6 +93,12 @@ def of_model_init(arguments: Any) -> dict[str, Any]:
     return settings
 
 
+def of_teacher_init(arguments: Any) -> dict[str, Any]:
+    """The settings of `teacher_model_init_kwargs`."""
+    settings = of_model_init(arguments)
+    return {{"model_revision": "teacher_model_revision", "dtype": "teacher_dtype"}.get(name, name): value for name, value in settings.items()}
+
+
 def of_report_to(report_to: Any) -> dict[str, Any]:
     """The trackers of a run."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes every field of TRL's `trl grpo`, `trl rloo` and `trl dpo` with its default, as a file for --config.
+"""Writes every field of TRL's `trl grpo`, `trl rloo` and `trl dpo`, and of its distillation script, with its default, as a file for --config.
 
     python make_trl_configs.py          # with trl 1.11.0; writes trl_configs/{grpo,rloo}.yaml
-    python make_trl_configs.py dpo      # with trl 1.16.0; writes trl_configs/dpo.yaml
+    python make_trl_configs.py dpo      # with trl 1.16.0; writes trl_configs/{dpo,distillation}.yaml
 
 The fields are those of the four dataclasses that each script parses. Tests check that the commands of rlhf accept each file as it is, and
 know each key.
@@ -32,7 +32,7 @@ def default(field):
 def main():
     OUT.mkdir(exist_ok=True)
     if sys.argv[1:] == ["dpo"]:
-        classes = [("dpo", trl.ScriptArguments, trl.DPOConfig)]
+        classes = [("dpo", trl.ScriptArguments, trl.DPOConfig), ("distillation", trl.ScriptArguments, trl.DistillationConfig)]
     else:
         from trl.scripts.grpo import GRPOScriptArguments
         from trl.scripts.rloo import RLOOScriptArguments

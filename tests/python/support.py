@@ -116,7 +116,8 @@ def short_runs():
     import rlhf
 
     stack = contextlib.ExitStack()
-    for kind in (rlhf.SFTConfig, rlhf.RewardConfig, rlhf.PPOConfig, rlhf.GRPOConfig, rlhf.RLOOConfig):
+    supervised = (rlhf.SFTConfig, rlhf.RewardConfig, rlhf.DPOConfig, rlhf.DistillationConfig, rlhf.GKDConfig)
+    for kind in (*supervised, rlhf.PPOConfig, rlhf.GRPOConfig, rlhf.RLOOConfig):
         stack.enter_context(short(kind))
     return stack
 

@@ -23,7 +23,7 @@ PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern)) if B
 class Snippets(Case):
     def run_page(self, page):
         os.makedirs(self.folder / "models")
-        for name, target in (("base", POLICY), ("judge", REWARD), ("chat", ROOT / "tests/golden/tools_policy")):
+        for name, target in (("base", POLICY), ("teacher", POLICY), ("judge", REWARD), ("chat", ROOT / "tests/golden/tools_policy")):
             (self.folder / "models" / name).symlink_to(target)
         before = os.getcwd()
         os.chdir(self.folder)

@@ -84,6 +84,43 @@ class TheSameNumbers(Case):
         # The copy that TRL's scripts pass is the reference that the program has by itself.
         self.assertNotIn("ref_model_name_or_path", DPOTrainer(POLICY, POLICY, args, train_dataset=PAIRS)._inputs(False))
 
+    def test_distillation_and_gkd(self):
+        from rlhf import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
+        from rlhf.experimental.gkd import GKDTrainer as same
+
+        self.assertIs(same, GKDTrainer)
+        teacher = self.folder / "teacher"
+        shutil.copytree(POLICY, teacher)
+        args = supervised(DistillationConfig, self.folder / "python")
+        args.max_completion_length, args.teacher_model_init_kwargs = 5, {"dtype": "float32"}
+        trainer = DistillationTrainer(POLICY, str(teacher), args, PROMPTS)
+        trainer.train()
+        words = "--per_device_train_batch_size 4 --max_steps 2 --logging_steps 1 --no_report --num_threads 1".split()
+        line = ["distill", "--model_name_or_path", POLICY, "--teacher_model_name_or_path", teacher]
+        rows = ["--dataset_name", self.rows(PROMPTS), "--output_dir", self.folder / "line", *words]
+        self.command(*line, *rows, *"--max_completion_length 5 --teacher_dtype float32".split())
+        trainer.state.log_history = [dict(logs) for logs in trainer.state.log_history]
+        self.check(trainer)
+        self.assertIn("completions/mean_length", lines(self.folder / "python")[-1])
+        # GKDTrainer has defaults of its own, and its teacher may be named in the settings.
+        shutil.rmtree(self.folder / "python")
+        shutil.rmtree(self.folder / "line")
+        shutil.rmtree(self.folder / "python.inputs")
+        args = supervised(GKDConfig, self.folder / "python")
+        args.lmbda, args.teacher_model_name_or_path = 0.0, str(teacher)
+        demos = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+        trainer = GKDTrainer(POLICY, args=args, train_dataset=demos)
+        trainer.train()
+        rows = ["--dataset_name", self.rows(demos), "--output_dir", self.folder / "line", *words]
+        own = "--lmbda 0 --beta 0.5 --temperature 0.9 --loss_temperature 1 --max_new_tokens 128 --learning_rate 2e-5 --disable_dropout"
+        self.command(*line, *rows, *own.split())
+        trainer.state.log_history = [dict(logs) for logs in trainer.state.log_history]
+        self.check(trainer)
+        with self.assertRaisesRegex(ValueError, "GKDTrainer: teacher_model: expected a model to learn from, found none"):
+            GKDTrainer(POLICY, args=GKDConfig("o"), train_dataset=demos)
+        with self.assertRaisesRegex(Exception, "tools: responses have one turn here"):
+            DistillationTrainer(POLICY, POLICY, DistillationConfig("o"), PROMPTS, tools=[print])
+
     def test_grpo_with_a_function(self):
         from rlhf import GRPOTrainer
 
@@ -512,6 +549,17 @@ class Arguments(Case):
                 "save_steps": 500,
             },
             rlhf.DPOConfig: {"learning_rate": 1e-6, "beta": 0.1, "max_length": 1024, "max_grad_norm": 1.0, "disable_dropout": True},
+            rlhf.DistillationConfig: {"learning_rate": 1e-6, "beta": 1.0, "temperature": 1.0, "max_completion_length": 512},
+            rlhf.GKDConfig: {
+                "learning_rate": 2e-5,
+                "lmbda": 0.5,
+                "beta": 0.5,
+                "temperature": 0.9,
+                "max_new_tokens": 128,
+                "max_length": 1024,
+                "disable_dropout": True,
+                "seq_kd": False,
+            },
             rlhf.RewardConfig: {"learning_rate": 1e-4, "max_length": 1024, "max_grad_norm": 1.0},
         }
         for kind, expected in defaults.items():

@@ -44,6 +44,8 @@ pub enum Purpose {
     Rounding = 14,
     /// Seeds of environments; counters: the update, the group.
     Environments = 15,
+    /// Whether an update of distillation is on-policy; counters: the update, 0.
+    OnPolicy = 16,
 }
 
 /// A stream of random numbers.

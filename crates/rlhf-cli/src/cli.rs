@@ -53,9 +53,9 @@ use clap::{ArgMatches, Command};
 use rlhf::Result;
 use rlhf::schema::{Refusals, Setting as _};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig,
-    LogprobsConfig, MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig,
-    ServeConfig, SessionConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DistillConfig, DoctorConfig, DpoConfig, EvaluateConfig,
+    GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, PushConfig, ReportConfig, RewardConfig, SchemaConfig,
+    ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -78,6 +78,7 @@ pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
     Dpo(DpoConfig),
+    Distill(DistillConfig),
     Ppo(PpoConfig),
     Pipeline(PipelineConfig),
     Generate(GenerateConfig),
@@ -246,6 +247,7 @@ impl Task {
             "sft" => Task::Sft(flags::read::<SftConfig>(matches)?),
             "reward" => Task::Reward(flags::read::<RewardConfig>(matches)?),
             "dpo" => Task::Dpo(flags::read::<DpoConfig>(matches)?),
+            "distill" => Task::Distill(flags::read::<DistillConfig>(matches)?),
             "ppo" | "grpo" | "rloo" => Task::Ppo(flags::read::<PpoConfig>(matches)?),
             "generate" => Task::Generate(flags::read::<GenerateConfig>(matches)?),
             "logprobs" => Task::Logprobs(flags::read::<LogprobsConfig>(matches)?),
@@ -271,6 +273,7 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Dpo(config) => config.check(),
+            Task::Distill(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
             Task::Pipeline(_)

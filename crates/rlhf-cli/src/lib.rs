@@ -90,7 +90,7 @@ fn start() -> u8 {
 fn run_task(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
-        Task::Sft(_) | Task::Reward(_) | Task::Dpo(_) | Task::Ppo(_) | Task::Pipeline(_) => {
+        Task::Sft(_) | Task::Reward(_) | Task::Dpo(_) | Task::Distill(_) | Task::Ppo(_) | Task::Pipeline(_) => {
             stop_on_signals(Some(STOPPING))
         }
         Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again after a second to stop at once")),
@@ -115,6 +115,7 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Reward(config) if config.eval_only => cli::score::evaluate(config),
         Task::Reward(config) => rlhf::train::reward_model::reward(config, console),
         Task::Dpo(config) => rlhf::train::dpo::dpo(config, console),
+        Task::Distill(config) => rlhf::train::distill::distill(config, console),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, console),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, console),
         Task::Generate(config) => cli::generate::generate(config),
@@ -168,6 +169,7 @@ fn join_ranks(task: &Task) -> Result<()> {
         Task::Sft(config) => of_run(&config.run),
         Task::Reward(config) => of_run(&config.run),
         Task::Dpo(config) => of_run(&config.run),
+        Task::Distill(config) => of_run(&config.run),
         Task::Ppo(config) => of_run(&config.run),
         Task::Pipeline(config) => (config.dist_timeout().unwrap_or(DIST_TIMEOUT), Device::Auto),
         Task::Replay(task) => of_run(&task.ppo.run),
@@ -192,11 +194,13 @@ fn shards_parameters(task: &Task) -> bool {
         Task::Sft(config) => of_run(&config.run),
         Task::Reward(config) => of_run(&config.run),
         Task::Dpo(config) => of_run(&config.run),
+        Task::Distill(config) => of_run(&config.run),
         Task::Ppo(config) => of_ppo(config),
         Task::Replay(task) => of_ppo(&task.ppo),
         Task::Pipeline(config) => {
             let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
             let runs = runs.chain(config.dpo.iter().map(|dpo| &dpo.run));
+            let runs = runs.chain(config.distill.iter().map(|distill| &distill.run));
             runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)
         }
         _ => false,

@@ -6,7 +6,8 @@ use rlhf::data::Dataset;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
 use rlhf::settings::{
-    DpoConfig, DpoLoss, LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig,
+    DistillConfig, DpoConfig, DpoLoss, LrSchedulerType, Optim, PpoConfig, Preset, ReportTo, Resume, RewardConfig,
+    RunConfig, SftConfig,
 };
 use serde_json::{Map, Value, json};
 use std::ffi::OsStr;
@@ -315,6 +316,36 @@ fn a_run_of_groups_that_are_sampled_anew_with_a_reference_that_follows_resumes_t
         with(&mut config.run);
         rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
     });
+}
+
+#[test]
+fn distillation_resumes_to_the_same_bits_whoever_responds() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows = dir.path().join("rows.jsonl");
+    write_rows(&rows, |p| json!({"prompt": p, "completion": " yes and then some"}));
+    let changes: [fn(&mut DistillConfig); 3] = [
+        |config| (config.lmbda, config.log_completions) = (0.5, true),
+        |config| {
+            (config.peft.use_peft, config.peft.lora_dropout) = (true, 0.2);
+            (config.run.fp16, config.run.loss_scale.initial_scale_power) = (true, 30);
+        },
+        |config| (config.lmbda, config.seq_kd, config.loss.beta) = (0.0, true, 0.5),
+    ];
+    for (at, change) in changes.into_iter().enumerate() {
+        resumes_from_everywhere(4, |with| {
+            let out = dir.path().join(format!("distill-{at}/whole"));
+            let model = golden().join("models/gpt_neox");
+            let mut config = DistillConfig::new(&model, &model, &rows, out);
+            (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(4), 3, Some(2));
+            (config.gradient_accumulation_steps, config.learning_rate) = (2, 1e-3);
+            (config.max_completion_length, config.temperature) = (5, 1.3);
+            config.eval_dataset_name = Some(rows.clone());
+            (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3.into()), Some("eval_loss".into()));
+            change(&mut config);
+            with(&mut config.run);
+            rlhf::train::distill::distill(&config, Console::Silent).unwrap();
+        });
+    }
 }
 
 #[test]

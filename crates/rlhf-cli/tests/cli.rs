@@ -873,7 +873,7 @@ fn settings_that_cannot_be_are_usage_errors() {
     scratch.refuses(
         "tune",
         2,
-        &["'tune'", "sft, reward, dpo, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"],
+        &["'tune'", "sft, reward, dpo, distill, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"],
     );
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
     scratch.refuses(&format!("{GENERATE} --stop_token_ids 5,352"), 2, &["stop_token_ids = 352", "vocabulary of 352"]);

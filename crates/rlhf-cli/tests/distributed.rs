@@ -267,6 +267,24 @@ fn sft_and_reward_models_train_alike_on_any_number_of_ranks() {
 }
 
 #[test]
+fn distillation_is_alike_on_any_number_of_ranks() {
+    let scratch = scratch();
+    let distill = format!(
+        "distill --model_name_or_path policy --teacher_model_name_or_path teacher --dataset_name demos.jsonl --max_steps 3 --logging_steps 2 \
+         --max_completion_length 5 {STEPS}"
+    );
+    scratch.succeeds(
+        "sft --model_name_or_path policy --dataset_name demos.jsonl --output_dir teacher --max_steps 1 --learning_rate 5e-2",
+    );
+    let eval = "--eval_split_size 5 --eval_steps 1 --metric_for_best_model eval_loss --per_device_eval_batch_size 2";
+    worlds_agree(&scratch, "own", &format!("{distill} {eval} --train_batch_size 3 --log_completions"), &[2]);
+    let sharded = "--lmbda 0.5 --beta 0.5 --train_batch_size 6 --per_device_train_batch_size 3 --zero_stage 3";
+    worlds_agree(&scratch, "sharded", &format!("{distill} {sharded} --eval_split_size 5 --eval_steps 2"), &[2]);
+    let lora = "--use_peft --lora_dropout 0.2 --loss_type reverse_kl_advantage --train_batch_size 4 --zero_stage 3";
+    worlds_agree(&scratch, "lora", &format!("{distill} {lora}"), &[2]);
+}
+
+#[test]
 fn dpo_trains_alike_on_any_number_of_ranks() {
     let scratch = scratch();
     let dpo =

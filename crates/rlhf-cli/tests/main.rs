@@ -10,6 +10,7 @@ mod commands;
 mod convert;
 mod data;
 mod deepspeed_chat;
+mod distill;
 mod distributed;
 mod doctor;
 mod dpo;

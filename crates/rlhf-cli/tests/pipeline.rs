@@ -67,6 +67,27 @@ fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_
 }
 
 #[test]
+fn a_section_distill_is_a_stage_after_sft_as_the_single_command() {
+    let scratch = scratch();
+    let own = "teacher_model_name_or_path: policy\n  learning_rate: 1e-3\n  max_completion_length: 5\n  beta: 0.5\n";
+    scratch.write("distill.yaml", &format!("{}distill:\n  {own}", scratch.read("pipeline.yaml")));
+    let line = "pipeline --config distill.yaml --skip reward,ppo";
+    let ran = runs(&scratch, line);
+    for words in ["stage 3 of 4, ppo: skipped", "stage 4 of 4, distill: into out/5-distill", "entropy"] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    assert!(scratch.path("out/5-distill/model.safetensors").is_file() && !scratch.path("out/4-dpo").exists());
+    let config = scratch.read("out/5-distill/config.yaml");
+    assert!(config.contains("model_name_or_path: out/1-sft") && config.contains("beta: 0.5"), "{config}");
+    runs(&scratch, "distill --config out/5-distill/config.yaml --output_dir again");
+    let weights = |name: &str| std::fs::read(scratch.path(name).join("model.safetensors")).unwrap();
+    assert!(weights("out/5-distill") == weights("again"));
+    let without = scratch.read("distill.yaml").replace("teacher_model_name_or_path: policy\n  ", "");
+    scratch.write("distill.yaml", &without);
+    scratch.refuses(&format!("{line} --output_dir other"), 2, &["distill", "teacher_model_name_or_path"]);
+}
+
+#[test]
 fn a_section_dpo_is_a_stage_after_sft_as_the_single_command_and_is_skipped_once_it_is_finished() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml") + "dpo:\n  beta: 0.5\n  learning_rate: 1e-3\n";

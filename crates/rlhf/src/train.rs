@@ -1,7 +1,8 @@
-//! Training: supervised fine-tuning, the reward model, DPO, PPO, and several as one pipeline.
+//! Training: supervised fine-tuning, the reward model, DPO, distillation, PPO, and several as one pipeline.
 //!
 //! Each loop has the loading, the batches and the loss; [`crate::run`] has the rest of a run.
 
+pub mod distill;
 pub mod dpo;
 pub mod pipeline;
 pub mod ppo;

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "PPOv2Config": "; from rlhf import PPOConfig has its settings",
     "PPOv2Trainer": "; from rlhf import PPOTrainer is that trainer",
     "DPOTrainer": "; from rlhf import DPOTrainer",
+    "GKDTrainer": "; from rlhf import GKDTrainer",
     "BestOfNSampler": "; generate() with n queries each, and the best by your scores, is the same",
     "TextEnvironment": "; step(response_masks=...) leaves out what a tool wrote",
 }

@@ -9,6 +9,7 @@ use super::families::FINAL_LOGITS_BIAS;
 use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
+use super::logprobs::{Divergence, TeacherRows, TokenDivergences};
 use super::lora;
 use super::lora_config::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
@@ -429,6 +430,58 @@ impl CausalLm {
             gradient
         })?;
         Ok(found.unwrap_or_else(|| targets.none()))
+    }
+
+    /// Forward and backward pass of the sum of the divergences from a teacher's distributions in the places of the M tokens of the batch's spans,
+    /// each times its weight of `weights` `[M]`; accumulates gradients. Logits of both models are held a slice at a time. The two may have
+    /// vocabularies of different sizes: the ids that only one of them has are left out.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`]; if the model is frozen; if the teacher's distributions are for another number of tokens.
+    pub fn divergence_backward<S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        teacher: TeacherRows<'_>,
+        divergence: &Divergence,
+        weights: &Tensor,
+    ) -> Result<TokenDivergences> {
+        self.body.check_spans(batch, 1)?;
+        let (ids, states) = self.compared(batch, teacher)?;
+        let mut found = None;
+        self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
+            let teacher = (teacher.of, &states);
+            let (numbers, gradient) = self.head.divergence_gradient(hidden, teacher, &ids, (divergence, weights));
+            found = Some(numbers);
+            gradient
+        })?;
+        Ok(found.unwrap_or_else(|| TokenDivergences::join(&[], self.device())))
+    }
+
+    /// As [`CausalLm::divergence_backward`], without a gradient.
+    ///
+    /// # Errors
+    /// As [`CausalLm::divergence_backward`].
+    pub fn divergences<S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        teacher: TeacherRows<'_>,
+        divergence: &Divergence,
+    ) -> Result<TokenDivergences> {
+        self.body.check_spans(batch, 1)?;
+        let (ids, states) = self.compared(batch, teacher)?;
+        tch::no_grad(|| {
+            let hidden = self.hidden_at(batch, -1)?;
+            Ok(self.head.divergences(&hidden.states, (teacher.of, &states), &ids, divergence))
+        })
+    }
+
+    /// Ids of the tokens of the batch's spans, `[M]`, and the teacher's hidden states in their places.
+    fn compared<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, teacher: TeacherRows<'_>) -> Result<(Tensor, Tensor)> {
+        let pairs = batch.sequences.iter().zip(batch.spans);
+        let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        let states = teacher.of.states_of(teacher.rows, batch.spans)?;
+        teacher.of.check_ids(&ids, self.config().vocab_size)?;
+        Ok((on_device(&ids, self.device()), states))
     }
 
     /// KL divergence from this model's distribution to that of `other` at each token of `spans`: `[M]` f32, exact over the whole

@@ -1,6 +1,10 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
+mod divergence;
+
+pub use divergence::{Divergence, TeacherRows, TokenDivergences};
+
 use super::batch::StopCheck;
 use super::layout::rounded;
 use super::linear::Linear;
@@ -193,6 +197,11 @@ impl Distributions {
     /// Checks that the distributions at `rows` are over a vocabulary of `vocab` tokens, and as many as the tokens of `spans`.
     fn check(&self, rows: &[usize], spans: &[Range<usize>], vocab: i64) -> Result<()> {
         check_vocabulary(vocab, self.head.vocab_size())?;
+        self.check_rows(rows, spans)
+    }
+
+    /// Checks that the distributions at `rows` are as many as the tokens of `spans`.
+    fn check_rows(&self, rows: &[usize], spans: &[Range<usize>]) -> Result<()> {
         let found: Vec<i64> =
             rows.iter().map(|&row| self.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
         if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
@@ -201,6 +210,23 @@ impl Distributions {
             ));
         }
         Ok(())
+    }
+
+    /// Hidden states of the sequences `rows`, one after another, which are as many as the tokens of `spans`.
+    pub(super) fn states_of(&self, rows: &[usize], spans: &[Range<usize>]) -> Result<Tensor> {
+        self.check_rows(rows, spans)?;
+        Ok(self.hidden_of(rows))
+    }
+
+    /// Checks that tokens are among the ids that these distributions and a vocabulary of `vocab` have.
+    pub(super) fn check_ids(&self, ids: &[i64], vocab: i64) -> Result<()> {
+        let common = vocab.min(self.head.vocab_size());
+        match ids.iter().find(|id| !(0..common).contains(*id)) {
+            Some(id) => Err(Error::Run(format!(
+                "a token with the id {id}: expected ids below {common}, those of both vocabularies"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Hidden states of the sequences `rows`, one after another: `[M, embedding size]`.
@@ -552,7 +578,6 @@ impl<'m> SliceKernels<'m> {
         let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
         let temperature = targets.sampled.temperature;
         let (hidden, all) = self.logits(hidden);
-        let Self { head, weight, used, .. } = self;
         let mut logits = all.narrow(0, 0, count);
         let stats = tch_ext::logits_stats(&logits, temperature, &ids, targets.entropy);
         let now = TokenLogprobs {
@@ -567,14 +592,21 @@ impl<'m> SliceKernels<'m> {
         let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
         let entropy = entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
         tch_ext::logits_gradient(&mut logits, temperature, &ids, &stats.lse, &slope, entropy);
+        self.finish(&hidden, &all, count, gradient);
+        now
+    }
+
+    /// Writes the gradient with respect to the `count` hidden states to `gradient`, `[count, embedding size]`, and accumulates that of the
+    /// head's weight: `hidden` and `all` are those that [`SliceKernels::logits`] returned, with the gradient of the logits in their place.
+    fn finish(&self, hidden: &Tensor, all: &Tensor, count: i64, gradient: &mut Tensor) {
+        let Self { head, weight, used, .. } = self;
         let _ = all.narrow(0, count, hidden.size()[0] - count).zero_();
         let mut of_hidden = hidden.empty_like();
-        tch_ext::product_into(&mut of_hidden, &all, used);
+        tch_ext::product_into(&mut of_hidden, all, used);
         gradient.copy_(&head.scaled(&of_hidden.narrow(0, 0, count)));
         if weight.requires_grad() {
-            tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
+            tch_ext::add_product_to_grad(weight, &all.tr(), hidden);
         }
-        now
     }
 }
 

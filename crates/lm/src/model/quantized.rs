@@ -179,8 +179,8 @@ pub(super) fn is_skipped(described: &Value, layer: &str) -> bool {
 /// Settings of the quantization of frozen weights, with TRL's names.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Settings)]
 pub struct QuantizationConfig {
-    /// Hold the frozen weights of linear layers in 4 bits, as bitsandbytes does: the base of an adapter, the reference model and reward
-    /// models. Embeddings, norms and heads stay as they are, and so does a model that is quantized already.
+    /// Hold the frozen weights of linear layers in 4 bits, as bitsandbytes does: the base of an adapter, the reference model, reward
+    /// models and a teacher. Embeddings, norms and heads stay as they are, and so does a model that is quantized already.
     #[setting(heading = MODELS)]
     pub load_in_4bit: bool,
     /// As load_in_4bit, in 8 bits: rows of LLM.int8's format, computed with as weights only.

@@ -22,6 +22,9 @@ fn base(command: &str) -> &'static str {
         "sft" => "--model_name_or_path policy --dataset_name demos.jsonl --output_dir out",
         "reward" => "--model_name_or_path policy --new_reward_head --dataset_name pairs.jsonl --output_dir out",
         "dpo" => "--model_name_or_path policy --dataset_name pairs.jsonl --output_dir out",
+        "distill" => {
+            "--model_name_or_path policy --teacher_model_name_or_path teacher --dataset_name rows.jsonl --output_dir out"
+        }
         "ppo" => "--sft_model_path policy --reward_model_path judge --dataset_name prompts.jsonl --output_dir out",
         "generate" | "logprobs" => "--model_name_or_path policy --dataset_name rows.jsonl",
         "score" => "--model_name_or_path judge --dataset_name rows.jsonl",

@@ -5,9 +5,9 @@ use std::sync::LazyLock;
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
-    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig,
-    SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DistillConfig, DoctorConfig, DpoConfig, EvaluateConfig,
+    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig,
+    ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
 };
 
 use super::launch::LAUNCH;
@@ -36,6 +36,15 @@ Example:
 const REWARD_HELP: &str = "\
 Example:
   rlhf reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward";
+
+const DISTILL_HELP: &str = "\
+Names and defaults are those of TRL's DistillationTrainer; `lmbda` and `seq_kd` are those of its
+GKDTrainer. A file of either configuration is a --config. Rows have a prompt, as for rlhf grpo; with
+--lmbda below 1 also the response, as for rlhf sft.
+
+Example:
+  rlhf distill --model_name_or_path student --teacher_model_name_or_path teacher \\
+    --dataset_name prompts.jsonl --output_dir runs/distill";
 
 const DPO_HELP: &str = "\
 Names and defaults are those of TRL's DPOTrainer, and a file of its DPOConfig is a --config. Rows
@@ -294,7 +303,7 @@ fn whole() -> Command {
 }
 
 /// Returns the commands that train.
-fn trainers() -> [Command; 6] {
+fn trainers() -> [Command; 7] {
     [
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<SftConfig>("sft")))
             .about("Fine-tune a language model on texts or demonstrations")
@@ -303,6 +312,9 @@ fn trainers() -> [Command; 6] {
             .about("Train a reward model on preference pairs")
             .after_help(REWARD_HELP),
         trl::with_flags(dpo_command()).about("Train a language model by DPO, on preference pairs").after_help(DPO_HELP),
+        trl::with_flags(distill_command())
+            .about("Train a language model by distillation from a teacher")
+            .after_help(DISTILL_HELP),
         deepspeed_chat::with_flags(trl::with_flags(flags::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(PPO_HELP),
@@ -317,13 +329,21 @@ fn trainers() -> [Command; 6] {
 
 /// Returns `dpo` with its own defaults of settings that other commands have too.
 fn dpo_command() -> Command {
-    let own = DpoConfig::own_defaults();
     let help =
         "Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name";
     let texts = |arg: Arg| if arg.get_id() == "unsupervised_dataset_name" { arg.help(help) } else { arg };
-    flags::command::<DpoConfig>("dpo").mut_args(|arg| match own.iter().find(|(name, _)| arg.get_id() == name) {
+    with_own_defaults(flags::command::<DpoConfig>("dpo"), DpoConfig::own_defaults()).mut_args(texts)
+}
+
+/// As [`dpo_command`].
+fn distill_command() -> Command {
+    with_own_defaults(flags::command::<DistillConfig>("distill"), DistillConfig::own_defaults())
+}
+
+fn with_own_defaults(command: Command, own: &'static [(&'static str, &'static str)]) -> Command {
+    command.mut_args(|arg| match own.iter().find(|(name, _)| arg.get_id() == name) {
         Some((_, value)) => arg.default_value(*value),
-        None => texts(arg),
+        None => arg,
     })
 }
 

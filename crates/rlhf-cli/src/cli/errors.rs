@@ -73,17 +73,23 @@ pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
 /// Returns what to write in place of `word`, if it is a script of TRL.
 pub(super) fn script_of_trl(word: &str) -> Option<String> {
     let name = Path::new(word).file_name()?.to_str()?.strip_suffix(".py")?;
-    let scripts =
-        [("ppo", "ppo"), ("sft", "sft"), ("reward", "reward"), ("dpo", "dpo"), ("grpo", "grpo"), ("rloo", "rloo")];
+    let scripts = [
+        ("ppo", "ppo"),
+        ("sft", "sft"),
+        ("reward", "reward"),
+        ("dpo", "dpo"),
+        ("grpo", "grpo"),
+        ("rloo", "rloo"),
+        ("gkd", "distill"),
+        ("distillation", "distill"),
+    ];
     let (_, command) = scripts.iter().find(|(script, _)| name.starts_with(script))?;
     Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
 }
 
 /// Trainers that are not here, as their commands are called, and the systems that have them.
-const NO_TRAINERS: [(&[&str], &str); 2] = [
-    (&["kto", "prm"], "TRL or OpenRLHF"),
-    (&["bco", "cpo", "gkd", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL"),
-];
+const NO_TRAINERS: [(&[&str], &str); 2] =
+    [(&["kto", "prm"], "TRL or OpenRLHF"), (&["bco", "cpo", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL")];
 
 /// Returns the error for the command `name` of a trainer that is not here, or that is a script.
 pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
@@ -191,7 +197,7 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, dpo, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, dpo, distill, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
     }
 

@@ -12,7 +12,7 @@ use rlhf::schema::HEADINGS;
 const COMMON_HEADING: &str = "Common options";
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 25] = [
+const COMMON: [(&str, &[&str], &[&str]); 26] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name"],
@@ -64,6 +64,27 @@ const COMMON: [(&str, &[&str], &[&str]); 25] = [
             "learning_rate",
             "max_length",
             "precompute_ref_log_probs",
+            "use_peft",
+            "bf16",
+            "eval_steps",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "distill",
+        &["model_name_or_path", "teacher_model_name_or_path", "dataset_name"],
+        &[
+            "output_dir",
+            "beta",
+            "lmbda",
+            "seq_kd",
+            "temperature",
+            "max_completion_length",
+            "num_train_epochs",
+            "per_device_train_batch_size",
+            "learning_rate",
             "use_peft",
             "bf16",
             "eval_steps",
@@ -206,7 +227,7 @@ const COMMON: [(&str, &[&str], &[&str]); 25] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 78] = [
+const WORDS: [(&str, &str); 82] = [
     ("socket", "Unix socket for one client"),
     ("apply_chat_template", "put text prompts into the chat template"),
     ("beta", "nearness to the reference model"),
@@ -236,6 +257,8 @@ const WORDS: [(&str, &str); 78] = [
     ("master_port", "TCP port on machine 0"),
     ("max_judgements", "maximum calls of the judge"),
     ("loss_type", "sigmoid, hinge, ipo, ...: see --help"),
+    ("lmbda", "share of updates with own responses"),
+    ("max_completion_length", "maximum tokens of a response"),
     ("max_length", "maximum tokens of a row"),
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
@@ -272,11 +295,13 @@ const WORDS: [(&str, &str); 78] = [
     ("reward_model_path", "reward model, a sequence classifier"),
     ("save_steps", "save a checkpoint every N updates"),
     ("seed", "random seed"),
+    ("seq_kd", "else the teacher's responses"),
     ("sft_model_path", "model to train"),
     ("skip", "stages to skip, such as reward,ppo"),
     ("stop_strings", "end a response at this text"),
     ("stop_token", "eos: cut responses after eos"),
     ("system", "system message"),
+    ("teacher_model_name_or_path", "teacher: folder or hub name"),
     ("temperature", "sampling temperature"),
     ("terminal", "show the run in the terminal"),
     ("tokenizer_name", "the policy's tokenizer"),
@@ -360,6 +385,7 @@ fn text(command: &Command) -> String {
     let (_, needed, others) = common(name);
     let words = |flag: &str| match (name, flag) {
         ("convert", "output_file") => "GGUF file to make of a model's folder",
+        ("distill", "beta") => "0: forward KL, 1: reverse KL",
         _ => WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words),
     };
     let line = |flag: &str| {
@@ -468,7 +494,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 41, "{help}");
+        assert!(help.lines().count() <= 42, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

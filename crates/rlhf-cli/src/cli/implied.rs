@@ -13,7 +13,7 @@ use super::names;
 use super::setting::Setting;
 
 /// The commands that train.
-pub(super) const TRAIN: [&str; 6] = ["sft", "reward", "dpo", "ppo", "grpo", "rloo"];
+pub(super) const TRAIN: [&str; 7] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo"];
 
 /// The folder of a run without `output_dir`, as TRL calls it.
 pub(super) const OUTPUT_DIR: &str = "trainer_output";
@@ -79,6 +79,7 @@ mod tests {
                 Task::Sft(config) => &config.run,
                 Task::Reward(config) => &config.run,
                 Task::Dpo(config) => &config.run,
+                Task::Distill(config) => &config.run,
                 Task::Ppo(config) => &config.run,
                 task => panic!("{task:?}"),
             };

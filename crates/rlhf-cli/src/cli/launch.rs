@@ -29,11 +29,11 @@ use super::{Parsed, Stop, Task, flags};
 pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
-pub(super) const COMMANDS: [&str; 11] =
-    ["sft", "reward", "dpo", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
+pub(super) const COMMANDS: [&str; 12] =
+    ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score", "replay"];
 
 /// The commands among them with settings of sharding and precision.
-const TRAINING: [&str; 6] = ["sft", "reward", "dpo", "ppo", "grpo", "rloo"];
+const TRAINING: [&str; 7] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo"];
 
 /// A command to start as several ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -231,6 +231,7 @@ fn run_configs(task: &Task) -> Vec<&RunConfig> {
         Task::Sft(config) => vec![&config.run],
         Task::Reward(config) if !config.eval_only => vec![&config.run],
         Task::Dpo(config) => vec![&config.run],
+        Task::Distill(config) => vec![&config.run],
         Task::Ppo(config) => vec![&config.run],
         Task::Pipeline(config) => {
             let stages = [
@@ -238,6 +239,7 @@ fn run_configs(task: &Task) -> Vec<&RunConfig> {
                 config.reward.as_ref().map(|stage| &stage.run),
                 config.ppo.as_ref().map(|stage| &stage.run),
                 config.dpo.as_ref().map(|stage| &stage.run),
+                config.distill.as_ref().map(|stage| &stage.run),
             ];
             stages.into_iter().flatten().collect()
         }
@@ -314,7 +316,7 @@ mod tests {
             (vec!["launch", "merge"], "launch: merge is done by one process"),
             (vec!["launch", "launch", "ppo"], "launch: found launch in it again"),
             (vec!["launch", "bin/rlhf", "ppo"], "leave the program's name out"),
-            (vec!["launch", "train"], "launch: expected one of sft, reward, dpo, ppo"),
+            (vec!["launch", "train"], "launch: expected one of sft, reward, dpo, distill, ppo"),
             ([ppo(&[]), vec!["--seed", "x"]].concat(), "invalid value 'x' for '--seed <N>'"),
             (
                 vec!["launch", "sft", "--model_name_or_path", "m", "--output_dir", "o"],

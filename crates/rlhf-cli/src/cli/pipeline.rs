@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use clap::Command;
 use rlhf::Error;
 use rlhf::schema::{Choices as _, Refusals, Settings};
-use rlhf::settings::{DpoConfig, PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage};
+use rlhf::settings::{
+    DistillConfig, DpoConfig, PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage,
+};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::args::{matches_of, not_required};
@@ -47,7 +49,7 @@ pub(super) fn parse(
     messages: &mut Messages,
 ) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
-    let all: &[Stage] = if has_dpo(path) { &Stage::WITH_DPO } else { &Stage::ALL };
+    let all = stages_of(path);
     let stages: Vec<&Command> = all.iter().map(|stage| command(stage.name())).collect();
     let top = [command(PIPELINE)].into_iter().chain(stages.iter().copied()).collect();
     let keys = Keys { top, sections: stages.clone() };
@@ -57,7 +59,7 @@ pub(super) fn parse(
         .into_iter()
         .partition(|setting| !setting.values.is_empty() || all.iter().any(|stage| stage.name() == setting.key));
     let file = File { path, stages: &stages, settings: &settings, nulls: &nulls };
-    for &stage in all {
+    for &stage in &all {
         if let Some(key) = OF_THE_PIPELINE.iter().find(|key| file.own(stage, key).is_some()) {
             let line = file.own(stage, key).map_or(1, |setting| setting.line);
             let message =
@@ -87,9 +89,15 @@ pub(super) fn parse(
         sft: runs(Stage::Sft).then(|| file.sft(&flags, stages[0], messages)).transpose()?.flatten(),
         reward: runs(Stage::Reward).then(|| file.reward(&flags, stages[1], messages)).transpose()?.flatten(),
         ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, stages[2], messages)).transpose()?.flatten(),
-        dpo: match stages.get(3).filter(|_| runs(Stage::Dpo)) {
-            Some(command) => file.dpo(&flags, command, messages)?,
-            None => None,
+        dpo: if all.contains(&Stage::Dpo) && runs(Stage::Dpo) {
+            file.dpo(&flags, command(Stage::Dpo.name()), messages)?
+        } else {
+            None
+        },
+        distill: if all.contains(&Stage::Distill) && runs(Stage::Distill) {
+            file.distill(&flags, command(Stage::Distill.name()), messages)?
+        } else {
+            None
         },
         output_dir: flags.output_dir.clone(),
     };
@@ -99,10 +107,14 @@ pub(super) fn parse(
     Ok(config)
 }
 
-/// Returns whether the file has a section `dpo`, without which there is no such stage.
-fn has_dpo(path: &Path) -> bool {
+/// Returns the stages of the file: the first three, and those that it has a section of.
+fn stages_of(path: &Path) -> Vec<Stage> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.lines().any(|line| line.strip_prefix(Stage::Dpo.name()).is_some_and(|rest| rest.trim_start().starts_with(':')))
+    let is_section = |line: &str, stage: &Stage| {
+        line.strip_prefix(stage.name()).is_some_and(|rest| rest.trim_start().starts_with(':'))
+    };
+    let is_there = |stage: &Stage| Stage::ALL.contains(stage) || text.lines().any(|line| is_section(line, stage));
+    Stage::EVERY.into_iter().filter(is_there).collect()
 }
 
 struct File<'a> {
@@ -335,6 +347,23 @@ impl File<'_> {
         self.config(flags, Stage::Dpo, command, links, parts, messages)
     }
 
+    fn distill(
+        &self,
+        flags: &PipelineFlags,
+        command: &Command,
+        messages: &mut Messages,
+    ) -> Result<Option<DistillConfig>, Stop> {
+        let mut links = Vec::new();
+        if self.own(Stage::Distill, "model_name_or_path").is_none() {
+            let Some(model) = self.sft_model(flags, Stage::Distill, "model_name_or_path", messages)? else {
+                return Ok(None);
+            };
+            links = model;
+        }
+        let parts = Parts { run: |config: &mut DistillConfig| &mut config.run, check: DistillConfig::check };
+        self.config(flags, Stage::Distill, command, links, parts, messages)
+    }
+
     /// Returns the language model that `stage` starts from, as the setting `key`: SFT's, or if SFT is skipped and has left none, the
     /// model that SFT would start from. `None` if there is neither, which is refused.
     fn sft_model(
@@ -471,7 +500,7 @@ mod tests {
             ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
             ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
             ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),
-            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, dpo, found `7`"),
+            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, dpo, distill, found `7`"),
         ] {
             let found = error(&format!("{least}{text}"));
             assert!(found.starts_with(wanted), "{found}\nis not {wanted}");
@@ -557,6 +586,7 @@ mod tests {
             reward: Some(reward),
             ppo: Some(ppo),
             dpo: None,
+            distill: None,
         };
         assert_eq!(found, expected);
     }

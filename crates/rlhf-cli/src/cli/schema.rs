@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use clap::{Arg, Command};
 use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
 use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DoctorConfig, DpoConfig, EvaluateConfig, GenerateConfig, LaunchFlags,
-    LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReplayConfig, ReportConfig,
-    RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig, WatchConfig,
+    ChatConfig, CompletionsConfig, ConvertConfig, DistillConfig, DoctorConfig, DpoConfig, EvaluateConfig,
+    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig,
+    ReplayConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig,
+    WatchConfig,
 };
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -46,6 +47,7 @@ fn fields(name: &str) -> Vec<Field> {
         "sft" => SftConfig::fields(),
         "reward" => RewardConfig::fields(),
         "dpo" => DpoConfig::fields(),
+        "distill" => DistillConfig::fields(),
         "ppo" | "grpo" | "rloo" => PpoConfig::fields(),
         "pipeline" => PipelineFlags::fields(),
         "generate" => GenerateConfig::fields(),

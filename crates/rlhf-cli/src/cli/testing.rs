@@ -71,6 +71,10 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "chat" | "serve" => vec![command, "policy"],
         "launch" | "doctor" | "schema" | "session" => vec![command],
         "plan" => [&["plan"], &PPO[..]].concat(),
+        "distill" => {
+            let teacher = ["--teacher_model_name_or_path", "t"];
+            [&[command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"], &teacher[..]].concat()
+        }
         "sft" | "reward" | "dpo" | "grpo" | "rloo" => {
             vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
         }

@@ -30,14 +30,16 @@ enum To {
 use To::{Noted, Only, Together};
 
 /// The commands that have a flag.
-const TRAIN: &[&str] = &["sft", "reward", "dpo", "ppo", "grpo", "rloo"];
-const LEARN: &[&str] = &["sft", "reward", "dpo"];
+const TRAIN: &[&str] = &["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo"];
+const LEARN: &[&str] = &["sft", "reward", "dpo", "distill"];
 const SFT: &[&str] = &["sft"];
 const REWARD: &[&str] = &["reward"];
 const DPO: &[&str] = &["dpo"];
+const DISTILL: &[&str] = &["distill"];
 const PPO: &[&str] = &["ppo"];
 const ROLLOUT: &[&str] = &["ppo", "grpo", "rloo"];
 const GROUPS: &[&str] = &["grpo", "rloo"];
+const SAMPLES: &[&str] = &["distill", "grpo", "rloo"];
 const GRPO: &[&str] = &["grpo"];
 
 const OFF: &[&str] = &["none", "false"];
@@ -102,6 +104,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Noted(ONE_READER), &["sft", "reward", "dpo", "ppo"], &["shuffle_dataset"]),
+    (Only(&["none", "true"], "rows are drawn in a random order"), DISTILL, &["shuffle_dataset"]),
     (Only(&["none", "true"], "prompts are drawn in a random order"), GROUPS, &["shuffle_dataset"]),
     (
         Noted(RANKS),
@@ -155,6 +158,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted(SPEED), LEARN, &["activation_offloading", "pad_to_multiple_of"]),
     (Noted(SPEED), SFT, &["padding_free", "eval_packing"]),
     (Noted(SPEED), DPO, &["padding_free"]),
+    (Noted(SPEED), DISTILL, &["padding_free", "eval_packing"]),
     (Noted(SPEED), PPO, &["optimize_cuda_cache", "optimize_device_cache"]),
     (
         Noted("an evaluation takes local_rollout_forward_batch_size prompts at a time"),
@@ -168,7 +172,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
     (
         Noted("there is no auxiliary loss of a router of experts"),
-        &["sft", "dpo", "grpo", "rloo"],
+        &["sft", "dpo", "distill", "grpo", "rloo"],
         &["router_aux_loss_coef"],
     ),
     (
@@ -235,11 +239,26 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (
         Only(UNSET, "dtype sets the dtype, and the model's folder the rest"),
-        &["sft", "reward", "dpo", "grpo", "rloo"],
+        &["sft", "reward", "dpo", "distill", "grpo", "rloo"],
         &["model_init_kwargs"],
     ),
     (Noted("nothing is padded"), SFT, &["pad_token"]),
     (Noted("nothing is padded"), DPO, &["pad_token"]),
+    (Noted("nothing is padded"), DISTILL, &["pad_token"]),
+    (
+        Only(UNSET, "teacher_model_revision, teacher_dtype and load_in_4bit set what they have"),
+        DISTILL,
+        &["teacher_model_init_kwargs"],
+    ),
+    (Only(UNSET, "the tokenizer's own template is used"), DISTILL, &["chat_template_path"]),
+    (Only(&["none", "text"], "rows have a prompt, which a column of texts has not"), DISTILL, &["dataset_text_field"]),
+    (Only(UNSET, "rows are read by their columns"), DISTILL, &["dataset_kwargs"]),
+    (Noted("rows that are too long are truncated at their start"), DISTILL, &["truncation_mode"]),
+    (Only(OFF, "a row has a prompt of its own"), DISTILL, &["packing", "assistant_only_loss"]),
+    (Noted("nothing is packed"), DISTILL, &["packing_strategy"]),
+    (Only(&["none", "true"], "the response is learned, not the prompt"), DISTILL, &["completion_only_loss"]),
+    (Only(UNSET, "responses have one turn, without tools"), DISTILL, &["max_tool_calling_iterations"]),
+    (Noted("log_completions shows a few"), DISTILL, &["log_unique_prompts"]),
     (Noted("nothing is padded; pair_loss = tokens pads with the tokenizer's token"), REWARD, &["pad_token"]),
     (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
@@ -269,7 +288,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Together, GROUPS, &["log_completions"]),
     (
         Noted("generation is rlhf's own"),
-        GROUPS,
+        SAMPLES,
         &[
             "use_vllm",
             "vllm_mode",
@@ -308,7 +327,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(OFF, "the KL is that of a whole response"), &["rloo"], &["token_level_kl"]),
     (
         Only(UNSET, "responses are not constrained"),
-        GROUPS,
+        SAMPLES,
         &["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"],
     ),
     (
@@ -316,7 +335,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             UNSET,
             "sampling has its own flags: top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings",
         ),
-        GROUPS,
+        SAMPLES,
         &["generation_kwargs"],
     ),
     (Noted("no model's own dropout is applied"), GROUPS, &["disable_dropout"]),
@@ -962,6 +981,13 @@ mod tests {
     const GRPO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/grpo.yaml");
     const RLOO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/rloo.yaml");
     const DPO_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/dpo.yaml");
+    const DISTILLATION_CONFIG: &str = include_str!("../../../../tests/golden/trl_configs/distillation.yaml");
+
+    /// Fields of `GKDConfig` that `DistillationConfig` lacks.
+    const OF_GKD: &str = "\
+        lmbda seq_kd max_new_tokens chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token max_length \
+        truncation_mode packing packing_strategy padding_free eval_packing completion_only_loss assistant_only_loss \
+        activation_offloading pad_token";
 
     fn keys_of(yaml: &str) -> Vec<&str> {
         yaml.lines().filter(|line| !line.starts_with('#')).filter_map(|line| Some(line.split_once(':')?.0)).collect()
@@ -973,7 +999,9 @@ mod tests {
         let of = |own: &'static str| SHARED.split_whitespace().chain(own.split_whitespace()).collect();
         let (grpo, rloo, dpo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG), keys_of(DPO_CONFIG));
         let own = [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD))];
-        let commands = own.into_iter().chain([("grpo", grpo), ("rloo", rloo), ("dpo", dpo)]);
+        let distill = [keys_of(DISTILLATION_CONFIG), OF_GKD.split_whitespace().collect()].concat();
+        let others = [("grpo", grpo), ("rloo", rloo), ("dpo", dpo), ("distill", distill)];
+        let commands = own.into_iter().chain(others);
         for (name, flags) in commands {
             let command = rlhf.find_subcommand(name).unwrap();
             let keys = Keys { top: vec![command], sections: Vec::new() };
@@ -1066,6 +1094,19 @@ mod tests {
         let path = folder.path().join("run.yaml");
         rlhf::settings::write_resolved(&config, &path).unwrap();
         assert_eq!(parse_words(&["dpo", "--config", path.to_str().unwrap()]).unwrap(), Task::Dpo(config));
+    }
+
+    #[test]
+    fn the_whole_configuration_of_trls_distillation_trainer_is_a_file_of_distill() {
+        let found = with_file(DISTILLATION_CONFIG, &least("distill")).unwrap();
+        let (Task::Distill(mut config), Task::Distill(plain)) = (found, parse_words(&least("distill")).unwrap()) else {
+            panic!()
+        };
+        // The file has what differs from the defaults here.
+        assert_eq!((config.run.checkpoints.save_steps, config.run.gradient_checkpointing), (Some(500.into()), true));
+        config.run = plain.run.clone();
+        (config.per_device_train_batch_size, config.peft) = (None, plain.peft.clone());
+        assert_eq!(config, plain);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::columns::Columns;
 use super::dialects::before_question;
 use super::files::Files;
 use super::formats::read_rows;
-use super::row::{Row, messages_field, prompt_field};
+use super::row::{Row, field, messages_field, prompt_field};
 use rlhf_base::{Error, Result};
 use rlhf_lm::tokenizer::user_message;
 use serde_json::{Value, json};
@@ -88,6 +88,26 @@ impl Dataset {
                     messages.insert(0, json!({"role": "system", "content": system}));
                 }
             }
+        }
+        self
+    }
+
+    /// Divides every row that is a conversation alone, `messages` or `conversations`, into `prompt`, the messages before the assistant's last one,
+    /// and `completion`, that one.
+    pub(crate) fn with_divided_conversations(mut self) -> Self {
+        let others = ["completion", "completion_ids", "prompt_ids", "input_ids", "text", "chosen"];
+        for row in &mut self.rows {
+            if others.iter().any(|name| field(&row.value, name).is_some()) || prompt_field(&row.value).is_some() {
+                continue;
+            }
+            let messages = messages_field(&row.value).and_then(|(name, found)| Some((name, found.as_array()?.clone())));
+            let Some((name, mut messages)) = messages else { continue };
+            let Some(fields) = row.value.as_object_mut() else { continue };
+            fields.remove(name);
+            if messages.last().is_some_and(|last| last["role"] == "assistant") {
+                fields.insert("completion".into(), messages.split_off(messages.len() - 1).into());
+            }
+            fields.insert("prompt".into(), messages.into());
         }
         self
     }

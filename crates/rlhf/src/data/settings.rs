@@ -175,8 +175,13 @@ impl DataSplit {
     pub fn share(&self, stage: Stage, rows: usize) -> std::ops::Range<usize> {
         let all: f64 = self.parts.iter().sum();
         let end = |parts: &[f64]| (rows as f64 * (parts.iter().sum::<f64>() / all)).round() as usize;
-        // DPO trains on the pairs that a reward model would.
-        let at = if stage == Stage::Dpo { Stage::Reward } else { stage } as usize;
+        let stage = match stage {
+            // DPO trains on the pairs that a reward model would, and distillation on the prompts of PPO.
+            Stage::Dpo => Stage::Reward,
+            Stage::Distill => Stage::Ppo,
+            other => other,
+        };
+        let at = stage as usize;
         end(&self.parts[..at])..end(&self.parts[..=at])
     }
 }
@@ -229,13 +234,15 @@ pub enum Stage {
     Ppo,
     /// DPO, in place of the reward model and PPO or beside them.
     Dpo,
+    /// Distillation from a teacher.
+    Distill,
 }
 
 impl Stage {
     /// The three stages of RLHF with a reward model.
     pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
-    /// All stages that a pipeline may have.
-    pub const WITH_DPO: [Self; 4] = [Self::Sft, Self::Reward, Self::Ppo, Self::Dpo];
+    /// All stages that a pipeline may have; those after the first three are there where its file has their section.
+    pub const EVERY: [Self; 5] = [Self::Sft, Self::Reward, Self::Ppo, Self::Dpo, Self::Distill];
 
     /// Returns the name of its command.
     pub fn name(self) -> &'static str {

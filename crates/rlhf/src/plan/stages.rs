@@ -23,6 +23,11 @@ pub(super) struct Made {
 /// # Errors
 /// The first error of a stage, with its name.
 pub(super) fn plan(config: &PipelineConfig, options: &PlanOptions) -> Result<PipelinePlan> {
+    if config.distill.is_some() {
+        return Err(Error::Usage(
+            "plan: found a stage distill in the pipeline, which has no plan; --skip distill leaves it out".into(),
+        ));
+    }
     let (mut made, mut stages) = (Vec::new(), Vec::new());
     for (stage, run, start) in runs(config) {
         let named = |error: Error| match error {

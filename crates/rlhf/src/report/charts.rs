@@ -58,6 +58,12 @@ const SECTIONS: [(&str, &[Panel]); 5] = [
                 &[("training prompts", "objective/kl"), ("held-out prompts", "eval/kl")],
             ),
             Panel("KL of the loss", "nats per token", &[("", "kl")]),
+            Panel("Reverse KL to the teacher", "nats per sampled token", &[("", "reverse_kl")]),
+            Panel(
+                "Entropy of tokens",
+                "nats per token",
+                &[("training rows", "entropy"), ("held-out rows", "eval_entropy")],
+            ),
             Panel("Weight of the KL", "", &[("", "objective/kl_coef")]),
             Panel("Entropy", "nats per token", &[("", "policy/entropy_avg")]),
             Panel("Entropy of a response", "nats", &[("", "objective/entropy")]),

@@ -12,7 +12,7 @@ use super::svg::{COLOURS, Chart};
 use super::verdict::{Mark, verdict};
 use crate::run::ends::{MOST_VALUES, words};
 use crate::run::group_names::written;
-use crate::settings::{DpoConfig, PpoConfig, Preset, RewardConfig, SftConfig};
+use crate::settings::{DistillConfig, DpoConfig, PpoConfig, Preset, RewardConfig, SftConfig};
 use crate::terminal::{about, date};
 use rlhf_base::Result;
 use rlhf_base::safe_text::one_line;
@@ -523,6 +523,7 @@ enum Kind {
     Reward(Preset),
     Sft(Preset),
     Dpo,
+    Distill,
 }
 
 impl Kind {
@@ -532,6 +533,7 @@ impl Kind {
             Self::Reward(_) => "reward",
             Self::Sft(_) => "sft",
             Self::Dpo => "dpo",
+            Self::Distill => "distill",
         }
     }
 }
@@ -545,6 +547,7 @@ fn kind(run: &Run) -> Option<Kind> {
         () if has("center_rewards_coefficient") => Some(Kind::Reward(preset)),
         () if has("packing") => Some(Kind::Sft(preset)),
         () if has("ld_alpha") => Some(Kind::Dpo),
+        () if has("lmbda") => Some(Kind::Distill),
         () => None,
     }
 }
@@ -556,6 +559,7 @@ fn defaults(run: &Run) -> Vec<Setting> {
         Some(Kind::Reward(preset)) => serde_json::to_value(RewardConfig::with_preset(preset, "", "", "")),
         Some(Kind::Sft(preset)) => serde_json::to_value(SftConfig::with_preset(preset, "", "", "")),
         Some(Kind::Dpo) => serde_json::to_value(DpoConfig::new("", "", "")),
+        Some(Kind::Distill) => serde_json::to_value(DistillConfig::new("", "", "", "")),
         None => return Vec::new(),
     };
     config

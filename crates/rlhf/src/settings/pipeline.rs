@@ -9,13 +9,13 @@ use rlhf_base::schema::{CHECKPOINTS, RUN, Settings};
 /// Flags of `rlhf pipeline`, beside the settings of each stage.
 #[derive(Debug, Clone, PartialEq, Settings)]
 pub struct PipelineFlags {
-    /// Folder for the folders of the stages: 1-sft, 2-reward and 3-ppo; and 4-dpo where the file has a section `dpo`.
+    /// Folder for the folders of the stages: 1-sft, 2-reward and 3-ppo; and 4-dpo and 5-distill where the file has such a section.
     #[setting(heading = CHECKPOINTS)]
     pub output_dir: PathBuf,
     /// Replace the runs in the folders of the stages.
     #[setting(heading = CHECKPOINTS)]
     pub overwrite_output_dir: bool,
-    /// Stages to skip: sft, reward, ppo, dpo. The models in their folders are used as they are.
+    /// Stages to skip: sft, reward, ppo, dpo, distill. The models in their folders are used as they are.
     #[setting(heading = RUN, delimiter = ',', several)]
     pub skip: Vec<Stage>,
     /// Skip the stages that are finished, and resume the unfinished one from its newest checkpoint.

@@ -3,6 +3,7 @@
 //! Each stage has its own folder, and is the same run as its command with these settings. A finished stage leaves a
 //! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
+use super::distill::{self, distill};
 use super::dpo::{self, dpo};
 use super::ppo::{self, ppo};
 use super::reward_model::{self, reward};
@@ -17,7 +18,9 @@ use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, hold
 use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::console::{Console, announce};
 use crate::run::start::Start;
-use crate::settings::{DpoConfig, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved};
+use crate::settings::{
+    DistillConfig, DpoConfig, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved,
+};
 use crate::terminal::Stream;
 use comfy_table::{ContentArrangement, Table, presets};
 use rlhf_base::dist::World;
@@ -48,6 +51,8 @@ pub struct PipelineConfig {
     pub ppo: Option<PpoConfig>,
     /// DPO, after SFT.
     pub dpo: Option<DpoConfig>,
+    /// Distillation, after SFT.
+    pub distill: Option<DistillConfig>,
 }
 
 impl PipelineConfig {
@@ -67,7 +72,7 @@ impl PipelineConfig {
         for data in [&mut sft.data, &mut reward.data, &mut ppo.data] {
             data.data_split = Some(DEFAULT_SPLIT.parse().expect("it is one"));
         }
-        Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo), dpo: None }
+        Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo), dpo: None, distill: None }
     }
 
     /// Returns the folder of a stage in the pipeline's folder.
@@ -77,17 +82,18 @@ impl PipelineConfig {
             Stage::Reward => "2-reward",
             Stage::Ppo => "3-ppo",
             Stage::Dpo => "4-dpo",
+            Stage::Distill => "5-distill",
         })
     }
 
     /// Returns the stages that the pipeline has, or skips.
-    pub fn stages(&self) -> &'static [Stage] {
-        if self.dpo.is_some() { &Stage::WITH_DPO } else { &Stage::ALL }
+    pub fn stages(&self) -> Vec<Stage> {
+        Stage::EVERY.into_iter().filter(|stage| Stage::ALL.contains(stage) || self.run(*stage).is_some()).collect()
     }
 
     /// Returns the longest `dist_timeout` of the stages, in seconds; none if all are skipped.
     pub fn dist_timeout(&self) -> Option<u64> {
-        self.stages().iter().filter_map(|&stage| self.run(stage)).map(|run| run.dist.dist_timeout).max()
+        self.stages().into_iter().filter_map(|stage| self.run(stage)).map(|run| run.dist.dist_timeout).max()
     }
 
     fn run(&self, stage: Stage) -> Option<&RunConfig> {
@@ -96,17 +102,19 @@ impl PipelineConfig {
             Stage::Reward => self.reward.as_ref().map(|config| &config.run),
             Stage::Ppo => self.ppo.as_ref().map(|config| &config.run),
             Stage::Dpo => self.dpo.as_ref().map(|config| &config.run),
+            Stage::Distill => self.distill.as_ref().map(|config| &config.run),
         }
     }
 
     /// Returns the settings with `overwrite_output_dir` for the stages that start again.
-    fn replacing(&self, states: [StageState; 4]) -> Self {
+    fn replacing(&self, states: [StageState; Stage::EVERY.len()]) -> Self {
         let mut config = self.clone();
         let runs = [
             config.sft.as_mut().map(|config| &mut config.run),
             config.reward.as_mut().map(|config| &mut config.run),
             config.ppo.as_mut().map(|config| &mut config.run),
             config.dpo.as_mut().map(|config| &mut config.run),
+            config.distill.as_mut().map(|config| &mut config.run),
         ];
         for (run, _) in runs.into_iter().zip(states).filter(|(_, state)| *state == StageState::Again) {
             run.into_iter().for_each(|run| run.overwrite_output_dir = true);
@@ -121,6 +129,7 @@ impl PipelineConfig {
             Stage::Reward => json!(self.reward),
             Stage::Ppo => json!(self.ppo),
             Stage::Dpo => json!(self.dpo),
+            Stage::Distill => json!(self.distill),
         }
     }
 
@@ -128,6 +137,12 @@ impl PipelineConfig {
     fn models(&self, stage: Stage) -> Vec<&Path> {
         match (stage, &self.reward, &self.ppo) {
             (Stage::Dpo, ..) => self.dpo.iter().map(|dpo| dpo.model_name_or_path.as_path()).collect(),
+            (Stage::Distill, ..) => {
+                let own = self.distill.iter();
+                own.flat_map(|own| [&own.model_name_or_path, &own.teacher_model_name_or_path])
+                    .map(PathBuf::as_path)
+                    .collect()
+            }
             (Stage::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
             (Stage::Ppo, _, Some(ppo)) => {
                 let others = [ppo.reward_model_path.as_deref(), ppo.value_model_path.as_deref()];
@@ -143,6 +158,7 @@ impl PipelineConfig {
             Stage::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
             Stage::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
             Stage::Dpo => self.dpo.as_ref().map_or(Ok(()), DpoConfig::check),
+            Stage::Distill => self.distill.as_ref().map_or(Ok(()), DistillConfig::check),
         }
     }
 }
@@ -157,17 +173,17 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
-    for &stage in config.stages() {
+    for stage in config.stages() {
         config.check(stage).map_err(|error| named(stage, error))?;
     }
     check_pushes(config)?;
     let world = &World::of_process();
     let begun = world.on_main(|| begin(config, console))?;
-    let states = world.broadcast(begun.as_ref().map_or([StageState::Due; 4], |begun| begun.states))?;
+    let states = world.broadcast(begun.as_ref().map_or([StageState::Due; Stage::EVERY.len()], |begun| begun.states))?;
     let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
     let all = config.stages().len();
-    for (at, &stage) in (1..).zip(config.stages()) {
+    for (at, stage) in (1..).zip(config.stages()) {
         let Some(run) = config.run(stage) else {
             say(console, &format!("stage {at} of {all}, {stage}: skipped"));
             continue;
@@ -189,6 +205,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
             Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, console)),
+            Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, console)),
         };
         match ended.map_err(|error| named(stage, error)) {
             // The model is there, and later stages need it, not its copy on the hub.
@@ -204,7 +221,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
 /// Checks that no two stages push to the same branch: the later model would replace the earlier one.
 fn check_pushes(config: &PipelineConfig) -> Result<()> {
     let mut seen: Vec<(Stage, Destination)> = Vec::new();
-    for &stage in config.stages() {
+    for stage in config.stages() {
         let Some(to) = config.run(stage).and_then(|run| run.hub.destination()) else { continue };
         let same = |(_, other): &&(Stage, Destination)| (&other.name, &other.revision) == (&to.name, &to.revision);
         if let Some((earlier, _)) = seen.iter().find(same) {
@@ -221,7 +238,7 @@ fn check_pushes(config: &PipelineConfig) -> Result<()> {
 
 /// A pipeline whose inputs are checked, in its locked folder. The first rank begins it for all.
 struct Begun {
-    states: [StageState; 4],
+    states: [StageState; Stage::EVERY.len()],
     _lock: FolderLock,
 }
 
@@ -241,11 +258,12 @@ fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
     let states = check_folders(config, console)?;
     check_inputs(config, states)?;
-    for &stage in config.stages().iter().filter(|stage| states[**stage as usize] != StageState::Finished) {
+    for stage in config.stages().into_iter().filter(|stage| states[*stage as usize] != StageState::Finished) {
         let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
         repository.map_err(|error| named(stage, error))?;
     }
-    let overwrite = config.stages().iter().filter_map(|&stage| config.run(stage)).any(|run| run.overwrite_output_dir);
+    let overwrite =
+        config.stages().into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
     let (lock, _) = lock.create(&config.output_dir, overwrite)?;
     write_settings(&config.replacing(states))?;
     Ok(Begun { states, _lock: lock })
@@ -287,9 +305,9 @@ fn say(console: Console, text: &str) {
 }
 
 /// Checks that each stage may write to its folder, and keeps its settings. Returns the state of each stage.
-fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; 4]> {
+fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; Stage::EVERY.len()]> {
     let out = config.output_dir.as_path();
-    let runs = || config.stages().iter().filter_map(|&stage| Some((stage, config.run(stage)?)));
+    let runs = || config.stages().into_iter().filter_map(|stage| Some((stage, config.run(stage)?)));
     if is_model(out) {
         return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
     }
@@ -306,7 +324,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageStat
              --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
         ));
     }
-    let mut states = [StageState::Due; 4];
+    let mut states = [StageState::Due; Stage::EVERY.len()];
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (stage, run) in runs() {
         let (state, resumes) = check_stage(config, stage, run, console).map_err(|error| named(stage, error))?;
@@ -377,13 +395,18 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
             (&ppo.data, ppo.eval_dataset_name.as_deref(), models.collect())
         }
-        _ => match config.dpo.as_ref().filter(|_| stage == Stage::Dpo) {
-            Some(dpo) => {
+        _ => match (stage, &config.dpo, &config.distill) {
+            (Stage::Dpo, Some(dpo), _) => {
                 let reference = ("ref_model_name_or_path", dpo.ref_model_name_or_path.as_deref());
                 let models = vec![(own, Some(dpo.model_name_or_path.as_path())), reference];
                 (&dpo.data, dpo.eval_dataset_name.as_deref(), models)
             }
-            None => return Ok(inputs),
+            (Stage::Distill, _, Some(distill)) => {
+                let teacher = ("teacher_model_name_or_path", Some(distill.teacher_model_name_or_path.as_path()));
+                let models = vec![(own, Some(distill.model_name_or_path.as_path())), teacher];
+                (&distill.data, distill.eval_dataset_name.as_deref(), models)
+            }
+            _ => return Ok(inputs),
         },
     };
     let seed = config.run(stage).map_or(0, |run| run.seed);
@@ -392,7 +415,7 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
         inputs.rows("dataset_name", &data.describe(), &train);
         inputs.rows("rows held out", &data.describe(), &eval);
     }
-    let left = Stage::WITH_DPO.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
+    let left = Stage::EVERY.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
     let is_read = |dir: &Path| dir.is_dir() && !left.iter().any(|left| left == dir);
     for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
@@ -487,9 +510,9 @@ fn reading_of(
 
 /// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
-fn check_inputs(config: &PipelineConfig, states: [StageState; 4]) -> Result<()> {
+fn check_inputs(config: &PipelineConfig, states: [StageState; Stage::EVERY.len()]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
-    for &stage in config.stages() {
+    for stage in config.stages() {
         let Some(run) = config.run(stage) else { continue };
         let dir = run.output_dir.as_path();
         let reading = match stage {
@@ -500,6 +523,9 @@ fn check_inputs(config: &PipelineConfig, states: [StageState; 4]) -> Result<()> 
             Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
             Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| check_dpo(config, &known)).map(|()| None),
+            Stage::Distill => {
+                config.distill.as_ref().map_or(Ok(()), |config| check_distill(config, &known)).map(|()| None)
+            }
         };
         known.extend(reading.map_err(|error| named(stage, error))?.map(|reading| (dir, reading)));
     }
@@ -551,6 +577,17 @@ fn check_dpo(config: &DpoConfig, known: &Readings<'_>) -> Result<()> {
     let mut tokenizer = policy.tokenizer.clone();
     let shapes = [Some(&policy.shape), other.as_deref().map(|reading| &reading.shape)];
     dpo::check_rows(config, &mut tokenizer, shapes, &sources)
+}
+
+fn check_distill(config: &DistillConfig, known: &Readings<'_>) -> Result<()> {
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let reading = |name: &Path, revision: &str| reading_of(known, name, Some(revision), Tokenizer::from_pretrained);
+    let student = reading(&config.model_name_or_path, &config.model_revision)?;
+    let teacher = reading(&config.teacher_model_name_or_path, &config.teacher_model_revision)?;
+    distill::check_tokenizers(&student.tokenizer, &teacher.tokenizer, &config.teacher_model_name_or_path)?;
+    let mut tokenizer = student.tokenizer.clone();
+    distill::check_rows(config, &mut tokenizer, [Some(&student.shape), Some(&teacher.shape)], &sources)
 }
 
 fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
@@ -617,9 +654,9 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
-    let skipped: Vec<_> = config.stages().iter().copied().filter(|&stage| config.run(stage).is_none()).collect();
+    let skipped: Vec<_> = config.stages().into_iter().filter(|&stage| config.run(stage).is_none()).collect();
     all.insert("skip".into(), json!(skipped));
-    for &stage in config.stages().iter().filter(|stage| !skipped.contains(stage)) {
+    for stage in config.stages().into_iter().filter(|stage| !skipped.contains(stage)) {
         let mut settings = config.settings(stage);
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
@@ -653,11 +690,12 @@ fn last_line(dir: &Path) -> Result<Map<String, Value>> {
 }
 
 /// The main metrics of each stage.
-const KEY_METRICS: [&[&str]; 4] = [
+const KEY_METRICS: [&[&str]; Stage::EVERY.len()] = [
     &["loss", "eval_loss"],
     &["loss", "accuracy", "eval_accuracy"],
     &["objective/scores", "objective/kl", "eval/score"],
     &["loss", "rewards/accuracies", "eval_rewards/accuracies"],
+    &["loss", "entropy", "eval_loss"],
 ];
 
 /// Writes a table of the results of the stages.
@@ -671,7 +709,7 @@ fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
     table.set_header(["stage", "updates", "numbers, start to end", "folder"]);
     let mut notes = String::new();
-    for &stage in config.stages() {
+    for stage in config.stages() {
         let Some(run) = config.run(stage) else {
             table.add_row([stage.name(), "", "left out", ""]);
             continue;

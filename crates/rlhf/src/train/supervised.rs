@@ -1,10 +1,10 @@
-//! Training with one optimizer step per update, the loop of SFT, of the reward model and of DPO.
+//! Training with one optimizer step per update, the loop of SFT, of the reward model, of DPO and of distillation.
 
 use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::run::card::Card;
 use crate::run::checkpoint::{OPTIMIZER, Saved};
-use crate::run::event::Event;
+use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
 use crate::run::sinks::console::Console;
@@ -44,6 +44,14 @@ pub(super) trait Supervised {
     /// Returns the number of tokens of the rows at these places, where it is among the metrics.
     fn num_tokens(&self, _rows: &[usize]) -> Option<usize> {
         None
+    }
+
+    /// Adds metrics of the whole run so far.
+    fn push_so_far(&self, _metrics: &mut Metrics) {}
+
+    /// Returns responses of the last update to show, if there are some.
+    fn take_samples(&mut self) -> Vec<Sample> {
+        Vec::new()
     }
 
     /// Adds the metrics of the held-out rows, which the ranks divide among them, if there are any.
@@ -270,7 +278,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(
     session.push(done)
 }
 
-/// A run of SFT, of a reward model or of DPO.
+/// A run of SFT, of a reward model, of DPO or of distillation.
 struct Run<'a, T: Supervised, C> {
     model: PretrainedModel<T::Head>,
     tokenizer: Tokenizer,
@@ -331,6 +339,11 @@ impl<T: Supervised, C> Run<'_, T, C> {
                     self.task.evaluate(&self.model, &self.world, &mut metrics)?;
                 }
                 emitted = session.emit(&Event::Update { step, metrics: &metrics });
+                let samples = self.task.take_samples();
+                if emitted.is_ok() && !samples.is_empty() {
+                    let (episode, source) = (step * self.spec.batch_size, SampleSource::Rollout);
+                    emitted = session.emit(&Event::Samples { step, episode, source, samples: &samples });
+                }
                 line = Some(metrics);
                 (began, timed) = (Instant::now(), 0);
             }
@@ -399,6 +412,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
         metrics.push("grad_norm", grad_norms / updates);
         metrics.push("learning_rate", lr);
         self.tokens_seen.iter().for_each(|&tokens| metrics.push("num_tokens", tokens as f64));
+        self.task.push_so_far(&mut metrics);
         metrics.push("time/update", seconds);
         if let Some(scaler) = &self.scaler {
             metrics.push("loss_scale", scaler.scale());

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 
 /// Settings that change no result: a resumed run may change them.
-pub(crate) const FREE: [&str; 49] = [
+pub(crate) const FREE: [&str; 51] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -30,6 +30,8 @@ pub(crate) const FREE: [&str; 49] = [
     "num_eval_prompts", // but a best model that was found by other prompts is forgotten
     "print_answers",
     "print_answers_interval",
+    "log_completions",
+    "num_completions_to_print",
     "enable_test_mode",
     "test_stop_step",
     "reward_batch_size",

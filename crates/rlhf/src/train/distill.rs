@@ -1,0 +1,317 @@
+//! Distillation: a language model, the student, learns the distributions of another one, the teacher, on responses of a dataset, of its own or of
+//! the teacher's.
+
+mod learn;
+mod rows;
+#[cfg(test)]
+mod tests;
+mod totals;
+
+use super::supervised::{Data, Loaded, Words, start_training, train};
+use super::{Gathered, check_held_out, model_options, roundings, small_dataset, trained_options};
+use crate::data::{Dataset, PromptLimit, Sources};
+use crate::run::card::command_to_try;
+use crate::run::checkpoint::Epochs;
+use crate::run::event::Sample;
+use crate::run::session::{Opening, RunSpec};
+use crate::run::sinks::console::Console;
+use crate::settings::{DistillConfig, Stage, max_prompt_len};
+use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
+use rlhf_hub as hub;
+use rlhf_hub::AskedHub;
+use rlhf_lm::generate::StopStrings;
+use rlhf_lm::model::{CausalLm, LmHead, ModelConfig, ModelOptions};
+use rlhf_lm::tokenizer::Tokenizer;
+use rows::{DistillRow, Limits, read_rows};
+use std::path::{Path, PathBuf};
+
+/// The command, as checkpoints name it.
+const COMMAND: &str = "distill";
+
+/// Metrics of the end of a run, by their labels.
+const OUTCOME: [(&str, &str); 3] = [("loss", "loss"), ("entropy", "entropy"), ("held-out loss", "eval_loss")];
+
+/// The rows of a run, and the teacher.
+///
+/// The loss of an update is the mean over all tokens of its responses, for any size of the micro-batches and any number of ranks.
+struct Distillation<'a> {
+    config: &'a DistillConfig,
+    teacher: CausalLm,
+    tokenizer: Tokenizer,
+    stop_strings: Option<StopStrings>,
+    train: Gathered<DistillRow>,
+    eval: Vec<DistillRow>,
+    /// Tokens of all prompts and responses so far.
+    num_tokens: usize,
+    /// Responses of the last update, to show.
+    shown: Vec<Sample>,
+}
+
+/// Trains a model by distillation as `config` sets and saves it in `output_dir`.
+///
+/// # Errors
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
+/// saving the last complete update.
+pub fn distill(config: &DistillConfig, console: Console) -> Result<()> {
+    config.check()?;
+    let (world, paths) = (World::of_process(), paths_read(config));
+    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
+    hub.download(&world, &paths, || {
+        Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        Folders::find(config).map(drop)
+    })?;
+    world.expect_sharded(config.run.dist.zero_stage);
+    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
+    train(task, loaded, console)
+}
+
+/// Returns the paths that a run reads, as its settings name them.
+fn paths_read(config: &DistillConfig) -> Vec<&Path> {
+    let datasets = config.data.dataset_name.iter().map(|name| name.as_path());
+    let models = [config.model_name_or_path.as_path(), config.teacher_model_name_or_path.as_path()];
+    models.into_iter().chain(datasets).chain(config.eval_dataset_name.as_deref()).collect()
+}
+
+/// The folders of the models, in the hub's cache where they are names on the hub.
+struct Folders {
+    student: PathBuf,
+    teacher: PathBuf,
+}
+
+impl Folders {
+    fn find(config: &DistillConfig) -> Result<Self> {
+        let of_teacher = Some(config.teacher_model_revision.as_str());
+        let teacher = hub::model_dir(&config.teacher_model_name_or_path, of_teacher).map_err(|error| match error {
+            // The hub names the flag of the other model.
+            Error::Usage(message) => Error::Usage(message.replace("model_revision =", "teacher_model_revision =")),
+            other => other,
+        })?;
+        Ok(Self { student: hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, teacher })
+    }
+}
+
+/// Loads models and rows.
+///
+/// # Errors
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names.
+fn load_run<'a>(
+    config: &'a DistillConfig,
+    opening: Opening,
+    hub: &AskedHub,
+) -> Result<(Distillation<'a>, Loaded<'a, DistillConfig, LmHead>)> {
+    // Cheap checks first: weights may be gigabytes.
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let folders = Folders::find(config)?;
+    let mut tokenizer = Tokenizer::from_pretrained(&folders.student)?;
+    if Tokenizer::is_in(&folders.teacher)? {
+        check_tokenizers(&tokenizer, &Tokenizer::from_pretrained(&folders.teacher)?, &folders.teacher)?;
+    }
+    set_up_tokenizer(&mut tokenizer, config)?;
+    let (mut model, teacher) = load_models(config, &folders)?;
+    tokenizer.check_fits(model.config(), &folders.student)?;
+    tokenizer.check_fits(teacher.config(), &folders.teacher)?;
+    let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
+    eos.into_iter().for_each(|eos| model.set_eos(eos));
+
+    let limits = limits(config, [Some(model.config()), Some(teacher.config())])?;
+    let Data { train, eval, first_row, mut inputs } =
+        Data::read(&sources, &config.data, config.run.seed, Stage::Distill)?;
+    inputs.model("model_name_or_path", &folders.student)?;
+    inputs.model("teacher_model_name_or_path", &folders.teacher)?;
+    let read = |dataset: Dataset| read_rows(dataset, config, &tokenizer, &limits);
+    let (train, eval) = (gather_owned(train, read)?, gather_owned(eval, read)?);
+    let num_rows = train.rows.len();
+    let tokens: Vec<&[i64]> = train.rows.iter().map(|row| row.tokens.as_slice()).collect();
+    inputs.tokens("dataset_name", &config.data.describe(), &tokens);
+    let plan = config.plan_for(num_rows)?;
+    let mut warnings = [&train.warnings[..], &eval.warnings].concat();
+    warnings.extend(small_dataset(&config.data, num_rows, plan.batch_size));
+    warnings.extend(roundings(&folders.student, config.run.dtype, &model));
+    warnings.extend(endless(config, &tokenizer));
+
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
+    teacher.shard(&World::of_process(), config.run.dist.zero_stage);
+    config.run.models_place().map_or(Ok(()), |place| teacher.offload(&place, "teacher"))?;
+    let words = words(config, &tokenizer, folders.student, (num_rows, first_row.as_ref()));
+    let loaded = Loaded {
+        model,
+        tokenizer: tokenizer.clone(),
+        opening,
+        spec: RunSpec {
+            command: COMMAND,
+            config,
+            run: &config.run,
+            eval: &config.eval,
+            logging_steps: config.logging_steps,
+            num_updates: plan.num_updates,
+            batch_size: plan.batch_size,
+            epochs: Epochs { per_update: plan.batch_size, len: num_rows },
+        },
+        optimizer,
+        schedule: (config.learning_rate, &config.optimizer),
+        cursor: train.cursor(config.run.seed, &config.data),
+        num_rows,
+        commits: hub.commits(),
+        inputs,
+        warnings,
+        words,
+    };
+    let strings = &config.sampling.stop_strings;
+    let stop_strings = (!strings.is_empty()).then(|| StopStrings::new(&tokenizer, strings.clone())).transpose()?;
+    let eval = eval.rows;
+    Ok((
+        Distillation { config, teacher, tokenizer, stop_strings, train, eval, num_tokens: 0, shown: Vec::new() },
+        loaded,
+    ))
+}
+
+/// Reads the rows of datasets, each of which `read` takes.
+fn gather_owned(
+    datasets: impl IntoIterator<Item = Dataset>,
+    read: impl Fn(Dataset) -> Result<(Vec<DistillRow>, Vec<String>)>,
+) -> Result<Gathered<DistillRow>> {
+    let mut all = Gathered { rows: Vec::new(), lens: Vec::new(), warnings: Vec::new() };
+    for dataset in datasets {
+        let (rows, warnings) = read(dataset)?;
+        all.lens.push(rows.len());
+        all.rows.extend(rows);
+        all.warnings.extend(warnings);
+    }
+    Ok(all)
+}
+
+/// Checks the rows of a run with models of these shapes, student and teacher, before the models are there.
+///
+/// # Errors
+/// If a row is malformed, a setting does not fit, or a model has two stacks.
+pub(super) fn check_rows(
+    config: &DistillConfig,
+    tokenizer: &mut Tokenizer,
+    models: [Option<&ModelConfig>; 2],
+    sources: &Sources<'_>,
+) -> Result<()> {
+    let names = [&config.model_name_or_path, &config.teacher_model_name_or_path];
+    for (shape, name) in models.iter().zip(names) {
+        shape.map_or(Ok(()), |shape| check_decoder(shape, name))?;
+    }
+    set_up_tokenizer(tokenizer, config)?;
+    let limits = limits(config, models)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Distill)?;
+    let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
+    let (rows, _) = (gather_owned(train, read)?, gather_owned(eval, read)?);
+    config.plan_for(rows.rows.len()).map(drop)
+}
+
+/// Returns the words of a run over `num_rows` rows, with the `first_row` of its data.
+fn words<'a>(
+    config: &'a DistillConfig,
+    tokenizer: &Tokenizer,
+    model_dir: PathBuf,
+    (num_rows, first_row): (usize, Option<&serde_json::Value>),
+) -> Words<'a> {
+    let others = if config.seq_kd { "the teacher's" } else { "the dataset's" };
+    let responses = match config.lmbda {
+        1.0 => "the student's".into(),
+        0.0 => others.into(),
+        share => format!("the student's in {share} of the updates, else {others}"),
+    };
+    Words {
+        model: Some(model_dir),
+        base_model: Some(&config.model_name_or_path),
+        is_adapter: config.peft.use_peft,
+        unit: "rows",
+        data: format!("`{}`, {num_rows} rows", config.data.describe()),
+        facts: vec![("teacher", config.teacher_model_name_or_path.display().to_string()), ("responses", responses)],
+        tokenizer: tokenizer.describe(),
+        notes: Vec::new(),
+        numbers: &OUTCOME,
+        commands: vec![command_to_try(&config.run.output_dir, first_row, None)],
+    }
+}
+
+/// Returns a warning if nothing ends a sampled response before its maximum length.
+fn endless(config: &DistillConfig, tokenizer: &Tokenizer) -> Option<String> {
+    let has_end = !tokenizer.eos_ids().is_empty() || !config.sampling.stop_strings.is_empty();
+    (config.samples() && !has_end).then(|| {
+        format!(
+            "the tokenizer has no eos token and there are no stop_strings: each sampled response has max_completion_length = {} tokens",
+            config.max_completion_length
+        )
+    })
+}
+
+/// Sets up the tokenizer by the settings.
+///
+/// # Errors
+/// If it has no `eos_token` of the settings.
+pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DistillConfig) -> Result<()> {
+    tokenizer.set_chat_variables(config.data.chat_template.variables());
+    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
+}
+
+/// Checks that the teacher's tokenizer has the ids of the student's.
+///
+/// # Errors
+/// If it has not.
+pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, teacher: &Path) -> Result<()> {
+    let differing = tokenizer.difference(of_teacher).max(of_teacher.difference(tokenizer));
+    if differing == 0 {
+        return Ok(());
+    }
+    let message = format!(
+        "teacher_model_name_or_path: expected the tokenizer of {}, found one that differs in {differing} tokens: the distributions of teacher and \
+         student are compared id by id",
+        tokenizer.dir().display()
+    );
+    Err(Error::invalid(teacher, message))
+}
+
+/// Returns the limits of rows, for a student and a teacher of these shapes.
+fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
+    let known = || models.into_iter().flatten();
+    let context = known().map(|model| model.max_position_embeddings).min().unwrap_or(usize::MAX);
+    let vocab = known().map(|model| model.vocab_size).min().unwrap_or(i64::MAX);
+    let prompt = match (config.samples(), models[0]) {
+        (true, Some(student)) => {
+            let longest =
+                max_prompt_len(student, context, ("max_completion_length", config.max_completion_length), "")?;
+            Some(PromptLimit::new(&config.prompt_length, PromptLimit::of_context(longest))?)
+        }
+        (true, None) => Some(PromptLimit::new(&config.prompt_length, PromptLimit::of_context(usize::MAX))?),
+        (false, _) => None,
+    };
+    Ok(Limits { vocab, prompt, max_length: config.max_length.unwrap_or(context).min(context) })
+}
+
+/// Loads the student, with the adapter that the settings have, and the teacher.
+fn load_models(config: &DistillConfig, folders: &Folders) -> Result<(CausalLm, CausalLm)> {
+    let (lora, frozen) = (config.peft.lora(), model_options(&config.run)?);
+    let mut student = CausalLm::from_pretrained(&folders.student, trained_options(frozen, lora.is_some()))?;
+    check_decoder(student.config(), &folders.student)?;
+    // An adapter that is there already is merged.
+    student.prepare(config.optimizer.optim.trains(lora.is_some()))?;
+    if let Some(lora) = &lora {
+        student.add_adapter(lora, config.run.seed)?;
+    }
+    let options = ModelOptions { dtype: config.teacher_dtype.unwrap_or(frozen.dtype), ..frozen };
+    let mut teacher = CausalLm::from_pretrained(&folders.teacher, options)?;
+    check_decoder(teacher.config(), &folders.teacher)?;
+    teacher.merge_adapter();
+    teacher.hold_as_computed();
+    Ok((student, teacher))
+}
+
+/// Refuses an encoder-decoder.
+fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
+    if shape.is_encoder_decoder() {
+        let message =
+            format!("distill: expected a model of one stack, found `{}`, an encoder-decoder", shape.family.name);
+        return Err(Error::invalid(dir, message));
+    }
+    Ok(())
+}

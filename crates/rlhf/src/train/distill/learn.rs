@@ -1,0 +1,336 @@
+//! The responses and the passes of distillation.
+
+use super::super::supervised::{Supervised, UpdateRows};
+use super::Distillation;
+use super::rows::{DistillRow, PassInputs};
+use super::totals::{PassSums, Totals};
+use crate::run::checkpoint::Saved;
+use crate::run::event::Sample;
+use crate::settings::{DistillConfig, DistillLoss};
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_base::rng::{Purpose, Stream};
+use rlhf_base::{Error, Result};
+use rlhf_lm::generate::{GenerationConfig, Response, generate_on};
+use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TeacherRows, TokenDivergences, TokenLogprobs};
+use rlhf_lm::optim::micro_batch::micro_batches;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::time::Instant;
+use tch::{Kind, Tensor};
+use tch_ext::to_host;
+
+/// Name of the tokens so far in a checkpoint.
+const NUM_TOKENS: &str = "num_tokens";
+
+/// Responses of `log_completions`, where their number is not set.
+const SHOWN: usize = 5;
+
+/// The model whose responses are learned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// The dataset.
+    Rows,
+    /// The student: an on-policy update.
+    Student,
+    /// The teacher.
+    Teacher,
+}
+
+impl Source {
+    /// Returns that of an update; a function of the seed and the update.
+    pub(super) fn of_update(config: &DistillConfig, update: u64) -> Self {
+        let drawn = || Stream::new(config.run.seed, Purpose::OnPolicy, update, 0).uniform();
+        if config.lmbda == 1.0 || (config.lmbda > 0.0 && drawn() < config.lmbda) {
+            Self::Student
+        } else {
+            Self::of_others(config)
+        }
+    }
+
+    fn of_others(config: &DistillConfig) -> Self {
+        if config.seq_kd { Self::Teacher } else { Self::Rows }
+    }
+
+    /// Returns that of evaluations: the dataset's responses where a run learns them.
+    fn of_evaluation(config: &DistillConfig) -> Self {
+        if config.reads_responses() || config.lmbda == 0.0 { Self::of_others(config) } else { Self::Student }
+    }
+}
+
+/// Numbers of the tokens of a pass, `[M]` each.
+struct Found {
+    loss: Tensor,
+    entropy: Tensor,
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+}
+
+impl From<TokenDivergences> for Found {
+    fn from(found: TokenDivergences) -> Self {
+        let TokenDivergences { divergence, logprobs, teacher_logprobs, entropy } = found;
+        Self { loss: divergence, entropy, logprobs, teacher_logprobs }
+    }
+}
+
+impl Found {
+    /// Numbers of a policy gradient, whose loss is the difference of both log-probabilities.
+    fn of_logprobs(now: &TokenLogprobs, teacher_logprobs: Tensor) -> Self {
+        let logprobs = now.logprobs.detach();
+        let entropy = now.entropy.as_ref().map_or_else(|| logprobs.zeros_like(), Tensor::detach);
+        Self { loss: &logprobs - &teacher_logprobs, entropy, logprobs, teacher_logprobs }
+    }
+
+    /// Sums over the tokens where `mask` is 1: of loss, entropy and log-ratio, `[3]`.
+    fn sums(&self, mask: &Tensor) -> Tensor {
+        let sum = |x: &Tensor| (x * mask).sum(Kind::Float);
+        Tensor::stack(&[sum(&self.loss), sum(&self.entropy), sum(&(&self.logprobs - &self.teacher_logprobs))], 0)
+    }
+}
+
+impl PassSums {
+    /// Reads sums of passes from the device, in one go.
+    fn read(passes: &[Tensor], tokens: usize) -> Self {
+        let mut sums = Self { tokens: tokens as f64, ..Self::default() };
+        if passes.is_empty() {
+            return sums;
+        }
+        for pass in to_host(&Tensor::stack(passes, 0).view([-1])).chunks(3) {
+            sums.loss += pass[0];
+            sums.entropy += pass[1];
+            sums.log_ratio += pass[2];
+        }
+        sums
+    }
+}
+
+impl Distillation<'_> {
+    /// Number of ids that both models have.
+    fn common_vocab(&self, student: &CausalLm) -> i64 {
+        student.config().vocab_size.min(self.teacher.config().vocab_size)
+    }
+
+    /// Samples responses to the prompts of `rows`, on all ranks; `purpose` and `step` key the draws.
+    fn respond(
+        &self,
+        by: &CausalLm,
+        rows: &[&DistillRow],
+        (purpose, step): (Purpose, u64),
+        world: &World,
+    ) -> Result<Vec<Response>> {
+        let config = self.config;
+        let prompts: Vec<&[i64]> = rows.iter().map(|row| row.prompt()).collect();
+        let _loaded = by.loaded()?;
+        let _gathered = config.ds3_gather_for_generation.then(|| by.gathered()).transpose()?;
+        let generation = GenerationConfig {
+            stop_token_ids: self.tokenizer.eos_ids().to_vec(),
+            stop_strings: self.stop_strings.clone(),
+            seed: config.run.seed,
+            purpose,
+            step,
+            batch_size: config.local_rollout_forward_batch_size,
+            repetition_penalty: config.sampling.repetition_penalty,
+            min_new_tokens: config.sampling.min_new_tokens,
+            ..GenerationConfig::new(config.sampled_by(), config.max_completion_length)
+        };
+        generate_on(world, by, &prompts, &generation)
+    }
+
+    /// Forward and backward passes over this rank's part of `rows`. Returns the sums over their tokens and, if they are `shown`, the teacher's
+    /// mean log-probability of each row of the part.
+    pub(super) fn learn(
+        &self,
+        model: &CausalLm,
+        batch: &UpdateRows<'_>,
+        rows: &[&DistillRow],
+        shown: bool,
+    ) -> Result<(PassSums, Vec<f64>)> {
+        let (config, device) = (self.config, model.device());
+        let counted = rows.iter().map(|row| row.loss_tokens()).sum::<usize>().max(1);
+        let factor = batch.loss_scale / counted as f64;
+        let own = batch.world.own_part(rows, |row| row.tokens.len());
+        let (mut first, own) = (own.start as u64, &rows[own]);
+        let share = if config.disable_dropout { 0.0 } else { config.peft.lora_dropout };
+        let (mut passes, mut likelihoods) = (Vec::new(), Vec::new());
+        let _loaded = self.teacher.loaded()?;
+        let most_rows = config.batches().rows_per_pass();
+        for part in micro_batches(own, most_rows, batch.max_tokens, |row| (row.tokens.len(), 0)) {
+            let (inputs, mask) = (PassInputs::new(part), PassInputs::mask(part, device));
+            let places = (first..first + part.len() as u64).collect();
+            first += part.len() as u64;
+            let dropout = DropoutRows { share, seed: config.run.seed, update: batch.update, rows: places };
+            let found = self.pass(model, &inputs, &dropout, &(&mask * factor))?;
+            passes.push(found.sums(&mask));
+            if shown {
+                let lens = inputs.lens();
+                let of_rows = found.teacher_logprobs.split_with_sizes(&lens, 0);
+                likelihoods.extend(of_rows.iter().map(|x| x.mean(Kind::Double).double_value(&[])));
+            }
+        }
+        let tokens = own.iter().map(|row| row.loss_tokens()).sum();
+        Ok((PassSums::read(&passes, tokens), likelihoods))
+    }
+
+    /// Forward and backward pass of the sum of the losses of the tokens, each times its weight of `weights` `[M]`.
+    fn pass(
+        &self,
+        model: &CausalLm,
+        inputs: &PassInputs<'_>,
+        dropout: &DropoutRows,
+        weights: &Tensor,
+    ) -> Result<Found> {
+        let passed = inputs.of_model().with_dropout((dropout.share > 0.0).then_some(dropout));
+        if self.config.loss.loss_type == DistillLoss::Jsd {
+            let of = self.teacher.distributions(inputs.of_model())?;
+            let all: Vec<usize> = (0..dropout.rows.len()).collect();
+            let teacher = TeacherRows { of: &of, rows: &all };
+            return Ok(model.divergence_backward(passed, teacher, &self.config.divergence(), weights)?.into());
+        }
+        let temperature = self.config.temperature_of_loss();
+        let teacher = tch::no_grad(|| self.teacher.logprobs_of(inputs.of_model(), temperature, false))?.logprobs;
+        let options = LogprobOptions { entropy: true, ..temperature.into() };
+        let now = model.logprobs_backward(passed, options, |part, now| {
+            let of_part = |x: &Tensor| x.narrow(0, part.start, part.end - part.start);
+            let sampled = now.logprobs.detach();
+            let advantages = of_part(&teacher) - &sampled;
+            // The tokens are sampled by these weights: the ratio is 1, and has the gradient of the log-probability.
+            let ratio = (&now.logprobs - sampled).exp();
+            -(ratio * advantages * of_part(weights)).sum(Kind::Float)
+        })?;
+        Ok(Found::of_logprobs(&now, teacher))
+    }
+
+    /// Sums over the tokens of this rank's part of `rows`, without a gradient.
+    pub(super) fn measured(&self, model: &CausalLm, rows: &[&DistillRow], world: &World) -> Result<PassSums> {
+        let own = world.share_by(rows, |row| row.tokens.len());
+        let mut passes = Vec::new();
+        let _loaded = self.teacher.loaded()?;
+        for part in own.chunks(self.config.per_device_eval_batch_size) {
+            let (inputs, mask) = (PassInputs::new(part), PassInputs::mask(part, model.device()));
+            let found: Found = if self.config.loss.loss_type == DistillLoss::Jsd {
+                let of = self.teacher.distributions(inputs.of_model())?;
+                let all: Vec<usize> = (0..part.len()).collect();
+                let teacher = TeacherRows { of: &of, rows: &all };
+                model.divergences(inputs.of_model(), teacher, &self.config.divergence())?.into()
+            } else {
+                let temperature = self.config.temperature_of_loss();
+                let logprobs = |of: &CausalLm| tch::no_grad(|| of.logprobs_of(inputs.of_model(), temperature, true));
+                Found::of_logprobs(&logprobs(model)?, logprobs(&self.teacher)?.logprobs)
+            };
+            passes.push(found.sums(&mask));
+        }
+        Ok(PassSums::read(&passes, own.iter().map(|row| row.loss_tokens()).sum()))
+    }
+
+    /// Rows of a table of the first `responses`, to show.
+    fn samples(&self, rows: &[&DistillRow], responses: &[Response], scores: &[f64]) -> Result<Vec<Sample>> {
+        let of = |((row, response), score): ((&&DistillRow, &Response), &f64)| {
+            Ok(Sample {
+                prompt: self.tokenizer.decode_verbatim(row.prompt())?,
+                response: self.tokenizer.decode(&response.tokens)?,
+                score: *score,
+                components: BTreeMap::new(),
+                extra: BTreeMap::new(),
+                finish_reason: Some(response.finish),
+                num_tokens: Some(response.tokens.len()),
+                tokens: Vec::new(),
+                logprobs: Vec::new(),
+                turns: None,
+                conversation: None,
+            })
+        };
+        let most = self.config.num_completions_to_print.unwrap_or(SHOWN);
+        rows.iter().zip(responses).zip(scores).take(most).map(of).collect()
+    }
+}
+
+impl Supervised for Distillation<'_> {
+    type Head = LmHead;
+    type Sums = Totals;
+
+    fn backward(&mut self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+        let source = Source::of_update(self.config, batch.update);
+        let asked: Vec<&DistillRow> = batch.rows.iter().map(|&row| &self.train.rows[row]).collect();
+        let by = match source {
+            Source::Rows => None,
+            Source::Student => Some(model),
+            Source::Teacher => Some(&self.teacher),
+        };
+        let began = Instant::now();
+        let key = (Purpose::Sampling, batch.update);
+        let responses = by.map(|by| self.respond(by, &asked, key, batch.world)).transpose()?;
+        let seconds = began.elapsed().as_secs_f64();
+        let vocab = self.common_vocab(model);
+        let pairs = asked.iter().zip(responses.iter().flatten());
+        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r, vocab)).collect();
+        let rows: Vec<&DistillRow> = if by.is_some() { sampled.iter().collect() } else { asked.clone() };
+        // Rows of like length share a micro-batch: less padding in attention, the same sum.
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by_key(|&at| rows[at].tokens.len());
+        let sorted: Vec<&DistillRow> = order.iter().map(|&at| rows[at]).collect();
+        let shows = self.config.log_completions && by.is_some();
+        let (found, likelihoods) = batch.world.agree(self.learn(model, batch, &sorted, shows))?;
+        sums.add_passes(&found, source == Source::Student);
+        let num_tokens: usize = rows.iter().map(|row| row.tokens.len()).sum();
+        let mut shown = None;
+        if shows {
+            let all = batch.world.gather_numbers(&likelihoods)?.concat();
+            let mut scores = vec![f64::NAN; rows.len()];
+            order.iter().zip(all).for_each(|(&at, score)| scores[at] = score);
+            shown = Some(self.samples(&asked, responses.as_deref().unwrap_or_default(), &scores)?);
+        }
+        if let Some(responses) = responses.as_ref().filter(|_| batch.world.is_main()) {
+            sums.add_responses(responses, source == Source::Student, seconds);
+        }
+        self.num_tokens += num_tokens;
+        shown.into_iter().for_each(|shown| self.shown = shown);
+        Ok(())
+    }
+
+    fn push_so_far(&self, metrics: &mut Metrics) {
+        metrics.push("num_tokens", self.num_tokens as f64);
+    }
+
+    fn take_samples(&mut self) -> Vec<Sample> {
+        std::mem::take(&mut self.shown)
+    }
+
+    fn evaluate(&self, model: &CausalLm, world: &World, metrics: &mut Metrics) -> Result<()> {
+        if self.eval.is_empty() {
+            return Ok(());
+        }
+        let asked: Vec<&DistillRow> = self.eval.iter().collect();
+        // The same draws each time: where two evaluations differ, the student does.
+        let key = (Purpose::Evaluation, 0);
+        let responses = match Source::of_evaluation(self.config) {
+            Source::Rows => None,
+            Source::Student => Some(self.respond(model, &asked, key, world)?),
+            Source::Teacher => Some(self.respond(&self.teacher, &asked, key, world)?),
+        };
+        let vocab = self.common_vocab(model);
+        let pairs = asked.iter().zip(responses.iter().flatten());
+        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r, vocab)).collect();
+        let rows: Vec<&DistillRow> = if responses.is_some() { sampled.iter().collect() } else { asked };
+        let own = world.agree(self.measured(model, &rows, world))?;
+        let mut sums = [own.loss, own.entropy, own.tokens];
+        world.sum_numbers(&mut sums)?;
+        metrics.push("eval_loss", sums[0] / sums[2]);
+        metrics.push("eval_entropy", sums[1] / sums[2]);
+        Ok(())
+    }
+
+    fn has_eval_rows(&self) -> bool {
+        !self.eval.is_empty()
+    }
+
+    fn state(&self) -> Vec<(&'static str, Value)> {
+        vec![(NUM_TOKENS, json!(self.num_tokens))]
+    }
+
+    fn load(&mut self, saved: &Saved, _has_changed: bool) -> Result<()> {
+        let found = saved.part(NUM_TOKENS)?.as_u64();
+        let invalid = || Error::invalid(&saved.dir, format!("{NUM_TOKENS}: expected a whole number"));
+        self.num_tokens = found.ok_or_else(invalid)? as usize;
+        Ok(())
+    }
+}

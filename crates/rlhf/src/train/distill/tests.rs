@@ -1,0 +1,343 @@
+//! Rows, responses and passes against TRL's numbers (`tests/golden/trl_distill`) and against each other.
+
+use super::super::supervised::{Sums, Supervised, UpdateRows};
+use super::learn::Source;
+use super::rows::{DistillRow, Limits, read_rows};
+use super::totals::Totals;
+use super::{Distillation, Gathered};
+use crate::data::{Dataset, PromptLimit};
+use crate::settings::{DistillConfig, DistillLoss};
+use rlhf_base::dist::World;
+use rlhf_base::metrics::Metrics;
+use rlhf_lm::generate::{FinishReason, Response};
+use rlhf_lm::model::{Batch, CausalLm, ModelOptions};
+use rlhf_lm::optim::Optimizer;
+use rlhf_lm::tokenizer::Tokenizer;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use tch::{Kind, Tensor};
+
+const TOLERANCE: f64 = 3e-5;
+
+fn golden() -> PathBuf {
+    tch::set_num_threads(1);
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")
+}
+
+fn runs() -> Value {
+    let path = golden().join("trl_distill/runs.json");
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn load(name: &str) -> CausalLm {
+    CausalLm::from_pretrained(&golden().join("trl_new/init").join(name), ModelOptions::default()).unwrap()
+}
+
+fn config() -> DistillConfig {
+    let mut config = DistillConfig::new("m", "t", "d", "o");
+    (config.train_batch_size, config.optimizer.adam_epsilon) = (Some(8), 1e-6);
+    config
+}
+
+/// A run over these rows.
+fn task<'a>(config: &'a DistillConfig, rows: Vec<DistillRow>, teacher: &str) -> Distillation<'a> {
+    let tokenizer = Tokenizer::from_pretrained(&golden().join("trl_new/init/llama_policy")).unwrap();
+    let train = Gathered { lens: vec![rows.len()], rows, warnings: Vec::new() };
+    let (eval, stop_strings) = (Vec::new(), None);
+    Distillation {
+        config,
+        teacher: load(teacher),
+        tokenizer,
+        stop_strings,
+        train,
+        eval,
+        num_tokens: 0,
+        shown: Vec::new(),
+    }
+}
+
+fn ids(value: &Value) -> Vec<i64> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+/// A row of tokens and labels, as TRL has them.
+fn labelled(row: &Value) -> DistillRow {
+    let (tokens, labels) = (ids(&row[0]), ids(&row[1]));
+    let prompt_len = labels.iter().take_while(|label| **label == -100).count();
+    DistillRow { tokens, prompt_len, masked: Vec::new() }
+}
+
+/// One update's gradients, of all rows.
+fn learn(task: &Distillation<'_>, model: &CausalLm, rows: &[DistillRow], max_tokens: usize) -> Metrics {
+    let places: Vec<usize> = (0..rows.len()).collect();
+    let world = World::single();
+    let batch = UpdateRows { rows: &places, update: 0, loss_scale: 1.0, max_tokens, world: &world };
+    let rows: Vec<&DistillRow> = rows.iter().collect();
+    let (found, _) = task.learn(model, &batch, &rows, false).unwrap();
+    let mut sums = Totals::default();
+    sums.add_passes(&found, true);
+    sums.add_step(0.0);
+    let mut metrics = Metrics::default();
+    sums.push(&mut metrics);
+    metrics
+}
+
+fn assert_near(found: f64, expected: f64, what: &str) {
+    assert!((found - expected).abs() < TOLERANCE * expected.abs().max(1.0), "{what}: {found} is not {expected}");
+}
+
+/// Compares the weights of a run with those that are stored of it.
+fn assert_weights(name: &str, model: &CausalLm) {
+    let stored = Tensor::read_safetensors(golden().join("trl_distill/final.safetensors")).unwrap();
+    let prefix = format!("{name}.");
+    let mut compared = 0;
+    for (name, expected) in stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor))) {
+        let (whole, thinned) = name.split_once('[').map_or((name, false), |(whole, _)| (whole, true));
+        let own = whole.trim_start_matches("base_model.model.").replace(".default", "");
+        let found = model.params().iter().find(|param| param.name.replace("base_model.model.", "") == own);
+        let found = found.unwrap_or_else(|| panic!("{own}")).tensor.detach();
+        let found = if thinned { found.slice(0, None, None, 7) } else { found };
+        let gap = (found - expected).abs().max().double_value(&[]);
+        assert!(gap < TOLERANCE, "{prefix}{name}: {gap:e}");
+        compared += 1;
+    }
+    assert!(compared > 0, "{prefix}");
+}
+
+#[test]
+fn rows_have_the_tokens_prompts_and_cuts_of_trls_gkd_trainer() {
+    let runs = runs();
+    for (name, data, model, max_length) in [
+        ("ids", "ids", "trl_new/init/llama_policy", None),
+        ("chat", "chat", "trl_tools/init/policy", None),
+        ("chat_cut", "chat", "trl_tools/init/policy", Some(20)),
+    ] {
+        let mut config = config();
+        (config.lmbda, config.max_length) = (0.5, max_length);
+        let tokenizer = Tokenizer::from_pretrained(&golden().join(model)).unwrap();
+        let dataset = Dataset::read(&golden().join(format!("trl_distill/{data}.jsonl")), "train").unwrap();
+        let prompt = Some(PromptLimit::of_context(1000));
+        let limits = Limits { vocab: 1 << 20, prompt, max_length: max_length.unwrap_or(1000) };
+        let (rows, _) = read_rows(dataset, &config, &tokenizer, &limits).unwrap();
+        let expected: Vec<DistillRow> = runs[format!("rows.{name}")].as_array().unwrap().iter().map(labelled).collect();
+        assert_eq!(rows, expected, "{name}");
+    }
+}
+
+#[test]
+fn runs_on_the_students_responses_have_the_numbers_of_trls_distillation_trainer_to_the_weights() {
+    let runs = runs();
+    for name in ["on_policy", "on_policy_forward", "on_policy_jsd"] {
+        let run = &runs[format!("distillation.{name}")];
+        let mut config = config();
+        config.loss.beta = run["settings"]["beta"].as_f64().unwrap();
+        config.temperature = run["settings"]["temperature"].as_f64().unwrap();
+        let task = task(&config, Vec::new(), "llama_ref");
+        let mut model = load("llama_policy");
+        model.set_trainable(true);
+        let mut optimizer = Optimizer::of_model(&model, &config.optimizer, None).unwrap();
+        let mut num_tokens = 0;
+        for (step, responses) in run["steps"].as_array().unwrap().iter().enumerate() {
+            let pairs: Vec<(Vec<i64>, Response)> = responses
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|pair| {
+                    let tokens = ids(&pair[1]);
+                    let stops = tokens.last().is_some_and(|id| task.tokenizer.eos_ids().contains(id));
+                    let finish = if stops { FinishReason::Stop } else { FinishReason::Length };
+                    let logprobs = vec![0.0; tokens.len()];
+                    (ids(&pair[0]), Response { tokens, logprobs, finish, sets: None, inserted: Vec::new() })
+                })
+                .collect();
+            let rows: Vec<DistillRow> = pairs.iter().map(|(p, r)| DistillRow::sampled(p, r, 320)).collect();
+            let expected = |metric: &str| run["metrics"][metric][step].as_f64().unwrap();
+            let metrics = learn(&task, &model, &rows, 4096);
+            for metric in ["loss", "entropy"] {
+                assert_near(metrics.get(metric).unwrap(), expected(metric), &format!("{name}, step {step}: {metric}"));
+            }
+            num_tokens += rows.iter().map(|row| row.tokens.len()).sum::<usize>();
+            assert_eq!(num_tokens as f64, expected("num_tokens"));
+            let mut sums = Totals::default();
+            let responses: Vec<Response> = pairs.into_iter().map(|(_, response)| response).collect();
+            sums.add_responses(&responses, true, 0.0);
+            sums.add_step(0.0);
+            let mut of_responses = Metrics::default();
+            sums.push(&mut of_responses);
+            for (metric, found) in of_responses.iter().filter(|(metric, _)| metric.starts_with("completions/")) {
+                assert_near(found, expected(metric), metric);
+            }
+            let norm = optimizer.step(expected("learning_rate")).unwrap();
+            assert_near(norm, expected("grad_norm"), &format!("{name}, step {step}: grad_norm"));
+        }
+        assert_weights(name, &model);
+    }
+}
+
+#[test]
+fn losses_of_sampled_responses_are_those_of_gkd_trainer_but_for_its_divisor_the_tokens_of_the_rows() {
+    let runs = runs();
+    for by in ["student", "teacher"] {
+        let run = &runs[format!("gkd_on_policy.{by}")];
+        let mut config = config();
+        (config.loss.beta, config.temperature, config.loss_temperature) = (0.5, 0.9, Some(1.0));
+        let task = task(&config, Vec::new(), "llama_ref");
+        let mut model = load("llama_policy");
+        model.set_trainable(true);
+        let rows: Vec<DistillRow> = run["rows"].as_array().unwrap().iter().map(labelled).collect();
+        let tokens: usize = rows.iter().map(DistillRow::loss_tokens).sum();
+        let divided = run["divided_by"].as_f64().unwrap();
+        assert!(tokens as f64 != divided);
+        let found = learn(&task, &model, &rows, 4096).get("loss").unwrap() * tokens as f64 / divided;
+        assert_near(found, run["loss"].as_f64().unwrap(), by);
+    }
+}
+
+#[test]
+fn an_adapter_that_has_an_effect_is_trained_as_in_trl() {
+    let run = &runs()["gkd.lora"];
+    let mut config = config();
+    (config.loss.beta, config.disable_dropout) = (0.0, true);
+    let mut model = load("llama_policy");
+    model.load_adapter(&golden().join("trl_distill/adapter")).unwrap();
+    model.set_trainable(true);
+    let task = task(&config, Vec::new(), "llama_ref");
+    let mut optimizer = Optimizer::of_model(&model, &config.optimizer, None).unwrap();
+    let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
+    for step in 0..3 {
+        let metrics = learn(&task, &model, &rows, 4096);
+        assert_near(metrics.get("loss").unwrap(), run["metrics"]["loss"][step].as_f64().unwrap(), "loss");
+        optimizer.step(run["metrics"]["learning_rate"][step].as_f64().unwrap()).unwrap();
+    }
+    assert_weights("lora", &model);
+}
+
+/// All gradients of a model, one after another.
+fn gradients(model: &CausalLm) -> Tensor {
+    let all: Vec<Tensor> = model.trainable_params().map(|param| param.tensor.grad().view([-1])).collect();
+    Tensor::cat(&all, 0)
+}
+
+#[test]
+fn small_passes_have_the_gradients_of_large_ones_for_each_loss() {
+    let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
+    for (loss, beta, top_k) in [
+        (DistillLoss::Jsd, 0.0, 0),
+        (DistillLoss::Jsd, 0.3, 0),
+        (DistillLoss::Jsd, 1.0, 0),
+        (DistillLoss::Jsd, 0.5, 4),
+        (DistillLoss::ReverseKlAdvantage, 1.0, 0),
+    ] {
+        let mut config = config();
+        (config.loss.loss_type, config.loss.beta, config.loss.loss_top_k) = (loss, beta, top_k);
+        let task = task(&config, Vec::new(), "llama_ref");
+        let [large, small] = [4096, 24].map(|max_tokens| {
+            let mut model = load("llama_policy");
+            model.set_trainable(true);
+            let metrics = learn(&task, &model, &rows, max_tokens);
+            (gradients(&model), metrics)
+        });
+        let (gap, size) = ((&large.0 - &small.0).abs().max(), large.0.abs().max());
+        assert!(gap.double_value(&[]) < 1e-5 * size.double_value(&[]).max(1e-2), "{loss:?} {beta}: {gap:?} {size:?}");
+        for ((name, large), (_, small)) in large.1.iter().zip(small.1.iter()) {
+            assert_near(small, large, name);
+        }
+    }
+}
+
+#[test]
+fn a_policy_gradient_is_that_of_log_probabilities_times_the_difference_to_the_teachers() {
+    let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
+    let mut config = config();
+    (config.loss.loss_type, config.temperature) = (DistillLoss::ReverseKlAdvantage, 0.8);
+    let task = task(&config, Vec::new(), "llama_ref");
+    let [mut own, mut plain] = [load("llama_policy"), load("llama_policy")];
+    own.set_trainable(true);
+    plain.set_trainable(true);
+    let metrics = learn(&task, &own, &rows, 4096);
+    let sequences: Vec<&Vec<i64>> = rows.iter().map(|row| &row.tokens).collect();
+    let spans: Vec<_> = rows.iter().map(|row| row.prompt_len..row.tokens.len()).collect();
+    let logprobs = |of: &CausalLm| of.logprobs_of(Batch::new(&sequences, &spans), 0.8, false).unwrap().logprobs;
+    let (student, teacher) = (logprobs(&plain), logprobs(&task.teacher).detach());
+    let ratio = student.detach() - &teacher;
+    (&ratio * &student).mean(Kind::Float).backward();
+    let gap = (gradients(&own) - gradients(&plain)).abs().max().double_value(&[]);
+    assert!(gap < 1e-6, "{gap:e}");
+    // The value is the estimate of the reverse KL divergence that the gradient lowers.
+    let mean = ratio.mean(Kind::Double).double_value(&[]);
+    assert_near(metrics.get("loss").unwrap(), mean, "loss");
+    assert_near(metrics.get("reverse_kl").unwrap(), mean, "reverse_kl");
+}
+
+#[test]
+fn the_numbers_of_a_row_do_not_depend_on_its_company() {
+    let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
+    let (mut config, model) = (config(), load("llama_policy"));
+    config.loss.beta = 0.5;
+    let task = task(&config, Vec::new(), "llama_ref");
+    let world = World::single();
+    let of = |rows: &[&DistillRow]| task.measured(&model, rows, &world).unwrap();
+    let whole = of(&rows.iter().collect::<Vec<_>>());
+    let alone: Vec<_> = rows.iter().map(|row| of(&[row])).collect();
+    let sum = |number: fn(&super::totals::PassSums) -> f64| alone.iter().map(number).sum::<f64>();
+    assert!((whole.loss - sum(|row| row.loss)).abs() < 1e-6 * whole.loss, "{} {}", whole.loss, sum(|row| row.loss));
+    assert!((whole.entropy - sum(|row| row.entropy)).abs() < 1e-6 * whole.entropy);
+    assert_eq!(whole.tokens, sum(|row| row.tokens));
+}
+
+#[test]
+fn the_share_of_on_policy_updates_is_lmbda_and_depends_on_seed_and_update_alone() {
+    let mut config = config();
+    let sources = |config: &DistillConfig| (0..2000).map(|at| Source::of_update(config, at)).collect::<Vec<_>>();
+    assert!(sources(&config).iter().all(|source| *source == Source::Student));
+    config.lmbda = 0.25;
+    let found = sources(&config);
+    let own = found.iter().filter(|source| **source == Source::Student).count();
+    // 2000 draws with 0.25: 500, with a deviation of 19.
+    assert!((440..560).contains(&own), "{own}");
+    assert!(found.iter().all(|source| *source != Source::Teacher) && found == sources(&config));
+    config.seq_kd = true;
+    assert!(sources(&config).iter().all(|source| *source != Source::Rows));
+    (config.lmbda, config.seq_kd) = (0.0, false);
+    assert!(sources(&config).iter().all(|source| *source == Source::Rows));
+}
+
+#[test]
+fn a_response_ends_before_an_id_that_the_other_model_does_not_have() {
+    let tokens = vec![5, 7, 9, 6];
+    let response =
+        Response { tokens, logprobs: vec![0.0; 4], finish: FinishReason::Stop, sets: None, inserted: Vec::new() };
+    let row = DistillRow::sampled(&[1, 2], &response, 9);
+    assert_eq!((row.tokens, row.prompt_len), (vec![1, 2, 5, 7], 2));
+}
+
+#[test]
+fn an_update_samples_by_the_student_or_the_teacher_and_repeats_to_the_bit() {
+    let prompts: Vec<DistillRow> = runs()["rows.ids"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| {
+            let row = labelled(row);
+            DistillRow { tokens: row.prompt().to_vec(), ..row }
+        })
+        .collect();
+    let mut found = Vec::new();
+    for (lmbda, seq_kd) in [(1.0, false), (1.0, false), (0.0, true)] {
+        let mut config = config();
+        (config.lmbda, config.seq_kd, config.max_completion_length, config.log_completions) = (lmbda, seq_kd, 6, true);
+        let mut task = task(&config, prompts.clone(), "llama_ref");
+        let mut model = load("llama_policy");
+        model.set_trainable(true);
+        let (rows, world) = ((0..8).collect::<Vec<_>>(), World::single());
+        let batch = UpdateRows { rows: &rows, update: 3, loss_scale: 1.0, max_tokens: 4096, world: &world };
+        let mut sums = Totals::default();
+        task.backward(&model, &batch, &mut sums).unwrap();
+        let samples = task.take_samples();
+        assert_eq!(samples.len(), 5);
+        assert!(samples.iter().all(|sample| sample.score < 0.0 && sample.num_tokens.is_some()));
+        found.push((gradients(&model), samples.into_iter().map(|sample| sample.response).collect::<Vec<_>>()));
+    }
+    assert!(found[0].0.equal(&found[1].0) && found[0].1 == found[1].1);
+    assert!(found[0].1 != found[2].1);
+}
