@@ -152,7 +152,7 @@ PARTS = (
         "whole courses of other families than GPT-NeoX, encoder-decoders, quantized bases, f16",
         paths=(f"{LM}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
         turn=4,
-        tests=("cli::gpt2_goes", "cli::llama_goes", "cli::lfm2_and", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
+        tests=("cli::gpt2_goes", "cli::llama_goes", "cli::lfm2_and", "cli::gpt_oss_and", "cli::ministral_3_and", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
     ),
     Part(

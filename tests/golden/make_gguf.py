@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GraniteConfig,
     LlamaConfig,
     Olmo2Config,
     Qwen2Config,
@@ -45,7 +46,7 @@ TEXTS = [
     "Human: hi\n\nAssistant:",
     "price $1,234.56 and  two spaces",
 ]
-INTERLEAVED = ("llama", "smollm3")  # architectures with queries and keys in llama.cpp's order
+INTERLEAVED = ("llama", "smollm3", "granite")  # architectures with queries and keys in llama.cpp's order
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -195,6 +196,22 @@ SPECS = {
         ),
         307,
         dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
+    "granite": Spec(
+        GraniteConfig(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=8,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            embedding_multiplier=3.0,
+            attention_multiplier=0.25,
+            residual_multiplier=0.5,
+            logits_scaling=4.0,
+            **common,
+        ),
+        308,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
     ),
     # The types that the others lack, in three parts.
     "k_quants": Spec(
@@ -346,6 +363,11 @@ def make(name):
     if kind in INTERLEAVED:
         writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads if kind == "smollm3" else config.head_dim)
         writer.add_vocab_size(config.vocab_size)
+    if kind == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if spec.tokenizer:
         add_tokenizer(writer, spec)
     factors = rope_factors(config)

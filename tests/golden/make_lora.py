@@ -72,6 +72,8 @@ ADAPTERS = {
     "ministral3": ("ministral3", dict(target_modules="all-linear"), 0.1, 325),
     "gpt_oss": ("gpt_oss", dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]), 0.1, 326),
     "gemma4": ("gemma4", dict(target_modules="all-linear"), 0.1, 327),
+    "lfm2_moe": ("lfm2_moe", dict(target_modules=["q_proj", "v_proj", "in_proj", "out_proj"]), 0.1, 328),
+    "gemma4_moe": ("gemma4_moe", dict(target_modules="all-linear"), 0.1, 329),  # with the MLPs and routers
     "gpt2_pissa": ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa"), 0.2, 319),
     "llama_untied_olora": (
         "llama_untied",

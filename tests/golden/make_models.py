@@ -38,6 +38,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -50,6 +51,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -222,6 +224,31 @@ qwen3_next = dict(
     decoder_sparse_step=2,
 )
 
+# Experts in both layers; transformers has no width of one MLP.
+qwen3_5_moe = dict(
+    qwen3_5,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+del qwen3_5_moe["intermediate_size"]
+
+# A layer with an MLP, then two with experts, one of them with attention. The numbers that are added for the choice change it.
+lfm2_moe = dict(
+    small,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=40,
+    moe_intermediate_size=12,
+    num_experts=4,
+    num_experts_per_tok=2,
+    num_dense_layers=1,
+    routed_scaling_factor=1.5,
+    layer_types=["conv", "full_attention", "conv"],
+    num_hidden_layers=3,
+)
+
 # One layer with an MLP, and one with experts, whose weights do not add up to 1.
 qwen3_moe = dict(
     small,
@@ -321,6 +348,16 @@ gemma4_full = dict(
     attention_k_eq_v=True,
     num_global_key_value_heads=1,
     final_logit_softcapping=None,
+)
+
+# As the 26B-A4B: experts beside the MLP of each layer.
+gemma4_moe = dict(
+    gemma4_full,
+    intermediate_size=24,
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=12,
 )
 
 encoder = dict(
@@ -469,6 +506,8 @@ SPECS = {
     "qwen3_5": Spec(Qwen3_5TextConfig(tie_word_embeddings=True, **qwen3_5), 238, rounding=1e-5),
     "qwen3_5_cls": Spec(Qwen3_5TextConfig(num_labels=1, tie_word_embeddings=True, **qwen3_5), 239, weights="qwen3_5"),
     "qwen3_next": Spec(Qwen3NextConfig(**qwen3_next), 240, rounding=1e-5),
+    "qwen3_5_moe": Spec(Qwen3_5MoeTextConfig(**qwen3_5_moe), 246, rounding=1e-5),
+    "lfm2_moe": Spec(Lfm2MoeConfig(**lfm2_moe), 247),
     "granite": Spec(GraniteConfig(**granite), 237),
     "ministral3": Spec(Ministral3Config(**ministral3), 238),
     "ministral3_cls": Spec(Ministral3Config(num_labels=1, **ministral3), 239),
@@ -478,6 +517,7 @@ SPECS = {
     "gpt_oss_mxfp4": Spec(GptOssConfig(**(gpt_oss | dict(intermediate_size=32, num_local_experts=3))), 242),
     "gemma4": Spec(Gemma4TextConfig(**gemma4), 243),
     "gemma4_full": Spec(Gemma4TextConfig(**gemma4_full), 244),
+    "gemma4_moe": Spec(Gemma4TextConfig(**gemma4_moe), 245),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
@@ -590,11 +630,14 @@ GRADIENTS = (
     "lfm2",
     "qwen3_5",
     "qwen3_next",
+    "qwen3_5_moe",
+    "lfm2_moe",
     "granite",
     "ministral3",
     "gpt_oss",
     "gemma4",
     "gemma4_full",
+    "gemma4_moe",
     "bert_cls2",
     "roberta_cls3",
     "deberta_cls1",
@@ -611,7 +654,7 @@ def is_classifier(config):
 def implementations(config):
     """Only the eager attention of transformers knows Gemma's soft-caps, gpt-oss's sinks and DeBERTa's relative positions, and only its
     eager experts compute in float64."""
-    experts = {"experts_implementation": "eager"} if config.model_type in ("qwen3_moe", "mixtral", "qwen3_next", "gpt_oss") else {}
+    experts = {"experts_implementation": "eager"} if any("experts" in key for key in config.to_dict()) else {}
     eager = config.model_type in ("gemma2", "gpt_oss", "deberta-v2")
     return {"attn_implementation": "eager" if eager else "sdpa", **experts}
 
@@ -622,16 +665,19 @@ def random_model(config, seed, classifier, weights=None):
     torch.manual_seed(seed)
     model = auto.from_config(config, **implementations(config))
     # Gemma and Qwen3.5 multiply by 1 + weight.
-    centred = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_next")
+    centred = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.dim() == 1 and name.endswith("weight")
             weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1)
             of_delta = name.endswith("linear_attn.norm.weight")  # which multiplies by the weight
-            weight.add_(1.0 if is_norm and (of_delta or config.model_type not in centred) else 0.0)
+            is_factor = name.endswith("scale") or (is_norm and (of_delta or config.model_type not in centred))
+            weight.add_(1.0 if is_factor else 0.0)
         for name, number in model.named_buffers():
             if name.endswith("layer_scalar"):
                 number.uniform_(0.5, 1.5)
+            elif name.endswith("expert_bias"):
+                number.uniform_(-0.3, 0.3)
     if weights:
         model.load_state_dict(load_file(MODELS / weights / "model.safetensors"), strict=False)
     return model.eval()
@@ -829,11 +875,11 @@ def config_of_transformers_4(config):
     kind, rope_layers = config["model_type"], config.get("layer_types")
     if kind == "gemma4_text":  # newer than transformers 5: only the form of its heads changed
         del config["dtype"], config["per_layer_config"]
-        own = gemma4_full if config["attention_k_eq_v"] else gemma4
+        own = gemma4_full if config["attention_k_eq_v"] else gemma4  # as that with experts
         heads = {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads") if key in own}
         return dict(sorted((config | heads).items()))
     newer = ["dtype", "add_cross_attention", "is_decoder", "use_bidirectional_attention", "_sliding_window_pattern"]
-    for key in newer if kind in ("smollm3", "olmo3", "gpt_oss") else [*newer, "layer_types"]:
+    for key in newer if kind in ("smollm3", "olmo3", "gpt_oss", "lfm2_moe") else [*newer, "layer_types"]:
         config.pop(key, None)
     if kind in ("gpt2", "opt", "gemma2", "gemma3_text", "smollm3", *ENCODERS):
         config.pop("tie_word_embeddings", None)  # only what is not the default was written
@@ -884,7 +930,7 @@ def config_of_transformers_4(config):
             "block_use_swiglu": True,
             "conv_dim": config["hidden_size"],
         }
-    if kind in ("qwen3_5_text", "qwen3_next"):
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         config |= {"layer_types": rope_layers, "partial_rotary_factor": share}
     if kind == "qwen2":
         config["sliding_window"] = 5  # written, and without use_sliding_window of no effect
@@ -1005,8 +1051,8 @@ def loss(model, values):
 
 
 def without_buffers(tensors):
-    """The parameters: Gemma 4 stores numbers beside them that are not trained."""
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith("layer_scalar")}
+    """The parameters: Gemma 4 and LFM2 with experts store numbers beside them that are not trained."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(("layer_scalar", "expert_bias"))}
 
 
 def gradients(model, values):

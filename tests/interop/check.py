@@ -46,6 +46,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -56,6 +57,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -274,6 +276,28 @@ def families():
             ),
             "llama_untied",
         ),
+        "qwen3_5_moe": (
+            Qwen3_5MoeTextConfig(
+                moe_intermediate_size=24,
+                shared_expert_intermediate_size=20,
+                num_experts=4,
+                num_experts_per_tok=2,
+                **(llama | delta),
+            ),
+            "llama_untied",
+        ),
+        "lfm2_moe": (
+            Lfm2MoeConfig(
+                conv_L_cache=4,
+                layer_types=["conv", "full_attention"],
+                num_dense_layers=1,
+                moe_intermediate_size=24,
+                num_experts=4,
+                num_experts_per_tok=2,
+                **llama,
+            ),
+            "llama_untied",
+        ),
         "granite": (
             GraniteConfig(
                 embedding_multiplier=3.0,
@@ -302,6 +326,35 @@ def families():
                         sliding_window=6,
                         vocab_size_per_layer_input=400,
                         hidden_size_per_layer_input=8,
+                        rope_parameters={
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+                            "full_attention": {
+                                "rope_type": "proportional",
+                                "rope_theta": 500000.0,
+                                "partial_rotary_factor": 0.25,
+                            },
+                        },
+                    )
+                ),
+            ),
+            "llama_untied",
+        ),
+        "gemma4_moe": (
+            Gemma4TextConfig(
+                **(
+                    llama
+                    | dict(
+                        layer_types=["sliding_attention", "full_attention"],
+                        attention_k_eq_v=True,
+                        num_global_key_value_heads=1,
+                        head_dim=16,
+                        global_head_dim=32,
+                        sliding_window=6,
+                        hidden_size_per_layer_input=0,
+                        enable_moe_block=True,
+                        num_experts=4,
+                        top_k_experts=2,
+                        moe_intermediate_size=24,
                         rope_parameters={
                             "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
                             "full_attention": {
@@ -384,7 +437,7 @@ def config_of_transformers_4(config):
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
     newer = ["dtype", "is_decoder", "add_cross_attention"]
     # Families that are newer than the field have always written it.
-    always = ("smollm3", "olmo3", "lfm2", "qwen3_5_text", "qwen3_next", "gpt_oss")
+    always = ("smollm3", "olmo3", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
     newer += ["layer_types"] if config["model_type"] not in always else []
     newer += {
         "gpt2": ["tie_word_embeddings"],
@@ -760,7 +813,9 @@ def reading_checks(work):
                 greedy_agrees(folder, generate(folder, work))
 
             yield f"read {family}, {layout}: greedy tokens and log-probs", check
-    for family in sorted(families().keys() - {"granite", "gemma4", "lfm2"}):  # transformers has no classifiers of them
+    # transformers has no classifiers of these.
+    without = {"granite", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "qwen3_5_moe"}
+    for family in sorted(families().keys() - without):
 
         def check(family=family):
             folder = work / "read"
@@ -1133,8 +1188,9 @@ def lora_checks(work):
     later = {"gemma3": "q_proj", "smollm3": "q_proj", "olmo2": "q_proj", "phi3": "qkv_proj", "qwen3_moe": "q_proj"}
     later |= {"lfm2": "in_proj", "qwen3_5": "in_proj_qkv"}
     later |= {"granite": "q_proj", "gemma4": "q_proj", "ministral3": "q_proj", "gpt_oss": "q_proj"}
+    later |= {"qwen3_5_moe": "in_proj_qkv", "lfm2_moe": "in_proj", "gemma4_moe": "q_proj"}
     for family, target in later.items():
-        targets = [target, "out_proj" if family in ("lfm2", "qwen3_5") else "o_proj"]
+        targets = [target, "out_proj" if family.startswith(("lfm2", "qwen3_5")) else "o_proj"]
         cases.append((family, ("own targets", (["--lora_target_modules", *targets], {"target_modules": targets})), False))
     head = (["--lora_modules_to_save", "lm_head"], {"modules_to_save": ["lm_head"]})  # `embed_out` in the files of its models
     cases.append(("gpt_neox", ("head in full", head), False))

@@ -28,6 +28,7 @@ mod mixing;
 mod mlp;
 mod mxfp4;
 mod params;
+mod plain_attention;
 mod pretrained;
 mod quantized;
 mod relative;

@@ -394,32 +394,42 @@ fn llama_goes_through_all_four_commands() {
 
 #[test]
 fn lfm2_and_qwen3_5_go_through_all_commands_with_adapters_groups_and_four_bits() {
-    for family in ["lfm2", "qwen3_5"] {
-        // New weights in the shape of the golden model, with the vocabulary of a model that has a tokenizer.
-        let scratch = Scratch::of_family("llama_untied");
-        let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
-        config["vocab_size"] = serde_json::json!(400);
-        scratch.write("policy/config.json", &config.to_string());
-        whole_course_in(&scratch, "--config_name policy/config.json --tokenizer_name policy");
-        let common =
-            "--model_name_or_path sft --max_steps 1 --logging_steps 1 --use_peft --lora_target_modules all-linear";
-        let grpo = format!(
-            "grpo {common} --reward length:target=4 --dataset_name prompts.jsonl --num_generations 4 \
-             --max_completion_length 6 --per_device_train_batch_size 8 --gradient_checkpointing --output_dir grpo"
-        );
-        scratch.succeeds(&grpo);
-        assert!(scratch.metrics("grpo")[0].contains_key("reward"), "{family}");
-        for (out, bits) in [("plain", ""), ("four", "--load_in_4bit")] {
-            let sft = format!("sft {common} --dataset_name demos.jsonl --output_dir {out} {bits}");
-            scratch.succeeds(&sft);
-            assert!(scratch.metrics(out)[0]["loss"].is_f64(), "{family} {out}");
-        }
-        scratch.succeeds("merge plain --output_dir merged");
-        let read = |model: &str| {
-            scratch.succeeds(&format!("generate --model {model} --do_sample false --max_new_tokens 4 the"))
-        };
-        assert_eq!(read("merged"), read("plain"), "{family}");
+    ["lfm2", "qwen3_5"].into_iter().for_each(course_with_adapters);
+}
+
+#[test]
+fn gpt_oss_and_gemma_4_with_experts_go_through_all_commands_with_adapters_groups_and_four_bits() {
+    ["gpt_oss", "gemma4_moe"].into_iter().for_each(course_with_adapters);
+}
+
+#[test]
+fn ministral_3_and_granite_go_through_all_commands_with_adapters_groups_and_four_bits() {
+    ["ministral3", "granite"].into_iter().for_each(course_with_adapters);
+}
+
+fn course_with_adapters(family: &str) {
+    // New weights in the shape of the golden model, with the vocabulary of a model that has a tokenizer.
+    let scratch = Scratch::of_family("llama_untied");
+    let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
+    config["vocab_size"] = serde_json::json!(400);
+    scratch.write("policy/config.json", &config.to_string());
+    whole_course_in(&scratch, "--config_name policy/config.json --tokenizer_name policy");
+    let common = "--model_name_or_path sft --max_steps 1 --logging_steps 1 --use_peft --lora_target_modules all-linear";
+    let grpo = format!(
+        "grpo {common} --reward length:target=4 --dataset_name prompts.jsonl --num_generations 4 \
+         --max_completion_length 6 --per_device_train_batch_size 8 --gradient_checkpointing --output_dir grpo"
+    );
+    scratch.succeeds(&grpo);
+    assert!(scratch.metrics("grpo")[0].contains_key("reward"), "{family}");
+    for (out, bits) in [("plain", ""), ("four", "--load_in_4bit")] {
+        let sft = format!("sft {common} --dataset_name demos.jsonl --output_dir {out} {bits}");
+        scratch.succeeds(&sft);
+        assert!(scratch.metrics(out)[0]["loss"].is_f64(), "{family} {out}");
     }
+    scratch.succeeds("merge plain --output_dir merged");
+    let read =
+        |model: &str| scratch.succeeds(&format!("generate --model {model} --do_sample false --max_new_tokens 4 the"));
+    assert_eq!(read("merged"), read("plain"), "{family}");
 }
 
 #[test]

@@ -510,9 +510,26 @@ fn a_response_ends_at_the_given_stops_and_at_every_eos_unless_ignored() {
 #[test]
 fn token_ids_need_no_tokenizer_and_every_family_generates_from_them() {
     let scratch = Scratch::new();
-    for model in
-        ["opt", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "llama_rope3", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
-    {
+    for model in [
+        "opt",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "phi3",
+        "llama_rope3",
+        "olmo2",
+        "qwen3_moe",
+        "lfm2",
+        "qwen3_5",
+        "lfm2_moe",
+        "qwen3_5_moe",
+        "gemma4",
+        "gemma4_moe",
+        "ministral3",
+        "granite",
+        "gpt_oss",
+    ] {
         let (dir, golden) = (golden().join("models").join(model), golden_of(model));
         let dir = dir.display();
         let prompts = golden.rows("greedy.prompt_ids").into_iter().zip(golden.rows("greedy.prompt_mask"));

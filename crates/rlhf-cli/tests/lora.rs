@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 pub(crate) const TOLERANCE: f64 = 2e-5;
-const ADAPTERS: [&str; 20] = [
+const ADAPTERS: [&str; 22] = [
     "lfm2",
     "qwen3_5",
     "gpt2",
@@ -32,6 +32,8 @@ const ADAPTERS: [&str; 20] = [
     "ministral3",
     "gpt_oss",
     "gemma4",
+    "lfm2_moe",
+    "gemma4_moe",
 ];
 const ENCODER_DECODERS: [&str; 2] = ["t5", "t5_dora_all"];
 const CLASSIFIERS: [&str; 2] = ["llama_untied_cls", "llama_untied_cls_saved"];

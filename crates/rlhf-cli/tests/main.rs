@@ -33,6 +33,7 @@ mod pipeline;
 mod plan;
 mod ppo;
 mod preferences;
+mod public_models;
 mod push;
 mod quantized;
 mod rank_rows;

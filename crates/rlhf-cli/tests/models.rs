@@ -1087,7 +1087,14 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
         ("gemma3", r#"{"use_bidirectional_attention": true}"#, "`use_bidirectional_attention`: expected false"),
         ("gemma3", r#"{"model_type": "gemma3"}"#, "`text_config`: expected an object, found null"),
         ("qwen3_moe", r#"{"num_experts_per_tok": 5}"#, "`num_experts_per_tok`: expected at most 4 experts, found 5"),
-        ("gemma4", r#"{"enable_moe_block": true}"#, "`enable_moe_block`: expected false, found true"),
+        (
+            "gemma4",
+            r#"{"enable_moe_block": true}"#,
+            "`num_experts`: expected an integer from 1, as enable_moe_block is true",
+        ),
+        ("gemma4_moe", r#"{"top_k_experts": 5}"#, "`top_k_experts`: expected at most num_experts = 4, found 5"),
+        ("qwen3_5_moe", r#"{"norm_topk_prob": false}"#, "`norm_topk_prob`: expected true, found false"),
+        ("lfm2_moe", r#"{"routed_scaling_factor": "a"}"#, "`routed_scaling_factor`: expected a number"),
         (
             "gemma4",
             r#"{"use_bidirectional_attention": "all"}"#,
@@ -1162,7 +1169,10 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
     // Prefixes of the tensors that are left out: images, and the prediction of several tokens.
     for (name, whole_name, class, left_out) in [
         ("qwen3_5", "qwen3_5", "Qwen3_5ForCausalLM", ["model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"]),
+        ("qwen3_5_moe", "qwen3_5_moe", "Qwen3_5MoeForCausalLM", ["model.visual.pos_embed.weight", "mtp.norm.weight"]),
         ("lfm2", "lfm2_vl", "Lfm2ForCausalLM", ["model.vision_tower.x.weight", "model.multi_modal_projector.y.weight"]),
+        ("lfm2_moe", "lfm2_vl", "Lfm2MoeForCausalLM", ["model.vision_tower.x.y", "model.multi_modal_projector.z"]),
+        ("gemma4_moe", "gemma4", "Gemma4ForCausalLM", ["model.vision_tower.x.weight", "model.embed_vision.y.weight"]),
     ] {
         let dir = golden().join("models").join(name);
         let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
@@ -1174,9 +1184,9 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
         let whole = tempfile::tempdir().unwrap();
         rlhf::weights::save(whole.path(), &tensors, usize::MAX).unwrap();
         let mut text = read_json(&dir.join("config.json"));
-        text.as_object_mut().unwrap().remove("tie_word_embeddings");
+        let tied = text.as_object_mut().unwrap().remove("tie_word_embeddings").is_none_or(|tied| tied == json!(true));
         let config = json!({
-            "architectures": ["ForConditionalGeneration"], "model_type": whole_name, "tie_word_embeddings": true,
+            "architectures": ["ForConditionalGeneration"], "model_type": whole_name, "tie_word_embeddings": tied,
             "text_config": text, "vision_config": {},
         });
         std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
@@ -1188,7 +1198,13 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
         let (expected, _) = logits(&dir);
         let (found, model) = logits(whole.path());
         assert_close(name, &found, &expected, 0.0);
-        assert!(model.config().tie_word_embeddings, "{name}");
+        assert_eq!(model.config().tie_word_embeddings, tied, "{name}");
+        let part = |name: &str| {
+            name.split('.').take(if name.starts_with("model") { 2 } else { 1 }).collect::<Vec<_>>().join(".")
+        };
+        let mut parts = left_out.map(|name| format!("{}.* (1 tensor)", part(name)));
+        parts.sort();
+        assert_eq!(model.parts_left_out(), Some(parts.join(", ").as_str()), "{name}");
         let out = tempfile::tempdir().unwrap();
         model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
         let saved = read_json(&out.path().join("config.json"));
@@ -1201,10 +1217,11 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
 #[test]
 fn decay_of_weights_is_that_of_transformers_in_layers_with_a_state() {
     // Of `Trainer.get_decay_parameter_names` of transformers 5.23: norms and tensors named a bias are spared, and rates of decay are not.
-    for name in ["lfm2", "qwen3_5"] {
+    for name in ["lfm2", "qwen3_5", "lfm2_moe", "gemma4_moe"] {
         let model = CausalLm::from_pretrained(&of_models(name), ModelOptions::default()).unwrap();
         for param in model.params() {
-            let is_spared = param.tensor.dim() == 1 && !param.name.ends_with("A_log");
+            let decays = ["A_log", "router.scale", "per_expert_scale"].iter().any(|end| param.name.ends_with(end));
+            let is_spared = param.tensor.dim() == 1 && !decays;
             assert_eq!(param.decay, !is_spared, "{name}: {}", param.name);
         }
     }
@@ -1500,7 +1517,7 @@ fn experts_in_mxfp4_are_read_in_bf16_or_f32_and_saved_plain() {
 
 #[test]
 fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
-    for name in ["qwen3_moe", "mixtral", "qwen3_next", "gpt_oss"] {
+    for name in ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "gpt_oss"] {
         let dir = golden().join("models").join(name);
         let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let targets = |names: &[&str]| LoraConfig {
@@ -1518,6 +1535,61 @@ fn experts_get_no_adapter_and_are_merged_and_held_like_other_weights() {
         assert!(model.params().iter().all(|param| !param.name.contains("experts.0") || !param.name.contains("lora")));
         model.merge_adapter();
         assert_close(name, &model.logits(&ids).unwrap()[0], &before, 0.0);
+    }
+}
+
+#[test]
+fn experts_in_one_tensor_for_all_of_a_layer_are_read_and_are_saved_one_by_one() {
+    for (name, [gate, up, down]) in [
+        ("qwen3_moe", ["gate_proj", "up_proj", "down_proj"]),
+        ("qwen3_5_moe", ["gate_proj", "up_proj", "down_proj"]),
+        ("lfm2_moe", ["w1", "w3", "w2"]),
+    ] {
+        let dir = of_models(name);
+        let own = file(&dir);
+        let find = |name: &str| &own.iter().find(|(own, _)| own == name).unwrap().1;
+        // As transformers holds them.
+        let (experts, mut fused): (Vec<_>, Vec<_>) = own.iter().partition(|(name, _)| name.contains(".experts."));
+        let mut prefixes: Vec<&str> = experts
+            .iter()
+            .filter_map(|(name, _)| name.split_once(".0.w1.").or(name.split_once(".experts.0.gate")))
+            .map(|parts| parts.0.trim_end_matches(".experts"))
+            .collect();
+        prefixes.dedup();
+        let stack = |prefix: &str, parts: &[&str]| {
+            let of = |expert: usize| {
+                let parts = parts.iter().map(|part| find(&format!("{prefix}.experts.{expert}.{part}.weight")));
+                Tensor::cat(&parts.collect::<Vec<_>>(), 0)
+            };
+            Tensor::stack(&(0..4).map(of).collect::<Vec<_>>(), 0)
+        };
+        let mut tensors: Named = fused.drain(..).map(|(name, x)| (name.clone(), x.shallow_clone())).collect();
+        assert!(!prefixes.is_empty());
+        for prefix in &prefixes {
+            tensors.push((format!("{prefix}.experts.gate_up_proj"), stack(prefix, &[gate, up])));
+            tensors.push((format!("{prefix}.experts.down_proj"), stack(prefix, &[down])));
+        }
+        let whole = tempfile::tempdir().unwrap();
+        let save = |tensors: &Named| {
+            std::fs::copy(dir.join("config.json"), whole.path().join("config.json")).unwrap();
+            rlhf::weights::save(whole.path(), tensors, usize::MAX).unwrap();
+        };
+        save(&tensors);
+        let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
+        let load = |dir: &Path| CausalLm::from_pretrained(dir, ModelOptions::default());
+        let expected = load(&dir).unwrap().logits(&ids).unwrap().remove(0);
+        let model = load(whole.path()).unwrap();
+        assert_close(name, &model.logits(&ids).unwrap()[0], &expected, 0.0);
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
+        let names = |tensors: Vec<(String, Tensor)>| tensors.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names(file(out.path())), names(file(&dir)), "{name}");
+        // Of another number of experts.
+        let last = tensors.last_mut().unwrap();
+        last.1 = last.1.narrow(0, 0, 3);
+        save(&tensors);
+        let error = load(whole.path()).unwrap_err().to_string();
+        assert!(error.contains("experts.down_proj`: expected [4, 32, 12], found [3, 32, 12]"), "{error}");
     }
 }
 

@@ -21,8 +21,9 @@ fn number(value: &Value) -> f64 {
 
 /// The peak of the resident memory of a run in bytes.
 #[track_caller]
-fn peak_of(scratch: &Scratch, line: &str) -> f64 {
-    let mut child = scratch.command(line).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+fn peak_of(scratch: &Scratch, line: &str, vars: &[(&str, &str)]) -> f64 {
+    let mut command = scratch.command(line);
+    let mut child = command.envs(vars.iter().copied()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let status = format!("/proc/{}/status", child.id());
     let mut peak = 0;
     loop {
@@ -40,11 +41,18 @@ fn peak_of(scratch: &Scratch, line: &str) -> f64 {
 /// Checks the peak that `rlhf plan` expects of a run against the run's.
 #[track_caller]
 fn assert_near_peak(scratch: &Scratch, line: &str) {
+    assert_near_peak_with(scratch, line, &[]);
+}
+
+/// [`assert_near_peak`] with variables in the environment.
+#[track_caller]
+fn assert_near_peak_with(scratch: &Scratch, line: &str, vars: &[(&str, &str)]) {
     // Both are processes of their own: a plan counts the memory of its own libraries.
-    let plan = scratch.command(&format!("plan --json --calibrate=false {line}")).output().unwrap();
+    let mut command = scratch.command(&format!("plan --json --calibrate=false {line}"));
+    let plan = command.envs(vars.iter().copied()).output().unwrap();
     let plan: Value = serde_json::from_slice(&plan.stdout).unwrap();
     let plan = number(&plan["memory"]["peak"]);
-    let peak = peak_of(scratch, line);
+    let peak = peak_of(scratch, line, vars);
     crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
     // Code and buffers of the libraries differ by processor: with AVX2 alone they are some 50 MiB smaller than with AVX-512.
     let bound = 0.2 * peak + f64::from(32 << 20);
@@ -96,26 +104,50 @@ fn a_plan_of_layers_with_a_state_is_near_the_peak_of_the_run() {
         "linear_num_key_heads": 6, "linear_num_value_heads": 12,
     });
     for (family, changes) in [("lfm2", lfm2), ("qwen3_5", qwen)] {
-        let scratch = Scratch::new();
-        let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
-        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        for (name, value) in [("vocab_size", 352), ("max_position_embeddings", 512)] {
-            config[name] = json!(value);
-        }
-        scratch.write("policy/config.json", &config.to_string());
-        let start = "sft --config_name policy/config.json --tokenizer_name policy --dataset_name demos.jsonl --output_dir big \
-                     --max_steps 1 --no_report";
-        let ran = scratch.run(start);
-        assert_eq!(ran.code, 0, "{}", ran.stderr);
-        for line in [
-            "ppo --sft_model_path big --reward length:target=20 --dataset_name prompts.jsonl --response_length 200 \
-             --per_device_train_batch_size 8 --total_episodes 16 --num_ppo_epochs 1 --num_sample_generations 0 \
-             --output_dir a --no_report --device cpu",
-            "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 3 --output_dir b --no_report --device cpu",
-        ] {
+        let scratch = with_family(family, &changes);
+        for line in [PPO_OF_BIG, SFT_OF_BIG] {
             assert_near_peak(&scratch, line);
         }
+        // Libtorch's own operations store much more.
+        assert_near_peak_with(&scratch, &PPO_OF_BIG.replace("_dir a", "_dir c"), &[("RLHF_KERNELS", "plain")]);
     }
+}
+
+#[test]
+fn a_plan_of_attention_without_a_kernel_is_near_the_peak_of_the_run() {
+    let sizes = json!({
+        "hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+        "num_hidden_layers": 4, "layer_types": null, "sliding_window": 64, "vocab_size_per_layer_input": 352,
+        "num_local_experts": 4, "per_layer_config": null, "global_head_dim": 128,
+    });
+    let experts = json!({"num_experts": 4, "moe_intermediate_size": 256});
+    for (family, more) in [("gpt_oss", json!({})), ("gemma4_moe", experts)] {
+        let mut changes = sizes.clone();
+        changes.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        assert_near_peak(&with_family(family, &changes), PPO_OF_BIG);
+    }
+}
+
+const PPO_OF_BIG: &str = "ppo --sft_model_path big --reward length:target=20 --dataset_name prompts.jsonl --response_length 200 \
+     --per_device_train_batch_size 8 --total_episodes 16 --num_ppo_epochs 1 --num_sample_generations 0 \
+     --output_dir a --no_report --device cpu";
+const SFT_OF_BIG: &str =
+    "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 3 --output_dir b --no_report --device cpu";
+
+/// A folder with a model of a family with other sizes, and random weights, `big`.
+fn with_family(family: &str, changes: &Value) -> Scratch {
+    let scratch = Scratch::new();
+    let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    for (name, value) in [("vocab_size", 352), ("max_position_embeddings", 512)] {
+        config[name] = json!(value);
+    }
+    scratch.write("policy/config.json", &config.to_string());
+    let start = "sft --config_name policy/config.json --tokenizer_name policy --dataset_name demos.jsonl --output_dir big \
+                 --max_steps 1 --no_report";
+    let ran = scratch.run(start);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    scratch
 }
 
 #[test]

@@ -89,7 +89,8 @@ fn load(name: &str, precision: Precision) -> CausalLm {
 
 #[test]
 fn every_stage_trains_every_kind_of_model_alike() {
-    let cases = ["llama_tied", "gpt2", "gpt_neox", "opt_proj_postln", "gemma2", "lfm2", "qwen3_5"];
+    let cases =
+        ["llama_tied", "gpt2", "gpt_neox", "opt_proj_postln", "gemma2", "lfm2", "qwen3_5", "gpt_oss", "gemma4_moe"];
     for (name, checkpointing) in cases.into_iter().flat_map(|name| [(name, false), (name, true)]) {
         let run = |stage, offload| {
             let dir = tempfile::tempdir().unwrap();

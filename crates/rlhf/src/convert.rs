@@ -157,7 +157,7 @@ const PARTS: [(&str, &str); 13] = [
 
 /// Whether llama.cpp has neighbouring dimensions of queries and keys rotated together in models of this architecture.
 fn is_interleaved(architecture: &str) -> bool {
-    ["llama", "smollm3"].contains(&architecture)
+    ["llama", "smollm3", "granite"].contains(&architecture)
 }
 
 /// The name in a model folder of a tensor of a GGUF file.

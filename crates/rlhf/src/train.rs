@@ -89,10 +89,16 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     ModelOptions { dtype, quantization, ..options }
 }
 
-/// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading to `dtype`, to the dtype
-/// in which they are trained, where the base of an adapter is saved, or where an adapter was merged into quantized weights.
-fn roundings<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>) -> Vec<String> {
+/// Returns warnings about a model whose weights differ from those of the files in `dir`: other parts are left out, or they are rounded: at
+/// loading to `dtype`, to the dtype in which they are trained, where the base of an adapter is saved, or where an adapter was merged into quantized
+/// weights.
+fn notes_on_weights<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>) -> Vec<String> {
     let (dir, mut found) = (dir.display(), Vec::new());
+    if let Some(parts) = model.parts_left_out() {
+        found.push(format!(
+            "{dir}: the run trains and saves the language model alone: {parts} stay in this folder, and are not saved"
+        ));
+    }
     if model.was_merged_into_codes() {
         found.push(format!(
             "{dir}: its adapter was merged into weights that the files of its base hold quantized, which loses most of a small change: \

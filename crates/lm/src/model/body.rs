@@ -8,6 +8,7 @@ use super::layout::{Layout, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
+use super::mixing::MixedPass;
 use super::params::{Files, Param};
 use super::quantized::Quantization;
 use super::shape::{MlpIn, Shape};
@@ -33,6 +34,8 @@ pub(super) struct Body {
     pub(super) device: Device,
     /// The dtype that most of the weights are held in; a saved model has this dtype.
     pub(super) kind: Kind,
+    /// The parts of the model's folder that were not read.
+    pub(super) left_out: Option<String>,
     /// Whether tensors were rounded when they were read.
     pub(super) rounded: bool,
     /// Whether [`Body::hold_as_computed`] has rounded tensors.
@@ -157,6 +160,7 @@ impl Body {
             config,
             device,
             kind,
+            left_out: None,
             rounded: false,
             narrowed: false,
             rounded_to_train: false,
@@ -760,8 +764,9 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
     let gate = if c.attention_gate { 4 * c.num_attention_heads } else { 0 };
     let of_attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads + gate) * c.head_dim;
     // The mean over the layers, in numbers of the dtype of products.
-    let of_mixing =
-        c.mixing.map_or(0, |mixing| (mixing.stored_bytes(c.hidden_size, [1.0; 2], kind as f64) / kind as f64) as i64);
+    let one =
+        MixedPass { computed: 1.0, attended: 1.0, rows: [1.0; 2], kind: kind as f64, has_kernels: true, trains: true };
+    let of_mixing = c.mixing.map_or(0, |mixing| (mixing.stored_bytes(c.hidden_size, one) / kind as f64) as i64);
     let mixing_layers = c.num_hidden_layers - c.attention_layers();
     let heads = (c.attention_layers() * of_attention + mixing_layers * of_mixing) / c.num_hidden_layers.max(1);
     let inner = match c.family.names.mlp_in {

@@ -145,10 +145,10 @@ impl CausalLm {
         let extra = extra(&mut builder, &config)?;
         // Some tied checkpoints hold the head too; it equals the embedding.
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
-        let rounded = builder.has_rounded();
+        let (rounded, left_out) = (builder.has_rounded(), builder.left_out());
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let head = LmHead::new(head, &config, compute);
-        let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
+        let body = Body { left_out, rounded, ..Body::new(decoder, params, config, options.device, held) };
         Ok((Self { body, head }, extra))
     }
 
@@ -614,17 +614,21 @@ impl CausalLm {
         self.read_outgrown(cache, logits)
     }
 
-    /// Appends several tokens to some rows of the cache in one pass: `tokens[i]` to row `rows[i]`, each row once. [`CausalLm::decode`] continues
-    /// after them. Only where [`CausalLm::can_append`] says so.
+    /// Appends several tokens to some rows of the cache in one pass: `tokens[i]` to row `rows[i]`, each row once; a row without tokens stays as it
+    /// is. [`CausalLm::decode`] continues after them. Only where [`CausalLm::can_append`] says so.
     ///
     /// # Errors
     /// As [`CausalLm::decode`].
     pub fn append<S: AsRef<[i64]>>(&self, rows: &[usize], tokens: &[S], cache: &mut KvCache) -> Result<()> {
-        let counts: Vec<usize> = tokens.iter().map(|tokens| tokens.as_ref().len()).collect();
+        let used = rows.iter().zip(tokens).filter(|(_, tokens)| !tokens.as_ref().is_empty());
+        let (rows, counts): (Vec<usize>, Vec<usize>) = used.map(|(&row, tokens)| (row, tokens.as_ref().len())).unzip();
+        if rows.is_empty() {
+            return Ok(());
+        }
         let tokens: Vec<i64> = tokens.iter().flat_map(|tokens| tokens.as_ref().iter().copied()).collect();
         let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
         let tokens = on_device(&tokens, self.device());
-        self.body.decoder.forward_appended(&tokens, (rows, &counts), cache)
+        self.body.decoder.forward_appended(&tokens, (&rows, &counts), cache)
     }
 
     /// Whether [`CausalLm::append`] works with this cache. It does not with an encoder, with biases by distance, and where `longrope` may have

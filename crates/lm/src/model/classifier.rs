@@ -288,14 +288,14 @@ impl SequenceClassifier {
         };
         let format =
             if name == SCORE_HEADS[1] { ClassifierFormat::DeepspeedChat } else { ClassifierFormat::Transformers };
-        let rounded = builder.has_rounded();
+        let (rounded, left_out) = (builder.has_rounded(), builder.left_out());
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
         // The folder has other names than those by which an adapter finds its base.
         let origin = (!config.is_part() && foreign.is_none()).then(|| dir.to_path_buf());
         let is_summary = foreign.is_some_and(|foreign| foreign.is_summary());
-        let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
+        let body = Body { left_out, rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
         let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format, is_summary };
         Ok(Self { body, head })
     }

@@ -2,7 +2,7 @@
 
 use super::families::{self, FAMILIES, of_classifiers};
 use super::quantized::{Quantization, is_skipped};
-use super::shape::{Family, Fields, MOST_LAYERS, Shape, brief};
+use super::shape::{Family, Fields, MOST_LAYERS, Shape, Stacking, brief};
 use rlhf_base::weights::{no_such_file, pretty, read_json, write_text};
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -158,13 +158,14 @@ struct Whole {
     states_ties: bool,
 }
 
-const WHOLES: [Whole; 5] = [
+const WHOLES: [Whole; 6] = [
     Whole { name: "gemma3", texts: &["gemma3_text"], states_ties: true },
     Whole { name: "gemma4", texts: &["gemma4_text"], states_ties: true },
     // Of Mistral Small 3.1 and 3.2, and of Ministral 3.
     Whole { name: "mistral3", texts: &["mistral", "ministral3"], states_ties: true },
     Whole { name: "qwen3_5", texts: &["qwen3_5_text"], states_ties: false },
-    Whole { name: "lfm2_vl", texts: &["lfm2"], states_ties: false },
+    Whole { name: "qwen3_5_moe", texts: &["qwen3_5_moe_text"], states_ties: false },
+    Whole { name: "lfm2_vl", texts: &["lfm2", "lfm2_moe"], states_ties: false },
 ];
 
 /// The field by which LFM2 says that its head is the embedding; it takes precedence over that of the other families.
@@ -241,7 +242,7 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
 
 /// Whether quantized weights are in MXFP4, the format of stacked experts, which are read plain.
 fn is_mxfp4(family: &Family, described: &Value) -> bool {
-    let is_stacked = family.names.experts.is_some_and(|experts| experts.is_stacked);
+    let is_stacked = family.names.experts.is_some_and(|experts| experts.stacking == Some(Stacking::InOut));
     is_stacked && described.get("quant_method").is_some_and(|method| method == "mxfp4")
 }
 

@@ -14,7 +14,7 @@ use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
-use super::stacked::Stack;
+use super::stacked::{ExpertsBeside, Stack};
 use super::state::StateShape;
 use super::{plain, uses_kernels};
 use rlhf_base::rng::Stream;
@@ -36,6 +36,8 @@ struct Layer {
     mlp_norm: Norm,
     output_norms: Option<[Norm; 2]>,
     mlp: Mlp,
+    /// Experts beside the MLP.
+    beside: Option<ExpertsBeside>,
     scores: Scores,
     cross: Option<CrossAttention>,
     /// The part that reads the layer's own input.
@@ -310,13 +312,13 @@ impl Decoder {
 
     /// The weights of stacked experts.
     pub(crate) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
-        self.layers.iter_mut().flat_map(|layer| layer.mlp.stacks_mut())
+        self.layers.iter_mut().flat_map(Layer::stacks_mut)
     }
 
     /// Frees the copies of weights in the dtype of products.
     pub(crate) fn drop_copies(&self) {
         self.linears().for_each(Linear::drop_copies);
-        self.layers.iter().for_each(|layer| layer.mlp.drop_stack_copies());
+        self.layers.iter().flat_map(Layer::stacks).for_each(Stack::drop_copies);
     }
 
     /// Gathers layer `i`, if its parameters are divided over ranks.
@@ -419,7 +421,7 @@ impl Decoder {
     /// whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
     pub(crate) fn has_recordable_steps(&self) -> bool {
         let constant =
-            |layer: &Layer| !layer.mlp.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
+            |layer: &Layer| !layer.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
         self.encoder.is_none()
             && self.has_plain_scores()
             && self.shape.rope_switch().is_none()
@@ -488,7 +490,8 @@ impl Decoder {
 
     /// Whether layers are computed again in their backward pass.
     fn recomputes(&self, options: BackwardOptions<'_>) -> bool {
-        let uses_copies = |layer: &Layer| layer.linears().any(Linear::uses_copies) || layer.mlp.stacks_use_copies();
+        let uses_copies =
+            |layer: &Layer| layer.linears().any(Linear::uses_copies) || layer.stacks().any(Stack::uses_copies);
         let has_copies = || self.layers.iter().any(uses_copies);
         options.gradient_checkpointing || (self.shards.releases() && has_copies())
     }
@@ -697,6 +700,10 @@ impl Decoder {
                 let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &normed(after_attention, &attended), None);
                 let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
+                let fed = match &layer.beside {
+                    Some(experts) => experts.add_to(&fed, &x, dropout),
+                    None => fed,
+                };
                 add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
@@ -941,7 +948,7 @@ impl Drop for WholeLayer<'_> {
         if self.decoder.shards.releases() {
             let layer = &self.decoder.layers[self.i];
             layer.linears().for_each(Linear::drop_copies);
-            layer.mlp.drop_stack_copies();
+            layer.stacks().for_each(Stack::drop_copies);
         }
     }
 }
@@ -957,7 +964,8 @@ impl Layer {
         let mixer = self.mixer.iter().flat_map(Mixer::linears);
         let branch = self.input_branch.iter().flat_map(InputBranch::linears);
         let own = mixer.chain(&self.qkv).chain([&self.attention_out]);
-        own.chain(cross).chain(self.mlp.linears()).chain(branch)
+        let router = self.beside.iter().map(|experts| &experts.router);
+        own.chain(cross).chain(self.mlp.linears()).chain(router).chain(branch)
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
@@ -965,7 +973,21 @@ impl Layer {
         let mixer = self.mixer.iter_mut().flat_map(Mixer::linears_mut);
         let branch = self.input_branch.iter_mut().flat_map(InputBranch::linears_mut);
         let own = mixer.chain(&mut self.qkv).chain([&mut self.attention_out]);
-        own.chain(cross).chain(self.mlp.linears_mut()).chain(branch)
+        let router = self.beside.iter_mut().map(|experts| &mut experts.router);
+        own.chain(cross).chain(self.mlp.linears_mut()).chain(router).chain(branch)
+    }
+
+    fn has_experts(&self) -> bool {
+        self.mlp.has_experts() || self.beside.is_some()
+    }
+
+    /// The weights of stacked experts.
+    fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        self.mlp.stacks().chain(self.beside.iter().flat_map(ExpertsBeside::stacks))
+    }
+
+    fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
+        self.mlp.stacks_mut().chain(self.beside.iter_mut().flat_map(ExpertsBeside::stacks_mut))
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
@@ -997,6 +1019,7 @@ impl Layer {
         let mlp_norm = parts.norm(b, names.mlp_norm, hidden)?;
         let output_norms = names.output_norms.map(|names| parts.two_norms(b, names, [hidden; 2])).transpose()?;
         let mlp = Mlp::build(i, shape, names, b, (compute, parts.residual_std()))?;
+        let beside = ExpertsBeside::build(i, shape, at, b, compute)?;
         let scores = Scores {
             scale: shape.attention_scale,
             softcap: shape.attention_softcap,
@@ -1016,6 +1039,7 @@ impl Layer {
             mlp_norm,
             output_norms,
             mlp,
+            beside,
             scores,
             cross,
             input_branch,

@@ -137,4 +137,50 @@ mod tests {
             assert!((state - end).abs().max().double_value(&[]) < 2e-6, "{tokens} tokens");
         }
     }
+
+    /// [`delta_rule`] token by token, differentiable.
+    fn one_by_one(inputs: &DeltaInputs, start: &Tensor) -> Tensor {
+        let mut state = start.shallow_clone();
+        let tokens = (0..inputs.keys.size()[1]).map(|token| {
+            let at = |x: &Tensor| x.select(1, token);
+            let (key, decay) = (at(&inputs.keys), at(&inputs.decays).exp().unsqueeze(-1).unsqueeze(-1));
+            state = &state * decay;
+            let known = key.unsqueeze(-2).matmul(&state).squeeze_dim(-2);
+            let correction = (at(&inputs.values) - known) * at(&inputs.strengths).unsqueeze(-1);
+            state = &state + key.unsqueeze(-1) * correction.unsqueeze(-2);
+            at(&inputs.queries).unsqueeze(-2).matmul(&state).squeeze_dim(-2)
+        });
+        Tensor::stack(&tokens.collect::<Vec<_>>(), 1)
+    }
+
+    #[test]
+    fn gradients_through_the_borders_of_chunks_are_those_of_one_token_after_another() {
+        for tokens in [64, 65, 130] {
+            let gradients = |chunks: bool| {
+                let of = inputs(2, tokens, [2, 8, 6]);
+                let leaf = |x: Tensor| x.detach().set_requires_grad(true);
+                let of = DeltaInputs {
+                    queries: leaf(of.queries),
+                    keys: leaf(of.keys),
+                    values: leaf(of.values),
+                    decays: leaf(of.decays),
+                    strengths: leaf(of.strengths),
+                };
+                let start = leaf(Tensor::ones([2, 2, 8, 6], (Kind::Float, Device::Cpu)) * 0.3);
+                let outputs = if chunks { delta_rule(&of, Some(&start)).0 } else { one_by_one(&of, &start) };
+                let weights = (Tensor::arange(outputs.numel() as i64, (Kind::Float, Device::Cpu)) * 0.37).sin();
+                let loss = (outputs * weights.view([2, tokens, 2, 6])).sum(Kind::Float);
+                tch_ext::backward(&loss, &loss.ones_like());
+                [of.queries, of.keys, of.values, of.decays, of.strengths, start].map(|x| x.grad())
+            };
+            for (name, (found, expected)) in ["queries", "keys", "values", "decays", "strengths", "start"]
+                .iter()
+                .zip(gradients(true).iter().zip(&gradients(false)))
+            {
+                let gap = (found - expected).abs().max().double_value(&[]);
+                let size = expected.abs().max().double_value(&[]).max(1.0);
+                assert!(gap < 1e-5 * size, "{tokens} tokens, {name}: {gap} of {size}");
+            }
+        }
+    }
 }

@@ -7,10 +7,12 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
-use super::mixing::Mixing;
+use super::mixing::{MixedPass, Mixing};
 use super::params::{Builder, Init, Source, model_name};
+use super::plain_attention::PlainAttention;
 use super::quantized::{QuantType, Quantization};
-use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
+use super::shape::{Activation, CrossNames, ExpertNames, Experts, MlpIn, Names, Order};
+use super::uses_kernels;
 use rlhf_base::{Error, Result};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -55,6 +57,8 @@ enum TensorRole {
     Other,
     /// Never trained.
     Fixed,
+    /// Never trained, always f32.
+    WideFixed,
 }
 
 #[derive(Debug, Clone)]
@@ -162,6 +166,8 @@ pub struct PassTokens {
     pub attended: usize,
     /// Tokens with an output.
     pub outputs: usize,
+    /// Number of sequences, and length of the longest.
+    pub rows: [usize; 2],
     /// The prompts of an encoder-decoder, whose other tokens are those of its decoder.
     pub source: SourceTokens,
 }
@@ -296,7 +302,11 @@ impl ModelSizes {
             is_embedding: param.embedding,
             kind: param.tensor.kind(),
             layer: decoder.layer_of(&param.name),
-            role: if param.fixed { TensorRole::Fixed } else { role(&param.name) },
+            role: match param.fixed {
+                true if param.tensor.numel() == 1 => TensorRole::Fixed,
+                true => TensorRole::WideFixed,
+                false => role(&param.name),
+            },
             name: param.name,
         });
         let tensors: Vec<TensorSize> = tensors.collect();
@@ -569,21 +579,23 @@ impl ModelSizes {
 
     /// Number of multiplications of a token in the products of stacked experts.
     fn stacked_products(&self) -> usize {
-        let Some(shape) = self.config.experts.as_ref().filter(|shape| shape.clamped.is_some()) else { return 0 };
+        let stacks = self.config.family.names.experts.is_some_and(|experts| experts.stacking.is_some());
+        let Some(shape) = self.config.experts.as_ref().filter(|_| stacks) else { return 0 };
         let layers = shape.layers.iter().filter(|has_experts| **has_experts).count();
         layers * (3 * shape.chosen * shape.intermediate_size * self.config.hidden_size) as usize
     }
 
     /// Activations of a forward and backward pass over `tokens`, with an adapter of these settings and dropout before it if `drops`.
     ///
-    /// They follow `Decoder::layer` line by line: what each function stores for its backward pass.
+    /// They follow `Decoder::layer` line by line: what each function stores for its backward pass, where `device` has kernels and where not.
     pub fn activations(
         &self,
         tokens: PassTokens,
-        compute: Kind,
+        (compute, device): (Kind, Device),
         adapter: Option<(&LoraConfig, bool)>,
         gradient_checkpointing: bool,
     ) -> Result<Activations> {
+        let place = Place { compute, device, trains: adapter.is_none() };
         let c = &self.config;
         let layers = c.num_hidden_layers as f64;
         let kind = compute.elt_size_in_bytes();
@@ -611,17 +623,19 @@ impl ModelSizes {
                 [own / c.num_hidden_layers.max(1) as usize, of_source / c.encoder_layers.unwrap_or(1).max(1) as usize]
             }
         };
-        let source = self.source_bytes(tokens, kind, adapter.is_none());
+        let source = self.source_bytes(tokens, place);
         let [layer, largest] =
-            self.layer_bytes(tokens, kind).map(|bytes| bytes + n * of_adapter as f64 + source.of_decoder);
+            self.layer_bytes(tokens, place).map(|bytes| bytes + n * of_adapter as f64 + source.of_decoder);
         let read = tokens.source.computed as f64;
         let of_encoder = source.of_encoder + read * of_source_adapter as f64;
         let embedded = n * hidden * 4.0;
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
-        let of_mixing = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, tokens.attended as f64, kind as f64);
+        let of_mixing = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, place.mixed(tokens));
         let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
         let backward = backward.max(c.mixing.as_ref().map_or(0.0, of_mixing));
+        let backward =
+            backward.max(place.attention(c).map_or(0.0, |attention| attention.working_bytes(c, tokens.rows)));
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
         let (stored, working) = if gradient_checkpointing {
@@ -630,7 +644,7 @@ impl ModelSizes {
                 largest.max(of_encoder) + backward,
             )
         } else {
-            let [last, _] = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind);
+            let [last, _] = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, place);
             let last = last.min(layer);
             let of_decoder = (layers - 1.0) * layer + last + embedded + head;
             (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
@@ -638,10 +652,11 @@ impl ModelSizes {
         Ok(Activations { stored: bounded(stored), working: bounded(working) })
     }
 
-    /// Bytes that the encoder of an encoder-decoder adds to a forward and backward pass, and the attention to it; none with one stack. `trains`:
-    /// the biases by distance are trained, so that each layer stores its scores.
-    fn source_bytes(&self, tokens: PassTokens, kind: usize, trains: bool) -> SourceBytes {
+    /// Bytes that the encoder of an encoder-decoder adds to a forward and backward pass, and the attention to it; none with one stack. If the
+    /// biases by distance are trained, each layer stores its scores.
+    fn source_bytes(&self, tokens: PassTokens, place: Place) -> SourceBytes {
         let (c, source) = (&self.config, tokens.source);
+        let (kind, trains) = (place.compute.elt_size_in_bytes(), place.trains);
         if !c.is_encoder_decoder() {
             return SourceBytes::default();
         }
@@ -654,7 +669,7 @@ impl ModelSizes {
             + 2.0 * (n + source.attended as f64) * width * kind as f64;
         let [of_encoder, of_decoder] = [read, decoded].map(|scores| if trains { scores } else { 0.0 });
         SourceBytes {
-            of_encoder: self.layer_bytes(own, kind)[0] + of_encoder,
+            of_encoder: self.layer_bytes(own, place)[0] + of_encoder,
             of_decoder: cross + of_decoder,
             biases: 2.0 * (read + decoded),
             // Gradients of the scores before and after their softmax.
@@ -669,27 +684,33 @@ impl ModelSizes {
     }
 
     /// Bytes that a layer stores for its backward pass: the mean over the layers, and the most.
-    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> [f64; 2] {
-        let c = &self.config;
+    fn layer_bytes(&self, tokens: PassTokens, place: Place) -> [f64; 2] {
+        let (c, kind) = (&self.config, place.compute.elt_size_in_bytes());
         let narrow = kind < 4;
         let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
         let (hidden, inner) = (c.hidden_size as f64, c.active_width() as f64);
         let heads = c.num_attention_heads as f64;
         let [queries, keys] = c.mean_widths();
-        // Mean and scale of each row are stored beside its result.
-        let norms = 2.0 * n * (hidden * kind + 8.0);
+        // Mean and scale of each row are stored beside its result; without kernels, the normalized numbers too.
+        let normalized = if place.has_kernels() { 0.0 } else { 4.0 };
+        let norms = 2.0 * n * (hidden * (kind + normalized) + 8.0);
         let streams = match c.order {
             Order::Parallel => 1.0,
             Order::Pre | Order::Post => 2.0,
             // Norms of the branches have inputs of their own.
             Order::Sandwich | Order::Output => 4.0,
         };
-        let mut attention = m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0);
+        let mut attention = match place.attention(c) {
+            Some(plain) => plain.stored_bytes(c, tokens.rows, kind) + m * queries * kind,
+            None => m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0),
+        };
         if tokens.attended > tokens.computed {
             attention += n * queries * kind;
         }
         if c.family.names.qk_norm.is_some() {
-            attention += n * (queries + keys) * if narrow { 4.0 + kind } else { 4.0 };
+            // Gemma 4 has one of values too.
+            let values = if c.layer_shapes.is_empty() { 0.0 } else { keys };
+            attention += n * (queries + keys + values) * (normalized + if narrow { 4.0 + kind } else { 4.0 });
         }
         if c.attention_gate {
             // Queries apart from the gate, the gate and its activation, and the outputs before it.
@@ -698,29 +719,41 @@ impl ModelSizes {
         let mlp = match (c.family.names.mlp_in, c.activation) {
             (MlpIn::Up(_), Activation::Relu) => 1.0,
             (MlpIn::Up(_), _) => 2.0,
+            // Both parts before they are clamped and after, and the gate's sigmoid.
+            _ if c.experts.as_ref().is_some_and(|experts| experts.clamped.is_some()) => 7.0,
             (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
         };
-        let rest = streams * n * hidden * 4.0 + norms + n * mlp * inner * kind;
+        // A copy of a token for each of its experts, and their results.
+        let of_experts = |experts: &Experts| {
+            let layers = experts.layers.iter().filter(|has_experts| **has_experts).count() as f64;
+            layers / c.num_hidden_layers.max(1) as f64 * n * experts.chosen as f64 * hidden * (kind + 4.0)
+        };
+        let routed = c.experts.as_ref().map_or(0.0, of_experts);
+        let rest = streams * n * hidden * 4.0 + norms + n * mlp * inner * kind + routed;
         let Some(mixing) = &c.mixing else { return [rest + attention; 2] };
-        let mixed = mixing.stored_bytes(c.hidden_size, [n, m], kind);
+        let mixed = mixing.stored_bytes(c.hidden_size, place.mixed(tokens));
         let share = c.attention_layers() as f64 / c.num_hidden_layers.max(1) as f64;
         [rest + share * attention + (1.0 - share) * mixed, rest + attention.max(mixed)]
     }
 
     /// Bytes in use at once in a forward pass without gradients.
-    pub fn forward_bytes(&self, tokens: PassTokens, compute: Kind) -> usize {
+    pub fn forward_bytes(&self, tokens: PassTokens, (compute, device): (Kind, Device)) -> usize {
         let c = &self.config;
+        let place = Place { compute, device, trains: false };
         let kind = compute.elt_size_in_bytes() as f64;
         let (n, m) = (tokens.computed as f64, tokens.attended as f64);
         let width = 2.0 * c.mean_widths().iter().sum::<f64>();
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
         let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
-        let of_mixing =
-            |n: f64, m: f64| c.mixing.map_or(0.0, |mixing| mixing.stored_bytes(c.hidden_size, [n, m], kind));
+        let of_mixing = |n: f64, m: f64| {
+            let pass = MixedPass { computed: n, attended: m, ..place.mixed(tokens) };
+            c.mixing.map_or(0.0, |mixing| mixing.stored_bytes(c.hidden_size, pass))
+        };
+        let scores = place.attention(c).map_or(0.0, |attention| attention.forward_bytes(c, tokens.rows, kind));
         let own = |n: f64, m: f64| {
             let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
             let attention = (n + if m > n { m } else { 0.0 }) * width;
-            stream + (attention * kind).max(n * mlp * kind).max(of_mixing(n, m))
+            stream + (attention * kind + scores).max(n * mlp * kind).max(of_mixing(n, m))
         };
         let heads = c.num_attention_heads as f64;
         let [of_encoder, of_decoder] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
@@ -747,6 +780,37 @@ impl ModelSizes {
     }
 }
 
+/// The device and the dtype by which a pass takes memory.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Dtype of products.
+    compute: Kind,
+    device: Device,
+    /// Whether all weights learn.
+    trains: bool,
+}
+
+impl Place {
+    fn has_kernels(self) -> bool {
+        uses_kernels(self.compute, self.device)
+    }
+
+    fn mixed(self, tokens: PassTokens) -> MixedPass {
+        MixedPass {
+            computed: tokens.computed as f64,
+            attended: tokens.attended as f64,
+            rows: tokens.rows.map(|count| count as f64),
+            kind: self.compute.elt_size_in_bytes() as f64,
+            has_kernels: self.has_kernels(),
+            trains: self.trains,
+        }
+    }
+
+    fn attention(self, config: &ModelConfig) -> Option<PlainAttention> {
+        PlainAttention::of(config, self.compute, self.device)
+    }
+}
+
 /// Bytes that an encoder adds to a forward and backward pass.
 #[derive(Debug, Clone, Copy, Default)]
 struct SourceBytes {
@@ -763,7 +827,7 @@ struct SourceBytes {
 impl Holding<'_> {
     fn trains(self, role: TensorRole) -> bool {
         match self {
-            Self::Trained(_) | Self::TrainedInBf16(_) => role != TensorRole::Fixed,
+            Self::Trained(_) | Self::TrainedInBf16(_) => !matches!(role, TensorRole::Fixed | TensorRole::WideFixed),
             Self::Adapted(_) => role == TensorRole::Score,
             Self::Frozen(_) | Self::FrozenInBf16(_) => false,
         }
@@ -778,7 +842,7 @@ impl Holding<'_> {
     /// The dtype that the tensor is held in.
     fn kind(self, tensor: &TensorSize, dtype: Option<Kind>, compute: Kind) -> Kind {
         let loaded = match (tensor.role, self) {
-            (TensorRole::Score, _) => Kind::Float,
+            (TensorRole::Score | TensorRole::WideFixed, _) => Kind::Float,
             (_, Self::Frozen(1..) | Self::FrozenInBf16(_)) => self.trained_kind(tensor),
             _ => dtype.unwrap_or(tensor.kind),
         };
@@ -802,7 +866,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)
     }
 
-    const LMS: [&str; 23] = [
+    const LMS: [&str; 26] = [
         "qwen3_next",
         "lfm2",
         "qwen3_5",
@@ -823,6 +887,9 @@ mod tests {
         "gpt_oss",
         "gemma4",
         "gemma4_full",
+        "gemma4_moe",
+        "qwen3_5_moe",
+        "lfm2_moe",
         "t5",
         "t5_v11",
         "bart",
@@ -1026,9 +1093,8 @@ mod tests {
         let dir = golden("llama_untied");
         let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
         let of = |tokens: usize, kind, checkpoints| {
-            let tokens =
-                PassTokens { computed: tokens, attended: tokens, outputs: tokens, source: SourceTokens::default() };
-            sizes.activations(tokens, kind, None, checkpoints).unwrap()
+            let tokens = PassTokens { computed: tokens, attended: tokens, outputs: tokens, ..PassTokens::default() };
+            sizes.activations(tokens, (kind, Device::Cpu), None, checkpoints).unwrap()
         };
         assert_eq!(of(20, Kind::Float, false).stored, 2 * of(10, Kind::Float, false).stored);
         assert!(of(20, Kind::BFloat16, false).stored < of(20, Kind::Float, false).stored);

@@ -5,13 +5,15 @@
 mod gemma4;
 mod gpt_oss;
 mod granite;
+mod lfm2_moe;
 mod ministral3;
+mod qwen3_5_moe;
 
 use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
 use super::rope::{ROPE, RopeKeys};
 use super::shape::{
     Activation, CrossNames, ExpertNames, Experts, Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind,
-    Order, Pooling, QkNorm, Qkv, RelativeAttention, RelativeBias, Shape,
+    Order, Pooling, QkNorm, Qkv, RelativeAttention, RelativeBias, Scoring, Shape,
 };
 use rlhf_base::{Error, Result};
 
@@ -113,18 +115,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         causal_lm_class: Some("Qwen3MoeForCausalLM"),
         classifier_class: "Qwen3MoeForSequenceClassification",
         shape: qwen3_moe,
-        names: Names {
-            qk_norm: Some(QkNorm::ByHead(QK_NORM)),
-            experts: Some(ExpertNames {
-                router: "mlp.gate",
-                experts: "mlp.experts",
-                inputs: ["gate_proj", "up_proj"],
-                out: "down_proj",
-                shared: None,
-                is_stacked: false,
-            }),
-            ..LLAMA
-        },
+        names: Names { qk_norm: Some(QkNorm::ByHead(QK_NORM)), experts: Some(EXPERTS), ..LLAMA },
     },
     Family {
         name: "mixtral",
@@ -137,8 +128,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 experts: "block_sparse_moe.experts",
                 inputs: ["w1", "w3"],
                 out: "w2",
-                shared: None,
-                is_stacked: false,
+                ..EXPERTS
             }),
             ..LLAMA
         },
@@ -216,14 +206,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 conv: "linear_attn.conv1d",
                 out: "linear_attn.out_proj",
             }),
-            experts: Some(ExpertNames {
-                router: "mlp.gate",
-                experts: "mlp.experts",
-                inputs: ["gate_proj", "up_proj"],
-                out: "down_proj",
-                shared: Some(["mlp.shared_expert", "mlp.shared_expert_gate"]),
-                is_stacked: false,
-            }),
+            experts: Some(EXPERTS_WITH_SHARED),
             ..QWEN3_5
         },
     },
@@ -243,7 +226,9 @@ pub(crate) static FAMILIES: &[Family] = &[
     gemma4::GEMMA4,
     granite::GRANITE,
     gpt_oss::GPT_OSS,
+    lfm2_moe::LFM2_MOE,
     ministral3::MINISTRAL3,
+    qwen3_5_moe::QWEN3_5_MOE,
     Family {
         name: "bert",
         causal_lm_class: None,
@@ -571,6 +556,20 @@ const LLAMA: Names = Names {
     others: &[],
 };
 
+/// Names of experts, which Qwen3's have.
+const EXPERTS: ExpertNames = ExpertNames {
+    router: "mlp.gate",
+    experts: "mlp.experts",
+    inputs: ["gate_proj", "up_proj"],
+    out: "down_proj",
+    shared: None,
+    bias: None,
+    stacking: None,
+};
+
+const EXPERTS_WITH_SHARED: ExpertNames =
+    ExpertNames { shared: Some(["mlp.shared_expert", "mlp.shared_expert_gate"]), ..EXPERTS };
+
 const QK_NORM: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
 
 /// OLMo 2's names: its two norms are those of the outputs.
@@ -833,6 +832,7 @@ fn qwen3_moe(f: &Fields<'_>) -> Result<Shape> {
         normalized: f.flag("norm_topk_prob", false)?,
         shared: None,
         layers: (0..layers).map(|layer| !dense.contains(&layer) && (layer + 1) % step == 0).collect(),
+        scoring: Scoring::Softmax,
         clamped: None,
     };
     let bias = f.flag("attention_bias", false)?;
@@ -866,6 +866,7 @@ fn mixtral(f: &Fields<'_>) -> Result<Shape> {
         normalized: true,
         shared: None,
         layers: vec![true; layers],
+        scoring: Scoring::Softmax,
         clamped: None,
     };
     let window = f.window("sliding_window", None)?;
@@ -1151,6 +1152,7 @@ fn qwen3_next(f: &Fields<'_>) -> Result<Shape> {
         intermediate_size: f.size("moe_intermediate_size", 512)?,
         normalized: f.flag("norm_topk_prob", true)?,
         shared: Some(f.size("shared_expert_intermediate_size", 512)?),
+        scoring: Scoring::Softmax,
         clamped: None,
         layers: (0..shape.num_hidden_layers).map(|i| !dense.contains(&i) && (i + 1) % step == 0).collect(),
     };

@@ -674,6 +674,10 @@ mod tests {
             ("qwen3_next", Kind::Float),
             ("gpt_oss", Kind::Float),
             ("ministral3", Kind::Float),
+            ("gemma4", Kind::Float),
+            ("gemma4_moe", Kind::Float),
+            ("lfm2_moe", Kind::Float),
+            ("qwen3_5_moe", Kind::Float),
         ] {
             let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
             let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
@@ -684,7 +688,12 @@ mod tests {
                 let _ = model.decode(&Tensor::from_slice(&[20i64, 21, 22]), &mut cache).unwrap();
                 let rows: [(usize, Vec<i64>); 2] = [(2, (50..61).collect()), (0, (70..74).collect())];
                 if appended {
-                    let (rows, tokens): (Vec<usize>, Vec<Vec<i64>>) = rows.into_iter().unzip();
+                    let (mut rows, mut tokens): (Vec<usize>, Vec<Vec<i64>>) = rows.into_iter().unzip();
+                    // Nothing is appended to a row without tokens, nor where there is no row.
+                    model.append::<Vec<i64>>(&[], &[], &mut cache).unwrap();
+                    model.append(&[0, 1], &[vec![], vec![]], &mut cache).unwrap();
+                    rows.insert(1, 1);
+                    tokens.insert(1, Vec::new());
                     model.append(&rows, &tokens, &mut cache).unwrap();
                 } else {
                     let mut fed = [20, 21, 22];

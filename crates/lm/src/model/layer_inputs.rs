@@ -2,7 +2,6 @@
 
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
-use super::mlp::activated;
 use super::params::{Builder, Init};
 use super::shape::{Activation, Names, Shape};
 use super::uses_kernels;
@@ -94,7 +93,7 @@ impl InputBranch {
 
     /// The residual stream `x` `[N, hidden size]` after the branch with `input` `[N, width]` f32.
     pub(super) fn add_to(&self, x: &Tensor, input: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let gate = activated(self.activation, &self.gate.forward_dropping(x, dropout));
+        let gate = self.activation.apply(&self.gate.forward_dropping(x, dropout));
         let gated = &gate * input.to_kind(gate.kind());
         let out = self.out.forward_dropping(&gated, dropout).to_kind(Kind::Float);
         x + self.norm.forward(&out, Kind::Float)

@@ -47,6 +47,51 @@ impl GatedDelta {
     }
 }
 
+/// A pass through a layer with a state, as its memory depends on it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MixedPass {
+    /// Tokens that go through the linear layers.
+    pub(super) computed: f64,
+    /// Tokens of all sequences.
+    pub(super) attended: f64,
+    /// Number of sequences, and length of the longest.
+    pub(super) rows: [f64; 2],
+    /// Bytes of a number in the dtype of products.
+    pub(super) kind: f64,
+    /// Whether kernels compute it, or libtorch's own operations.
+    pub(super) has_kernels: bool,
+    /// Whether the weights learn.
+    pub(super) trains: bool,
+}
+
+/// Number of tokens that the delta rule computes together.
+const CHUNK: f64 = 64.0;
+
+impl GatedDelta {
+    /// Bytes of the tensors of the delta rule's chunks that libtorch's own operations store: `delta_rule` line by line.
+    fn chunk_bytes(&self, pass: MixedPass) -> f64 {
+        let [rows, width] = pass.rows;
+        let chunks = (width / CHUNK).ceil();
+        let tokens = rows * chunks * CHUNK * self.value_heads as f64;
+        let (keys, values) = (self.key_dim as f64, self.value_dim as f64);
+        // Products of keys, and of queries and keys, before and after their decays; the decays.
+        let squares = 5.0 * CHUNK;
+        // Queries and keys, with strengths, with decays and solved; values, their corrections, and those less the state's.
+        let states = rows * chunks * self.value_heads as f64 * keys * values;
+        4.0 * (tokens * (squares + 6.0 * keys + 3.0 * values) + states)
+    }
+
+    /// Bytes that the threads of the kernel's backward pass have: the states before each chunk of a sequence.
+    fn scratch_bytes(&self, pass: MixedPass) -> f64 {
+        let tasks = pass.rows[0] * self.key_heads as f64;
+        let threads = tasks.min(f64::from(tch::get_num_threads()));
+        let group = (self.value_heads / self.key_heads) as f64;
+        let states = ((pass.rows[1] / CHUNK).ceil() + 2.0) * group * (self.key_dim * self.value_dim) as f64;
+        let chunk = CHUNK * (8.0 * self.key_dim as f64 + 8.0 * self.value_dim as f64 + 6.0 * CHUNK);
+        threads * 4.0 * (states + chunk)
+    }
+}
+
 impl Mixing {
     /// Number of tokens that the convolution reads.
     pub(super) fn kernel(&self) -> i64 {
@@ -85,11 +130,24 @@ impl Mixing {
         matches!(self, Self::ShortConv { bias: true, .. })
     }
 
-    /// Bytes that a layer stores for its backward pass in the place of attention's, for `n` computed tokens and `m` of all sequences, with
-    /// products in a dtype of `kind` bytes; it follows `Mixer::forward` line by line.
-    pub(super) fn stored_bytes(&self, hidden_size: i64, [n, m]: [f64; 2], kind: f64) -> f64 {
-        let hidden = hidden_size as f64;
+    /// Bytes that a layer stores for its backward pass in the place of attention's; it follows `Mixer::forward` line by line.
+    pub(super) fn stored_bytes(&self, hidden_size: i64, pass: MixedPass) -> f64 {
+        let (hidden, MixedPass { computed: n, attended: m, kind, .. }) = (hidden_size as f64, pass);
+        // The inputs of the convolution in f32, moved by each number of tokens that it looks back, if its weight learns.
+        let taps = if pass.trains { self.kernel() as f64 } else { 0.0 };
+        let convolved = m * self.convolved(hidden_size) as f64 * 4.0 * taps;
         match self {
+            // The three parts, the result of the convolution, and the input of the output projection.
+            Self::ShortConv { .. } if !pass.has_kernels => {
+                convolved + m * hidden * (3.0 * kind + 4.0) + n * hidden * kind
+            }
+            Self::GatedDelta(delta) if !pass.has_kernels => {
+                let (wide, values) = (delta.convolved() as f64, delta.values() as f64);
+                // Before and after the non-linearity of the convolution, and decays and strengths with their projections.
+                let mixed = m * (wide * (kind + 8.0) + 24.0 * delta.value_heads as f64);
+                let widened = if kind < 4.0 { 4.0 } else { 0.0 };
+                convolved + mixed + delta.chunk_bytes(pass) + n * values * (16.0 + 2.0 * kind + widened)
+            }
             // The three parts, and the input of the output projection.
             Self::ShortConv { .. } => m * 3.0 * hidden * kind + n * hidden * kind,
             Self::GatedDelta(delta) => {
@@ -104,10 +162,15 @@ impl Mixing {
     }
 
     /// Bytes in use at once in a layer's backward pass, beside those of [`Mixing::stored_bytes`].
-    pub(super) fn working_bytes(&self, hidden_size: i64, m: f64, kind: f64) -> f64 {
+    pub(super) fn working_bytes(&self, hidden_size: i64, pass: MixedPass) -> f64 {
+        let MixedPass { attended: m, kind, .. } = pass;
         match self {
+            Self::ShortConv { .. } if !pass.has_kernels => m * 4.0 * hidden_size as f64 * 4.0,
             Self::ShortConv { .. } => m * 4.0 * hidden_size as f64 * kind,
-            Self::GatedDelta(delta) => m * (delta.convolved() as f64 * (4.0 + kind) + delta.values() as f64 * 8.0),
+            Self::GatedDelta(delta) if !pass.has_kernels => delta.chunk_bytes(pass),
+            Self::GatedDelta(delta) => {
+                m * (delta.convolved() as f64 * (4.0 + kind) + delta.values() as f64 * 8.0) + delta.scratch_bytes(pass)
+            }
         }
     }
 

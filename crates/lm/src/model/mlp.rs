@@ -2,9 +2,9 @@
 
 use super::linear::{Linear, LinearShape};
 use super::lora::Dropout;
-use super::params::Builder;
+use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
-use super::shape::{Activation, ExpertNames, MlpIn, Names, Shape};
+use super::shape::{self, Activation, ExpertNames, MlpIn, Names, Scoring, Shape};
 use super::stacked::{Stack, StackedExperts};
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
@@ -34,6 +34,9 @@ pub(super) struct Experts {
     experts: Vec<Dense>,
     /// Number of experts that each token goes through.
     chosen: i64,
+    scoring: Scoring,
+    /// A number of each expert that is added to its score for the choice, `[experts]` f32.
+    bias: Option<Tensor>,
     /// Whether the weights of the chosen experts are divided by their sum.
     normalized: bool,
     /// An MLP that all tokens go through beside them, and the gate of its output.
@@ -60,38 +63,14 @@ impl Mlp {
         let stds = [shape.initializer_range, residual_std];
         if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
             && experts.layers[i]
+            && !found.are_beside()
         {
             if let Some(gate) = experts.clamped {
                 let with = (experts, gate);
                 let stacked = StackedExperts::build(found, at, shape.hidden_size, with, (b, compute), stds[0])?;
                 return Ok(Self::Stacked(stacked));
             }
-            let ExpertNames { router, experts: prefix, inputs, out, shared, .. } = found;
-            let gate = |width_out: i64| LinearShape {
-                width_in: shape.hidden_size,
-                width_out,
-                bias: false,
-                transposed: names.transposed,
-                std: shape.initializer_range,
-            };
-            let router = Linear::build(b, &at(router), gate(experts.count), compute)?;
-            let sizes = Sizes { inner: experts.intermediate_size, stds };
-            let build = |expert: i64| {
-                let at = |name: &str| at(&format!("{prefix}.{expert}.{name}"));
-                Dense::build(&MlpIn::Gated(*inputs), out, at, shape, (&mut *b, compute), sizes)
-            };
-            let experts_of_layer = (0..experts.count).map(build).collect::<Result<_>>()?;
-            let shared = match (shared, experts.shared) {
-                (Some([mlp, gate_name]), Some(inner)) => {
-                    let of_mlp = |name: &str| at(&format!("{mlp}.{name}"));
-                    let sizes = Sizes { inner, stds };
-                    let dense = Dense::build(&MlpIn::Gated(*inputs), out, of_mlp, shape, (&mut *b, compute), sizes)?;
-                    Some(Box::new((dense, Linear::build(b, &at(gate_name), gate(1), compute)?)))
-                }
-                _ => None,
-            };
-            let (chosen, normalized) = (experts.chosen, experts.normalized);
-            return Ok(Self::Experts(Experts { router, experts: experts_of_layer, chosen, normalized, shared }));
+            return Experts::build(found, &at, (shape, experts), (b, compute), stds).map(Self::Experts);
         }
         let sizes = Sizes { inner: shape.layer_shape(i).intermediate_size, stds };
         Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
@@ -137,22 +116,12 @@ impl Mlp {
         stacked.into_iter().flat_map(StackedExperts::stacks_mut)
     }
 
-    fn stacks(&self) -> impl Iterator<Item = &Stack> {
+    pub(super) fn stacks(&self) -> impl Iterator<Item = &Stack> {
         let stacked = match self {
             Self::Stacked(all) => Some(all),
             Self::Dense(_) | Self::Experts(_) => None,
         };
         stacked.into_iter().flat_map(StackedExperts::stacks)
-    }
-
-    /// Whether products of stacked experts use copies of their weights in another dtype.
-    pub(super) fn stacks_use_copies(&self) -> bool {
-        self.stacks().any(Stack::uses_copies)
-    }
-
-    /// Frees the copies of stacked experts' weights.
-    pub(super) fn drop_stack_copies(&self) {
-        self.stacks().for_each(Stack::drop_copies);
     }
 
     /// The MLP of `x` `[N, hidden size]`, in the dtype of products, or of experts in f32.
@@ -162,16 +131,6 @@ impl Mlp {
             Self::Experts(experts) => experts.forward(x),
             Self::Stacked(experts) => experts.forward(x),
         }
-    }
-}
-
-/// The non-linearity `activation` of `x`.
-pub(super) fn activated(activation: Activation, x: &Tensor) -> Tensor {
-    match activation {
-        Activation::Gelu => x.gelu("none"),
-        Activation::GeluTanh => x.gelu("tanh"),
-        Activation::Silu => x.silu(),
-        Activation::Relu => x.relu(),
     }
 }
 
@@ -214,7 +173,7 @@ impl Dense {
 
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let first = self.inputs[0].forward_dropping(x, dropout);
-        let activate = |x: &Tensor| activated(self.activation, x);
+        let activate = |x: &Tensor| self.activation.apply(x);
         let inner = match self.inputs.get(1) {
             Some(up) => activate(&first) * up.forward_dropping(x, dropout),
             None if self.fused => {
@@ -228,15 +187,75 @@ impl Dense {
 }
 
 impl Experts {
-    /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32. Gradients flow into the chosen experts, and through the
-    /// weights into the router.
-    fn forward(&self, x: &Tensor) -> Tensor {
-        let (weights, experts) = self.router.forward(x).softmax(-1, Kind::Float).topk(self.chosen, -1, true, true);
+    /// Builds the experts of the layer whose tensors are at `at`.
+    fn build(
+        names: &ExpertNames,
+        at: &dyn Fn(&str) -> String,
+        (shape, experts): (&Shape, &shape::Experts),
+        (b, compute): (&mut Builder<'_>, Kind),
+        stds: [f64; 2],
+    ) -> Result<Self> {
+        let ExpertNames { router, experts: prefix, inputs, out, shared, .. } = *names;
+        let (hidden, inner) = (shape.hidden_size, experts.intermediate_size);
+        let gate = |width_out: i64| LinearShape {
+            width_in: hidden,
+            width_out,
+            bias: false,
+            transposed: shape.family.names.transposed,
+            std: shape.initializer_range,
+        };
+        let router = Linear::build(b, &at(router), gate(experts.count), compute)?;
+        let bias = names.bias.filter(|_| matches!(experts.scoring, Scoring::Sigmoid { is_biased: true, .. }));
+        let bias = bias.map(|name| b.wide_buffer(at(name), &[experts.count], Init::Zeros)).transpose()?;
+        let sizes = Sizes { inner, stds };
+        b.open_fused(&at(prefix), names, [experts.count, inner, hidden])?;
+        let build = |expert: i64| {
+            let at = |name: &str| at(&format!("{prefix}.{expert}.{name}"));
+            Dense::build(&MlpIn::Gated(inputs), out, at, shape, (&mut *b, compute), sizes)
+        };
+        let all = (0..experts.count).map(build).collect::<Result<_>>()?;
+        let shared = match (shared, experts.shared) {
+            (Some([mlp, gate_name]), Some(inner)) => {
+                let of_mlp = |name: &str| at(&format!("{mlp}.{name}"));
+                let sizes = Sizes { inner, stds };
+                let dense = Dense::build(&MlpIn::Gated(inputs), out, of_mlp, shape, (&mut *b, compute), sizes)?;
+                Some(Box::new((dense, Linear::build(b, &at(gate_name), gate(1), compute)?)))
+            }
+            _ => None,
+        };
+        let shape::Experts { chosen, scoring, normalized, .. } = *experts;
+        Ok(Self { router, experts: all, chosen, scoring, bias, normalized, shared })
+    }
+
+    /// Weights and numbers of the experts of each token, `[N, chosen]`, from the router's results.
+    fn chosen(&self, results: &Tensor) -> (Tensor, Tensor) {
+        let (scores, least) = match self.scoring {
+            Scoring::Softmax => (results.softmax(-1, Kind::Float), 0.0),
+            // As in transformers, which divides by the sum and this.
+            Scoring::Sigmoid { .. } => (results.to_kind(Kind::Float).sigmoid(), 1e-6),
+        };
+        let (weights, experts) = match &self.bias {
+            None => scores.topk(self.chosen, -1, true, true),
+            Some(bias) => {
+                let (_, experts) = (scores.detach() + bias).topk(self.chosen, -1, true, true);
+                (scores.gather(-1, &experts, false), experts)
+            }
+        };
         let weights = if self.normalized {
-            &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)
+            &weights / (weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float) + least)
         } else {
             weights
         };
+        match self.scoring {
+            Scoring::Sigmoid { scale, .. } if scale != 1.0 => (weights * scale, experts),
+            Scoring::Sigmoid { .. } | Scoring::Softmax => (weights, experts),
+        }
+    }
+
+    /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32. Gradients flow into the chosen experts, and through the
+    /// weights into the router.
+    fn forward(&self, x: &Tensor) -> Tensor {
+        let (weights, experts) = self.chosen(&self.router.forward(x));
         let run = |expert: usize, tokens: &Tensor| self.experts[expert].forward(tokens, None);
         let sum = mixed(x, Routes { weights, experts, count: self.experts.len() }, &run);
         match self.shared.as_deref() {

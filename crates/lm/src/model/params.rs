@@ -2,11 +2,11 @@
 
 use super::mxfp4;
 use super::quantized::{Quantization, Quantized};
-use super::shape::{HeadNames, Names};
+use super::shape::{ExpertNames, HeadNames, Names};
 use rlhf_base::rng::{Purpose, Stream};
 use rlhf_base::weights::{Checkpoint, brief, is_beside_codes, not_finite};
 use rlhf_base::{Error, Result};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
@@ -85,6 +85,9 @@ const OTHER_PARTS: [&str; 7] = [
 /// Prefix of the names of the language model's head in the older order.
 const TEXT_HEAD: &str = "language_model.";
 
+/// Names of the weights of all experts of a layer in one tensor: those of gates and up projections, and those back.
+const FUSED: [&str; 2] = ["gate_up_proj", "down_proj"];
+
 /// Number of random numbers drawn before they are copied into their tensor.
 const DRAWN_AT_ONCE: usize = 1 << 20;
 
@@ -107,6 +110,8 @@ pub struct Builder<'a> {
     tied: bool,
     /// The seed of tensors that the checkpoint lacks; `None`: they are missing.
     absent: Option<u64>,
+    /// Weights of experts that the checkpoint holds in one tensor for all of a layer, by the names of the model.
+    fused: HashMap<String, Tensor>,
     params: Vec<Param>,
     asked: HashSet<String>,
     missing: Vec<String>,
@@ -156,7 +161,7 @@ impl<'a> Builder<'a> {
                 prefixes(names).into_iter().find(used).unwrap_or("")
             }
         };
-        let (params, asked) = (Vec::new(), HashSet::new());
+        let (fused, params, asked) = (HashMap::new(), Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
         let (rounded, tied, absent) = (false, false, None);
         let (quantization, unpacks) = (None, false);
@@ -171,6 +176,7 @@ impl<'a> Builder<'a> {
             stored_prefix,
             tied,
             absent,
+            fused,
             params,
             asked,
             missing,
@@ -350,6 +356,32 @@ impl<'a> Builder<'a> {
         names.iter().find(stored).unwrap_or(&names[0])
     }
 
+    /// Whether the tensor `name` of the checkpoint belongs to another part than the language model.
+    fn is_other_part(&self, name: &str) -> bool {
+        let is_part = TEXT_PARTS.contains(&self.stored_prefix);
+        let name = if is_part { name.strip_prefix(TEXT_HEAD).unwrap_or(name) } else { name };
+        let parts = self.names.others.iter().chain(OTHER_PARTS.iter().filter(|_| is_part));
+        parts.into_iter().any(|part| name.starts_with(part))
+    }
+
+    /// The parts of the checkpoint beside the language model, in words: `model.visual.* (12 tensors)`.
+    pub fn left_out(&self) -> Option<String> {
+        let Source::Checkpoint(checkpoint) = self.source else { return None };
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        for name in checkpoint.names().filter(|name| self.is_other_part(name) && !self.asked.contains(*name)) {
+            // `model.visual` or `mtp`.
+            let inner = if name.starts_with("model.") { 1 } else { 0 };
+            let end = name.match_indices('.').nth(inner).map_or(name.len(), |(at, _)| at);
+            *counts.entry(&name[..end]).or_default() += 1;
+        }
+        let words = |(part, count): (&str, usize)| {
+            let noun = if count == 1 { "tensor" } else { "tensors" };
+            format!("{}.* ({count} {noun})", brief(part))
+        };
+        let parts: Vec<String> = counts.into_iter().map(words).collect();
+        (!parts.is_empty()).then(|| parts.join(", "))
+    }
+
     /// Sets the dtype of the next tensors; returns the previous one.
     pub fn hold_as(&mut self, kind: Option<Kind>) -> Option<Kind> {
         std::mem::replace(&mut self.hold, kind)
@@ -388,6 +420,9 @@ impl<'a> Builder<'a> {
             Source::Shared(params) => {
                 let shared = params.iter().find(|param| param.name == name);
                 shared.expect("both have the same shape").tensor.shallow_clone()
+            }
+            Source::Checkpoint(_) if self.fused.contains_key(name) => {
+                self.fused.remove(name).expect("it is there").copy()
             }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, name);
@@ -434,6 +469,40 @@ impl<'a> Builder<'a> {
         let tensor = self.tensor(name, shape, init, false)?;
         self.params.last_mut().expect("it was just kept").fixed = true;
         Ok(tensor)
+    }
+
+    /// [`Builder::buffer`] that is f32 whatever the dtype of the other tensors.
+    pub fn wide_buffer(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
+        let held = self.hold_as(Some(Kind::Float));
+        let buffer = self.buffer(name, shape, init);
+        self.hold_as(held);
+        buffer
+    }
+
+    /// Reads the weights of the experts at `prefix`, of `count` experts with `inner` columns inside, if the checkpoint has them in one tensor for
+    /// all, as transformers holds them: gate and up projections `[count, 2 * inner, hidden]`, and those back `[count, hidden, inner]`.
+    pub fn open_fused(&mut self, prefix: &str, names: &ExpertNames, [count, inner, hidden]: [i64; 3]) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        let [gate, up] = names.inputs;
+        let parts = [
+            (FUSED[0], [count, 2 * inner, hidden], vec![(gate, 0), (up, inner)], inner),
+            (FUSED[1], [count, hidden, inner], vec![(names.out, 0)], hidden),
+        ];
+        for (end, shape, columns, width) in parts {
+            let stored = self.stored_name(checkpoint, &format!("{prefix}.{end}"));
+            let Some(found) = checkpoint.shape(&stored) else { continue };
+            self.asked.insert(stored.clone());
+            if found != shape {
+                self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
+                continue;
+            }
+            let whole = self.read(checkpoint, &stored)?;
+            for (expert, weights) in whole.unbind(0).into_iter().enumerate() {
+                let own = columns.iter().map(|(part, from)| (part, weights.narrow(0, *from, width)));
+                self.fused.extend(own.map(|(part, weight)| (format!("{prefix}.{expert}.{part}.weight"), weight)));
+            }
+        }
+        Ok(())
     }
 
     /// Sets that the checkpoint may have the tensor `name`, which the model does not use.
@@ -531,9 +600,9 @@ impl<'a> Builder<'a> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
         let is_part = TEXT_PARTS.contains(&self.stored_prefix);
         let harmless = |name: &str| {
+            let other_part = self.is_other_part(name);
             let name = if is_part { name.strip_prefix(TEXT_HEAD).unwrap_or(name) } else { name };
-            is_part && OTHER_PARTS.iter().any(|part| name.starts_with(part))
-                || self.names.others.iter().any(|part| name.starts_with(part))
+            other_part
                 || self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
                 || ignored.iter().any(|prefix| name.starts_with(prefix))
         };

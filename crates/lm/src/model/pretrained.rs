@@ -160,6 +160,11 @@ impl<H: ModelHead> PretrainedModel<H> {
         Ok(())
     }
 
+    /// The parts of the folder beside the language model, which a saved model does not have, such as `model.visual.* (12 tensors)`.
+    pub fn parts_left_out(&self) -> Option<&str> {
+        self.body.left_out.as_deref()
+    }
+
     /// Whether tensors were rounded to the configured dtype when they were read.
     pub fn was_rounded(&self) -> bool {
         self.body.rounded

@@ -16,8 +16,9 @@ use tch::{Kind, Tensor};
 /// The key of the base model in `adapter_config.json`.
 const BASE_NAME: &str = "base_model_name_or_path";
 
-/// Ends of the names of tensors that public files have in f32 beside others in bf16: those of the gated delta rule, which transformers widens itself.
-const OWN_DTYPES: [&str; 2] = ["linear_attn.A_log", "linear_attn.norm.weight"];
+/// Ends of the names of tensors that public files have in f32 beside others in bf16: those of the gated delta rule, which
+/// transformers widens itself, and the biases of LFM2's experts.
+const OWN_DTYPES: [&str; 3] = ["linear_attn.A_log", "linear_attn.norm.weight", "feed_forward.expert_bias"];
 
 /// The dtype of 16 bits that all of `kinds` are, or else f32, which holds the numbers of each; none if there are no dtypes.
 fn widest(mut kinds: impl Iterator<Item = Kind>) -> Option<Kind> {

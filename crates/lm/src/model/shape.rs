@@ -45,6 +45,16 @@ pub enum Activation {
 const ACTIVATIONS: &str = "gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, silu, swish, relu";
 
 impl Activation {
+    /// The non-linearity of `x`.
+    pub(super) fn apply(self, x: &Tensor) -> Tensor {
+        match self {
+            Self::Gelu => x.gelu("none"),
+            Self::GeluTanh => x.gelu("tanh"),
+            Self::Silu => x.silu(),
+            Self::Relu => x.relu(),
+        }
+    }
+
     /// The activation of this name in transformers.
     fn named(name: &str) -> Option<Self> {
         match name {
@@ -214,14 +224,30 @@ pub struct Experts {
     pub chosen: i64,
     /// Width inside an expert.
     pub intermediate_size: i64,
+    /// The scores by which they are chosen.
+    pub scoring: Scoring,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub normalized: bool,
     /// Width inside an MLP that each token goes through beside its experts; `None`: there is none.
     pub shared: Option<i64>,
     /// Whether each layer has experts instead of one MLP.
     pub layers: Vec<bool>,
-    /// The gate of experts whose weights are stacked (`ExpertNames::is_stacked`).
+    /// The gate of gpt-oss's experts.
     pub clamped: Option<ClampedGate>,
+}
+
+/// The scores of a token's experts, of which the largest are their weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scoring {
+    /// The softmax of the router's results.
+    Softmax,
+    /// The sigmoid of each of the router's results (LFM2).
+    Sigmoid {
+        /// Whether each expert has a stored number that is added to its score for the choice, and not to its weight.
+        is_biased: bool,
+        /// Factor of the weights.
+        scale: f64,
+    },
 }
 
 /// Growth of the queries with their positions: that at position p is multiplied by `1 + beta * ln(1 + floor(p / original))`
@@ -812,9 +838,25 @@ pub struct ExpertNames {
     pub out: &'static str,
     /// An MLP beside the experts, and the gate of its output.
     pub shared: Option<[&'static str; 2]>,
-    /// Whether one tensor has the weights of all experts, `[experts, in, out]`, and another, whose name ends with `_bias`, their biases; the router
-    /// has a bias too.
-    pub is_stacked: bool,
+    /// A number of each expert that is added to its score for the choice.
+    pub bias: Option<&'static str>,
+    /// Whether and how one tensor has the weights of all experts.
+    pub stacking: Option<Stacking>,
+}
+
+/// Weights of all experts in one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stacking {
+    /// `[experts, in, out]`, where gate and up projections take turns, with biases in a tensor whose name ends with `_bias`; the router has a bias
+    /// too (gpt-oss).
+    InOut,
+    /// `[experts, out, in]`, the gate and then the up projection, beside the layer's own MLP (Gemma 4).
+    Beside {
+        /// Factors of the router's input, by column, and of the weights, by expert.
+        scales: [&'static str; 2],
+        /// Norms of the MLP's output, of the experts' input and of their output.
+        norms: [&'static str; 3],
+    },
 }
 
 impl ExpertNames {
@@ -822,17 +864,29 @@ impl ExpertNames {
     pub fn is_stack(&self, name: &str) -> bool {
         let ends =
             |part: &str| name.strip_suffix(part).is_some_and(|rest| rest.ends_with(&format!("{}.", self.experts)));
-        self.is_stacked && [self.inputs[0], self.out].into_iter().any(ends)
+        self.stacking.is_some() && [self.inputs[0], self.out].into_iter().any(ends)
     }
 
-    /// Whether the linear layer of this name is part of an MLP, with experts or without.
+    /// Whether layers with experts have an MLP as others have it, and a router that is a linear layer in transformers too.
+    pub fn are_beside(&self) -> bool {
+        matches!(self.stacking, Some(Stacking::Beside { .. }))
+    }
+
+    /// Whether the layer or tensor of this name is part of an MLP, with experts or without, where those get no adapters: in models whose
+    /// MLPs have experts in their place.
     pub fn has(&self, layer: &str) -> bool {
+        if self.are_beside() {
+            return self.is_stack(layer);
+        }
         let module = self.router.split('.').next();
         layer.split('.').any(|part| Some(part) == module)
     }
 
     /// Whether the linear layer of this name is a router or part of an expert.
     fn routes(&self, layer: &str) -> bool {
+        if self.are_beside() {
+            return false;
+        }
         let module = layer.rsplit_once('.').map_or("", |(module, _)| module);
         let is_router = layer.strip_suffix(self.router).is_some_and(|rest| rest.ends_with('.'));
         is_router || module.contains(&format!(".{}.", self.experts))

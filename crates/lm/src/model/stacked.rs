@@ -1,9 +1,10 @@
-//! Experts whose weights are one tensor for all of a layer, with a clamped gate (gpt-oss).
+//! Experts whose weights are one tensor for all of a layer: with a clamped gate (gpt-oss), and beside the layer's MLP (Gemma 4).
 
-use super::linear::{Linear, LinearShape, Weight};
+use super::linear::{Linear, LinearShape, Norm, Weight};
+use super::lora::Dropout;
 use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
-use super::shape::{ClampedGate, ExpertNames, Experts};
+use super::shape::{Activation, ClampedGate, ExpertNames, Experts, Shape, Stacking};
 use rlhf_base::Result;
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -19,11 +20,30 @@ pub(super) struct StackedExperts {
     gate: ClampedGate,
 }
 
-/// One projection of all experts: weights `[experts, in, out]` and biases `[experts, out]`.
+/// One projection of all experts.
 #[derive(Debug)]
 pub(crate) struct Stack {
+    /// `[experts, in, out]`, or `[experts, out, in]` without biases.
     weight: Weight,
-    bias: Weight,
+    /// `[experts, out]`.
+    bias: Option<Weight>,
+    compute: Kind,
+}
+
+/// Experts beside the MLP of a layer, with their router. Both read the residual stream.
+#[derive(Debug)]
+pub(super) struct ExpertsBeside {
+    pub(super) router: Linear,
+    /// Factors of the router's input, `[hidden size]`.
+    input_scales: Tensor,
+    /// Factors of the experts' weights, `[experts]`.
+    scales: Tensor,
+    stacks: [Stack; 2],
+    /// Norms of the MLP's output, of the experts' input and of their output.
+    norms: [Norm; 3],
+    chosen: i64,
+    activation: Activation,
+    eps: f64,
     compute: Kind,
 }
 
@@ -44,7 +64,7 @@ impl StackedExperts {
             let name = at(&format!("{}.{name}", names.experts));
             let weight = b.tensor(name.clone(), &[count, width_in, width_out], Init::Normal(std), true)?;
             let bias = b.tensor(format!("{name}_bias"), &[count, width_out], Init::Zeros, false)?;
-            Ok(Stack { weight: Weight::new(weight), bias: Weight::new(bias), compute })
+            Ok(Stack { weight: Weight::new(weight), bias: Some(Weight::new(bias)), compute })
         };
         let stacks = [stack(names.inputs[0], hidden, 2 * inner)?, stack(names.out, inner, hidden)?];
         Ok(Self { router, stacks, chosen: experts.chosen, gate })
@@ -65,13 +85,8 @@ impl StackedExperts {
         let weights = chosen.softmax(-1, Kind::Float);
         // Of all experts at once: the gradient of one alone would be as large as that of all.
         let [inputs, outs] = self.stacks.each_ref().map(Stack::by_expert);
-        let run = |expert: usize, tokens: &Tensor| {
-            let product = |(weights, biases): &(Vec<Tensor>, Vec<Tensor>), x: &Tensor| {
-                x.matmul(&weights[expert]) + &biases[expert]
-            };
-            product(&outs, &self.gated(&product(&inputs, tokens)))
-        };
-        let count = outs.0.len();
+        let run = |expert: usize, tokens: &Tensor| outs.product(expert, &self.gated(&inputs.product(expert, tokens)));
+        let count = outs.weights.len();
         mixed(x, Routes { weights, experts, count }, &run)
     }
 
@@ -84,33 +99,116 @@ impl StackedExperts {
     }
 }
 
+/// The projections of the experts of a layer, in the dtype of products.
+struct ByExpert {
+    /// `[in, out]` each.
+    weights: Vec<Tensor>,
+    biases: Option<Vec<Tensor>>,
+}
+
+impl ByExpert {
+    /// The projection of `x` `[tokens, in]` by an expert.
+    fn product(&self, expert: usize, x: &Tensor) -> Tensor {
+        let product = x.matmul(&self.weights[expert]);
+        self.biases.as_ref().map_or_else(|| product.shallow_clone(), |biases| &product + &biases[expert])
+    }
+}
+
+impl ExpertsBeside {
+    /// Builds the experts of layer `i` whose names `at` completes, if the layers have such experts.
+    pub(super) fn build(
+        i: usize,
+        shape: &Shape,
+        at: impl Fn(&str) -> String,
+        b: &mut Builder<'_>,
+        compute: Kind,
+    ) -> Result<Option<Self>> {
+        let (Some(experts), Some(names)) = (&shape.experts, &shape.family.names.experts) else { return Ok(None) };
+        let Some(Stacking::Beside { scales, norms }) = names.stacking.filter(|_| experts.layers[i]) else {
+            return Ok(None);
+        };
+        let (count, inner, hidden) = (experts.count, experts.intermediate_size, shape.hidden_size);
+        let std = shape.initializer_range;
+        let of_router = LinearShape { width_in: hidden, width_out: count, bias: false, transposed: false, std };
+        let router = Linear::build(b, &at(names.router), of_router, compute)?;
+        let [input_scales, scales] = scales;
+        let input_scales = b.tensor(at(input_scales), &[hidden], Init::Ones, true)?;
+        let scales = b.tensor(at(scales), &[count], Init::Ones, true)?;
+        let mut stack = |name: &str, width_in: i64, width_out: i64| -> Result<Stack> {
+            let name = at(&format!("{}.{name}", names.experts));
+            let weight = b.tensor(name, &[count, width_out, width_in], Init::Normal(std), true)?;
+            Ok(Stack { weight: Weight::new(weight), bias: None, compute })
+        };
+        let stacks = [stack(names.inputs[0], hidden, 2 * inner)?, stack(names.out, inner, hidden)?];
+        let mut norm = |name: &str| Norm::build(b, &at(name), hidden, shape);
+        let norms = [norm(norms[0])?, norm(norms[1])?, norm(norms[2])?];
+        let (chosen, activation, eps) = (experts.chosen, shape.activation, shape.norm_eps);
+        Ok(Some(Self { router, input_scales, scales, stacks, norms, chosen, activation, eps, compute }))
+    }
+
+    pub(super) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
+        self.stacks.iter_mut()
+    }
+
+    pub(super) fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        self.stacks.iter()
+    }
+
+    /// The result `fed` of the layer's MLP and that of the experts for the residual stream `x` `[N, hidden size]` f32, each normalized: their
+    /// sum, f32.
+    pub(super) fn add_to(&self, fed: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let [of_mlp, before, after] = &self.norms;
+        let hidden = x.size()[1];
+        // A norm without a weight.
+        let routed = x.rms_norm([hidden], None::<&Tensor>, self.eps) * self.input_scales.to_kind(Kind::Float);
+        let routed = routed * (hidden as f64).powf(-0.5);
+        let results = self.router.forward_dropping(&routed.to_kind(self.compute), dropout);
+        let (weights, experts) = results.softmax(-1, Kind::Float).topk(self.chosen, -1, true, true);
+        let weights = &weights / weights.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float);
+        let scales = self.scales.to_kind(Kind::Float).index_select(0, &experts.view([-1])).view_as(&weights);
+        let [inputs, outs] = self.stacks.each_ref().map(Stack::by_expert);
+        let run = |expert: usize, tokens: &Tensor| {
+            let parts = inputs.product(expert, tokens).chunk(2, -1);
+            outs.product(expert, &(self.activation.apply(&parts[0]) * &parts[1]))
+        };
+        let count = outs.weights.len();
+        let routes = Routes { weights: weights * scales, experts, count };
+        let mixed = mixed(&before.forward(x, self.compute), routes, &run);
+        of_mlp.forward(&fed.to_kind(Kind::Float), Kind::Float) + after.forward(&mixed, Kind::Float)
+    }
+}
+
 impl Stack {
     /// Weight and bias of each expert in the dtype of products.
-    fn by_expert(&self) -> (Vec<Tensor>, Vec<Tensor>) {
+    fn by_expert(&self) -> ByExpert {
         let of = |weight: &Weight| {
             // A part needs a gradient only where gradients are computed.
             let learns = weight.held.get(0).requires_grad();
             if learns { weight.held.to_kind(self.compute) } else { weight.used(self.compute) }.unbind(0)
         };
-        (of(&self.weight), of(&self.bias))
+        let mut weights = of(&self.weight);
+        if self.bias.is_none() {
+            weights = weights.iter().map(Tensor::tr).collect();
+        }
+        ByExpert { weights, biases: self.bias.as_ref().map(of) }
     }
 
-    fn weights(&self) -> [&Weight; 2] {
-        [&self.weight, &self.bias]
+    fn weights(&self) -> impl Iterator<Item = &Weight> {
+        std::iter::once(&self.weight).chain(&self.bias)
     }
 
     /// Converts weights and biases to the dtype of products, as [`Linear::hold_as_computed`].
     pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
-        let own =
-            [&mut self.weight, &mut self.bias].into_iter().filter(|weight| !kept.contains(&weight.held.data_ptr()));
+        let all = std::iter::once(&mut self.weight).chain(&mut self.bias);
+        let own = all.filter(|weight| !kept.contains(&weight.held.data_ptr()));
         own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
     }
 
     pub(super) fn uses_copies(&self) -> bool {
-        self.weights().into_iter().any(|weight| weight.held.kind() != self.compute)
+        self.weights().any(|weight| weight.held.kind() != self.compute)
     }
 
     pub(super) fn drop_copies(&self) {
-        self.weights().into_iter().for_each(Weight::drop_copy);
+        self.weights().for_each(Weight::drop_copy);
     }
 }

@@ -33,6 +33,13 @@ const KNOWN: [&str; 20] = [
     "vocab_size",
 ];
 
+/// Factors of Granite's scores, embeddings, branches and logits.
+pub(super) const ATTENTION_SCALE: &str = "attention.scale";
+pub(super) const EMBEDDING_SCALE: &str = "embedding_scale";
+pub(super) const RESIDUAL_SCALE: &str = "residual_scale";
+pub(super) const LOGIT_SCALE: &str = "logit_scale";
+const OF_GRANITE: [&str; 4] = [ATTENTION_SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGIT_SCALE];
+
 /// A model as its file describes it.
 #[derive(Debug)]
 pub(super) struct Description {
@@ -61,9 +68,10 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         // Every fourth layer has no positions, as transformers has it by default.
         "smollm3" => "SmolLM3ForCausalLM",
         "olmo2" => "Olmo2ForCausalLM",
+        "granite" => "GraniteForCausalLM",
         other => {
             let other = beginning(other, 120);
-            let expected = "llama, qwen2, qwen3, smollm3 or olmo2";
+            let expected = "llama, qwen2, qwen3, smollm3, olmo2 or granite";
             return Err(file.error(format!("`general.architecture`: expected {expected}, found {other:?}")));
         }
     };
@@ -99,8 +107,11 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     if architecture != "qwen2" {
         config.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
     }
-    if architecture == "llama" {
+    if ["llama", "granite"].contains(&architecture) {
         config.insert("mlp_bias".into(), json!(has("blk.0.ffn_down.bias")));
+    }
+    if architecture == "granite" {
+        config.extend(settings.factors(head_dim)?);
     }
     config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
     config.extend(settings.special_tokens()?);
@@ -123,7 +134,8 @@ impl Settings<'_> {
     fn check_known(&self) -> Result<()> {
         let prefix = self.key("");
         let own = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
-        match own.clone().find(|name| !KNOWN.contains(name)) {
+        let of_granite = |name: &str| self.architecture == "granite" && OF_GRANITE.contains(&name);
+        match own.clone().find(|name| !KNOWN.contains(name) && !of_granite(name)) {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
@@ -151,6 +163,18 @@ impl Settings<'_> {
             Some(n) => Err(self.file.error(format!("`{}`: expected an integer from 1, found {n}", self.key(name)))),
             None => Err(self.file.error(format!("expected the key `{}`, found none", self.key(name)))),
         }
+    }
+
+    /// Granite's factors, with llama.cpp's values where a file has none.
+    fn factors(&self, head_dim: i64) -> Result<Map<String, Value>> {
+        let number =
+            |name: &str, default: f64| -> Result<f64> { Ok(self.file.number(&self.key(name))?.unwrap_or(default)) };
+        Ok(Map::from_iter([
+            ("attention_multiplier".into(), json!(number(ATTENTION_SCALE, (head_dim as f64).powf(-0.5))?)),
+            ("embedding_multiplier".into(), json!(number(EMBEDDING_SCALE, 1.0)?)),
+            ("residual_multiplier".into(), json!(number(RESIDUAL_SCALE, 1.0)?)),
+            ("logits_scaling".into(), json!(number(LOGIT_SCALE, 1.0)?)),
+        ]))
     }
 
     /// The width of a head; all of it is rotated.

@@ -2,6 +2,7 @@
 
 mod tokens;
 
+use super::description::{ATTENTION_SCALE, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
 use crate::settings::{ConvertConfig, GgufType};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
@@ -11,7 +12,7 @@ use std::path::Path;
 use tch::{Kind, Tensor};
 
 /// The `model_type`s that are written, under the same names of llama.cpp's architectures.
-const ARCHITECTURES: [&str; 5] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2"];
+const ARCHITECTURES: [&str; 6] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite"];
 
 /// Name of the tensor with the factors of Llama 3.1's rotary angles.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -123,6 +124,15 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
             let message = format!("expected a rope type that llama.cpp's files can state, found {other:?}");
             return Err(Error::invalid(dir.join("config.json"), beginning(&message, 200)));
         }
+    }
+    if architecture == "granite" {
+        of_model.extend([
+            (ATTENTION_SCALE, Value::Number(config.attention_scale)),
+            (EMBEDDING_SCALE, Value::Number(config.embedding_scale)),
+            (RESIDUAL_SCALE, Value::Number(config.branch_scale)),
+            // llama.cpp divides by it.
+            (LOGIT_SCALE, Value::Number(1.0 / config.lm_head_scale)),
+        ]);
     }
     all.extend(of_model.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
     all.push(("general.file_type".into(), size(outtype.file_type())));

@@ -49,11 +49,12 @@ impl Sampled {
         let tokens = if sizes.config().is_encoder_decoder() {
             let scores = [outputs * self.longest.pow(2), outputs];
             let source = SourceTokens { computed: read, attended: read, scores };
-            PassTokens { computed: outputs, attended: outputs, outputs, source }
+            PassTokens { computed: outputs, attended: outputs, outputs, rows: [outputs, 1], source }
         } else {
-            PassTokens { computed: read, attended: read, outputs, source: SourceTokens::default() }
+            let rows = [outputs, self.longest];
+            PassTokens { computed: read, attended: read, outputs, rows, source: SourceTokens::default() }
         };
-        phase.activations = sizes.forward_bytes(tokens, compute);
+        phase.activations = sizes.forward_bytes(tokens, (compute, self.device));
         let bytes = if self.is_plain { FILTERED_LOGITS } else { 2 * compute.elt_size_in_bytes() };
         phase.logits = self.rows * sizes.config().vocab_size as usize * bytes;
     }
@@ -299,7 +300,7 @@ impl<'a> Job<'a> {
             };
             let tokens =
                 self.rows.updates.iter().filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
-            phase.activations = member.sizes.forward_bytes(tokens, self.compute);
+            phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
             if matches!(member.role, Role::ReferenceModel | Role::Policy) {
                 phase.logits = self.logits(member, tokens.outputs, false);
             }
@@ -437,7 +438,8 @@ impl<'a> Job<'a> {
         let adapter = member.adapter.as_ref().map(|(lora, drops)| (lora, *drops));
         let checkpointing = self.run.run().gradient_checkpointing;
         // The targets were found when the model was held.
-        member.sizes.activations(tokens, self.compute, adapter, checkpointing).unwrap_or_default()
+        let place = (self.compute, self.machine.device);
+        member.sizes.activations(tokens, place, adapter, checkpointing).unwrap_or_default()
     }
 
     /// Writing a checkpoint: one tensor at a time is copied.
@@ -488,6 +490,7 @@ impl<'a> Job<'a> {
             computed: tokens,
             attended: scale(used.attended, tokens),
             outputs: scale(used.outputs, tokens),
+            rows: [scale(used.rows[0], tokens), used.rows[1]],
             source: SourceTokens {
                 computed: scale(used.source.computed, tokens),
                 attended: scale(used.source.attended, tokens),

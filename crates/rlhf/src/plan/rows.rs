@@ -318,9 +318,11 @@ pub(super) fn passes(rows: &[Row], limits: Limits) -> Vec<PassTokens> {
 pub(super) fn tokens_of(rows: &[&Row], shares: bool) -> PassTokens {
     let outputs = rows.iter().map(|row| row.outputs).sum();
     let attended: usize = rows.iter().map(|row| row.read()[1]).sum();
+    let in_rows = [rows.len(), rows.iter().map(|row| row.read()[1]).max().unwrap_or(0)];
     if rows.iter().all(|row| row.pair.is_none()) {
         let shared: usize = shared_of(rows, shares).iter().sum();
-        return PassTokens { computed: attended - shared, attended, outputs, source: SourceTokens::default() };
+        let source = SourceTokens::default();
+        return PassTokens { computed: attended - shared, attended, outputs, rows: in_rows, source };
     }
     let different: Vec<usize> = (0..rows.len()).filter(|&at| reads(rows, at)).map(|at| rows[at].read()[0]).collect();
     let padded = |count: usize, lens: &mut dyn Iterator<Item = usize>| count * lens.max().unwrap_or(0).pow(2);
@@ -332,7 +334,7 @@ pub(super) fn tokens_of(rows: &[&Row], shares: bool) -> PassTokens {
             padded(rows.len(), &mut rows.iter().map(|row| row.read()[1])),
         ],
     };
-    PassTokens { computed: attended, attended, outputs, source }
+    PassTokens { computed: attended, attended, outputs, rows: in_rows, source }
 }
 
 /// Whether an encoder reads the prompt of row `at`: equal prompts, one after another, are read once.

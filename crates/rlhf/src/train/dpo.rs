@@ -8,7 +8,7 @@ mod tests;
 mod totals;
 
 use super::supervised::{Data, Loaded, Words, start_training, train};
-use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
+use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Sources};
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::card::command_to_try;
@@ -137,7 +137,7 @@ fn load_run<'a>(
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train.warnings[..], &eval.warnings, &config.loss.warnings()].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
-    warnings.extend(roundings(&model_dir, config.run.dtype, &model));
+    warnings.extend(notes_on_weights(&model_dir, config.run.dtype, &model));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let mut reference = reference;

@@ -1,7 +1,7 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
-use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
+use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
 use crate::run::checkpoint::Epochs;
 use crate::run::session::{Opening, RunSpec};
@@ -86,7 +86,7 @@ fn load_run<'a>(
     let plan = config.plan_for(num_pairs)?;
     let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
-    warnings.extend(roundings(model_dir, config.run.dtype, &model));
+    warnings.extend(notes_on_weights(model_dir, config.run.dtype, &model));
     let adds_head = model.has_new_head() && !config.new_reward_head;
     let drawn =
         format!("{}: a model without a score head: it gets a new one, with random weights", model_dir.display());

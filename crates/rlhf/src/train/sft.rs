@@ -1,7 +1,7 @@
 //! Supervised fine-tuning: a language model is trained on demonstrations.
 
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
-use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
+use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::run::card::command_to_try;
 use crate::run::checkpoint::Epochs;
@@ -76,7 +76,7 @@ fn load_run<'a>(
     warnings.extend(warning);
     warnings.extend(small_dataset(&config.data, num_blocks, plan.batch_size));
     // Weights of a configuration alone are in no file.
-    warnings.extend(model_dir.iter().flat_map(|dir| roundings(dir, config.run.dtype, &model)));
+    warnings.extend(model_dir.iter().flat_map(|dir| notes_on_weights(dir, config.run.dtype, &model)));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");

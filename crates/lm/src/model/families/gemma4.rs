@@ -1,8 +1,10 @@
-//! Gemma 4: heads of another width in layers without a window, keys and values that later layers share, and inputs of each layer.
+//! Gemma 4: heads of another width in layers without a window, keys and values that later layers share, inputs of each layer, and experts beside
+//! its MLP.
 
 use super::{Defaults, LLAMA, LLAMA_DEFAULTS, QK_NORM, llama_like};
 use crate::model::shape::{
-    Family, Fields, LayerInputNames, LayerInputs, LayerShape, Names, Order, QkNorm, RopeScaling, Shape,
+    ExpertNames, Experts, Family, Fields, LayerInputNames, LayerInputs, LayerShape, Names, Order, QkNorm, RopeScaling,
+    Scoring, Shape, Stacking,
 };
 use rlhf_base::Result;
 use serde_json::{Value, json};
@@ -26,6 +28,18 @@ pub(super) const GEMMA4: Family = Family {
             out_norm: "post_per_layer_input_norm",
         }),
         layer_scalar: Some("layer_scalar"),
+        experts: Some(ExpertNames {
+            router: "router.proj",
+            experts: "experts",
+            inputs: ["gate_up_proj", ""],
+            out: "down_proj",
+            shared: None,
+            bias: None,
+            stacking: Some(Stacking::Beside {
+                scales: ["router.scale", "router.per_expert_scale"],
+                norms: ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"],
+            }),
+        }),
         ..LLAMA
     },
 };
@@ -37,7 +51,6 @@ const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 const MOST_WIDTH: i64 = 1 << 28;
 
 fn shape(f: &Fields<'_>) -> Result<Shape> {
-    f.must_be("enable_moe_block", false)?;
     if f.present("use_bidirectional_attention").is_some_and(|found| found != "vision") {
         return Err(f.wrong("use_bidirectional_attention", "null or vision"));
     }
@@ -102,11 +115,37 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
         ropes,
         layer_shapes,
         layer_inputs: (width > 0).then_some(layer_inputs),
+        experts: experts(f, &shape)?,
         has_layer_scalars: true,
         qkv_bias: bias,
         attention_out_bias: bias,
         ..shape
     })
+}
+
+/// The experts beside the MLP of every layer, if there are any.
+fn experts(f: &Fields<'_>, shape: &Shape) -> Result<Option<Experts>> {
+    if !f.flag("enable_moe_block", false)? {
+        return Ok(None);
+    }
+    let required = |name: &str| match f.present(name) {
+        None => Err(f.wrong(name, "an integer from 1, as enable_moe_block is true")),
+        Some(_) => f.size(name, 1),
+    };
+    let (count, chosen) = (required("num_experts")?, required("top_k_experts")?);
+    if chosen > count {
+        return Err(f.wrong("top_k_experts", &format!("at most num_experts = {count}")));
+    }
+    Ok(Some(Experts {
+        count,
+        chosen,
+        intermediate_size: required("moe_intermediate_size")?,
+        scoring: Scoring::Softmax,
+        normalized: true,
+        shared: Some(shape.intermediate_size),
+        layers: vec![true; shape.num_hidden_layers as usize],
+        clamped: None,
+    }))
 }
 
 /// Whether each layer has a window: as in transformers, the last one never has.

@@ -2,7 +2,7 @@
 
 use super::{Defaults, LLAMA, llama_like};
 use crate::model::rope::{ROPE, RopeKeys};
-use crate::model::shape::{ClampedGate, ExpertNames, Experts, Family, Fields, Names, Shape};
+use crate::model::shape::{ClampedGate, ExpertNames, Experts, Family, Fields, Names, Scoring, Shape, Stacking};
 use rlhf_base::Result;
 use serde_json::json;
 
@@ -19,7 +19,8 @@ pub(super) const GPT_OSS: Family = Family {
             inputs: ["gate_up_proj", ""],
             out: "down_proj",
             shared: None,
-            is_stacked: true,
+            bias: None,
+            stacking: Some(Stacking::InOut),
         }),
         ..LLAMA
     },
@@ -55,6 +56,7 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
         count: f.size(count_name, 128)?,
         chosen: f.size("num_experts_per_tok", 4)?,
         intermediate_size: shape.intermediate_size,
+        scoring: Scoring::Softmax,
         normalized: true,
         shared: None,
         layers: vec![true; layers as usize],

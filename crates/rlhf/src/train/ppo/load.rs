@@ -1,6 +1,6 @@
 //! Loads and checks the parts of a PPO run.
 
-use super::super::{Gathered, check_held_out, gather, model_options, roundings, trained_options};
+use super::super::{Gathered, check_held_out, gather, model_options, notes_on_weights, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::environment::{Environment, Log};
@@ -383,7 +383,7 @@ impl Models {
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
-        let mut notes = roundings(&dir, config.run.dtype, &policy);
+        let mut notes = notes_on_weights(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
@@ -556,7 +556,7 @@ fn load_value(
         model.set_format(ClassifierFormat::Transformers)?;
         model.add_adapter(lora, config.run.seed)?;
     }
-    let notes = roundings(dir, config.run.dtype, &model);
+    let notes = notes_on_weights(dir, config.run.dtype, &model);
     Ok((LoadedValue { model, dir: dir.to_path_buf() }, notes))
 }
 
