@@ -85,7 +85,8 @@ fn a_plan_is_near_the_peak_of_the_run() {
         format!("{ppo} --output_dir b --no_report --device cpu --use_peft --bf16"),
         format!("{sft} --output_dir c --no_report --device cpu"),
         format!("{ppo} --output_dir d --no_report --device cpu --offload all"),
-        "dpo --model_name_or_path big --dataset_name pairs.jsonl --max_steps 3 --output_dir e --no_report --device cpu".into(),
+        "dpo --model_name_or_path big --dataset_name pairs.jsonl --max_steps 3 --output_dir e --no_report --device cpu"
+            .into(),
     ] {
         assert_near_peak(&scratch, &line);
     }

@@ -317,7 +317,7 @@ impl<'a> Job<'a> {
         let PlannedRun::Dpo(_) = self.run else { return None };
         let member = self.members.iter().find(|member| member.role == Role::ReferenceModel)?;
         let (mut phase, tokens) = (self.base(PhaseKind::Scoring), self.largest_pass(self.limit));
-        phase.activations = member.sizes.forward_bytes(tokens, self.compute);
+        phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
         phase.logits = self.logits(member, tokens.outputs, false);
         phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
         Some(phase)

@@ -8,7 +8,7 @@ mod tests;
 mod totals;
 
 use super::supervised::{Data, Loaded, Words, start_training, train};
-use super::{Gathered, check_held_out, model_options, roundings, small_dataset, trained_options};
+use super::{Gathered, check_held_out, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, PromptLimit, Sources};
 use crate::run::card::command_to_try;
 use crate::run::checkpoint::Epochs;
@@ -131,7 +131,7 @@ fn load_run<'a>(
     let plan = config.plan_for(num_rows)?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_rows, plan.batch_size));
-    warnings.extend(roundings(&folders.student, config.run.dtype, &model));
+    warnings.extend(notes_on_weights(&folders.student, config.run.dtype, &model));
     warnings.extend(endless(config, &tokenizer));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
