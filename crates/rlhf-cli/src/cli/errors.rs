@@ -98,6 +98,11 @@ pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
         return Some(Error::Usage(format!("unrecognized subcommand '{name}'; {hint}")));
     }
     let plain = name.to_ascii_lowercase().replace('-', "_");
+    if ["gkd", "distillation"].contains(&plain.as_str()) {
+        return Some(Error::Usage(format!(
+            "unrecognized subcommand '{name}'; write distill in its place, with the same flags"
+        )));
+    }
     let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
     let trainer = plain.to_ascii_uppercase().replace('_', " ");
     Some(Error::Usage(format!("unrecognized subcommand '{name}'; there is no {trainer} here: take {systems} for it")))
@@ -199,6 +204,12 @@ mod tests {
             parse_words(&["train"]).unwrap_err(),
             "unrecognized subcommand 'train'; the commands are sft, reward, dpo, distill, ppo, grpo, rloo, pipeline, generate, logprobs, score, eval, merge, convert, push, report, chat, session, serve, replay, watch, doctor, schema, completions, plan and launch"
         );
+    }
+
+    #[test]
+    fn a_trainer_of_another_name_is_said_to_be_here() {
+        let expected = "unrecognized subcommand 'gkd'; write distill in its place, with the same flags";
+        assert_eq!(parse_words(&["gkd", "--config", "gkd.yaml"]).unwrap_err(), expected);
     }
 
     #[test]
