@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     Olmo2Config,
     Qwen2Config,
@@ -50,6 +51,7 @@ INTERLEAVED = ("llama", "smollm3", "granite")  # architectures with queries and 
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -66,7 +68,22 @@ NAMES = {
 
 
 # Names of other architectures that are not in NAMES.
-NAMES_OF = {"olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}}
+NAMES_OF = {
+    "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "self_attn.out_proj": "attn_output",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+    },
+}
 
 
 class Spec(NamedTuple):
@@ -213,6 +230,21 @@ SPECS = {
         308,
         dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
     ),
+    # A layer with attention between two with convolutions.
+    "lfm2": Spec(
+        Lfm2Config(
+            vocab_size=96,
+            intermediate_size=64,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            norm_eps=1e-5,
+            layer_types=["conv", "full_attention", "conv"],
+            **{key: value for key, value in common.items() if key != "rms_norm_eps"} | {"num_hidden_layers": 3},
+        ),
+        309,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
     # The types that the others lack, in three parts.
     "k_quants": Spec(
         Qwen3Config(
@@ -354,8 +386,14 @@ def make(name):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if kind == "lfm2":
+        kv_heads = {"conv": 0, "full_attention": config.num_key_value_heads}
+        writer.add_head_count_kv([kv_heads[layer] for layer in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_vocab_size(config.vocab_size)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if kind == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -386,6 +424,8 @@ def make(name):
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
         if kind in INTERLEAVED and heads:
             weight = interleaved(weight, heads)
+        if own.endswith("conv.conv.weight"):
+            weight = weight.squeeze(1)
         types = spec.types.get(part, Type.F32) if weight.ndim > 1 else Type.F32
         to = types[int(stored.split(".")[1])] if isinstance(types, list) else types
         if to in SCALES:
@@ -414,6 +454,7 @@ def values(name):
         if config.model_type in INTERLEAVED and heads:
             weight = halves(weight, heads)
         weight = torch.from_numpy(np.array(weight, np.float32))
+        weight = weight[:, None] if tensor.name.endswith("shortconv.conv.weight") else weight
         state[owns[tensor.name]] = weight
         if not any(key.startswith(f"{tensor.tensor_type.name}.") for key in samples):
             samples |= thin.rows({f"{tensor.tensor_type.name}.{owns[tensor.name]}": weight.clone()})

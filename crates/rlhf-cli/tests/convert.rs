@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
-const NAMES: [&str; 8] = ["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "k_quants"];
+const NAMES: [&str; 9] = ["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2", "k_quants"];
 
 /// The end of the name of a part of `k_quants`.
 fn part(number: usize) -> String {
@@ -77,7 +77,11 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
             assert_eq!(part.of(&found), *part.tensor, "{name}: {kind}, {tensor}");
             kinds += 1;
         }
-        assert_eq!(kinds, [7, 2, 2, 2, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()], "{name}");
+        assert_eq!(
+            kinds,
+            [7, 2, 2, 2, 2, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()],
+            "{name}"
+        );
         let ids = golden.rows("input_ids");
         let logits = golden.get("logits").get(0);
         let scale = logits.abs().max().double_value(&[]).max(1.0);
@@ -158,7 +162,7 @@ fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
     for (config, message) in [
         (
             ConvertConfig::export(models.join("gpt2"), &out),
-            "expected a model of type llama, qwen2, qwen3, smollm3, olmo2 or granite",
+            "expected a model of type llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2",
         ),
         (ConvertConfig::export(golden().join("lora/llama_untied"), &out), "found an adapter; `rlhf merge`"),
         (
@@ -302,7 +306,7 @@ fn an_unsupported_part_is_refused_by_name_before_anything_is_written() {
     for (bytes, message) in [
         (
             replaced("llama", b"llama", b"mamba"),
-            "`general.architecture`: expected llama, qwen2, qwen3, smollm3, olmo2 or granite, found \"mamba\"",
+            "`general.architecture`: expected llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2, found \"mamba\"",
         ),
         (
             replaced("llama", b"llama.rope.freq_base", b"llama.rope.freq_size"),

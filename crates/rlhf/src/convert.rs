@@ -112,7 +112,7 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
             continue;
         }
         let shown = beginning(name, 120);
-        let own = renamed(name).ok_or_else(|| {
+        let own = renamed(name, model.family.name).ok_or_else(|| {
             file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
         })?;
         if let Some((other, _)) = by_name.insert(own, (name, &entry.shape)) {
@@ -125,7 +125,8 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     for (name, shape) in expected {
         let (stored, found) =
             by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
-        if *found != shape {
+        // llama.cpp's convolutions have no dimension of groups.
+        if *found != shape && !(is_convolution(&name) && *found == [shape[0], shape[2]]) {
             let stored = beginning(stored, 120);
             return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
         }
@@ -155,26 +156,58 @@ const PARTS: [(&str, &str); 13] = [
     ("ffn_down", "mlp.down_proj"),
 ];
 
+/// The same of LFM2.
+const PARTS_OF_LFM2: [(&str, &str); 14] = [
+    ("attn_norm", "operator_norm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_layernorm"),
+    ("attn_k_norm", "self_attn.k_layernorm"),
+    ("attn_output", "self_attn.out_proj"),
+    ("shortconv.in_proj", "conv.in_proj"),
+    ("shortconv.conv", "conv.conv"),
+    ("shortconv.out_proj", "conv.out_proj"),
+    ("ffn_norm", "ffn_norm"),
+    ("ffn_gate", "feed_forward.w1"),
+    ("ffn_up", "feed_forward.w3"),
+    ("ffn_down", "feed_forward.w2"),
+];
+
+/// Names of the parts of a layer of this architecture.
+fn parts_of(architecture: &str) -> &'static [(&'static str, &'static str)] {
+    if architecture == "lfm2" { &PARTS_OF_LFM2 } else { &PARTS }
+}
+
+/// Names of the tensors outside the layers.
+fn roots_of(architecture: &str) -> [(&'static str, &'static str); 3] {
+    let norm = if architecture == "lfm2" {
+        ("token_embd_norm.weight", "model.embedding_norm.weight")
+    } else {
+        ("output_norm.weight", "model.norm.weight")
+    };
+    [("token_embd.weight", "model.embed_tokens.weight"), norm, ("output.weight", "lm_head.weight")]
+}
+
+/// Whether the tensor of a model folder is the weight of a convolution, `[width, 1, kernel]`.
+fn is_convolution(name: &str) -> bool {
+    name.ends_with(".conv.conv.weight")
+}
+
 /// Whether llama.cpp has neighbouring dimensions of queries and keys rotated together in models of this architecture.
 fn is_interleaved(architecture: &str) -> bool {
     ["llama", "smollm3", "granite"].contains(&architecture)
 }
 
 /// The name in a model folder of a tensor of a GGUF file.
-fn renamed(name: &str) -> Option<String> {
-    let whole = match name {
-        "token_embd.weight" => Some("model.embed_tokens.weight"),
-        "output_norm.weight" => Some("model.norm.weight"),
-        "output.weight" => Some("lm_head.weight"),
-        _ => None,
-    };
-    if let Some(whole) = whole {
+fn renamed(name: &str, architecture: &str) -> Option<String> {
+    if let Some((_, whole)) = roots_of(architecture).into_iter().find(|(gguf, _)| *gguf == name) {
         return Some(whole.into());
     }
     let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
     let layer: usize = layer.parse().ok()?;
     let (part, end) = rest.rsplit_once('.')?;
-    let (_, own) = PARTS.iter().find(|(gguf, _)| *gguf == part)?;
+    let (_, own) = parts_of(architecture).iter().find(|(gguf, _)| *gguf == part)?;
     ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{own}.{end}"))
 }
 
@@ -184,6 +217,7 @@ fn read(file: &Gguf, described: &Description, name: &str, kind: Kind) -> Result<
     let heads = match name.split('.').nth(2) {
         Some("attn_q") => described.heads,
         Some("attn_k") => described.kv_heads,
+        Some("shortconv") if name.ends_with(".conv.weight") => return Ok(tensor.unsqueeze(1)),
         _ => return Ok(tensor),
     };
     if !described.interleaved {

@@ -164,7 +164,7 @@ fn class<'a>(config: &'a Value, model: &'a Value) -> &'a str {
         }
         "qwen2" => ("Qwen2Tokenizer", true),
         "qwen3" | "qwen3_moe" | "qwen3_next" => ("Qwen2Tokenizer", false),
-        "qwen3_5" => ("Qwen3_5Tokenizer", true),
+        "qwen3_5" | "qwen3_5_moe" | "qwen3_5_moe_text" => ("Qwen3_5Tokenizer", true),
         "qwen3_5_text" => ("Qwen3_5Tokenizer", false),
         "bert" | "distilbert" => ("BertTokenizer", false),
         "gpt2" | "opt" => ("GPT2Tokenizer", false),
@@ -179,7 +179,7 @@ fn class<'a>(config: &'a Value, model: &'a Value) -> &'a str {
 /// Names the class of a tokenizer in its `tokenizer_config.json` among `files`, which has `config`, where transformers would take another one for the
 /// text part of a model for text and images than for the whole, whose `config.json` is `model`.
 pub(super) fn name_class_of_text_part(files: &mut [(&'static str, Vec<u8>)], config: &Value, model: &Value) {
-    // transformers corrects the class of `qwen3_5` alone.
+    // transformers corrects the class of `qwen3_5` and not that of its text part; with experts it corrects both.
     let text = json!({ "model_type": "qwen3_5_text" });
     if model["model_type"] != "qwen3_5" || class(config, model) == class(config, &text) {
         return;

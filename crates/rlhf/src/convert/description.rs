@@ -38,6 +38,8 @@ pub(super) const ATTENTION_SCALE: &str = "attention.scale";
 pub(super) const EMBEDDING_SCALE: &str = "embedding_scale";
 pub(super) const RESIDUAL_SCALE: &str = "residual_scale";
 pub(super) const LOGIT_SCALE: &str = "logit_scale";
+/// Number of tokens that LFM2's convolutions read.
+pub(super) const CACHE_OF_CONV: &str = "shortconv.l_cache";
 const OF_GRANITE: [&str; 4] = [ATTENTION_SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGIT_SCALE];
 
 /// A model as its file describes it.
@@ -69,16 +71,17 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         "smollm3" => "SmolLM3ForCausalLM",
         "olmo2" => "Olmo2ForCausalLM",
         "granite" => "GraniteForCausalLM",
+        "lfm2" => "Lfm2ForCausalLM",
         other => {
             let other = beginning(other, 120);
-            let expected = "llama, qwen2, qwen3, smollm3, olmo2 or granite";
+            let expected = "llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2";
             return Err(file.error(format!("`general.architecture`: expected {expected}, found {other:?}")));
         }
     };
     let settings = Settings { file, architecture };
     settings.check_known()?;
     let (heads, hidden) = (settings.size("attention.head_count")?, settings.size("embedding_length")?);
-    let kv_heads = settings.optional("attention.head_count_kv")?.unwrap_or(heads);
+    let (kv_heads, layer_types) = settings.key_heads(heads)?;
     let head_dim = settings.head_dim(hidden, heads)?;
     let embedding = file.tensors().get("token_embd.weight").map(|entry| entry.shape[0]);
     let vocab = embedding.ok_or_else(|| file.error("expected the tensor `token_embd.weight`, found none"))?;
@@ -113,6 +116,15 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     if architecture == "granite" {
         config.extend(settings.factors(head_dim)?);
     }
+    if architecture == "lfm2" {
+        config.extend([
+            ("norm_eps".into(), json!(eps)),
+            ("conv_L_cache".into(), json!(settings.size(CACHE_OF_CONV)?)),
+            ("conv_bias".into(), json!(false)),
+            ("block_auto_adjust_ff_dim".into(), json!(false)),
+        ]);
+        config.extend(layer_types.map(|types| ("layer_types".to_string(), types)));
+    }
     config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
     config.extend(settings.special_tokens()?);
     let interleaved = super::is_interleaved(architecture);
@@ -134,8 +146,12 @@ impl Settings<'_> {
     fn check_known(&self) -> Result<()> {
         let prefix = self.key("");
         let own = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
-        let of_granite = |name: &str| self.architecture == "granite" && OF_GRANITE.contains(&name);
-        match own.clone().find(|name| !KNOWN.contains(name) && !of_granite(name)) {
+        let is_own = |name: &str| match self.architecture {
+            "granite" => OF_GRANITE.contains(&name),
+            "lfm2" => name == CACHE_OF_CONV,
+            _ => false,
+        };
+        match own.clone().find(|name| !KNOWN.contains(name) && !is_own(name)) {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
@@ -163,6 +179,23 @@ impl Settings<'_> {
             Some(n) => Err(self.file.error(format!("`{}`: expected an integer from 1, found {n}", self.key(name)))),
             None => Err(self.file.error(format!("expected the key `{}`, found none", self.key(name)))),
         }
+    }
+
+    /// The number of key heads, and the kinds of the layers where a file has it for each: layers without key heads have convolutions.
+    fn key_heads(&self, heads: i64) -> Result<(i64, Option<Value>)> {
+        let (name, key) = ("attention.head_count_kv", self.key("attention.head_count_kv"));
+        if self.architecture != "lfm2" || !matches!(self.file.metadata().get(&key), Some(Meta::Integers(_))) {
+            return Ok((self.optional(name)?.unwrap_or(heads), None));
+        }
+        let all = self.file.integers(&key)?.unwrap_or_default();
+        let most = all.iter().copied().max().unwrap_or(0);
+        if !(1..=1 << 28).contains(&most) || all.iter().any(|n| ![0, most].contains(n)) {
+            return Err(self
+                .file
+                .error(format!("`{key}`: expected 0 or one number of heads for each layer, found others")));
+        }
+        let kind = |n: &i64| if *n == 0 { "conv" } else { "full_attention" };
+        Ok((most, Some(json!(all.iter().map(kind).collect::<Vec<_>>()))))
     }
 
     /// Granite's factors, with llama.cpp's values where a file has none.

@@ -2,17 +2,17 @@
 
 mod tokens;
 
-use super::description::{ATTENTION_SCALE, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
+use super::description::{ATTENTION_SCALE, CACHE_OF_CONV, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
 use crate::settings::{ConvertConfig, GgufType};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::{GgufTensor, Stored, Value, write};
-use rlhf_lm::model::{Activation, CausalLm, ModelConfig, ModelOptions, Param, RopeScaling};
+use rlhf_lm::model::{Activation, CausalLm, Mixing, ModelConfig, ModelOptions, Param, RopeScaling};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
 /// The `model_type`s that are written, under the same names of llama.cpp's architectures.
-const ARCHITECTURES: [&str; 6] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite"];
+const ARCHITECTURES: [&str; 7] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2"];
 
 /// Name of the tensor with the factors of Llama 3.1's rotary angles.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -72,6 +72,9 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
             "expected the non-linearity silu, and layers without positions where llama.cpp has them, found others";
         return Err(Error::invalid(dir, message));
     }
+    if matches!(config.mixing, Some(Mixing::ShortConv { bias: true, .. })) {
+        return Err(Error::invalid(dir, "expected convolutions without biases, which llama.cpp's files lack"));
+    }
     if config.windows.iter().any(Option::is_some) {
         return Err(Error::invalid(
             dir,
@@ -98,7 +101,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
         ("embedding_length", size(config.hidden_size)),
         ("feed_forward_length", size(config.intermediate_size)),
         ("attention.head_count", size(config.num_attention_heads)),
-        ("attention.head_count_kv", size(config.num_key_value_heads)),
+        ("attention.head_count_kv", key_heads(config)),
         ("rope.freq_base", Value::Number(rope.theta)),
         ("attention.layer_norm_rms_epsilon", Value::Number(config.norm_eps)),
         ("attention.key_length", size(config.head_dim)),
@@ -125,6 +128,9 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
             return Err(Error::invalid(dir.join("config.json"), beginning(&message, 200)));
         }
     }
+    if let Some(Mixing::ShortConv { kernel, .. }) = config.mixing {
+        of_model.push((CACHE_OF_CONV, size(kernel)));
+    }
     if architecture == "granite" {
         of_model.extend([
             (ATTENTION_SCALE, Value::Number(config.attention_scale)),
@@ -142,6 +148,15 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
     Ok(all)
 }
 
+/// The number of key heads; where some layers have convolutions, that of each layer, with 0 for those.
+fn key_heads(config: &ModelConfig) -> Value {
+    let heads = config.num_key_value_heads;
+    match config.mixing {
+        None => Value::Integer(heads),
+        Some(_) => Value::Integers(config.mixes.iter().map(|mixes| if *mixes { 0 } else { heads }).collect()),
+    }
+}
+
 /// Whether all settings of YaRN but those in the metadata are the usual ones.
 fn is_usual_yarn(scaling: &RopeScaling) -> bool {
     let RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, .. } = scaling else {
@@ -153,13 +168,17 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
 
 /// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
 fn spec(param: &Param, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
-    let shape = param.tensor.size();
+    let mut shape = param.tensor.size();
+    let is_convolution = super::is_convolution(&param.name);
+    if is_convolution {
+        shape.remove(1);
+    }
     let name = gguf_name(&param.name, config.family.name)
         .ok_or_else(|| Error::Run(format!("tensor `{}`: llama.cpp has no name for it", param.name)))?;
     let wanted = outtype.stored();
     let stored = match shape.as_slice() {
-        [_, width] if wanted.fits(*width) => wanted,
-        [_, _] => Stored::F16,
+        [_, width] if wanted.fits(*width) && !is_convolution => wanted,
+        [_, _] if !is_convolution => Stored::F16,
         _ => Stored::F32,
     };
     Ok(GgufTensor { name, shape, stored })
@@ -167,20 +186,14 @@ fn spec(param: &Param, config: &ModelConfig, outtype: GgufType) -> Result<GgufTe
 
 /// The name in a GGUF file of a tensor of a model folder.
 fn gguf_name(name: &str, architecture: &str) -> Option<String> {
-    let whole = match name {
-        "model.embed_tokens.weight" => Some("token_embd.weight"),
-        "model.norm.weight" => Some("output_norm.weight"),
-        "lm_head.weight" => Some("output.weight"),
-        _ => None,
-    };
-    if let Some(whole) = whole {
+    if let Some((whole, _)) = super::roots_of(architecture).into_iter().find(|(_, own)| *own == name) {
         return Some(whole.into());
     }
     let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
     let (part, end) = rest.rsplit_once('.')?;
     // OLMo 2's norms are those of the outputs.
     let of_output = architecture == "olmo2";
-    let own = super::PARTS.iter().find(|(gguf, own)| {
+    let own = super::parts_of(architecture).iter().find(|(gguf, own)| {
         *own == part && (*own != "post_attention_layernorm" || (*gguf == "post_attention_norm") == of_output)
     });
     own.map(|(gguf, _)| format!("blk.{layer}.{gguf}.{end}"))
@@ -193,6 +206,8 @@ fn in_order(param: &Param, config: &ModelConfig) -> Result<Tensor> {
         config.num_attention_heads
     } else if param.name.contains(".k_proj.") {
         config.num_key_value_heads
+    } else if super::is_convolution(&param.name) {
+        return Ok(tensor.squeeze_dim(1));
     } else {
         return Ok(tensor);
     };
