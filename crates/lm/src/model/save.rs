@@ -18,7 +18,10 @@ const BASE_NAME: &str = "base_model_name_or_path";
 
 /// Ends of the names of tensors that public files have in f32 beside others in bf16: those of the gated delta rule, which
 /// transformers widens itself, and the biases of LFM2's experts.
-const OWN_DTYPES: [&str; 3] = ["linear_attn.A_log", "linear_attn.norm.weight", "feed_forward.expert_bias"];
+const OWN_DTYPES: [&str; 3] = ["linear_attn.A_log", "linear_attn.norm.weight", EXPERT_BIAS];
+
+/// The bias by which LFM2 chooses experts, which a rounding could change: it is f32 whatever the dtype of the rest.
+const EXPERT_BIAS: &str = "feed_forward.expert_bias";
 
 /// The dtype of 16 bits that all of `kinds` are, or else f32, which holds the numbers of each; none if there are no dtypes.
 fn widest(mut kinds: impl Iterator<Item = Kind>) -> Option<Kind> {
@@ -140,6 +143,7 @@ impl Body {
         let spec = |(name, param): &(String, &Param)| TensorSpec {
             name: name.clone(),
             kind: dtype
+                .filter(|_| !param.name.ends_with(EXPERT_BIAS))
                 .or(plain.filter(|_| is_joint(param)))
                 .filter(|_| is_plain(param))
                 .unwrap_or_else(|| kind(param)),

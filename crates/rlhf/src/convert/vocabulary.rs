@@ -93,7 +93,7 @@ impl Split {
             "gpt-2" => plain(bytes(true)),
             "llama-bpe" | "llama3" | "llama-v3" => Self { ignore_merges: true, adds_bos: true, ..plain(split(LLAMA3)) },
             "qwen2" | "deepseek-r1-qwen" => Self { normalizer: json!({"type": "NFC"}), ..plain(split(QWEN2)) },
-            "smollm" => {
+            "smollm" | "refact" | "starcoder" => {
                 let digits = json!({"type": "Digits", "individual_digits": true});
                 plain(json!({"type": "Sequence", "pretokenizers": [digits, bytes(true)]}))
             }

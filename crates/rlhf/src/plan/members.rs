@@ -65,13 +65,16 @@ pub(super) struct Member<'m> {
     pub(super) adapter: Option<(LoraConfig, bool)>,
     /// The weights are those of the policy.
     pub(super) is_view: bool,
+    /// It is dropped before the first update.
+    pub(super) is_dropped: bool,
 }
 
 impl NamedModel {
     /// The model as a frozen member of a run.
     fn member(&self, role: Role, held: Held, stage: ZeroStage) -> Member<'_> {
         let Self { name, sizes } = self;
-        Member { role, name, sizes, held, stage, is_trained: false, states: 0, adapter: None, is_view: false }
+        let (is_trained, is_view, is_dropped) = (false, false, false);
+        Member { role, name, sizes, held, stage, is_trained, states: 0, adapter: None, is_view, is_dropped }
     }
 }
 
@@ -189,6 +192,11 @@ impl Models {
         self.main.sizes.config()
     }
 
+    /// The configuration of a reference model of its own.
+    pub(super) fn reference_config(&self) -> Option<&ModelConfig> {
+        self.reference.as_ref().map(|model| model.sizes.config())
+    }
+
     /// The longest sequence that all models take.
     pub(super) fn context(&self) -> usize {
         // Beside an encoder-decoder reward models read text, of any length.
@@ -226,6 +234,7 @@ impl Models {
             states: states(&self.main.sizes, holding, optimizer.optim)?,
             adapter: lora.map(|lora| (lora, drops)),
             is_view: false,
+            is_dropped: false,
         })
     }
 
@@ -235,7 +244,8 @@ impl Models {
         let mut policy = Member { role: Role::Policy, ..self.alone(run, lora.clone(), &config.optimizer)? };
         policy.adapter = lora.clone().map(|lora| (lora, drops));
         let mut members = vec![policy];
-        if config.precompute_ref_log_probs {
+        let is_dropped = config.precompute_ref_log_probs;
+        if is_dropped && self.reference.is_none() {
             return Ok(members);
         }
         // An adapter is left out, unless the reference model is another one.
@@ -247,7 +257,7 @@ impl Models {
         let model = self.reference.as_ref().unwrap_or(&self.main);
         let held =
             if config.sync.sync_ref_model { followed(&model.sizes, run)? } else { hold(&model.sizes, holding, run)? };
-        members.push(Member { is_view, ..model.member(Role::ReferenceModel, held, run.dist.zero_stage) });
+        members.push(Member { is_view, is_dropped, ..model.member(Role::ReferenceModel, held, run.dist.zero_stage) });
         Ok(members)
     }
 
@@ -310,6 +320,7 @@ impl Models {
             states: states(sizes, holding, config.optimizer.optim)?,
             adapter: lora.map(|lora| (lora, false)),
             is_view: false,
+            is_dropped: false,
         })
     }
 }

@@ -194,7 +194,7 @@ impl<'a> Job<'a> {
         let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
         let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
-        for member in &self.members {
+        for member in self.members.iter().filter(|member| !member.is_dropped) {
             let own = self.resident(member);
             phase.weights += own.weights;
             phase.gradients =
@@ -228,7 +228,7 @@ impl<'a> Job<'a> {
 
     /// The rows of an update that this rank has.
     pub(super) fn own<'r>(&self, rows: &'r [Row]) -> &'r [Row] {
-        share(rows, self.machine.of_rows)
+        share(rows, self.machine.of_rows, self.rows.rows_of_item)
     }
 
     /// Whether rows share the computation of first tokens.
@@ -314,9 +314,22 @@ impl<'a> Job<'a> {
 
     /// A pass of DPO's reference model over a micro-batch.
     fn reference_pass(&self) -> Option<Phase> {
-        let PlannedRun::Dpo(_) = self.run else { return None };
-        let member = self.members.iter().find(|member| member.role == Role::ReferenceModel)?;
-        let (mut phase, tokens) = (self.base(PhaseKind::Scoring), self.largest_pass(self.limit));
+        let PlannedRun::Dpo(config) = self.run else { return None };
+        let reference = self.members.iter().find(|member| member.role == Role::ReferenceModel);
+        // Before the first update, without a model of its own, it is the policy.
+        let member = reference.or(self.members.first().filter(|_| config.precompute_ref_log_probs))?;
+        let mut phase = self.base(PhaseKind::Scoring);
+        if member.is_dropped {
+            phase.weights += self.resident(member).weights;
+        }
+        let tokens = if config.precompute_ref_log_probs {
+            let rows = config.precompute_ref_batch_size.or(config.per_device_train_batch_size).unwrap_or(8);
+            let limits = Limits { rows, ..self.limits(usize::MAX, usize::MAX) };
+            let all = self.rows.updates.iter().flat_map(|update| passes(self.own(update), limits));
+            all.max_by_key(|tokens| tokens.computed).unwrap_or_default()
+        } else {
+            self.largest_pass(self.limit)
+        };
         phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
         phase.logits = self.logits(member, tokens.outputs, false);
         phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
@@ -347,14 +360,18 @@ impl<'a> Job<'a> {
             PlannedRun::Sft(config) if config.packing => (usize::MAX, usize::MAX),
             PlannedRun::Sft(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Reward(config) => (config.batches().rows_per_pass(), usize::MAX),
-            PlannedRun::Dpo(config) => (config.batches().rows_per_pass().saturating_mul(2), usize::MAX),
+            PlannedRun::Dpo(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Ppo(config) => match config.plan_for(MANY_PROMPTS).map(|plan| plan.epoch) {
                 Ok(EpochPlan { part_size, micro_batch_size, .. }) => (micro_batch_size, part_size),
                 Err(_) => (usize::MAX, usize::MAX),
             },
         };
-        let limits = Limits { rows, tokens: limit, shares: self.shares() };
+        let limits = self.limits(rows, limit);
         update.chunks(step.min(update.len()).max(1)).flat_map(|step| passes(self.own(step), limits)).collect()
+    }
+
+    fn limits(&self, rows: usize, tokens: usize) -> Limits {
+        Limits { rows, tokens, shares: self.shares(), rows_of_item: self.rows.rows_of_item }
     }
 
     /// Forward and backward passes and optimizer step of a model; `tokens` replaces its largest pass.
@@ -387,7 +404,7 @@ impl<'a> Job<'a> {
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => return None,
         };
         let texts = self.rows.texts(texts);
-        let limits = Limits { rows, tokens: self.limit, shares: false };
+        let limits = Limits { rows, tokens: self.limit, shares: false, rows_of_item: 1 };
         let tokens = passes(self.own(&texts), limits).into_iter().max_by_key(|tokens| tokens.computed)?;
         Some(Phase { kind: PhaseKind::Texts, ..self.step(member, Some(tokens)) })
     }
@@ -503,7 +520,7 @@ impl<'a> Job<'a> {
             let beside = memory.peak_without_activations() + logits_chunk(self.machine.device) as usize * 4;
             available.saturating_sub(beside) / per_token.max(1)
         });
-        let (limit, longest_row) = (self.limit, self.rows.longest());
+        let (limit, longest_row) = (self.limit, self.rows.longest(self.shares()));
         PlannedMicroBatch { limit, tokens: used.computed, longest_row, bytes_per_token: per_token, largest }
     }
 }

@@ -30,6 +30,8 @@ pub(super) struct Rows {
     pub(super) available: Option<usize>,
     /// Tokens of a block of text that the policy learns beside PPO or DPO; 0 if it learns none.
     pub(super) block: usize,
+    /// Number of rows, one after another, that no pass divides: the two sides of a pair of DPO, else 1.
+    pub(super) rows_of_item: usize,
     /// Assumptions.
     pub(super) notes: Vec<String>,
 }
@@ -77,12 +79,13 @@ impl Rows {
 
     /// Rows without data: no tokens at all, so that what a run needs is a lower bound.
     pub(super) fn unread(run: &PlannedRun) -> Self {
-        let rows = match run {
-            PlannedRun::Ppo(config) => config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size),
-            PlannedRun::Sft(_) | PlannedRun::Reward(_) => 1,
-            PlannedRun::Dpo(_) => 2,
+        let (rows, rows_of_item) = match run {
+            PlannedRun::Ppo(config) => (config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size), 1),
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => (1, 1),
+            PlannedRun::Dpo(_) => (2, 2),
         };
-        Self { updates: vec![vec![Row::default(); rows]], available: None, block: 0, notes: Vec::new() }
+        let updates = vec![vec![Row::default(); rows]];
+        Self { updates, available: None, block: 0, rows_of_item, notes: Vec::new() }
     }
 
     /// `rows` blocks of text, each token of which but the first is an output.
@@ -164,7 +167,8 @@ impl Rows {
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
-        let (pairs, lens) = planned_pairs(config, &mut tokenizer, &sources, max_length, models.policy())?;
+        let shapes = [Some(models.policy()), models.reference_config()];
+        let (pairs, lens) = planned_pairs(config, &mut tokenizer, &sources, max_length, shapes)?;
         let batch = config.plan_for(pairs.len())?.batch_size;
         let mut found = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
             let mut drawn: Vec<&PairRow> = drawn.into_iter().map(|pair| &pairs[pair]).collect();
@@ -180,13 +184,19 @@ impl Rows {
             };
             drawn.into_iter().enumerate().flat_map(of_pair).collect()
         });
+        found.rows_of_item = 2;
         if config.unsupervised.unsupervised_dataset_name.is_some() {
             found.block = max_length;
             found.notes.push(texts_note(found.block));
         }
         if config.precompute_ref_log_probs {
             found.notes.push(
-                "precompute_ref_log_probs: the reference model's passes before the first update are in neither the phases nor the time".into(),
+                "precompute_ref_log_probs: the time of the reference model's passes before the first update is not planned".into(),
+            );
+        }
+        if config.loss.loss_type.iter().any(|loss| loss.sorts()) {
+            found.notes.push(
+                "a loss that sorts pairs: the time of its passes without gradients, where a micro-batch takes several passes or ranks, is not planned".into(),
             );
         }
         Ok(found)
@@ -247,12 +257,13 @@ impl Rows {
     ) -> Self {
         let mut cursor = Cursor::mixture(seed, lens, &data.dataset_weights);
         let updates = (0..UPDATES).map(|_| rows(cursor.take(batch))).collect();
-        Self { updates, available: Some(lens.iter().sum()), block: 0, notes: Vec::new() }
+        Self { updates, available: Some(lens.iter().sum()), block: 0, rows_of_item: 1, notes: Vec::new() }
     }
 
-    /// The number of tokens of the longest row.
-    pub(super) fn longest(&self) -> usize {
-        self.updates.iter().flatten().map(|row| row.len).max().unwrap_or(0)
+    /// The number of tokens of the longest row, or pair, whose shared prompt may be computed once.
+    pub(super) fn longest(&self, shares: bool) -> usize {
+        let items = self.updates.iter().flat_map(|update| update.chunks(self.rows_of_item));
+        items.map(|item| item_tokens(&item.iter().collect::<Vec<_>>(), shares)).max().unwrap_or(0)
     }
 
     /// The longest prompt of the drawn rows.
@@ -302,16 +313,26 @@ pub(super) struct Limits {
     pub(super) tokens: usize,
     /// First tokens that rows have in common are computed once.
     pub(super) shares: bool,
+    /// Rows, one after another, that no pass divides; `rows` counts these.
+    pub(super) rows_of_item: usize,
 }
 
 /// The passes over a part of `rows`, in the order of their groups.
 pub(super) fn passes(rows: &[Row], limits: Limits) -> Vec<PassTokens> {
     let mut order: Vec<&Row> = rows.iter().collect();
     order.sort_by_key(|row| row.group);
-    let shared = shared_of(&order, limits.shares);
-    let places: Vec<usize> = (0..order.len()).collect();
-    let parts = micro_batches(&places, limits.rows, limits.tokens, |&at| (order[at].len, shared[at]));
-    parts.into_iter().map(|part| tokens_of(&order[part[0]..part[0] + part.len()], limits.shares)).collect()
+    let (shared, size) = (shared_of(&order, limits.shares), limits.rows_of_item);
+    let items: Vec<&[&Row]> = order.chunks(size).collect();
+    let places: Vec<usize> = (0..items.len()).collect();
+    let tokens = |&at: &usize| (item_tokens(items[at], limits.shares), if size == 1 { shared[at] } else { 0 });
+    let parts = micro_batches(&places, limits.rows, limits.tokens, tokens);
+    parts.into_iter().map(|part| tokens_of(&items[part[0]..part[0] + part.len()].concat(), limits.shares)).collect()
+}
+
+/// The tokens of rows that no pass divides.
+fn item_tokens(item: &[&Row], shares: bool) -> usize {
+    let shared: usize = shared_of(item, shares && item.len() > 1).iter().sum();
+    item.iter().map(|row| row.len).sum::<usize>() - shared
 }
 
 /// The tokens of a pass over `rows`.
@@ -350,8 +371,8 @@ fn shared_of(rows: &[&Row], shares: bool) -> Vec<usize> {
     found.unwrap_or_else(|| vec![0; rows.len()])
 }
 
-/// This rank's share of `rows` by tokens: of equal parts the one that the first rank has.
-pub(super) fn share(rows: &[Row], ranks: usize) -> &[Row] {
+/// This rank's share of `rows` by tokens, `size` of which are not divided: of equal parts the one that the first rank has.
+pub(super) fn share(rows: &[Row], ranks: usize, size: usize) -> &[Row] {
     let all: usize = rows.iter().map(|row| row.len).sum();
     let (most, mut held) = (all.div_ceil(ranks.max(1)), 0);
     let count = rows.iter().take_while(|row| {
@@ -359,5 +380,5 @@ pub(super) fn share(rows: &[Row], ranks: usize) -> &[Row] {
         held += row.len;
         fits
     });
-    &rows[..count.count().max(1).min(rows.len())]
+    &rows[..count.count().max(1).next_multiple_of(size).min(rows.len())]
 }

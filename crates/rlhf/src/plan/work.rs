@@ -36,8 +36,7 @@ pub(super) fn of(job: &Job<'_>) -> Work {
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => {}
         }
     }
-    let rows_of_pair = if matches!(job.run, PlannedRun::Dpo(_)) { 2 } else { 1 };
-    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len) / rows_of_pair;
+    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len) / job.rows.rows_of_item;
     work.planned.updates = updates(job);
     work.planned.flops_per_update =
         [work.prefill, work.decode, work.scoring, work.training].iter().map(|part| part.total()).sum();
@@ -76,7 +75,7 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
         work.training.add(forward(member.sizes, read), epochs * factor(job, member) / count);
         work.stepped += steps * (member.held.trained * 4 * 7) as f64 / count;
     }
-    let texts = job.rows.texts(update.len() / if matches!(job.run, PlannedRun::Dpo(_)) { 2 } else { 1 });
+    let texts = job.rows.texts(update.len() / job.rows.rows_of_item);
     if let (false, Some(policy)) = (texts.is_empty(), job.members.first()) {
         let read = Read::of_rows(&texts, false, 1.0);
         work.training.add(forward(policy.sizes, read), epochs * factor(job, policy) / count);
@@ -103,7 +102,7 @@ fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: 
 
 /// Adds a pass of each other model than the policy over `update`.
 fn scoring(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
-    for member in job.members.iter().filter(|member| member.role != Role::Policy) {
+    for member in job.members.iter().filter(|member| member.role != Role::Policy && !member.is_dropped) {
         let read = Read::of(job, &job.read_by(member, update), 1.0);
         work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }

@@ -199,9 +199,12 @@ pub(crate) fn planned_pairs(
     tokenizer: &mut Tokenizer,
     sources: &Sources<'_>,
     max_length: usize,
-    policy: &ModelConfig,
+    models: [Option<&ModelConfig>; 2],
 ) -> Result<(Vec<PairRow>, Vec<usize>)> {
-    check_decoder(policy, &config.model_name_or_path)?;
+    models.iter().flatten().try_for_each(|shape| check_decoder(shape, &config.model_name_or_path))?;
+    if let ([Some(policy), Some(reference)], Some(dir)) = (models, &config.ref_model_name_or_path) {
+        check_vocabulary([policy, reference], [&config.model_name_or_path, dir])?;
+    }
     set_up_tokenizer(tokenizer, config)?;
     let (train, _) = sources.read(config.run.seed, Stage::Dpo)?;
     let (mut lens, mut pairs) = (Vec::new(), Vec::new());
@@ -269,12 +272,7 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
     let reference = match reference_dir {
         Some(other) => {
             let reference = load_reference(config, other)?;
-            let vocab = [policy.config().vocab_size, reference.config().vocab_size];
-            if vocab[0] != vocab[1] {
-                let message =
-                    format!("expected the vocabulary of {}, {} ids, found {}", dir.display(), vocab[0], vocab[1]);
-                return Err(Error::invalid(other, message));
-            }
+            check_vocabulary([policy.config(), reference.config()], [dir, other])?;
             if config.sync.sync_ref_model {
                 check_synced(&policy, &reference, other)?;
             }
@@ -294,6 +292,16 @@ pub(crate) fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
         return Err(Error::invalid(dir, message));
     }
     Ok(())
+}
+
+/// Refuses a reference model of another vocabulary than the policy's.
+fn check_vocabulary(models: [&ModelConfig; 2], dirs: [&Path; 2]) -> Result<()> {
+    let [expected, found] = models.map(|model| model.vocab_size);
+    if expected == found {
+        return Ok(());
+    }
+    let message = format!("expected the vocabulary of {}, {expected} ids, found {found}", dirs[0].display());
+    Err(Error::invalid(dirs[1], message))
 }
 
 /// Returns the options for loading a reference model that follows the policy from a checkpoint, where its numbers are f32.

@@ -255,6 +255,9 @@ impl PreferenceTask<'_> {
         let (of_train, of_eval) = (config.per_device_train_batch_size.unwrap_or(8), config.per_device_eval_batch_size);
         let _loaded = model.loaded()?;
         for (rows, usual) in [(&mut self.train.rows, of_train), (&mut self.eval, of_eval)] {
+            if rows.is_empty() {
+                continue;
+            }
             let own = world.share_by(rows, PairRow::tokens);
             let batches: Vec<&[PairRow]> = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).collect();
             // The ranks ask together whether to stop, also one whose part has fewer batches.
