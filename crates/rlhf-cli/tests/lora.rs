@@ -162,7 +162,10 @@ fn adapters_beside_a_remainder_of_the_base_equal_pefts_and_are_saved_as_plain_on
         let (part, rows) = (golden.part("logits"), base_rows(name));
         let check = |what: &str, model: &CausalLm| {
             let found = Tensor::stack(&model.logits(&rows).unwrap(), 0);
-            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, TOLERANCE);
+            // PiSSA's base lacks its largest singular values. LAPACK rounds an SVD otherwise on other processors, and vectors of singular
+            // values that are close turn by that over their distance: 4.6e-5 on a Xeon with AMX.
+            let tolerance = if name.ends_with("pissa") { 1e-4 } else { TOLERANCE };
+            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, tolerance);
         };
         let mut model = lm(name);
         check("as read", &model);

@@ -25,7 +25,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use tch_ext::to_host;
 
 const EOS: i64 = 0;
@@ -220,7 +220,7 @@ impl Run {
         let scored = self.scored(update, &rewards, &responses);
         let models = learner.rollout_models(reference);
         let settings = RolloutSettings { recompute_logprobs: true, ..self.config.rollout(models.policy) };
-        let scores = scored.to_scores(Device::Cpu);
+        let scores = scored.to_scores(models.policy.device());
         let mut e = experience(models, &self.prompts(update), &responses, scores, &settings).unwrap();
         let size = self.config.advantage.num_generations;
         e.groups = (0..e.rows()).map(|row| row / size).collect();
@@ -266,7 +266,8 @@ impl Run {
     /// Compares what is computed before training: log-probabilities, advantages, counts.
     fn compare_rollout(&self, update: &Update, rollout: &Rollout) {
         let (e, what) = (&rollout.e, |name: &str| format!("generations {:?}: {name}", update.generations));
-        let mask = &e.masks.loss;
+        // TRL's tensors are in the host's memory, and so are what is made of them and of ours.
+        let mask = &on_host(&e.masks.loss);
         let found = mask.to_kind(Kind::Float);
         let mut expected = self.tensor(update, "completion_mask").to_kind(Kind::Float);
         if self.has("tool_mask") {
@@ -283,7 +284,8 @@ impl Run {
             if self.has(name) {
                 let expected = math::keep(&self.tensor(update, name), mask);
                 let tolerance = self.noise("tensors", &format!("{generation}.{name}"));
-                self.close("log-probabilities", &what(name), &math::keep(found.unwrap(), mask), &expected, tolerance);
+                let found = math::keep(&on_host(found.unwrap()), mask);
+                self.close("log-probabilities", &what(name), &found, &expected, tolerance);
             } else if name.starts_with("ref") {
                 assert!(found.is_none(), "{}: a reference model that TRL has not", self.name());
             }

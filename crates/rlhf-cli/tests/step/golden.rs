@@ -202,7 +202,8 @@ fn config(args: &Value) -> StepConfig {
 
 /// What the rollout and the maths behind it give, before anything is learnt.
 fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) {
-    let mask = &e.masks.response;
+    // TRL's tensors are in the host's memory, and so is what is made of them and of ours.
+    let mask = &on_host(&e.masks.response);
     let check = |name: &str, found: &Tensor| {
         let full = format!("step{step}.{name}");
         assert_close(
@@ -238,11 +239,11 @@ fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) 
         // TRL whitens later, and what it adds to pads there runs into the advantages: ours are those without it.
         let rewards = whiten(&variant.slots(step, "rewards", mask), mask, false);
         assert_close("whitened rewards", &t.rewards, &rewards, 1e-4);
-        let (advantages, returns) = gae(&rewards, &e.values, mask, variant.config.gamma, variant.config.lam);
+        let (advantages, returns) = gae(&rewards, &on_host(&e.values), mask, variant.config.gamma, variant.config.lam);
         assert_close("returns without the leak", &t.returns, &returns, 1e-4);
         assert_close("advantages without the leak", &t.advantages, &whiten(&advantages, mask, true), 1e-4);
         let theirs = variant.slots(step, "returns", mask);
-        let gap = (theirs - &t.returns).abs().max().double_value(&[]);
+        let gap = (theirs - on_host(&t.returns)).abs().max().double_value(&[]);
         assert!(gap > 1e-2, "{}: TRL's returns have the leak: {gap}", variant.name());
         return;
     }
