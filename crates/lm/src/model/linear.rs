@@ -391,7 +391,12 @@ pub(crate) struct Norm {
     weight: Tensor,
     bias: Option<Tensor>,
     eps: f64,
+    /// The factors in f32, if they are frozen and held otherwise, with what they were made from.
+    factors: RefCell<Option<(Content, Tensor)>>,
 }
+
+/// The values of a tensor: its version, its memory and its place in it. `set_data` changes the memory and not the version.
+type Content = (i64, usize, usize);
 
 impl Norm {
     /// Builds the norm whose tensors are `{base}.weight` and, for a layer norm, `{base}.bias`.
@@ -405,14 +410,14 @@ impl Norm {
             }
             NormKind::Layer | NormKind::Rms | NormKind::RmsPlusOne => None,
         };
-        Ok(Self { kind, weight, bias, eps: shape.norm_eps })
+        Ok(Self { kind, weight, bias, eps: shape.norm_eps, factors: RefCell::new(None) })
     }
 
     /// Builds an RMS norm of this kind with the tensor `{base}.weight`, whatever that of the model's other norms is.
     pub(crate) fn of_kind(b: &mut Builder<'_>, base: &str, width: i64, (kind, eps): (NormKind, f64)) -> Result<Self> {
         let init = if kind == NormKind::RmsPlusOne { Init::Zeros } else { Init::Ones };
         let weight = b.tensor(format!("{base}.weight"), &[width], init, false)?;
-        Ok(Self { kind, weight, bias: None, eps })
+        Ok(Self { kind, weight, bias: None, eps, factors: RefCell::new(None) })
     }
 
     /// [`Norm::forward`] of `x` `[N, heads * head_dim]` or `[N, heads, head_dim]`, of any dtype: over each head, or over all heads
@@ -424,23 +429,41 @@ impl Norm {
 
     /// Normalizes `x`, which is f32; returns `kind`.
     pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
+        let center = self.kind == NormKind::Layer;
+        let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
+        let norm = tch_ext::Norm { eps: self.eps, center, offset };
         if uses_kernels(kind, x.device()) {
-            let center = self.kind == NormKind::Layer;
-            let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
-            let norm = tch_ext::Norm { eps: self.eps, center, offset };
             return tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind);
         }
         let shape = self.weight.size();
-        let weight = self.weight.to_kind(Kind::Float);
+        let factors = self.factors();
         let normed = match self.kind {
             NormKind::Layer => {
                 let bias = self.bias.as_ref().map(|bias| bias.to_kind(Kind::Float));
-                x.layer_norm(shape, Some(&weight), bias.as_ref(), self.eps, false)
+                x.layer_norm(shape, Some(&factors), bias.as_ref(), self.eps, false)
             }
-            NormKind::Rms => x.rms_norm(shape, Some(&weight), self.eps),
-            NormKind::RmsPlusOne => x.rms_norm(shape, Some(&(weight + 1.0)), self.eps),
+            NormKind::Rms | NormKind::RmsPlusOne => x.rms_norm(shape, Some(&factors), self.eps),
         };
         normed.to_kind(kind)
+    }
+
+    /// The factors of the normalized numbers, in f32. Those of a frozen norm are kept: to convert them takes a GPU a launch per norm and
+    /// decoding step.
+    fn factors(&self) -> Tensor {
+        let weight = &self.weight;
+        let made = || match (self.kind, weight.to_kind(Kind::Float)) {
+            (NormKind::RmsPlusOne, weight) => weight + 1.0,
+            (_, weight) => weight,
+        };
+        if weight.requires_grad() || (weight.kind() == Kind::Float && self.kind != NormKind::RmsPlusOne) {
+            return made();
+        }
+        let now = (weight.internal_version(), tch_ext::storage_id(weight), weight.data_ptr().addr());
+        let mut kept = self.factors.borrow_mut();
+        match &*kept {
+            Some((of, factors)) if *of == now => factors.shallow_clone(),
+            _ => kept.insert((now, tch::no_grad(made))).1.shallow_clone(),
+        }
     }
 }
 
@@ -449,6 +472,29 @@ mod tests {
     use super::*;
     use crate::model::lora::{DropoutRows, LayerSize};
     use tch::Device;
+
+    #[test]
+    fn the_factors_of_a_frozen_norm_follow_its_weight_in_place_and_by_other_memory() {
+        let weight = Tensor::from_slice(&[1f32, 2.0, 3.0]).to_kind(Kind::BFloat16);
+        let norm =
+            |kind| Norm { kind, weight: weight.shallow_clone(), bias: None, eps: 1e-6, factors: RefCell::new(None) };
+        let (plain, plus_one) = (norm(NormKind::Rms), norm(NormKind::RmsPlusOne));
+        let expect = |expected: [f32; 3]| {
+            let expected = Tensor::from_slice(&expected);
+            assert_eq!(plain.factors(), expected);
+            assert_eq!(plus_one.factors(), &expected + 1.0);
+            assert_eq!(plain.factors().data_ptr(), plain.factors().data_ptr());
+        };
+        expect([1.0, 2.0, 3.0]);
+        let _ = weight.shallow_clone().fill_(4.0);
+        expect([4.0, 4.0, 4.0]);
+        weight.shallow_clone().set_data(&Tensor::from_slice(&[5f32, 6.0, 7.0]).to_kind(Kind::BFloat16));
+        expect([5.0, 6.0, 7.0]);
+        // A trained weight gets its gradient.
+        let weight = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+        let trained = Norm { kind: NormKind::RmsPlusOne, weight, bias: None, eps: 1e-6, factors: RefCell::new(None) };
+        assert!(trained.factors().requires_grad());
+    }
 
     #[test]
     fn with_dropout_dora_scales_the_product_of_the_remaining_inputs_as_in_peft() {

@@ -11,16 +11,46 @@ use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
 use super::shape::Shape;
 use super::{joined, uses_kernels};
+use rlhf_base::device::memory;
 use rlhf_base::dist::World;
 use rlhf_base::{Error, Result};
 use std::ops::Range;
+use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 use tch_ext::on_device;
 
-/// The most logits held at once, in elements: 32 MiB of f32 on a CPU. On a GPU four times as many, since each slice reads and writes the
-/// gradient of the whole head.
-pub fn logits_chunk(device: Device) -> i64 {
-    if device == Device::Cpu { 1 << 23 } else { 1 << 25 }
+/// Logits held at once on a CPU, in elements: 32 MiB of f32.
+const CPU_LOGITS: i64 = 1 << 23;
+/// The same on a GPU whose memory is not known, and the least on any.
+const LEAST_GPU_LOGITS: i64 = 1 << 25;
+/// Number of f32 tensors of the logits' size that libtorch's own operations hold at once in a backward pass.
+pub const PLAIN_LOGITS: usize = 5;
+/// Part of a GPU's memory that these tensors may take.
+const GPU_PART: usize = 11;
+
+/// The most logits held at once, in elements, on `device`, which has `memory` bytes in all, if that is known.
+///
+/// On a GPU they follow its memory, since each slice of rows reads and writes the gradient of the whole head: 2^28 at 80 GB. The number is
+/// a power of two, so that CUDA and `nvidia-smi`, whose totals differ by a few hundred MB, lead to the same, and so do GPUs of one kind. It
+/// depends on the whole memory, not on what is free: a resumed run has the same slices.
+pub fn logits_chunk(device: Device, memory: Option<usize>) -> i64 {
+    match (device, memory) {
+        (Device::Cpu, _) => CPU_LOGITS,
+        (_, None) => LEAST_GPU_LOGITS,
+        (_, Some(bytes)) => {
+            let most = (bytes / (GPU_PART * PLAIN_LOGITS * size_of::<f32>())) as u64;
+            measured_chunk().unwrap_or(most.checked_ilog2().map_or(0, |power| 1 << power).max(LEAST_GPU_LOGITS))
+        }
+    }
+}
+
+/// The size that `RLHF_LOGITS_CHUNK`, a power of two from 20 to 32, sets on a GPU: to measure others with one build.
+fn measured_chunk() -> Option<i64> {
+    static CHUNK: OnceLock<Option<i64>> = OnceLock::new();
+    *CHUNK.get_or_init(|| {
+        let power: u32 = std::env::var("RLHF_LOGITS_CHUNK").ok()?.parse().ok()?;
+        (20..=32).contains(&power).then(|| 1 << power)
+    })
 }
 
 /// Log-probabilities of M tokens in all, row after row; each tensor is `[M]` f32.
@@ -101,6 +131,8 @@ pub struct LogprobOptions<'a> {
     pub sampled: Sampled<'a>,
     /// Whether to compute entropies.
     pub entropy: bool,
+    /// Whether the loss does not depend on the entropies: then libtorch's operations keep nothing for their gradient.
+    pub entropy_is_metric: bool,
     /// Reference distributions to compute the KL divergence to: for each sequence of the batch, its index among the sequences
     /// of [`Distributions`].
     pub kl_to: Option<(&'a Distributions, &'a [usize])>,
@@ -114,7 +146,15 @@ pub struct LogprobOptions<'a> {
 
 impl<'a> From<Sampled<'a>> for LogprobOptions<'a> {
     fn from(sampled: Sampled<'a>) -> Self {
-        Self { sampled, entropy: false, kl_to: None, logits: false, squares: false, as_backward: false }
+        Self {
+            sampled,
+            entropy: false,
+            entropy_is_metric: false,
+            kl_to: None,
+            logits: false,
+            squares: false,
+            as_backward: false,
+        }
     }
 }
 
@@ -191,7 +231,7 @@ impl Distributions {
 
     /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.
     fn logprobs(&self, hidden: &Tensor, temperature: f64) -> Tensor {
-        (self.head.forward(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+        divided(self.head.forward(hidden).to_kind(Kind::Float), temperature).log_softmax(-1, Kind::Float)
     }
 
     /// Checks that the distributions at `rows` are over a vocabulary of `vocab` tokens, and as many as the tokens of `spans`.
@@ -249,6 +289,7 @@ pub(super) struct Targets<'a> {
     ids: Tensor,
     sampled: Sampled<'a>,
     entropy: bool,
+    entropy_is_metric: bool,
     /// Reference distributions with the hidden states of the M tokens, `[M, embedding size]`.
     reference: Option<(&'a Distributions, Tensor)>,
     logits: bool,
@@ -267,7 +308,7 @@ impl<'a> Targets<'a> {
         spans: &[Range<usize>],
         options: LogprobOptions<'a>,
     ) -> Result<Self> {
-        let LogprobOptions { sampled, entropy, kl_to, logits, squares, as_backward } = options;
+        let LogprobOptions { sampled, entropy, entropy_is_metric, kl_to, logits, squares, as_backward } = options;
         let pairs = sequences.iter().zip(spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         sampled.check(ids.len() as i64)?;
@@ -276,7 +317,7 @@ impl<'a> Targets<'a> {
         }
         let ids = on_device(&ids, head.linear.held().device());
         let reference = kl_to.map(|(of, rows)| (of, of.hidden_of(rows)));
-        Ok(Self { ids, sampled, entropy, reference, logits, squares, as_backward })
+        Ok(Self { ids, sampled, entropy, entropy_is_metric, reference, logits, squares, as_backward })
     }
 
     /// The results of a pass over no tokens.
@@ -469,6 +510,7 @@ impl LmHead {
             ids,
             sampled: targets.sampled,
             entropy: false,
+            entropy_is_metric: true,
             reference: None,
             logits: false,
             squares: false,
@@ -483,7 +525,7 @@ impl LmHead {
     /// Differentiable log-probabilities of the targets in `range` at their hidden states, by libtorch's own operations; all
     /// logits of the range at once.
     fn plain_logprobs(&self, hidden: &Tensor, range: &Range<i64>, targets: &Targets<'_>) -> TokenLogprobs {
-        let Targets { ids, sampled, entropy, reference, .. } = targets;
+        let Targets { ids, sampled, entropy, entropy_is_metric, reference, .. } = targets;
         let count = range.end - range.start;
         let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
         let of_reference = reference.as_ref().map(|(of, states)| {
@@ -496,9 +538,11 @@ impl LmHead {
         let ids = rows_of(ids, range);
         let logits = self.forward(hidden).to_kind(Kind::Float);
         let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids, targets.squares));
-        let all = restricted(&(logits / sampled.temperature), excluded.as_ref()).log_softmax(-1, Kind::Float);
+        let logits = divided(logits, sampled.temperature);
+        let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
-        let entropy = entropy.then(|| entropy_of(&all));
+        let entropy = entropy
+            .then(|| if *entropy_is_metric { tch::no_grad(|| entropy_of(&all.detach())) } else { entropy_of(&all) });
         let kl = of_reference.map(|others| divergence_of(&all, &others));
         TokenLogprobs { logprobs, entropy, kl, logits: numbers }
     }
@@ -516,7 +560,7 @@ impl LmHead {
                 } else {
                     head.forward(&hidden)
                 };
-                let logits = logits.to_kind(Kind::Float) / sampled.temperature;
+                let logits = divided(logits.to_kind(Kind::Float), sampled.temperature);
                 restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
             };
             divergence_of(&logprobs(self, hidden), &logprobs(other, others_hidden))
@@ -527,7 +571,9 @@ impl LmHead {
 
     /// Ranges of rows whose logits may be held at once.
     fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
-        let most = (logits_chunk(self.linear.held().device()) / self.vocab_size()).max(1);
+        let device = self.linear.held().device();
+        let whole = if device.is_cuda() { memory(device) } else { None };
+        let most = (logits_chunk(device, whole) / self.vocab_size()).max(1);
         // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
         let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
         let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
@@ -610,6 +656,11 @@ impl<'m> SliceKernels<'m> {
     }
 }
 
+/// `logits` divided by the temperature. That of 1 changes nothing, and a division would read and write them all, and again in the backward pass.
+fn divided(logits: Tensor, temperature: f64) -> Tensor {
+    if temperature == 1.0 { logits } else { logits / temperature }
+}
+
 /// The rows `range` of `x`, as a view.
 fn rows_of(x: &Tensor, range: &Range<i64>) -> Tensor {
     x.narrow(0, range.start, range.end - range.start)
@@ -647,6 +698,20 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_holds_as_many_logits_at_once_as_its_memory_allows_whoever_reports_it() {
+        let of = |bytes: u64| logits_chunk(Device::Cuda(0), Some(bytes as usize)).ilog2();
+        assert_eq!(logits_chunk(Device::Cpu, Some(1 << 40)), 1 << 23);
+        assert_eq!(logits_chunk(Device::Cuda(0), None), 1 << 25);
+        // 80 GB / (11 * 5 * 4 B) = 3.6e8 logits: 2^28 = 2.7e8.
+        assert_eq!(
+            [8, 16, 24, 40, 48, 80, 141, 192].map(|gb| of(gb * 1_000_000_000)),
+            [25, 26, 26, 27, 27, 28, 29, 29]
+        );
+        // The H100 of 80 GB: 81,559 MiB by nvidia-smi, 79.1 GiB by CUDA.
+        assert_eq!([of(81_559 << 20), of(81_000 << 20)], [28, 28]);
+    }
+
+    #[test]
     fn log_probabilities_of_several_slices_are_those_of_all_logits_at_once_and_of_the_pass_with_gradients() {
         let (rows, vocab, width) = (2500, 8192, 16);
         let random = |size: [i64; 2], step: i64| {
@@ -659,8 +724,16 @@ mod tests {
         let hidden = random([rows, width], 3);
         let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
         let sampled = Sampled::from(0.7);
-        let targets =
-            Targets { ids, sampled, entropy: true, reference: None, logits: true, squares: false, as_backward: false };
+        let targets = Targets {
+            ids,
+            sampled,
+            entropy: true,
+            entropy_is_metric: false,
+            reference: None,
+            logits: true,
+            squares: false,
+            as_backward: false,
+        };
         let found = head.logprobs_of(&hidden, &targets);
         let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
         let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);

@@ -8,16 +8,15 @@ use crate::rl::learner::EpochPlan;
 use crate::settings::{LogprobsOf, PpoConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
-use rlhf_lm::model::{Activations, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels};
+use rlhf_lm::model::{
+    Activations, ModelSizes, PLAIN_LOGITS, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels,
+};
 use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 
 /// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
-
-/// Number of tensors of the logits' size that libtorch's own operations hold at once in a backward pass, in f32.
-const PLAIN_LOGITS: usize = 5;
 
 /// Bytes per logit of sampling with filters: probabilities, their sums in f64, and sorted copies.
 const FILTERED_LOGITS: usize = 40;
@@ -336,10 +335,15 @@ impl<'a> Job<'a> {
         Some(phase)
     }
 
+    /// The most logits of a slice, in elements.
+    fn logits_chunk(&self) -> i64 {
+        logits_chunk(self.machine.device, self.machine.whole)
+    }
+
     /// Bytes of the logits of a pass with this many outputs.
     fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
         let vocab = member.sizes.config().vocab_size.max(1);
-        let rows = outputs.min((logits_chunk(self.machine.device) / vocab).max(1) as usize);
+        let rows = outputs.min((self.logits_chunk() / vocab).max(1) as usize);
         let capped = member.sizes.config().final_softcap.is_some();
         if uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
             rows * vocab as usize * self.compute.elt_size_in_bytes()
@@ -517,7 +521,8 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let beside = memory.peak_without_activations() + logits_chunk(self.machine.device) as usize * 4;
+            let of_logits = if uses_kernels(self.compute, self.machine.device) { 4 } else { 4 * PLAIN_LOGITS };
+            let beside = memory.peak_without_activations() + self.logits_chunk() as usize * of_logits;
             available.saturating_sub(beside) / per_token.max(1)
         });
         let (limit, longest_row) = (self.limit, self.rows.longest(self.shares()));

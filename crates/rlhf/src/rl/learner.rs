@@ -776,7 +776,8 @@ impl Learner {
             seen = self.observer.as_ref().map(|_| values.detach());
             batch.value_loss(values, settings, factors, &mut value_sums)
         };
-        let options = LogprobOptions { entropy: true, kl_to: reference, ..sampled.into() };
+        let entropy_is_metric = factors.entropy_coef <= 0.0;
+        let options = LogprobOptions { entropy: true, entropy_is_metric, kl_to: reference, ..sampled.into() };
         let now = match (&self.value, reference) {
             (ValueModel::Head(_), Some(_)) => {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));

@@ -109,7 +109,7 @@ fn numbers(inputs: &PassInputs<'_>, now: &TokenLogprobs, reference: &Tensor, los
 /// Returns the numbers that a pass computes beside the log-probabilities of the tokens.
 fn options(config: &DpoConfig) -> LogprobOptions<'static> {
     let squares = config.loss.use_weighting;
-    LogprobOptions { entropy: true, logits: true, squares, as_backward: true, ..1.0.into() }
+    LogprobOptions { entropy: true, entropy_is_metric: true, logits: true, squares, as_backward: true, ..1.0.into() }
 }
 
 /// Log-probabilities of the completions of these pairs under `model`, `[n, 2]`, without a gradient.
