@@ -228,11 +228,16 @@ PARTS = (
     ),
     Part(
         "cuda",
-        "the library of NCCL and CUDA graphs compiles, loads beside torch for CUDA 13, and goes into a wheel (no GPU is needed)",
+        "the library of NCCL, CUDA graphs and kernels compiles, loads beside torch for CUDA 13, and goes into a wheel; NVRTC compiles the "
+        "kernels (no GPU is needed)",
         paths=("crates/tch-ext/csrc/nccl.cpp", "crates/tch-ext/csrc/graph.cpp", "crates/tch-ext/csrc/groups.h", "crates/tch-ext/csrc/graph.h",
-               "crates/tch-ext/csrc/common.h", "scripts/cuda.sh", "tests/interop/cuda_library.py"),
+               "crates/tch-ext/csrc/common.h", "crates/tch-ext/csrc/kernels.h", "crates/tch-ext/csrc/gpu/", "scripts/cuda.sh",
+               "tests/interop/cuda_library.py", "tests/interop/gpu_sources.py"),
         turn=2,
-        commands=(f".venv-interop/bin/python tests/interop/cuda_library.py {PROGRAM}",),
+        commands=(
+            ".venv-interop/bin/python tests/interop/gpu_sources.py",
+            f".venv-interop/bin/python tests/interop/cuda_library.py {PROGRAM}",
+        ),
         python=("interop",),
     ),
     Part(
@@ -256,6 +261,7 @@ PARTS = (
             "python3 examples/smollm2/test_example.py",
             "python3 examples/tools/test_example.py",
             "python3 benchmarks/test_table.py",
+            "python3 benchmarks/test_gpu_window.py",
         ),
     ),
     Part(
@@ -373,7 +379,7 @@ ALWAYS = (
     ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),
     ("every test has a part", "python3 scripts/test_check.py --built"),
     ("unit tests", f"{BUILD} --lib --bins"),
-    ("kernels", f"{BUILD} --test kernels --test mixing --test groups --test spin"),
+    ("kernels", f"{BUILD} --test kernels --test mixing --test gpu_kernels --test groups --test spin"),
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),

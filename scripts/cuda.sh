@@ -4,8 +4,8 @@
 # 1. The CUDA libraries of libtorch, downloaded into the libtorch that setup.sh downloaded: those of the torch wheel, and
 #    NVIDIA's wheels that its metadata pins (cuBLAS, cuDNN, NCCL and others). Nothing is linked with them; they are loaded only
 #    by `--device cuda`, and by `--device auto` on a machine with a GPU.
-# 2. libtch_ext_cuda.so beside libtorch_cuda.so, compiled from crates/tch-ext/csrc/nccl.cpp and graph.cpp: ranks on GPUs
-#    communicate by it, and one GPU generates faster with it. It is compiled again when its sources change.
+# 2. libtch_ext_cuda.so beside libtorch_cuda.so, compiled from crates/tch-ext/csrc/nccl.cpp, graph.cpp and gpu/nvrtc.cpp: ranks on
+#    GPUs communicate by it, one GPU generates faster with it, and kernels are compiled and loaded by it. It is compiled again when its sources change.
 #
 # A machine with a GPU often has a torch built for CUDA already. To use that one, and to build this library into its lib
 # folder, name its folder:
@@ -40,8 +40,8 @@ COMPILER_HEADERS=(
     cu13/include/crt/host_defines.h nvidia-cuda-crt==13.0.88
     cu13/include/nv/target nvidia-cuda-cccl==13.0.85
 )
-SOURCES=(crates/tch-ext/csrc/{nccl,graph}.cpp)
-INCLUDED=(crates/tch-ext/csrc/{groups,graph,common}.h)
+SOURCES=(crates/tch-ext/csrc/{nccl,graph,gpu/nvrtc}.cpp)
+INCLUDED=(crates/tch-ext/csrc/{groups,graph,common,kernels,gpu/gpu}.h)
 
 say() { printf 'cuda: %s\n' "$*"; }
 fail() {

@@ -28,6 +28,9 @@ fn main() {
         .file("csrc/groups.cpp")
         .file("csrc/offload.cpp")
         .file("csrc/optim.cpp")
+        .file("csrc/ordered.cpp")
+        .file("csrc/gpu/gpu.cpp")
+        .file("csrc/gpu/emulate.cpp")
         .compile("tch_ext");
     compiler(torch)
         .define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str())

@@ -24,9 +24,9 @@ tools="bash env awk cat cp cut head readlink realpath flock grep ln mkdir mv rm 
 # A new checkout and a PATH with what set-up needs. The fake python3 sees no site-packages; its pip is the file pip.
 fresh() {
     rm -rf "$repo" "$bin" "$RLHF_CACHE"
-    mkdir -p "$repo/scripts" "$repo/crates/tch-ext/csrc" "$bin"
+    mkdir -p "$repo/scripts" "$repo/crates/tch-ext/csrc/gpu" "$bin"
     cp scripts/setup.sh scripts/cuda.sh "$repo/scripts/"
-    echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,graph.cpp,groups.h,graph.h,common.h} >/dev/null
+    echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,graph.cpp,gpu/nvrtc.cpp,groups.h,graph.h,common.h,kernels.h,gpu/gpu.h} >/dev/null
     local tool
     for tool in $tools; do ln -s "$(command -v "$tool")" "$bin/$tool"; done
     fake cargo 'exit 0'
@@ -270,13 +270,13 @@ check "the wheels are those that torch's metadata pins, and the compiler's heade
 cuda-toolkit[cublas,cudart]==13.0.2 nvidia-nccl-cu13==2.28.9 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85" ]
 library=$repo/.libtorch/torch/lib/libtch_ext_cuda.so
 for part in "-shared -fPIC" "-D_GLIBCXX_USE_CXX11_ABI=1" "-isystem $repo/.libtorch/torch/include " \
-    "-isystem $repo/.libtorch/nvidia/nccl/include " "-isystem $repo/.libtorch/nvidia/cu13/include " " crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp"; do
+    "-isystem $repo/.libtorch/nvidia/nccl/include " "-isystem $repo/.libtorch/nvidia/cu13/include " " crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp crates/tch-ext/csrc/gpu/nvrtc.cpp"; do
     check "the CUDA library is compiled with $part" contains "$(<"$library")" "$part"
 done
 check "no partial folder is left" [ ! -e "$repo/.libtorch/partial" -a ! -e "$library.partial" ]
 rm "$work/asked" "$work/compiled"; cuda
 check "a second run fetches and compiles nothing" [ "$rc" = 0 -a ! -e "$work/asked" -a ! -e "$work/compiled" ]
-for source in nccl.cpp graph.cpp common.h; do
+for source in nccl.cpp graph.cpp gpu/nvrtc.cpp gpu/gpu.h common.h; do
     rm -f "$work/compiled"; echo changed >>"$repo/crates/tch-ext/csrc/$source"; cuda
     check "a change of $source compiles the library again, and fetches nothing" \
         [ "$rc" = 0 -a -e "$work/compiled" -a ! -e "$work/asked" ]
@@ -285,7 +285,7 @@ done
 # The library of before is in use: a failure leaves it as it is.
 echo changed >>"$repo/crates/tch-ext/csrc/nccl.cpp"; before=$(<"$library")
 fake c++ 'echo "In file included from x:" >&2; echo "nccl.cpp:3:10: fatal error: nccl.h: No such file" >&2; exit 1'; cuda
-check "an error of the compiler" one_error "'c++' could not compile crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp: nccl.cpp:3:10: fatal error: nccl.h"
+check "an error of the compiler" one_error "'c++' could not compile crates/tch-ext/csrc/nccl.cpp crates/tch-ext/csrc/graph.cpp crates/tch-ext/csrc/gpu/nvrtc.cpp: nccl.cpp:3:10: fatal error: nccl.h"
 check "an error of the compiler leaves the library of before" [ "$(<"$library")" = "$before" -a ! -e "$repo/.libtorch/partial" ]
 fake c++ 'exit 1'; cuda
 check "a compiler that fails without a reason" one_error "it printed no reason"

@@ -4,8 +4,10 @@ use crate::dist::launch::Launch;
 use crate::process::{self, output};
 use crate::schema::{Setting, expect};
 use crate::{Error, Result};
+use std::ffi::OsString;
 use std::fmt;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -44,7 +46,7 @@ impl Device {
             Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
             Self::Auto | Self::Cuda(None) => match gpus() {
                 Ok(count) => match Place::of_process().gpu(count, has_own_gpu()) {
-                    Ok(number) => Ok(tch::Device::Cuda(number)),
+                    Ok(number) => Ok(gpu_with_kernels(number)),
                     Err(reason) => usage(self, &reason),
                 },
                 Err(reason) if self == Self::Auto => {
@@ -54,7 +56,7 @@ impl Device {
                 Err(reason) => usage(self, &reason),
             },
             Self::Cuda(Some(number)) => match gpus() {
-                Ok(count) if number < count => Ok(tch::Device::Cuda(number)),
+                Ok(count) if number < count => Ok(gpu_with_kernels(number)),
                 Ok(count) => usage(self, &format!("expected a number below {count}, the number of GPUs")),
                 Err(reason) => usage(self, &reason),
             },
@@ -99,6 +101,29 @@ impl Place {
             None => (there / self.ranks).max(1),
         }
     }
+}
+
+/// GPU `number`; with `RLHF_KERNELS=cuda` our own kernels are compiled and loaded for it. Where they cannot be, a line says why, and
+/// libtorch's operations compute.
+fn gpu_with_kernels(number: usize) -> tch::Device {
+    static ASKED: std::sync::Once = std::sync::Once::new();
+    if std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "cuda") {
+        ASKED.call_once(|| {
+            let folder = cache_folder(|name| std::env::var_os(name)).map(|folder| folder.join("kernels"));
+            if let Err(reason) = tch_ext::use_gpu_kernels(number, folder.as_deref()) {
+                let _ =
+                    writeln!(std::io::stderr(), "warning: RLHF_KERNELS = cuda: computing without kernels: {reason}");
+            }
+        });
+    }
+    tch::Device::Cuda(number)
+}
+
+/// The folder of what can be made again, by the environment: `$RLHF_CACHE`, or `rlhf` in that of the user's programs.
+fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let folder = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let of_programs = || folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+    folder("RLHF_CACHE").or_else(|| Some(of_programs()?.join("rlhf")))
 }
 
 /// Returns true if only one GPU is visible to this process, as where SLURM gives each task its own.
@@ -430,6 +455,17 @@ mod tests {
         ] {
             assert_eq!(multiplies_bf16(info), expected, "{info}");
         }
+    }
+
+    #[test]
+    fn what_can_be_made_again_is_in_the_users_folder_for_it() {
+        let of = |variables: &[(&str, &str)]| {
+            cache_folder(|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.into()))
+        };
+        assert_eq!(of(&[("HOME", "/home/a")]), Some("/home/a/.cache/rlhf".into()));
+        assert_eq!(of(&[("HOME", "/home/a"), ("XDG_CACHE_HOME", "/c")]), Some("/c/rlhf".into()));
+        assert_eq!(of(&[("RLHF_CACHE", "/r"), ("XDG_CACHE_HOME", "/c")]), Some("/r".into()));
+        assert_eq!(of(&[("RLHF_CACHE", ""), ("HOME", "")]), None);
     }
 
     #[test]

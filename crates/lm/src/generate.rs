@@ -765,6 +765,12 @@ fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_s
         let (tokens, logprobs) = (Tensor::from_slice(&tokens), Tensor::from_slice(&logprobs));
         return Choice { tokens, logprobs, kept: None, top: None };
     }
+    let on_gpu = tch_ext::has_gpu_kernels(logits.kind(), logits.device());
+    if adjusted.is_none() && !sampling.filters() && !keep_sets && on_gpu {
+        let draws = (sampling != Sampling::Greedy).then_some(draws);
+        let (tokens, logprobs) = tch_ext::logits_sample_on_device(&logits.contiguous(), temperature, draws);
+        return Choice { tokens, logprobs, kept: None, top: None };
+    }
     let logits = logits.to_kind(Kind::Float) / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
     let adjusted = adjusted.map(|adjusted| adjusted / temperature);

@@ -208,6 +208,11 @@ fn plain() -> bool {
     *PLAIN.get_or_init(|| std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "plain"))
 }
 
+/// Whether `device` is a GPU, or the processor in the place of one, in a test of the kernels for GPUs.
+fn on_gpu(device: Device) -> bool {
+    device.is_cuda() || tch_ext::has_gpu_kernels(Kind::Float, device)
+}
+
 /// Whether the kernels of tch-ext compute tensors of this dtype on this device.
 pub fn uses_kernels(kind: Kind, device: Device) -> bool {
     !plain() && tch_ext::has_kernels(kind, device)

@@ -20,6 +20,7 @@ mod eval;
 mod examples;
 mod formats;
 mod fp16;
+mod gpu_kernels;
 mod groups;
 mod hub;
 mod launch;

@@ -5,7 +5,9 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "common.h"
+#include "gpu/gpu.h"
 #include "kernels.h"
+#include "ordered.h"
 
 // Exported by libtorch, but not declared in a header.
 namespace at::native {
@@ -612,6 +614,7 @@ struct Residual : torch::autograd::Function<Residual> {
                       (!x.is_cpu() || (x.is_contiguous() && branch.is_contiguous())),
                   "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ",
                   branch.scalar_type());
+    if (gpu::adds(x, a, second)) return gpu::residual(x, a, second);
     if (!x.is_cpu()) {
       Tensor out = at::add(x, a);
       return b ? out.add_(second) : out;
@@ -638,6 +641,7 @@ struct Residual : torch::autograd::Function<Residual> {
 // sines are [N, dim / 2], in f32, pairing dimension i with i + dim / 2; by their negatives if `back`. Few operations, each over
 // as much as possible: on a GPU each costs a start. Returns a new tensor of `dtype`.
 Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t parts, bool back, at::ScalarType dtype) {
+  if (gpu::rotates(x, dtype)) return gpu::rotated(x, cos, sin, parts, back, dtype);
   const int64_t half = cos.size(1), dim = 2 * half;
   const auto rotates = [&](const Tensor& of) { return of.narrow(2, 0, parts).narrow(3, 0, dim); };
   const auto half_of = [&](const Tensor& of, int64_t which) { return of.narrow(3, which * half, half); };
@@ -680,6 +684,7 @@ struct Rotate : torch::autograd::Function<Rotate> {
 
 // grad[ids[i]] += rows[i], in the dtype of `grad`.
 void add_rows(Tensor& grad, const Tensor& ids, const Tensor& rows) {
+  const OrderedSums ordered(grad);
   if (grad.scalar_type() == at::kFloat) {
     grad.index_add_(0, ids, rows.to(at::kFloat));
     return;
@@ -858,10 +863,17 @@ struct Norm : torch::autograd::Function<Norm> {
     const Tensor used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
     const int64_t width = input.size(-1);
     TORCH_CHECK(
-        input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_cpu() && used.is_contiguous() &&
-            used.numel() == width &&
-            (!bias.defined() || (used_bias.is_cpu() && used_bias.is_contiguous() && used_bias.numel() == width)),
+        (input.is_cpu() || gpu::takes(input)) && input.scalar_type() == at::kFloat && width > 0 && used.device() == input.device() &&
+            used.is_contiguous() && used.numel() == width &&
+            (!bias.defined() ||
+             (used_bias.device() == input.device() && used_bias.is_contiguous() && used_bias.numel() == width)),
         "norm: x ", input.sizes(), " ", input.scalar_type(), ", weight ", weight.sizes());
+    if (gpu::takes(input)) {
+      const auto [normed, means, rstds] = gpu::norm({eps, offset, center}, input, used, used_bias, dtype);
+      ctx->save_for_backward({input, weight, bias, rstds, means});
+      ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
+      return normed;
+    }
     const NormShape shape{input.numel() / width, width, eps, center, static_cast<float>(offset)};
     Tensor out = at::empty(input.sizes(), input.options().dtype(dtype).requires_grad(false));
     Tensor stats = at::empty({shape.rows, 2}, input.options().requires_grad(false));
@@ -871,7 +883,7 @@ struct Norm : torch::autograd::Function<Norm> {
                                      floats_or_null(used_bias), out.mutable_data_ptr<T>(),
                                      stats.mutable_data_ptr<float>());
     });
-    ctx->save_for_backward({input, weight, bias, stats});
+    ctx->save_for_backward({input, weight, bias, stats, {}});
     ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
     return out;
   }
@@ -884,6 +896,16 @@ struct Norm : torch::autograd::Function<Norm> {
     const int64_t width = x.size(-1);
     const NormShape shape{x.numel() / width, width, numbers[0], numbers[1] != 0, static_cast<float>(numbers[2])};
     const Tensor g = grads[0].contiguous(), used = weight.to(at::kFloat);
+    if (gpu::takes(x)) {
+      const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
+      const bool has_weight = weight.requires_grad(), has_bias = bias.defined() && bias.requires_grad();
+      if (has_weight || has_bias) {
+        const auto [of_weight, of_bias] = gpu::norm_weight_gradient(options, g, x, saved[4], stats, has_bias);
+        if (has_weight) grad_of(weight).add_(of_weight);
+        if (has_bias) grad_of(bias).add_(of_bias);
+      }
+      return {gpu::norm_gradient(options, g, x, used, saved[4], stats), {}, {}, {}, {}, {}, {}};
+    }
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
     // Frozen weights have no gradient; weights of other dtypes than f32 are frozen.
     auto grad_or_null = [](const Tensor& leaf) {
@@ -899,6 +921,26 @@ struct Norm : torch::autograd::Function<Norm> {
                                       dx.mutable_data_ptr<float>(), grad_or_null(weight), grad_or_null(bias));
     });
     return {dx, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// --- Gated MLPs, on a GPU -------------------------------------------------------------------------------------------
+
+struct Gated : torch::autograd::Function<Gated> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const MaybeTensor& up, int64_t activation) {
+    const Tensor first = gate.contiguous(), second = up ? up->contiguous() : Tensor();
+    TORCH_CHECK(gpu::takes(first), "gated: no kernels are loaded for ", first.device());
+    ctx->save_for_backward({first, second});
+    ctx->saved_data["activation"] = activation;
+    return gpu::gated(first, second, activation);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const auto [of_gate, of_up] =
+        gpu::gated_gradient(saved[0], saved[1], grads[0].contiguous(), ctx->saved_data["activation"].toInt());
+    return {of_gate, of_up, {}};
   }
 };
 
@@ -1044,12 +1086,15 @@ char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, T
 char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, const Tensor* logits,
                            double inv_temperature, const Tensor* targets) {
   return guard([&] {
-    check_logits(*logits, *targets);
+    const bool on_gpu = gpu::takes(*logits);
+    if (!on_gpu) check_logits(*logits, *targets);
     const auto options = logits->options().dtype(at::kFloat).requires_grad(false);
     const int64_t rows = logits->size(0);
     Tensor l = at::empty({rows}, options), s = at::empty({rows}, options),
            e = entropy ? at::empty({rows}, options) : Tensor();
-    for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
+    if (on_gpu)
+      gpu::logits_stats(*logits, inv_temperature, *targets, l, s, e);
+    else for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().logits.stats(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature,
                                      targets->const_data_ptr<int64_t>(), l.mutable_data_ptr<float>(),
@@ -1065,6 +1110,11 @@ char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, co
 char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tensor* targets, const Tensor* lse,
                               const Tensor* coefficients, const Tensor* entropy, const Tensor* of_entropy) {
   return guard([&] {
+    if (gpu::takes(*logits)) {
+      gpu::logits_gradient(*logits, inv_temperature, *targets, *lse, *coefficients, value_of(entropy), value_of(of_entropy));
+      logits->unsafeGetTensorImpl()->bump_version();
+      return;
+    }
     check_logits(*logits, *targets);
     const int64_t rows = logits->size(0);
     for (const Tensor* x : {lse, coefficients, entropy, of_entropy})
@@ -1096,6 +1146,31 @@ char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const 
   });
 }
 
+// The same by a kernel of a GPU, which is not waited for: `draws` [rows] f64, or null; tokens and log-probabilities are there too.
+char* tch_ext_logits_sample_on_device(Tensor** tokens, Tensor** logprobs, const Tensor* logits, double inv_temperature,
+                                      const Tensor* draws) {
+  return guard([&] {
+    TORCH_CHECK(gpu::takes(*logits), "logits on ", logits->device(), ": no kernels are loaded for it");
+    auto [t, l] = gpu::logits_sample(*logits, inv_temperature, value_of(draws));
+    *tokens = new Tensor(t);
+    *logprobs = new Tensor(l);
+  });
+}
+
+// Attention of one new token per row to a cache, by a kernel of a GPU; `window` is 0 for none. Not differentiable.
+char* tch_ext_attention_of_step(Tensor** out, const Tensor* q, const Tensor* keys, const Tensor* values, const Tensor* lengths,
+                                int64_t capacity, int64_t longest, int64_t window, double scale) {
+  return guard([&] {
+    TORCH_CHECK(gpu::takes(*q), "attention of a step on ", q->device(), ": no kernels are loaded for it");
+    *out = new Tensor(gpu::attend({capacity, longest, window, scale}, *q, *keys, *values, *lengths));
+  });
+}
+
+// activation(gate) * up, by a kernel of a GPU; `up` may be null.
+char* tch_ext_gated(Tensor** out, const Tensor* gate, const Tensor* up, int64_t activation) {
+  return guard([&] { *out = new Tensor(Gated::apply(*gate, maybe(up), activation)); });
+}
+
 // Returns true if large f32 products are oneDNN's.
 bool tch_ext_onednn_takes_f32() { return tch_ext::onednn_takes_f32(); }
 
@@ -1123,6 +1198,11 @@ char* tch_ext_flash_attention_varlen(Tensor** out, const tch_ext_attention* atte
     std::optional<int64_t> left, right;
     // libtorch's window does not count the token itself.
     if (attention->causal && attention->window > 0) left = attention->window - 1, right = 0;
+    if (orders_sums()) {
+      const FlashOptions options{width, attention->causal, attention->scale, left, right};
+      *out = new Tensor(ordered_flash_attention(*q, *k, *v, *starts, options));
+      return;
+    }
     auto results =
         at::_flash_attention_forward(*q, *k, *v, *starts, *starts, width, width, /*dropout_p=*/0, attention->causal,
                                      /*return_debug_mask=*/false, attention->scale, left, right);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "gpu/gpu.h"
 #include "kernels.h"
 
 using at::Tensor;
@@ -35,8 +36,8 @@ AdamWStep step_of(const tch_ext_adamw& a) {
 }
 
 void check(const char* what, const Tensor& x, at::ScalarType dtype, int64_t numel) {
-  TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == dtype && x.numel() == numel, what, ": expected ", numel,
-              " contiguous elements of ", dtype, " on the CPU, found ", x.sizes(), " of ", x.scalar_type(), " on ",
+  TORCH_CHECK((x.is_cpu() || gpu::takes(x)) && x.is_contiguous() && x.scalar_type() == dtype && x.numel() == numel, what,
+              ": expected ", numel, " contiguous elements of ", dtype, " on the CPU, or a GPU with kernels, found ", x.sizes(), " of ", x.scalar_type(), " on ",
               x.device());
 }
 
@@ -85,7 +86,10 @@ char* tch_ext_adamw_blocked(const Tensor* param, const Tensor* grad, const tch_e
     const int64_t numel = param->numel();
     check("parameter", *param, at::kFloat, numel);
     check("gradient", *grad, at::kFloat, numel);
-    kernels().adamw.blocked(step_of(*a), numel, param->mutable_data_ptr<float>(), grad->const_data_ptr<float>(),
+    if (gpu::takes(*param))
+      gpu::adamw_blocked(step_of(*a), *param, *grad, moment_of(*first, numel), moment_of(*second, numel));
+    else
+      kernels().adamw.blocked(step_of(*a), numel, param->mutable_data_ptr<float>(), grad->const_data_ptr<float>(),
                             moment_of(*first, numel), moment_of(*second, numel));
     bump_version(*param);
   });
@@ -101,7 +105,10 @@ char* tch_ext_adamw_rounded(const Tensor* param, const Tensor* grad, const Tenso
     check("first moment", *first, at::kBFloat16, numel);
     check("second moment", *second, at::kBFloat16, numel);
     const auto data = [](const Tensor& x) { return x.mutable_data_ptr<c10::BFloat16>(); };
-    kernels().adamw.rounded(step_of(*a), numel, data(*param), grad->const_data_ptr<c10::BFloat16>(), data(*first),
+    if (gpu::takes(*param))
+      gpu::adamw_rounded(step_of(*a), *param, *grad, *first, *second, keys);
+    else
+      kernels().adamw.rounded(step_of(*a), numel, data(*param), grad->const_data_ptr<c10::BFloat16>(), data(*first),
                             data(*second), keys);
     bump_version(*param);
   });

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "common.h"
+#include "gpu/gpu.h"
 #include "graph.h"
 
 using namespace tch_ext;
@@ -127,6 +128,7 @@ char* tch_ext_load_cuda() {
     void* library = dlopen((libtorch_folder() + "/" + CUDA_LIBRARY).c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library) graphs = static_cast<const GraphFunctions*>(dlsym(library, GRAPH_FUNCTIONS));
     if (!graphs) graphs_error = dlerror();
+    if (library) gpu::functions = static_cast<const gpu::Functions*>(dlsym(library, gpu::FUNCTIONS));
     // cuDNN's attention, libtorch's first choice on newer GPUs, prepares a plan for each length, of which decoding has one per token.
     at::globalContext().setSDPUseCuDNN(false);
   });

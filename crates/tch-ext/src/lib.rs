@@ -1,5 +1,6 @@
 //! The parts of libtorch that `rlhf` needs and `tch` lacks. All C++ and all `unsafe` of the project is in this crate.
 
+mod gpu;
 mod graph;
 mod groups;
 mod memory;
@@ -8,6 +9,10 @@ mod offload;
 mod ops;
 mod optim;
 
+pub use gpu::{
+    CachedRows, GatedActivation, GpuKernel, attention_of_step, check_gpu_kernels, emulate_gpu_kernels, gated, gpu_grid,
+    gpu_kernels, has_gpu_kernels, logits_sample_on_device, takes_attention_of_step, use_gpu_kernels,
+};
 pub use graph::{Graph, graphs_error, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id, to_host};
@@ -16,7 +21,7 @@ pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
     attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
-    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, rotate,
+    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, rotate, select_rows,
     token_multiple,
 };
 pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};

@@ -161,11 +161,13 @@ unsafe extern "C" {
         width: i64,
     ) -> *mut c_char;
     fn tch_ext_backward(x: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    fn tch_ext_orders_sums() -> bool;
+    fn tch_ext_select_rows(out: *mut *mut C_tensor, x: *const C_tensor, index: *const C_tensor) -> *mut c_char;
 }
 
-/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU.
+/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU. Not while it emulates those of a GPU.
 pub fn has_kernels(kind: Kind, device: Device) -> bool {
-    device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16)
+    device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16) && !crate::has_gpu_kernels(kind, device)
 }
 
 /// Number of tokens to whose multiples packed tokens are best padded, for products of this dtype on the CPU: oneDNN takes milliseconds
@@ -503,7 +505,8 @@ pub struct Norm {
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.
 pub fn norm(norm: Norm, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Tensor {
-    assert!(has_kernels(kind, x.device()), "norm: there is no kernel for {kind:?} on {:?}", x.device());
+    let there = has_kernels(kind, x.device()) || crate::has_gpu_kernels(kind, x.device());
+    assert!(there, "norm: there is no kernel for {kind:?} on {:?}", x.device());
     let bias = bias.map_or(null(), |bias| bias.as_ptr());
     let bf16 = kind == Kind::BFloat16;
     // SAFETY: as in `linear`; the shim checks dtypes and widths.
@@ -647,6 +650,24 @@ pub fn add_product_to_grad(leaf: &Tensor, a: &Tensor, b: &Tensor) {
     expect(into_result(unsafe { tch_ext_add_product(leaf.as_ptr(), a.as_ptr(), b.as_ptr()) }));
 }
 
+/// The rows `index`, i64, of `x`, of which a row may be there several times. With `RLHF_SUMS=ordered` its gradient on a GPU is summed in a
+/// fixed order, and in f32; otherwise, and on a CPU, this is libtorch's `index_select`.
+///
+/// # Panics
+/// If the devices differ, or an index is outside of `x`.
+pub fn select_rows(x: &Tensor, index: &Tensor) -> Tensor {
+    // SAFETY: takes no arguments, and reads the environment once.
+    if x.device().is_cuda() && unsafe { tch_ext_orders_sums() } {
+        return select_in_order(x, index);
+    }
+    x.index_select(0, index)
+}
+
+fn select_in_order(x: &Tensor, index: &Tensor) -> Tensor {
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe { tch_ext_select_rows(out, x.as_ptr(), index.as_ptr()) })
+}
+
 /// Runs the backward pass from `x` with the gradient `grad`.
 ///
 /// # Panics
@@ -667,5 +688,27 @@ pub(crate) fn new_tensor(f: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> T
 pub(crate) fn expect(result: Result<(), String>) {
     if let Err(message) = result {
         panic!("{message}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_are_selected_several_times_have_the_sum_of_their_gradients() {
+        let index = Tensor::from_slice(&[2i64, 0, 2, 2]);
+        let slopes = Tensor::from_slice(&[1f32, 10.0, 100.0, 1000.0]).unsqueeze(1) * Tensor::from_slice(&[1f32, -0.5]);
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let x =
+                Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0]).view([3, 2]).to_kind(kind).set_requires_grad(true);
+            let rows = select_in_order(&x, &index);
+            assert_eq!(rows, x.index_select(0, &index));
+            backward(&rows, &slopes.to_kind(kind));
+            // 1 + 100 + 1000 = 1101, which bf16 rounds to 1104: at once, not in parts.
+            let sum = if kind == Kind::Float { 1101f32 } else { 1104.0 };
+            let expected = Tensor::from_slice(&[10.0, -5.0, 0.0, 0.0, sum, -sum / 2.0]).view([3, 2]);
+            assert_eq!(x.grad().to_kind(Kind::Float), expected, "{kind:?}");
+        }
     }
 }

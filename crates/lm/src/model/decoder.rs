@@ -16,7 +16,7 @@ use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
 use super::stacked::{ExpertsBeside, Stack};
 use super::state::StateShape;
-use super::{plain, uses_kernels};
+use super::{on_gpu, plain, uses_kernels};
 use rlhf_base::rng::Stream;
 use rlhf_base::{Error, Result};
 use std::collections::HashMap;
@@ -657,7 +657,7 @@ impl Decoder {
             (Some(branch), Some(inputs)) => {
                 let input = inputs.select(1, i as i64);
                 let rows = rows.filter(|_| i + 1 == self.layers.len() && pass.dropout.is_none());
-                let input = rows.map_or_else(|| input.shallow_clone(), |rows| input.index_select(0, rows));
+                let input = rows.map_or_else(|| input.shallow_clone(), |rows| tch_ext::select_rows(&input, rows));
                 branch.add_to(&x, &input, pass.dropout)
             }
             _ => x,
@@ -674,7 +674,7 @@ impl Decoder {
         let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
         // Attention to the encoder is over whole sequences, and after it the rows are selected.
         let (rows, late) = if layer.cross.is_some() { (None, rows) } else { (rows, None) };
-        let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
+        let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| tch_ext::select_rows(x, rows));
         let mut attend =
             |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
         let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
@@ -731,7 +731,7 @@ impl Decoder {
             }
             _ => add(&x, &self.cross_attention(i, cross, &cross.norm.forward(&x, self.compute), pass), None),
         };
-        rows.map_or_else(|| sum.shallow_clone(), |rows| sum.index_select(0, rows))
+        rows.map_or_else(|| sum.shallow_clone(), |rows| tch_ext::select_rows(&sum, rows))
     }
 
     fn cross_attention(&self, i: usize, cross: &CrossAttention, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
@@ -765,7 +765,7 @@ impl Decoder {
             x = outward.forward_dropping(&x, dropout).to_kind(Kind::Float);
         }
         match (rows, dropout) {
-            (Some(rows), Some(_)) => x.index_select(0, rows),
+            (Some(rows), Some(_)) => tch_ext::select_rows(&x, rows),
             _ => x,
         }
     }
@@ -1164,7 +1164,7 @@ fn mix(index: usize, mixer: &Mixer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
 
 /// The residual stream `x` with one or two branches added.
 fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
-    let on_gpu = x.device().is_cuda() && !plain() && b.is_none_or(|b| b.kind() == a.kind());
+    let on_gpu = on_gpu(x.device()) && !plain() && b.is_none_or(|b| b.kind() == a.kind());
     if on_gpu || uses_kernels(a.kind(), x.device()) {
         return tch_ext::residual(x, a, b);
     }
@@ -1181,7 +1181,7 @@ fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
 /// Whether heads on `device` are rotated by few operations over much, each of which costs a GPU a start, in place of libtorch's own
 /// differentiable ones.
 fn rotates_at_once(device: Device) -> bool {
-    device.is_cuda() && !plain()
+    on_gpu(device) && !plain()
 }
 
 /// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does. Returns

@@ -4,7 +4,7 @@ use super::layout::{Layout, Scores, mask_of};
 use super::state::{AppendedRows, State, StateShape, States};
 use rlhf_base::{Error, Result};
 use tch::{Device, Kind, Tensor};
-use tch_ext::{Graph, on_device};
+use tch_ext::{CachedRows, Graph, on_device};
 
 /// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps.
 const POSITIONS_ON_GPU: i64 = 64;
@@ -176,6 +176,15 @@ impl Step {
         self.masks.push((window, mask.shallow_clone()));
         mask
     }
+}
+
+/// Whether a kernel of a GPU computes the attention of a step with these scores, to a cache of so many heads of this width.
+fn kernel_attends(scores: &Scores, queries: &Tensor, keys: &Tensor, [kv_heads, head_dim]: [i64; 2]) -> bool {
+    scores.softcap.is_none()
+        && scores.sinks.is_none()
+        && queries.kind() == keys.kind()
+        && tch_ext::has_gpu_kernels(keys.kind(), keys.device())
+        && tch_ext::takes_attention_of_step(queries.size()[1], kv_heads, head_dim)
 }
 
 /// The multiple of positions that a step on `device` attends to.
@@ -550,6 +559,14 @@ impl KvCache {
         let layer = self.of_layers[layer];
         let [kv_heads, head_dim] = self.heads[layer];
         let rows = self.lens.len() as i64;
+        let (all_keys, all_values) = &self.layers[layer];
+        if bias.is_none() && kernel_attends(scores, queries, all_keys, [kv_heads, head_dim]) {
+            let lengths = step.lens.view([-1]);
+            let (keys, values, capacity, longest) = (all_keys, all_values, self.capacity, step.width);
+            let cached = CachedRows { keys, values, lengths: &lengths, capacity, longest };
+            self.step = Some(step);
+            return tch_ext::attention_of_step(queries, cached, scores.window, scores.scale).flatten(1, 2);
+        }
         let width = bias.map_or(step.width, |bias| bias.size()[3]);
         let view =
             |cache: &Tensor| cache.view([rows, self.capacity, kv_heads, head_dim]).narrow(1, 0, width).transpose(1, 2);

@@ -243,12 +243,12 @@ pub struct SharedPrefixes {
 impl SharedPrefixes {
     /// Converts numbers of the computed tokens to numbers of all N tokens.
     pub fn expand(&self, x: &Tensor) -> Tensor {
-        x.index_select(0, &self.expand)
+        tch_ext::select_rows(x, &self.expand)
     }
 
     /// Selects the numbers of the computed tokens among those of all N tokens.
     pub fn collapse(&self, x: &Tensor) -> Tensor {
-        x.index_select(0, &self.collapse)
+        tch_ext::select_rows(x, &self.collapse)
     }
 }
 

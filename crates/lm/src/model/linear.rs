@@ -435,6 +435,13 @@ impl Norm {
         if uses_kernels(kind, x.device()) {
             return tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind);
         }
+        if tch_ext::has_gpu_kernels(kind, x.device()) {
+            return if self.weight.requires_grad() {
+                tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind)
+            } else {
+                tch_ext::norm(tch_ext::Norm { offset: 0.0, ..norm }, x, &self.factors(), self.bias.as_ref(), kind)
+            };
+        }
         let shape = self.weight.size();
         let factors = self.factors();
         let normed = match self.kind {

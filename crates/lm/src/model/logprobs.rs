@@ -427,12 +427,14 @@ impl LmHead {
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is
     /// computed in the backward pass only.
     pub(super) fn logprobs_of(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
+        let device = hidden.device();
         let by_kernels =
-            !hidden.requires_grad() && targets.sampled.sets.is_none() && uses_kernels(self.compute, hidden.device());
+            !hidden.requires_grad() && targets.sampled.sets.is_none() && logits_by_kernels(self.compute, device);
         let mut found = targets.slices();
         let slices: Vec<Range<i64>> = self.slices(hidden.size()[0]).collect();
-        // One slice alone takes the product that is the fastest for its number of rows.
-        let shares_memory = by_kernels && (slices.len() > 1 || targets.as_backward) && self.softcap.is_none();
+        // On a CPU, one slice alone takes the product that is the fastest for its number of rows.
+        let as_backward = slices.len() > 1 || targets.as_backward || device.is_cuda();
+        let shares_memory = by_kernels && as_backward && self.softcap.is_none();
         let mut kernels = shares_memory.then(|| SliceKernels::new(self));
         for range in slices {
             let hidden = rows_of(hidden, &range);
@@ -469,7 +471,7 @@ impl LmHead {
         let by_kernels = self.softcap.is_none()
             && targets.reference.is_none()
             && targets.sampled.sets.is_none()
-            && uses_kernels(self.compute, hidden.device());
+            && logits_by_kernels(self.compute, hidden.device());
         let mut kernels = by_kernels.then(|| SliceKernels::new(self));
         for range in self.slices(hidden.size()[0]) {
             let (hidden, mut gradient) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
@@ -654,6 +656,11 @@ impl<'m> SliceKernels<'m> {
             tch_ext::add_product_to_grad(weight, &all.tr(), hidden);
         }
     }
+}
+
+/// Whether kernels compute statistics and gradients of logits in this dtype on this device.
+fn logits_by_kernels(compute: Kind, device: Device) -> bool {
+    uses_kernels(compute, device) || tch_ext::has_gpu_kernels(compute, device)
 }
 
 /// `logits` divided by the temperature. That of 1 changes nothing, and a division would read and write them all, and again in the backward pass.

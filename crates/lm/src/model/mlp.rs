@@ -8,6 +8,7 @@ use super::shape::{self, Activation, ExpertNames, MlpIn, Names, Scoring, Shape};
 use super::stacked::{Stack, StackedExperts};
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
+use tch_ext::GatedActivation;
 
 /// The MLP of a layer.
 #[derive(Debug)]
@@ -134,6 +135,20 @@ impl Mlp {
     }
 }
 
+/// The activation of `gate`, times `up`.
+fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
+    if !tch_ext::has_gpu_kernels(gate.kind(), gate.device()) || gate.kind() != up.kind() {
+        return activation.apply(gate) * up;
+    }
+    let activation = match activation {
+        Activation::Gelu => GatedActivation::Gelu,
+        Activation::GeluTanh => GatedActivation::GeluTanh,
+        Activation::Silu => GatedActivation::Silu,
+        Activation::Relu => GatedActivation::Relu,
+    };
+    tch_ext::gated(gate, Some(up), activation)
+}
+
 impl Dense {
     fn build(
         names_in: &MlpIn,
@@ -173,14 +188,13 @@ impl Dense {
 
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let first = self.inputs[0].forward_dropping(x, dropout);
-        let activate = |x: &Tensor| self.activation.apply(x);
         let inner = match self.inputs.get(1) {
-            Some(up) => activate(&first) * up.forward_dropping(x, dropout),
+            Some(up) => gated(self.activation, &first, &up.forward_dropping(x, dropout)),
             None if self.fused => {
                 let parts = first.chunk(2, -1);
-                activate(&parts[0]) * &parts[1]
+                gated(self.activation, &parts[0], &parts[1])
             }
-            None => activate(&first),
+            None => self.activation.apply(&first),
         };
         self.out.forward_dropping(&inner, dropout)
     }

@@ -138,7 +138,7 @@ impl State {
             }
             Self::Blocks(moments) => {
                 let (mut param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
-                if !uses_kernels(Kind::Float, param.device()) {
+                if !steps_by_kernels(Kind::Float, param.device()) {
                     return adamw_blocked(&param, &grad, moments, step);
                 }
                 let moments = moments.each_mut().map(Blocks::as_moment);
@@ -148,7 +148,7 @@ impl State {
                 let (mut param, grad) = (param.detach().view([-1]), grad.reshape([-1]));
                 let mut stream = Stream::new(step.seed, Purpose::Rounding, step.number as u64, step.index as u64);
                 let keys = [(); 3].map(|()| stream.bits());
-                if !uses_kernels(Kind::BFloat16, param.device()) {
+                if !steps_by_kernels(Kind::BFloat16, param.device()) {
                     return adamw_rounded(&param, &grad, moments, keys, step);
                 }
                 tch_ext::adamw_rounded(&mut param, &grad, moments.each_mut(), keys, step.number, step.settings)
@@ -159,6 +159,11 @@ impl State {
             }
         }
     }
+}
+
+/// Whether kernels take the steps of parameters in this dtype on this device.
+fn steps_by_kernels(kind: Kind, device: Device) -> bool {
+    uses_kernels(kind, device) || tch_ext::has_gpu_kernels(kind, device)
 }
 
 /// Parameters that take PyTorch's step of AdamW in one call: on a GPU, in one kernel for all of them.

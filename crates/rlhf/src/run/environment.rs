@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 /// Variables by which sums are computed in another order or by other instructions: libtorch's, oneDNN's, MKL's, OpenMP's, cuBLAS's, NCCL's
 /// and ours. The number of threads is compared by itself.
-const ROUNDING: [&str; 19] = [
+const ROUNDING: [&str; 21] = [
     "ATEN_CPU_CAPABILITY",
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -24,6 +24,8 @@ const ROUNDING: [&str; 19] = [
     "ONEDNN_MAX_CPU_ISA",
     "OPENBLAS_CORETYPE",
     "RLHF_KERNELS",
+    "RLHF_LOGITS_CHUNK",
+    "RLHF_SUMS",
     "TORCH_BLAS_PREFER_CUBLASLT",
 ];
 
