@@ -360,7 +360,7 @@ impl serde::Serialize for Device {
 }
 
 fn usage<T>(device: Device, reason: &str) -> Result<T> {
-    Err(Error::Usage(format!("device = {device}: {reason}")))
+    Err(Error::refused("device", format!(" = {device}: {reason}")))
 }
 
 /// Warns, once, why a machine with a GPU computes on its CPU.

@@ -252,8 +252,8 @@ impl World {
     ///
     /// # Errors
     /// As [`World::sum`].
-    pub fn max_number(&self, own: f64) -> Result<f64> {
-        let mut x = Tensor::from_slice(&[own]);
+    pub fn max_number(&self, sent: f64) -> Result<f64> {
+        let mut x = Tensor::from_slice(&[sent]);
         self.max(&mut x)?;
         Ok(x.double_value(&[0]))
     }
@@ -262,8 +262,8 @@ impl World {
     ///
     /// # Errors
     /// As [`World::sum`].
-    pub fn min_count(&self, own: usize) -> Result<usize> {
-        Ok(if self.ranks.is_none() { own } else { (-self.max_number(-(own as f64))?) as usize })
+    pub fn min_count(&self, sent: usize) -> Result<usize> {
+        Ok(if self.ranks.is_none() { sent } else { (-self.max_number(-(sent as f64))?) as usize })
     }
 
     /// Whether a condition holds on any rank; the same result on every rank.
@@ -282,21 +282,21 @@ impl World {
         Ok(!self.any(!condition)?)
     }
 
-    /// Rows of all ranks, in the order of ranks: `own` are this rank's rows, `counts` the numbers of rows of all ranks.
+    /// Rows of all ranks, in the order of ranks: `sent` are this rank's rows, `counts` the numbers of rows of all ranks.
     ///
     /// # Errors
     /// As [`World::sum`].
-    pub fn gather_rows(&self, own: &Tensor, counts: &[usize]) -> Result<Tensor> {
+    pub fn gather_rows(&self, sent: &Tensor, counts: &[usize]) -> Result<Tensor> {
         if self.ranks.is_none() {
-            return Ok(own.shallow_clone());
+            return Ok(sent.shallow_clone());
         }
         let most = counts.iter().copied().max().unwrap_or(0) as i64;
-        let mut shape = own.size();
+        let mut shape = sent.size();
         shape[0] = most;
-        let part = Tensor::zeros(shape.as_slice(), (own.kind(), own.device()));
-        part.narrow(0, 0, own.size()[0]).copy_(own);
+        let part = Tensor::zeros(shape.as_slice(), (sent.kind(), sent.device()));
+        part.narrow(0, 0, sent.size()[0]).copy_(sent);
         shape[0] = most * counts.len() as i64;
-        let mut all = Tensor::zeros(shape.as_slice(), (own.kind(), own.device()));
+        let mut all = Tensor::zeros(shape.as_slice(), (sent.kind(), sent.device()));
         self.all_gather(&mut all, &part)?;
         let rows = counts.iter().enumerate().map(|(rank, &rows)| all.narrow(0, rank as i64 * most, rows as i64));
         Ok(Tensor::cat(&rows.collect::<Vec<_>>(), 0))
@@ -306,24 +306,24 @@ impl World {
     ///
     /// # Errors
     /// As [`World::sum`]; if a value cannot be sent.
-    pub fn gather<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>> {
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, sent: T) -> Result<Vec<T>> {
         if self.size() == 1 {
-            return Ok(vec![own]);
+            return Ok(vec![sent]);
         }
-        let all = self.gather_bytes(&self.to_json(&own)?)?;
+        let all = self.gather_bytes(&self.to_json(&sent)?)?;
         all.iter().enumerate().map(|(rank, bytes)| from_json(rank, bytes)).collect()
     }
 
     /// The bytes of all ranks, in the order of ranks.
-    fn gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather_bytes(&self, sent: &[u8]) -> Result<Vec<Vec<u8>>> {
         if self.ranks.is_none() {
-            return Ok(vec![own.to_vec()]);
+            return Ok(vec![sent.to_vec()]);
         }
-        let len = Tensor::from_slice(&[own.len() as i64]);
+        let len = Tensor::from_slice(&[sent.len() as i64]);
         let mut lens = Tensor::zeros([self.size() as i64], (Kind::Int64, Device::Cpu));
         self.all_gather(&mut lens, &len)?;
         let lens: Vec<usize> = Vec::<i64>::try_from(lens)?.into_iter().map(|len| len as usize).collect();
-        let all = self.gather_rows(&Tensor::from_slice(own), &lens)?;
+        let all = self.gather_rows(&Tensor::from_slice(sent), &lens)?;
         let all = Vec::<u8>::try_from(all)?;
         let mut rest = all.as_slice();
         Ok(lens.iter().map(|&len| rest.split_off(..len).unwrap_or_default().to_vec()).collect())
@@ -333,24 +333,24 @@ impl World {
     ///
     /// # Errors
     /// As [`World::sum`].
-    pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
-        let bytes: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
+    pub fn gather_numbers(&self, sent: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let bytes: Vec<u8> = sent.iter().flat_map(|number| number.to_le_bytes()).collect();
         let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().unwrap_or_default());
         let of_rank = |bytes: Vec<u8>| bytes.chunks_exact(8).map(number).collect();
         Ok(self.gather_bytes(&bytes)?.into_iter().map(of_rank).collect())
     }
 
-    /// The value `own` of rank 0, on every rank; sent as by [`World::gather`].
+    /// The value `sent` of rank 0, on every rank; sent as by [`World::gather`].
     ///
     /// # Errors
     /// As [`World::gather`].
-    pub fn broadcast<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<T> {
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&self, sent: T) -> Result<T> {
         if self.size() == 1 {
-            return Ok(own);
+            return Ok(sent);
         }
-        let bytes = self.is_main().then(|| self.to_json(&own)).transpose()?;
+        let bytes = self.is_main().then(|| self.to_json(&sent)).transpose()?;
         let bytes = self.broadcast_bytes(bytes)?;
-        if self.is_main() { Ok(own) } else { from_json(0, &bytes) }
+        if self.is_main() { Ok(sent) } else { from_json(0, &bytes) }
     }
 
     /// The bytes of rank 0, which passes `Some`.
@@ -358,13 +358,13 @@ impl World {
     /// # Errors
     /// As [`World::sum`].
     pub fn broadcast_bytes(&self, of_main: Option<Vec<u8>>) -> Result<Vec<u8>> {
-        let own = of_main.filter(|_| self.is_main()).unwrap_or_default();
+        let sent = of_main.filter(|_| self.is_main()).unwrap_or_default();
         if self.ranks.is_none() {
-            return Ok(own);
+            return Ok(sent);
         }
-        let len = self.max_number(own.len() as f64)? as usize;
+        let len = self.max_number(sent.len() as f64)? as usize;
         let mut x = if self.is_main() {
-            Tensor::from_slice(&own)
+            Tensor::from_slice(&sent)
         } else {
             Tensor::zeros([len as i64], (Kind::Uint8, Device::Cpu))
         };
@@ -429,8 +429,8 @@ impl World {
     /// See above; if a rank has ended or does not respond.
     pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.size > 1) else { return result };
-        let own = result.as_ref().err().map(failure::to_bytes).unwrap_or_default();
-        let errors = match self.check().and_then(|()| self.gather_bytes(&own)) {
+        let sent = result.as_ref().err().map(failure::to_bytes).unwrap_or_default();
+        let errors = match self.check().and_then(|()| self.gather_bytes(&sent)) {
             Ok(errors) => errors,
             Err(broken) => return Err(result.err().unwrap_or(broken)),
         };
@@ -520,11 +520,11 @@ impl World {
     ///
     /// # Errors
     /// If not: the error, which is the same on all ranks, names the first rank with another value than rank 0, and the setting.
-    pub fn check_settings(&self, own: &Map<String, Value>) -> Result<()> {
+    pub fn check_settings(&self, sent: &Map<String, Value>) -> Result<()> {
         if self.size() == 1 {
             return Ok(());
         }
-        let all = self.gather(own.clone())?;
+        let all = self.gather(sent.clone())?;
         for (rank, found) in all.iter().enumerate() {
             let names = all[0].keys().chain(found.keys().filter(|name| !all[0].contains_key(*name)));
             if let Some(name) = names.into_iter().find(|name| all[0].get(*name) != found.get(*name)) {
@@ -543,9 +543,9 @@ impl World {
     }
 
     /// A value of this rank, for the others.
-    fn to_json(&self, own: &impl Serialize) -> Result<Vec<u8>> {
+    fn to_json(&self, sent: &impl Serialize) -> Result<Vec<u8>> {
         let rank = self.rank();
-        serde_json::to_vec(own).map_err(|e| Error::Run(format!("rank {rank}: cannot send a value to the others: {e}")))
+        serde_json::to_vec(sent).map_err(|e| Error::Run(format!("rank {rank}: cannot send a value to the others: {e}")))
     }
 
     fn failed(&self) -> Option<String> {
@@ -701,8 +701,8 @@ pub fn as_two_ranks<T: Send>(f: impl Fn(World) -> T + Sync) -> [T; 2] {
     };
     std::thread::scope(|scope| {
         let other = scope.spawn(|| rank(1));
-        let own = rank(0);
-        [own, other.join().expect("rank 1")]
+        let sent = rank(0);
+        [sent, other.join().expect("rank 1")]
     })
 }
 

@@ -1,5 +1,6 @@
 //! The error type. Each message names the thing, the place, what was expected and what was found.
 
+use crate::refusal::Refusal;
 use crate::safe_text::one_line;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -10,8 +11,8 @@ use std::path::{Path, PathBuf};
 pub enum Error {
     /// The command line or the configuration file is contradictory or requests something that does not exist.
     Usage(String),
-    /// Several settings are invalid: one line for each.
-    Refused(Vec<String>),
+    /// Settings are refused: one line for each.
+    Refused(Vec<Refusal>),
     /// A file or folder could not be read or written.
     Io {
         /// The attempted action, as a verb phrase: "read", "create the folder".
@@ -71,8 +72,9 @@ impl fmt::Debug for Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self {
-            Error::Refused(lines) => {
-                let lines: Vec<_> = lines.iter().map(|line| one_line(line)).collect();
+            Error::Refused(refusals) => {
+                let lines: Vec<_> =
+                    refusals.iter().map(|refusal| one_line(&refusal.to_string()).into_owned()).collect();
                 return f.write_str(&lines.join("\n"));
             }
             Error::Usage(message)
@@ -140,12 +142,46 @@ impl Error {
         )))
     }
 
-    /// The errors in the settings, one line for each; empty for other kinds of error.
-    pub fn refusals(&self) -> &[String] {
+    /// Refuses the setting `name`; `rest` follows the name in the message, as in [`Refusal::new`].
+    pub fn refused(name: impl Into<String>, rest: impl fmt::Display) -> Error {
+        Error::Refused(vec![Refusal::new(name, rest)])
+    }
+
+    /// The errors in the settings; empty for other kinds of error.
+    pub fn refusals(&self) -> Vec<Refusal> {
         match self {
-            Error::Usage(line) => std::slice::from_ref(line),
-            Error::Refused(lines) => lines,
-            _ => &[],
+            Error::Usage(message) => vec![Refusal::general(message)],
+            Error::Refused(refusals) => refusals.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The message without the file or folder at its start.
+    pub fn without_path(&self) -> String {
+        match self {
+            Error::Io { action, source, .. } => format!("cannot {action}: {source}"),
+            Error::Invalid { message, .. } => message.clone(),
+            Error::Row { place, message, .. } => format!("{place}: {message}"),
+            other => other.to_string(),
+        }
+    }
+
+    /// Whether the command line or the settings are wrong.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Error::Usage(_) | Error::Refused(_))
+    }
+
+    /// Returns errors in the settings with other words.
+    ///
+    /// # Errors
+    /// The same error, if it is of another kind.
+    pub fn map_usage(self, words: impl Fn(String) -> String) -> Result<Error> {
+        match self {
+            Error::Usage(message) => Ok(Error::Usage(words(message))),
+            Error::Refused(refusals) => {
+                Ok(Error::Refused(refusals.into_iter().map(|refusal| refusal.map_message(&words)).collect()))
+            }
+            other => Err(other),
         }
     }
 
@@ -159,7 +195,7 @@ impl Error {
     /// alarm, 4 for one whose model could not be pushed to the hub, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Usage(_) | Error::Refused(_) => USAGE,
+            error if error.is_usage() => USAGE,
             Error::Stopped { code, .. } => *code,
             Error::NotPushed(_) => NOT_PUSHED,
             _ => 1,
@@ -204,6 +240,7 @@ mod tests {
             assert!(!text.contains(char::is_control) && text.len() < 4000, "{text}");
             assert!(text.contains("\\u{1b}[2J"), "{text}");
         }
-        assert_eq!(Error::Refused(vec!["a = 1\nb".into(), "c".into()]).to_string(), "a = 1\\nb\nc");
+        let two = vec![Refusal::new("a", " = 1\nb"), Refusal::general("c")];
+        assert_eq!(Error::Refused(two).to_string(), "a = 1\\nb\nc");
     }
 }

@@ -42,6 +42,7 @@ pub mod files;
 pub mod metrics;
 pub mod offload;
 pub mod process;
+mod refusal;
 pub mod rng;
 pub mod safe_text;
 pub mod schema;
@@ -49,3 +50,4 @@ pub mod signals;
 pub mod weights;
 
 pub use error::{Error, Result, STOPPED_BY_ALARM};
+pub use refusal::{Origin, Refusal};

@@ -20,6 +20,10 @@
 //! | `positional` | a word of the command line without a flag |
 //! | `required` | the list must not be empty |
 //! | `hide` | the help leaves it out |
+//! | `short = "..."` | the description in the short help, `-h` |
+//! | `most = MOST_ROWS` | the largest whole number; [`MOST`] without it |
+//! | `resume = Free` | whether a resumed run may change it: [`ResumeClass`] |
+//! | `replay = Changes` | whether a replay may change it: [`ReplayClass`] |
 //! | `flatten` | the field is a group of settings |
 //!
 //! The program makes flags and help of it, and reads them and files through [`Settings::read`].
@@ -28,7 +32,8 @@ mod refusals;
 mod values;
 
 pub use refusals::{
-    Refusals, above_zero, all, at_least_one, expect, no_effect, renamed, subjects, usage, zero_or_more, zero_to_one,
+    Refusals, above_zero, all, at_least_one, exclude, expect, no_effect, refuse, renamed, usage, zero_or_more,
+    zero_to_one,
 };
 pub use rlhf_derive::{Choices, Settings};
 pub use values::{
@@ -37,6 +42,7 @@ pub use values::{
 };
 
 use crate::Result;
+use serde::Serialize;
 
 // Headings of `--help`.
 /// Models and their tokenizers.
@@ -107,6 +113,53 @@ pub const HEADINGS: [&str; 20] = [
 /// Default value of an optional flag that is unset.
 pub const NONE: &str = "none";
 
+/// The largest count or size, unless a setting has another: beyond use, and sums and products of a few are far below 64 bits.
+pub const MOST: u64 = i32::MAX as u64;
+/// The largest number of rows of a batch.
+pub const MOST_ROWS: u64 = 1 << 20;
+/// The largest number of responses of a run.
+pub const MOST_EPISODES: u64 = 1 << 40;
+/// The largest number of tokens of a response or a prompt: above any model's context.
+pub const MOST_TOKENS: u64 = 1 << 20;
+/// Of a whole number that is no count, such as a seed: it may have any size.
+pub const ANY: u64 = u64::MAX;
+
+/// Whether a run that resumes from a checkpoint may change a setting.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ResumeClass {
+    /// It may not: results depend on it.
+    #[default]
+    Kept,
+    /// It may: no result depends on it.
+    Free,
+    /// It may, with a warning: results depend on it by rounding at most.
+    Rounding,
+    /// It may, to extend a finished run.
+    Length,
+    /// It may; the best model so far is forgotten.
+    Best,
+    /// It may where the batch sizes over all ranks stay the same.
+    Sizes,
+}
+
+/// Whether a replay of an update may change a setting.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReplayClass {
+    /// It may not: a replay continues from the run's checkpoint.
+    #[default]
+    Kept,
+    /// It may: the setting acts after responses are sampled and scored.
+    Changes,
+    /// It may not: the setting decides which responses an update has.
+    Sampling,
+    /// It may not: a replay has the recorded scores.
+    Scores,
+    /// It may not: the setting changes nothing of one update.
+    Later,
+}
+
 /// A group of settings.
 pub trait Settings: Sized {
     /// Appends the descriptions of the settings to `fields`, in the order of the struct.
@@ -115,7 +168,7 @@ pub trait Settings: Sized {
     /// Reads the settings from `values`; those that have no value get their default.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) for a value that is not one of its setting, and for a required setting without a value.
+    /// [`Error::Refused`](crate::Error::Refused) for a value that is not one of its setting, and for a required setting without a value.
     fn read(values: &Values<'_>) -> Result<Self>;
 
     /// Returns the descriptions of the settings.
@@ -181,6 +234,32 @@ pub struct Field {
     pub listed: bool,
     /// Checks a value; the error says what is expected.
     pub check: fn(&str) -> Result<(), String>,
+    /// Description in the short help, `-h`; empty for settings that it leaves out.
+    pub short: &'static str,
+    /// The largest whole number.
+    pub most: u64,
+    /// Whether a resumed run may change it.
+    pub resume: ResumeClass,
+    /// Whether a replay may change it.
+    pub replay: ReplayClass,
+}
+
+/// Returns the name of a setting: the last field of a path, which the compiler knows.
+///
+/// ```
+/// # struct Kl { kl_coef: f64 }
+/// # struct Config { kl: Kl }
+/// # let config = Config { kl: Kl { kl_coef: 0.05 } };
+/// assert_eq!(rlhf_base::name_of!(config.kl.kl_coef), "kl_coef");
+/// ```
+#[macro_export]
+macro_rules! name_of {
+    (@last $last:ident) => { stringify!($last) };
+    (@last $first:ident . $($rest:tt)+) => { $crate::name_of!(@last $($rest)+) };
+    ($($path:tt)+) => {{
+        let _ = || &$($path)+;
+        $crate::name_of!(@last $($path)+)
+    }};
 }
 
 /// Returns `C` with the defaults of its settings, and "." wherever a value is required.
@@ -204,7 +283,7 @@ pub fn defaults_with<C: Settings>(settings: &[(&'static str, &'static str)]) -> 
 /// Reads the setting `name`, whose last value counts.
 ///
 /// # Errors
-/// [`Error::Usage`](crate::Error::Usage) if `parse` refuses the value, or if there is none and no default.
+/// [`Error::Refused`](crate::Error::Refused) if `parse` refuses the value, or if there is none and no default.
 pub fn one<T>(
     values: &Values<'_>,
     name: &str,
@@ -212,15 +291,15 @@ pub fn one<T>(
     parse: impl Fn(&str) -> Result<T, String>,
 ) -> Result<T> {
     let Some(text) = values(name).and_then(|mut words| words.pop()).or(default) else {
-        return usage(format!("{name}: expected a value"));
+        return refuse(name, ": expected a value");
     };
-    parse(&text).or_else(|expected| usage(format!("{name} = {text}: {expected}")))
+    parse(&text).or_else(|expected| refuse(name, format!(" = {text}: {expected}")))
 }
 
 /// Reads the setting `name`, a list.
 ///
 /// # Errors
-/// [`Error::Usage`](crate::Error::Usage) if `parse` refuses a value.
+/// [`Error::Refused`](crate::Error::Refused) if `parse` refuses a value.
 pub fn many<T>(
     values: &Values<'_>,
     name: &str,
@@ -228,6 +307,7 @@ pub fn many<T>(
     parse: impl Fn(&str) -> Result<T, String>,
 ) -> Result<Vec<T>> {
     let words = values(name).unwrap_or_else(|| default.into_iter().collect());
-    let parsed = words.iter().map(|text| parse(text).or_else(|expected| usage(format!("{name} = {text}: {expected}"))));
+    let parsed =
+        words.iter().map(|text| parse(text).or_else(|expected| refuse(name, format!(" = {text}: {expected}"))));
     parsed.collect()
 }

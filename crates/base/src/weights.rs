@@ -443,19 +443,19 @@ pub fn save_file_of(path: &Path, specs: &[TensorSpec], tensor: &mut dyn FnMut(us
 /// Errors of `write`, which leave the folder as it was; if a file cannot be moved or removed.
 pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
-    let beside = dir.join(BESIDE);
+    let staging = dir.join(BESIDE);
     // Left by an earlier save that was killed.
-    let clear = || match std::fs::remove_dir_all(&beside) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &beside)(e)),
+    let clear = || match std::fs::remove_dir_all(&staging) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &staging)(e)),
         _ => Ok(()),
     };
     clear()?;
-    std::fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
-    if let Err(error) = write(&beside).and_then(|()| sync(&beside)) {
+    std::fs::create_dir(&staging).map_err(Error::io("create the folder", &staging))?;
+    if let Err(error) = write(&staging).and_then(|()| sync(&staging)) {
         let _ = clear();
         return Err(error);
     }
-    let mut new = file_names(&beside)?;
+    let mut new = file_names(&staging)?;
     new.sort_by_key(|name| name == CONFIG);
     let mut old = Vec::from_iter(new.last().filter(|name| *name == CONFIG).cloned());
     if new.iter().any(|name| is_weights(name)) {
@@ -465,15 +465,15 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
         std::fs::remove_file(&path).map_err(Error::io("remove the old", &path))?;
     }
     // A folder cannot be renamed onto another, so the old one is removed first.
-    for name in new.iter().filter(|name| beside.join(name).is_dir() && dir.join(name).is_dir()) {
-        let old = beside.join(format!("{name}.old"));
+    for name in new.iter().filter(|name| staging.join(name).is_dir() && dir.join(name).is_dir()) {
+        let old = staging.join(format!("{name}.old"));
         std::fs::rename(dir.join(name), &old).map_err(Error::io("remove the old", dir.join(name)))?;
     }
     for name in &new {
         if name == CONFIG {
             sync_folder(dir)?;
         }
-        std::fs::rename(beside.join(name), dir.join(name)).map_err(Error::io("write", dir.join(name)))?;
+        std::fs::rename(staging.join(name), dir.join(name)).map_err(Error::io("write", dir.join(name)))?;
     }
     sync_folder(dir)?;
     clear()
@@ -533,15 +533,15 @@ fn write_file(
     chosen.sort_by_key(|&i| (std::cmp::Reverse(specs[i].dtype()), &specs[i].name));
     let mut name = path.file_name().expect("a file to write has a name").to_os_string();
     name.push(".tmp");
-    let beside = path.with_file_name(name);
-    let mut file = File::create(&beside).map_err(Error::io("write", path))?;
+    let staging = path.with_file_name(name);
+    let mut file = File::create(&staging).map_err(Error::io("write", path))?;
     let written = write_tensors(&mut file, path, specs, &chosen, tensor);
     if written.is_err() {
         // Frees the space on a full disk.
-        let _ = std::fs::remove_file(&beside);
+        let _ = std::fs::remove_file(&staging);
     }
     written?;
-    std::fs::rename(&beside, path).map_err(Error::io("write", path))
+    std::fs::rename(&staging, path).map_err(Error::io("write", path))
 }
 
 fn write_tensors(
@@ -614,13 +614,13 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
 pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut name = path.file_name().expect("a file to write has a name").to_os_string();
     name.push(".tmp");
-    let beside = path.with_file_name(name);
-    if let Err(error) = std::fs::write(&beside, bytes) {
+    let staging = path.with_file_name(name);
+    if let Err(error) = std::fs::write(&staging, bytes) {
         // Frees the space on a full disk.
-        let _ = std::fs::remove_file(&beside);
-        return Err(Error::io("write", &beside)(error));
+        let _ = std::fs::remove_file(&staging);
+        return Err(Error::io("write", &staging)(error));
     }
-    std::fs::rename(&beside, path).map_err(Error::io("write", path))
+    std::fs::rename(&staging, path).map_err(Error::io("write", path))
 }
 
 /// The error for a model folder without one of its files; includes a hint if the path looks like a name on the hub.
@@ -764,18 +764,18 @@ mod tests {
         let write = |dir: &Path, text: &str| {
             write_text(&dir.join(CONFIG), text).and_then(|()| write_text(&dir.join("a"), text))
         };
-        replace_files(dir.path(), |beside| write(beside, "old")).unwrap();
-        let failed = replace_files(dir.path(), |beside| write(beside, "new").and(Err(Error::Run("full".into()))));
+        replace_files(dir.path(), |staging| write(staging, "old")).unwrap();
+        let failed = replace_files(dir.path(), |staging| write(staging, "new").and(Err(Error::Run("full".into()))));
         assert!(failed.is_err() && !path(BESIDE).exists());
         assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["old", "old"]);
         // A move that cannot be made stands for a kill in the middle: `a` is a folder now.
         std::fs::remove_file(path("a")).unwrap();
         std::fs::create_dir(path("a")).unwrap();
-        assert!(replace_files(dir.path(), |beside| write(beside, "new")).is_err());
+        assert!(replace_files(dir.path(), |staging| write(staging, "new")).is_err());
         assert!(!path(CONFIG).exists() && path(BESIDE).join(CONFIG).exists());
         // The next save clears it away.
         std::fs::remove_dir(path("a")).unwrap();
-        replace_files(dir.path(), |beside| write(beside, "new")).unwrap();
+        replace_files(dir.path(), |staging| write(staging, "new")).unwrap();
         assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["new", "new"]);
     }
 }

@@ -1,6 +1,6 @@
 //! `#[derive(Settings)]`.
 
-use proc_macro2::TokenStream;
+use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote};
 use syn::meta::ParseNestedMeta;
 use syn::punctuated::Punctuated;
@@ -34,6 +34,14 @@ struct Attributes {
     delimiter: Option<LitChar>,
     parse: Option<Path>,
     choices: Option<Expr>,
+    /// The description in the short help.
+    short: Option<LitStr>,
+    /// The largest whole number.
+    most: Option<Expr>,
+    /// A variant of `ResumeClass`.
+    resume: Option<Ident>,
+    /// A variant of `ReplayClass`.
+    replay: Option<Ident>,
 }
 
 impl Attributes {
@@ -65,6 +73,10 @@ impl Attributes {
             "delimiter" => self.delimiter = Some(meta.value()?.parse()?),
             "parse" => self.parse = Some(meta.value()?.parse()?),
             "choices" => self.choices = Some(meta.value()?.parse()?),
+            "short" => self.short = Some(meta.value()?.parse()?),
+            "most" => self.most = Some(meta.value()?.parse()?),
+            "resume" => self.resume = Some(meta.value()?.parse()?),
+            "replay" => self.replay = Some(meta.value()?.parse()?),
             "alias" => self.aliases.push(meta.value()?.parse::<LitStr>()?.value()),
             "aliases" => {
                 let list;
@@ -193,6 +205,10 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
     let heading = attributes.heading.as_ref().map_or(quote! { "" }, ToTokens::to_token_stream);
     let alone = attributes.alone.as_ref().map_or(quote! { None }, |alone| quote! { Some(#alone) });
     let delimiter = attributes.delimiter.as_ref().map_or(quote! { None }, |letter| quote! { Some(#letter) });
+    let short = attributes.short.as_ref().map_or(quote! { "" }, ToTokens::to_token_stream);
+    let most = attributes.most.as_ref().map_or(quote! { ::rlhf_base::schema::MOST }, ToTokens::to_token_stream);
+    let resume = class(attributes.resume.as_ref(), "ResumeClass");
+    let replay = class(attributes.replay.as_ref(), "ReplayClass");
     let Attributes { aliases, positional, hide, several, equals, .. } = attributes;
     let describe = quote! {
         fields.push(::rlhf_base::schema::Field {
@@ -214,10 +230,23 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
             choices: #choices,
             listed: #may_list && <#value as ::rlhf_base::schema::Setting>::LISTED,
             check: |text| #parser(text).map(drop),
+            short: #short,
+            most: #most,
+            resume: #resume,
+            replay: #replay,
         });
     };
     let read = quote! { #ident: ::rlhf_base::schema::#read(values, #name, #default, #parser)? };
     Ok((describe, read))
+}
+
+/// Returns the code of a variant of the enum `name` of `rlhf_base::schema`, or of its default.
+fn class(variant: Option<&Ident>, name: &str) -> TokenStream {
+    let name = Ident::new(name, Span::call_site());
+    match variant {
+        Some(variant) => quote! { ::rlhf_base::schema::#name::#variant },
+        None => quote! { ::core::default::Default::default() },
+    }
 }
 
 /// Returns the code of the default, an `Option<String>` as it is written in a file or on a command line.

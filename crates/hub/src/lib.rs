@@ -255,10 +255,13 @@ impl Hub {
         if name_or_path.exists() {
             return match revision {
                 // Ignoring the revision would load the wrong weights.
-                Some(revision) if revision != "main" => Err(Error::Usage(format!(
-                    "model_revision = {revision}: {} is a folder here, and a folder has no revisions",
-                    name_or_path.display()
-                ))),
+                Some(revision) if revision != "main" => Err(Error::refused(
+                    "model_revision",
+                    format!(
+                        " = {revision}: {} is a folder here, and a folder has no revisions",
+                        name_or_path.display()
+                    ),
+                )),
                 _ => Ok(name_or_path.to_path_buf()),
             };
         }
@@ -268,8 +271,8 @@ impl Hub {
         };
         let revision = revision.unwrap_or("main");
         if !is_inside(revision) {
-            let message = format!("model_revision = {revision:?}: expected a branch, a tag or a commit of the hub");
-            return Err(Error::Usage(message));
+            let rest = format!(" = {revision:?}: expected a branch, a tag or a commit of the hub");
+            return Err(Error::refused("model_revision", rest));
         }
         self.folder(name, revision, Wanted::Model(part))
     }

@@ -745,10 +745,13 @@ impl Tokenizer {
     pub fn set_eos(&mut self, token: &str) -> Result<()> {
         let id = self.inner.as_ref().and_then(|inner| inner.token_to_id(token)).map(i64::from);
         let Some(id) = id else {
-            return Err(Error::Usage(format!(
-                "eos_token = {token}: expected a token of the tokenizer in {}, which has no such token",
-                self.dir.display()
-            )));
+            return Err(Error::refused(
+                "eos_token",
+                format!(
+                    " = {token}: expected a token of the tokenizer in {}, which has no such token",
+                    self.dir.display()
+                ),
+            ));
         };
         if self.eos() == Some(id) {
             return Ok(());

@@ -14,6 +14,7 @@ mod deepspeed_chat;
 pub(crate) mod doctor;
 mod errors;
 pub(crate) mod evaluate;
+mod fields;
 mod flags;
 mod foreign;
 pub(crate) mod generate;
@@ -179,7 +180,7 @@ fn with_settings(
     let name = command.get_name();
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     call_as_written(command, args, &mut messages.refusals);
-    name_nulls(&mut settings);
+    name_nulls(rlhf, &mut settings);
     if names::has(name) {
         names::rename(&mut messages.refusals);
     }

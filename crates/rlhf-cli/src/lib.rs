@@ -254,12 +254,12 @@ fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that
 /// all ranks have alike.
 fn report(error: &Error, speaks: bool) -> u8 {
-    let known = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. } | Error::NotPushed(_));
+    let known = error.is_usage() || matches!(error, Error::Stopped { .. } | Error::NotPushed(_));
     let common = known || World::of_process().is_alike(error);
     if common && !speaks {
         return error.exit_code();
     }
-    match error.refusals() {
+    match &error.refusals()[..] {
         // The user asked for it.
         [] if matches!(error, Error::Stopped { code, .. } if stopping_signals().any(|signal| i32::from(*code) == 128 + signal)) =>
         {
@@ -270,9 +270,9 @@ fn report(error: &Error, speaks: bool) -> u8 {
             error.exit_code()
         }
         [] => fail(&error.to_string(), error.exit_code()),
-        lines => {
-            for line in lines {
-                fail(&one_line(line), error.exit_code());
+        refusals => {
+            for refusal in refusals {
+                fail(&one_line(&refusal.to_string()), error.exit_code());
             }
             error.exit_code()
         }

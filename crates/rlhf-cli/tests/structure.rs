@@ -31,6 +31,42 @@ const BELOW: [(&str, &[&str]); 8] = [
 /// Packages of the program that no library needs: its command line, servers and views.
 const OF_THE_PROGRAM: [&str; 7] = ["clap", "clap_builder", "axum", "hyper-util", "ratatui", "rustyline", "tokio"];
 
+/// Most fields of a struct of the trainers.
+const MOST_FIELDS: usize = 12;
+
+/// Files whose business the names of settings are: their defaults by preset, and the tables of other systems' names.
+const TABLES: [&str; 8] = [
+    "rlhf/src/run/group_names.rs",
+    "rlhf/src/settings/presets.rs",
+    "rlhf-cli/src/cli/deepspeed_chat.rs",
+    "rlhf-cli/src/cli/foreign.rs",
+    "rlhf-cli/src/cli/help.rs",
+    "rlhf-cli/src/cli/hints.rs",
+    "rlhf-cli/src/cli/implied.rs",
+    "rlhf-cli/src/cli/trl.rs",
+];
+
+/// Most literals outside of them that are the name of a setting. Many are something else of the same name: a key of a model's file, a
+/// column, a parameter of a request. The number may only fall.
+const MOST_NAMES: usize = 700;
+
+/// Places that look into a text that is called as an error is, by file. Most are the words of other programs: of libtorch, clap, serde and
+/// the operating system; or a line of chat, or of a file. Those of `dist/failure.rs` and `train/pipeline.rs` are ours, and are to go.
+const READ_ERRORS: [(&str, usize); 12] = [
+    ("base/src/device.rs", 1),
+    ("base/src/dist/failure.rs", 3),
+    ("base/src/error.rs", 2),
+    ("base/src/refusal.rs", 1),
+    ("rlhf-cli/src/cli/chat.rs", 1),
+    ("rlhf-cli/src/cli/yaml.rs", 1),
+    ("rlhf-cli/src/doctor/network.rs", 1),
+    ("rlhf-cli/src/lib.rs", 1),
+    ("rlhf-cli/src/session/step/open.rs", 1),
+    ("rlhf/src/compat/step/settings.rs", 1),
+    ("rlhf/src/report/read.rs", 2),
+    ("rlhf/src/train/pipeline.rs", 1),
+];
+
 /// One source file, as the module it is.
 struct Module {
     /// Path below `src/`.
@@ -234,6 +270,24 @@ fn tree(name: &str, depth: &str) -> Vec<String> {
     text.lines().filter_map(|line| line.split(' ').next()).map(String::from).collect()
 }
 
+/// Names of all settings.
+fn settings() -> BTreeSet<&'static str> {
+    use rlhf::schema::Settings as _;
+    use rlhf::settings as s;
+    let fields = [
+        s::SftConfig::fields(),
+        s::RewardConfig::fields(),
+        s::DpoConfig::fields(),
+        s::DistillConfig::fields(),
+        s::PpoConfig::fields(),
+        s::GenerateConfig::fields(),
+        s::EvaluateConfig::fields(),
+        s::ScoreConfig::fields(),
+        s::ServeConfig::fields(),
+    ];
+    fields.into_iter().flatten().map(|field| field.name).collect()
+}
+
 #[test]
 fn a_crate_depends_on_those_below_it_alone() {
     let ours: Vec<&str> = BELOW.iter().map(|(name, _)| *name).collect();
@@ -311,6 +365,70 @@ fn comments_begin_with_what_the_thing_is() {
     let found =
         |(file, text): (String, String)| riddles(&text).into_iter().map(move |riddle| format!("{file}:{riddle}"));
     assert_none(&sources().into_iter().flat_map(found).collect::<Vec<_>>());
+}
+
+#[test]
+fn names_of_settings_are_in_the_schema_and_in_the_tables_of_other_systems() {
+    let settings = settings();
+    let is_name = |literal: &str| settings.contains(literal.trim_matches('"')) && literal.starts_with('"');
+    let mut found = Vec::new();
+    for (file, text) in sources().into_iter().filter(|(file, _)| !TABLES.contains(&file.as_str())) {
+        let code = Code::read(&text);
+        let names = code.tokens.iter().filter(|token| is_name(&token.literal));
+        found.extend(names.map(|token| format!("{file}:{}: {}", token.line, token.literal)));
+    }
+    assert!(
+        found.len() <= MOST_NAMES,
+        "{} literals, expected at most {MOST_NAMES}:\n{}",
+        found.len(),
+        found.join("\n")
+    );
+}
+
+#[test]
+fn no_code_reads_the_text_of_an_error() {
+    let values = ["e", "err", "error", "failure", "message", "reason", "refusal"];
+    let methods = ["contains", "ends_with", "find", "split_once", "starts_with", "strip_prefix"];
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (file, text) in sources() {
+        let tokens = Code::read(&text).tokens;
+        let text = |at: usize| tokens.get(at).map_or("", |token| token.text.as_str());
+        for at in (0..tokens.len()).filter(|at| values.contains(&text(*at))) {
+            let is_printed = [".", "to_string", "(", ")"].iter().zip(at + 1..).all(|(part, at)| text(at) == *part);
+            let at_method = if is_printed { at + 5 } else { at + 1 };
+            if text(at_method) == "." && methods.contains(&text(at_method + 1)) && text(at_method + 2) == "(" {
+                found.entry(file.clone()).or_default().push(format!("{file}:{}: {}", tokens[at].line, text(at)));
+            }
+        }
+    }
+    let known = |file: &str| READ_ERRORS.iter().find(|(name, _)| *name == file).map_or(0, |(_, places)| *places);
+    let more: Vec<String> = found
+        .iter()
+        .filter(|(file, places)| places.len() > known(file))
+        .flat_map(|(_, places)| places.clone())
+        .collect();
+    assert_none(&more);
+    let fewer = READ_ERRORS.iter().filter(|(file, places)| found.get(*file).map_or(0, Vec::len) < *places);
+    assert_none(
+        &fewer
+            .map(|(file, _)| format!("{file}: fewer places than its number in READ_ERRORS: lower it"))
+            .collect::<Vec<_>>(),
+    );
+}
+
+#[test]
+fn structs_of_the_trainers_have_few_fields() {
+    let is_of_trainers = |file: &str| {
+        (file.starts_with("rlhf/src/train") || file.starts_with("rlhf/src/compat") || file == "rlhf/src/rl/learner.rs")
+            && !file.ends_with("settings.rs")
+    };
+    let mut problems = Vec::new();
+    for (file, text) in sources().into_iter().filter(|(file, _)| is_of_trainers(file)) {
+        let structs = Code::read(&text).structs();
+        let large = structs.into_iter().filter(|(_, fields)| *fields > MOST_FIELDS);
+        problems.extend(large.map(|(name, fields)| format!("{file}: {name}: {fields} fields")));
+    }
+    assert_none(&problems);
 }
 
 // The reader itself, on small sources. -------------------------------------------------------------------------------
@@ -396,6 +514,13 @@ trait T { fn none(); }
     let measured: Vec<_> =
         Code::read(source).functions().into_iter().map(|f| (f.name, f.line, f.code_lines, f.params)).collect();
     assert_eq!(measured, [("short".into(), 3, 4, 2), ("inner".into(), 9, 0, 1), ("none".into(), 15, 0, 0)]);
+}
+
+#[test]
+fn fields_of_structs_are_counted_without_the_colons_of_their_types() {
+    let source =
+        "struct A<T: B> {\n #[x(a: b)]\n pub c: Map<K, fn(x: u8) -> V>,\n d: [E; 2],\n}\nstruct F(u8);\nstruct G;";
+    assert_eq!(Code::read(source).structs(), [("A".to_string(), 2)]);
 }
 
 #[test]

@@ -109,10 +109,10 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     task.environment = config.environment.environment(&task.log)?;
     task.environment.iter().try_for_each(|environment| environment.start())?;
     if pairs.is_none() && specs.is_empty() && task.environment_rewards(config).is_empty() {
-        return Err(Error::Usage(
-            "environment_factory: expected a reward, as the environment gives none: set reward_model_path, reward, reward_command or \
-             reward_url"
-                .into(),
+        return Err(Error::refused(
+            "environment_factory",
+            ": expected a reward, as the environment gives none: set reward_model_path, reward, reward_command or \
+             reward_url",
         ));
     }
     let progress = PhaseBar::new(console);

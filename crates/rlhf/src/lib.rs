@@ -57,7 +57,8 @@ pub mod tool_loop;
 pub mod train;
 
 pub use rlhf_base::{
-    Error, Result, device, dist, files, metrics, offload, process, rng, safe_text, schema, signals, weights,
+    Error, Origin, Refusal, Result, device, dist, files, metrics, offload, process, rng, safe_text, schema, signals,
+    weights,
 };
 pub use rlhf_hub as hub;
 pub use rlhf_lm::{generate, gguf, model, optim, tokenizer};

@@ -419,9 +419,10 @@ fn check_ppo(run: &PlannedRun, models: &Models) -> Result<()> {
     if shared as i64 <= most || config.peft.use_peft {
         Ok(())
     } else {
-        Err(Error::Usage(format!(
-            "num_shared_layers = {shared}: expected at most {most}, so that at least one layer is trained"
-        )))
+        Err(Error::refused(
+            "num_shared_layers",
+            format!(" = {shared}: expected at most {most}, so that at least one layer is trained"),
+        ))
     }
 }
 

@@ -102,7 +102,7 @@ pub(crate) fn leave(dir: &Path, is_wanted: bool) -> Result<(Option<PathBuf>, Vec
 
 /// Checks that `path` can be a file: it is no folder, and is in one.
 fn check_place(path: &Path) -> Result<()> {
-    let refuse = |what: &str| Err(Error::Usage(format!("output = {}: {what}", path.display())));
+    let refuse = |what: &str| Err(Error::refused("output", format!(" = {}: {what}", path.display())));
     if path.is_dir() {
         return refuse("expected a file, found a folder; name a file in it, such as report.html");
     }

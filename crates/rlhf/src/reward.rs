@@ -47,6 +47,7 @@ use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::tokenizer::Tokenizer;
 use scaling::Moments;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt::{self, Write};
 use std::sync::Arc;
@@ -250,7 +251,8 @@ impl Called {
         if world.size() == 1 {
             return Ok(self);
         }
-        let scores = from_numbers(&world.gather_numbers(&to_numbers(&self.scores))?.concat());
+        let scores: Vec<SentScore> = self.scores.iter().map(SentScore::from).collect();
+        let scores = world.gather(scores)?.into_iter().flatten().map(Score::from).collect();
         // A metric may be infinite or no number, which cannot be sent.
         let sent = |(name, value): (String, f64)| (name, value.is_finite().then_some(value));
         let received = |(name, value): (String, Option<f64>)| (name, value.unwrap_or(f64::NAN));
@@ -279,39 +281,32 @@ fn mean_of_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>
     sums.into_iter().map(|(name, sum, rows)| (name, sum / rows)).collect()
 }
 
-/// The code of a score of a whole response in [`to_numbers`]; codes of 0 and more are numbers of tokens.
-const RESPONSE: f64 = -1.0;
-/// The code of an absent score.
-const ABSENT: f64 = -2.0;
-
-/// Encodes scores as numbers: a code for each score, followed by its own numbers.
-fn to_numbers(scores: &[Score]) -> Vec<f64> {
-    let mut numbers = Vec::new();
-    for score in scores {
-        numbers.push(match score {
-            Score::Response(_) => RESPONSE,
-            Score::Tokens(scores) => scores.len() as f64,
-            Score::Absent => ABSENT,
-        });
-        numbers.extend(score.numbers());
-    }
-    numbers
+/// A [`Score`] as ranks send it: the bits of its numbers, which need not be finite.
+#[derive(Serialize, Deserialize)]
+enum SentScore {
+    Response(u64),
+    Tokens(Vec<u64>),
+    Absent,
 }
 
-/// Decodes the numbers of [`to_numbers`].
-fn from_numbers(mut numbers: &[f64]) -> Vec<Score> {
-    let mut scores = Vec::new();
-    while let Some((&code, rest)) = numbers.split_first() {
-        let count = if code == RESPONSE { 1 } else { code.max(0.0) as usize };
-        let (own, rest) = rest.split_at(count.min(rest.len()));
-        scores.push(match own {
-            _ if code == ABSENT => Score::Absent,
-            [number] if code == RESPONSE => Score::Response(*number),
-            own => Score::Tokens(own.to_vec()),
-        });
-        numbers = rest;
+impl From<&Score> for SentScore {
+    fn from(score: &Score) -> Self {
+        match score {
+            Score::Response(score) => Self::Response(score.to_bits()),
+            Score::Tokens(scores) => Self::Tokens(scores.iter().map(|score| score.to_bits()).collect()),
+            Score::Absent => Self::Absent,
+        }
     }
-    scores
+}
+
+impl From<SentScore> for Score {
+    fn from(sent: SentScore) -> Self {
+        match sent {
+            SentScore::Response(bits) => Self::Response(f64::from_bits(bits)),
+            SentScore::Tokens(scores) => Self::Tokens(scores.into_iter().map(f64::from_bits).collect()),
+            SentScore::Absent => Self::Absent,
+        }
+    }
 }
 
 /// The use of scores, which decides whether running moments normalize them.
@@ -1013,7 +1008,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_are_the_same_after_they_were_gathered_as_numbers() {
+    fn scores_are_the_same_after_they_were_gathered() {
         let scores = [
             Score::Response(-1.0),
             Score::Absent,
@@ -1022,7 +1017,9 @@ mod tests {
             Score::Absent,
             Score::Response(-2.0),
         ];
-        assert_eq!(from_numbers(&to_numbers(&scores)), scores);
+        let sent = serde_json::to_string(&scores.iter().map(SentScore::from).collect::<Vec<_>>()).unwrap();
+        let received: Vec<SentScore> = serde_json::from_str(&sent).unwrap();
+        assert_eq!(received.into_iter().map(Score::from).collect::<Vec<_>>(), scores);
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub use rlhf_base::signals::{clear_stop, request_stop, stop_on_signals, stop_req
 pub use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 pub use settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use sinks::console::{Console, announce, clear_bar};
-pub use sinks::driver::report_error;
+pub use sinks::driver::{has_driver, report_error};
 pub use tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 impl From<&RunConfig> for MicroBatchSettings {

@@ -254,10 +254,13 @@ impl<'a> Talk<'a> {
             let events = sessions.poll(WAIT)?;
             if events.is_empty() && sessions.is_blocked() {
                 let free = opened.iter().flatten().count();
-                return Err(Error::Usage(format!(
-                    "max_environments = {}: expected at most {free}, the sessions that the environment has: the rows of a batch begin together",
-                    config.max_environments
-                )));
+                return Err(Error::refused(
+                    "max_environments",
+                    format!(
+                        " = {}: expected at most {free}, the sessions that the environment has: the rows of a batch begin together",
+                        config.max_environments
+                    ),
+                ));
             }
             for Event { row, outcome } in events {
                 opened[row] = Some(match outcome {

@@ -6,6 +6,7 @@ pub mod distill;
 pub mod dpo;
 pub mod pipeline;
 pub mod ppo;
+mod reference;
 pub mod reward_model;
 pub mod sft;
 mod supervised;

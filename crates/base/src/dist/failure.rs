@@ -5,7 +5,7 @@
 
 use super::{Ranks, lock};
 use crate::error::STOPPED_BY_ALARM;
-use crate::{Error, Result, signals};
+use crate::{Error, Refusal, Result, signals};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -61,9 +61,7 @@ pub(super) fn named(rank: usize, error: Error) -> Error {
         Error::Stopped { .. } | Error::NotPushed(_) => error,
         // The reader of the output has closed it.
         Error::Io { ref source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe => error,
-        Error::Usage(message) => Error::Usage(text(message)),
-        Error::Refused(lines) => Error::Refused(lines.into_iter().map(text).collect()),
-        error => Error::Run(text(error.to_string())),
+        error => error.map_usage(text).unwrap_or_else(|other| Error::Run(text(other.to_string()))),
     }
 }
 
@@ -78,7 +76,7 @@ pub(super) fn from_bytes(bytes: &[u8]) -> Error {
         .split_first()
         .map_or((1, String::new()), |(code, message)| (*code, String::from_utf8_lossy(message).into_owned()));
     match code {
-        2 => Error::Refused(message.lines().map(str::to_string).collect()),
+        2 => Error::Refused(message.lines().map(Refusal::general).collect()),
         STOPPED_BY_ALARM | 129.. => Error::Stopped { message, code },
         _ => Error::Run(message),
     }

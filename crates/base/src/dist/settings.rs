@@ -75,10 +75,10 @@ impl Setting for ZeroStage {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Settings)]
 pub struct DistConfig {
     /// Shard over the ranks: 1 the optimizer state, 2 gradients too, 3 parameters too, also of frozen models; 0 nothing.
-    #[setting(heading = DIST, default = ZeroStage::Stage0)]
+    #[setting(heading = DIST, default = ZeroStage::Stage0, resume = Free)]
     pub zero_stage: ZeroStage,
     /// Maximum seconds that a rank waits for the others.
-    #[setting(alias = "ddp_timeout", heading = DIST, default = 1800)]
+    #[setting(alias = "ddp_timeout", heading = DIST, default = 1800, resume = Free)]
     pub dist_timeout: u64,
 }
 
@@ -93,14 +93,14 @@ impl DistConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Settings)]
 pub struct PpoDistConfig {
     /// `zero_stage` of the policy and of the reference model [default: `zero_stage`].
-    #[setting(heading = DIST)]
+    #[setting(heading = DIST, resume = Free)]
     pub actor_zero_stage: Option<ZeroStage>,
     /// `zero_stage` of the value model [default: `zero_stage`].
-    #[setting(heading = DIST)]
+    #[setting(heading = DIST, resume = Free)]
     pub critic_zero_stage: Option<ZeroStage>,
     /// Gather the policy's whole parameters once for the generation of an update where they are sharded; `false` gathers them
     /// layer by layer for each token, with less memory and more time.
-    #[setting(heading = DIST, default = true)]
+    #[setting(heading = DIST, default = true, resume = Free)]
     pub ds3_gather_for_generation: bool,
 }
 

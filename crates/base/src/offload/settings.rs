@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::Offload;
 use crate::Result;
-use crate::schema::{Choice, NONE, SPEED, Setting, Settings, all, no_effect, usage};
+use crate::schema::{Choice, NONE, SPEED, Setting, Settings, all, no_effect, refuse};
 
 /// Parts of a run that are offloaded between the phases that use them.
 #[derive(Debug, Clone, PartialEq, Eq, Settings)]
@@ -15,10 +15,10 @@ pub struct OffloadConfig {
     /// Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
     /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more
     /// time. Without a value: optimizer [default: none].
-    #[setting(heading = SPEED, several, alone = "optimizer")]
+    #[setting(heading = SPEED, several, alone = "optimizer", resume = Free)]
     pub offload: Vec<OffloadPart>,
     /// Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default: `output_dir`].
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, resume = Free)]
     pub offload_dir: Option<PathBuf>,
     /// `offload = optimizer` by the name that DeepSpeed and accelerate have for it; written as `offload`, as are the next two.
     #[setting(hide, heading = SPEED)]
@@ -142,7 +142,7 @@ impl OffloadConfig {
         let some = self.offloads_optimizer() || self.offloads_models();
         all([
             if some && self.offload.contains(&OffloadPart::None) {
-                usage(format!("offload = {}: expected none alone, or parts without it", self.shown()))
+                refuse("offload", format!(" = {}: expected none alone, or parts without it", self.shown()))
             } else {
                 Ok(())
             },

@@ -2,30 +2,42 @@
 
 use std::fmt::Display;
 
-use crate::{Error, Result};
+use crate::{Error, Origin, Refusal, Result};
 
 /// Collects what is wrong with settings, so that all of it is reported at once and not one fault per run.
-///
-/// A refusal is one line. It starts with the setting to change or to remove (`NAME = VALUE`), or states that two settings
-/// exclude each other: [`subjects`] parses that.
 #[derive(Debug, Default)]
 pub struct Refusals {
-    lines: Vec<String>,
+    refused: Vec<Refused>,
     /// Names of the refused settings.
     about: Vec<String>,
-    /// Settings, and the names by which the user has set them.
-    called: Vec<(String, String)>,
+    /// Settings that the user has written.
+    written: Vec<Written>,
     /// Settings that the command calls otherwise than the checks.
     renames: &'static [(&'static str, &'static str)],
+}
+
+#[derive(Debug)]
+struct Refused {
+    refusal: Refusal,
+    /// Whether the message has the place already.
+    is_placed: bool,
+}
+
+/// A setting, the name by which the user has written it, and where.
+#[derive(Debug)]
+struct Written {
+    setting: String,
+    name: String,
+    origin: Origin,
 }
 
 impl Refusals {
     /// Returns whether nothing is refused.
     pub fn is_empty(&self) -> bool {
-        self.lines.is_empty()
+        self.refused.is_empty()
     }
 
-    /// Returns whether a line refuses the setting `name`.
+    /// Returns whether the setting `name` is refused.
     pub fn has(&self, name: &str) -> bool {
         self.about.iter().any(|about| about == name)
     }
@@ -36,10 +48,19 @@ impl Refusals {
         Self { about: self.about.clone(), renames: self.renames, ..Self::default() }
     }
 
-    /// Adds one line, which refuses the settings `about`.
+    /// Adds one line, complete with its place, which refuses the settings `about`; the first is the one to change.
     pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
-        self.lines.push(line.into());
-        self.about.extend(about.into_iter().map(Into::into));
+        let about: Vec<String> = about.into_iter().map(Into::into).collect();
+        let setting = about.first().filter(|name| !name.is_empty()).map(String::as_str);
+        let refusal = Refusal::of_setting(setting, line);
+        self.refused.push(Refused { refusal, is_placed: true });
+        self.about.extend(about);
+    }
+
+    /// Adds a refusal, though others may be about its setting.
+    pub fn push(&mut self, refusal: Refusal) {
+        self.about.extend(refusal.settings().map(String::from));
+        self.refused.push(Refused { refusal, is_placed: false });
     }
 
     /// Adds the refusals of `checked`, except for lines that name a setting refused already: these follow from it.
@@ -48,14 +69,17 @@ impl Refusals {
     /// If it is an error of another kind than [`Error::Usage`] and [`Error::Refused`].
     pub fn add(&mut self, checked: Result<()>) -> Result<()> {
         let Err(error) = checked else { return Ok(()) };
-        let lines = error.refusals();
-        if lines.is_empty() {
+        if !error.is_usage() {
             return Err(error);
         }
         // Several lines of one error may be about one setting.
         let about = self.about.clone();
-        for line in lines.iter().filter(|line| !about.iter().any(|name| names(line, name))) {
-            self.refuse(renamed(line, self.renames), subjects(line));
+        for refusal in error.refusals() {
+            if about.iter().any(|name| names(refusal.message(), name)) {
+                continue;
+            }
+            let refusal = refusal.map_message(|message| renamed(&message, self.renames));
+            self.push(refusal);
         }
         Ok(())
     }
@@ -75,32 +99,30 @@ impl Refusals {
         renamed(text, self.renames)
     }
 
-    /// Makes errors about the setting `name` start with `written`, the name by which the user has set it.
-    pub fn call(&mut self, name: &str, written: &str) {
-        self.called.retain(|(called, _)| called != name);
-        self.called.push((name.into(), written.into()));
+    /// Makes refusals of `setting` begin with `name`, by which the user has written it, and say where.
+    pub fn call(&mut self, setting: &str, name: &str, origin: Origin) {
+        self.written.retain(|written| written.setting != setting);
+        self.written.push(Written { setting: setting.into(), name: name.into(), origin });
     }
 
-    /// Returns `line` with the name at its start as the user has written it.
-    fn as_called(&self, line: String) -> String {
-        let Some(name) = subjects(&line).next().filter(|name| line.starts_with(name)) else { return line };
-        match self.called.iter().find(|(called, _)| called == name) {
-            Some((_, written)) => format!("{written}{}", &line[name.len()..]),
-            None => line,
+    /// Returns the refusal by the name that the user has written, with its place.
+    fn as_written(&self, Refused { refusal, is_placed }: Refused) -> Refusal {
+        let setting = refusal.setting().unwrap_or_default();
+        match self.written.iter().find(|written| written.setting == setting) {
+            Some(written) if is_placed => refusal.written(&written.name, Origin::Unset),
+            Some(written) => refusal.written(&written.name, written.origin.clone()),
+            None => refusal,
         }
     }
 
     /// Returns everything refused as one error, a line each.
     ///
     /// # Errors
-    /// [`Error::Usage`] for one refusal, [`Error::Refused`] for several.
+    /// [`Error::Refused`], if anything is.
     pub fn end(mut self) -> Result<()> {
-        self.lines = std::mem::take(&mut self.lines).into_iter().map(|line| self.as_called(line)).collect();
-        match self.lines.len() {
-            0 => Ok(()),
-            1 => Err(Error::Usage(self.lines.remove(0))),
-            _ => Err(Error::Refused(self.lines)),
-        }
+        let refused = std::mem::take(&mut self.refused);
+        let refused: Vec<Refusal> = refused.into_iter().map(|refused| self.as_written(refused)).collect();
+        if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
     }
 }
 
@@ -111,18 +133,6 @@ pub fn all<const N: usize>(checks: [Result<()>; N]) -> Result<()> {
         refusals.add(checked)?;
     }
     refusals.end()
-}
-
-/// Returns the settings that a refusal is about: the one that it starts with, and the second of two that exclude each other.
-pub fn subjects(refusal: &str) -> impl Iterator<Item = &str> {
-    let subject = |text: &'_ str| -> Option<usize> {
-        let end = text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_')?;
-        (end > 0 && (text[end..].starts_with(" = ") || text[end..].starts_with(':'))).then_some(end)
-    };
-    let first = subject(refusal).map(|end| &refusal[..end]);
-    let both = refusal.split_once(" exclude each other").map_or("", |(both, _)| both);
-    let second = both.rsplit_once(" and ").and_then(|(_, text)| subject(text).map(|end| &text[..end]));
-    first.into_iter().chain(second)
 }
 
 /// The setting whose name is a word of English.
@@ -145,9 +155,9 @@ pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
         let is_quoted = before.ends_with('`') && after.starts_with('`');
         let is_subject =
             after.starts_with(" = ") || (renamed.is_empty() && before.is_empty() && after.starts_with(": "));
-        let found = names.iter().find(|(name, _)| *name == word && (*name != ENGLISH || is_quoted || is_subject));
+        let value = names.iter().find(|(name, _)| *name == word && (*name != ENGLISH || is_quoted || is_subject));
         renamed += before;
-        renamed += found.map_or(word, |(_, other)| other);
+        renamed += value.map_or(word, |(_, other)| other);
         rest = after;
         if word.is_empty() {
             let next = rest.chars().next().map_or(0, char::len_utf8);
@@ -163,39 +173,49 @@ fn names(line: &str, name: &str) -> bool {
     line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
 }
 
-/// Refuses settings with a [`Error::Usage`].
+/// Refuses settings that have no name, or all of them.
 pub fn usage<T>(message: impl Into<String>) -> Result<T> {
     Err(Error::Usage(message.into()))
 }
 
+/// Refuses the setting `name`; `rest` follows the name in the message, as in [`Refusal::new`].
+pub fn refuse<T>(name: &str, rest: impl Display) -> Result<T> {
+    Err(Error::refused(name, rest))
+}
+
+/// Refuses the setting `name`, or `other`, with which it does not go together; `rest` follows the name in the message.
+pub fn exclude<T>(name: &str, other: &str, rest: impl Display) -> Result<T> {
+    Err(Error::Refused(vec![Refusal::new(name, rest).or_of(other)]))
+}
+
 /// Refuses `name = found` unless `holds`.
-pub fn expect(holds: bool, name: &str, found: impl Display, expected: &str) -> Result<()> {
-    if holds { Ok(()) } else { usage(format!("{name} = {found}: expected {expected}")) }
+pub fn expect(holds: bool, name: &str, value: impl Display, expected: &str) -> Result<()> {
+    if holds { Ok(()) } else { refuse(name, format!(" = {value}: expected {expected}")) }
 }
 
 /// Refuses a setting without an effect.
-pub fn no_effect(name: &str, found: impl Display, why: &str) -> Result<()> {
-    usage(format!("{name} = {found} has no effect {why}"))
+pub fn no_effect(name: &str, value: impl Display, why: &str) -> Result<()> {
+    refuse(name, format!(" = {value} has no effect {why}"))
 }
 
 /// Refuses a number below 1.
-pub fn at_least_one(name: &str, found: usize) -> Result<()> {
-    expect(found >= 1, name, found, "at least 1")
+pub fn at_least_one(name: &str, value: usize) -> Result<()> {
+    expect(value >= 1, name, value, "at least 1")
 }
 
 /// Refuses a number that is not above 0.
-pub fn above_zero(name: &str, found: f64) -> Result<()> {
-    expect(found.is_finite() && found > 0.0, name, found, "a number above 0")
+pub fn above_zero(name: &str, value: f64) -> Result<()> {
+    expect(value.is_finite() && value > 0.0, name, value, "a number above 0")
 }
 
 /// Refuses a number below 0.
-pub fn zero_or_more(name: &str, found: f64) -> Result<()> {
-    expect(found.is_finite() && found >= 0.0, name, found, "a number of 0 or more")
+pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
+    expect(value.is_finite() && value >= 0.0, name, value, "a number of 0 or more")
 }
 
 /// Refuses a number that is not from 0 to 1.
-pub fn zero_to_one(name: &str, found: f64) -> Result<()> {
-    expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
+pub fn zero_to_one(name: &str, value: f64) -> Result<()> {
+    expect((0.0..=1.0).contains(&value), name, value, "a number from 0 to 1")
 }
 
 #[cfg(test)]
@@ -203,19 +223,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_starts_with_the_name_that_the_user_wrote() {
+    fn a_refusal_starts_with_the_name_that_the_user_wrote_and_has_its_place() {
         let mut refusals = Refusals::default();
-        for alias in ["init_kl_coef", "beta"] {
-            refusals.call("kl_coef", alias);
-        }
-        for line in
-            ["kl_coef = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"]
-        {
-            refusals.refuse(line, [""; 0]);
-        }
+        let origin = Origin::Line { path: "run.yaml".into(), line: 7 };
+        refusals.call("kl_coef", "init_kl_coef", Origin::Flag);
+        refusals.call("kl_coef", "beta", origin.clone());
+        refusals.add(refuse("kl_coef", " = -1: expected more")).unwrap();
+        refusals.refuse("kl_coef = -1: expected more", ["kl_coef"]);
+        // It names a setting that is refused already.
+        refusals.add(refuse("adap_kl_ctrl", " = true with kl_coef = 0")).unwrap();
+        refusals.add(refuse("kl_coef_end", " = 1: expected less")).unwrap();
+        let refused = refusals.end().unwrap_err().refusals();
+        let lines: Vec<String> = refused.iter().map(ToString::to_string).collect();
         let expected =
-            ["beta = -1: expected more", "kl_coef_end = 1: expected less", "adap_kl_ctrl = true with kl_coef = 0"];
-        assert_eq!(refusals.end().unwrap_err().refusals(), expected);
+            ["run.yaml:7: beta = -1: expected more", "beta = -1: expected more", "kl_coef_end = 1: expected less"];
+        assert_eq!(lines, expected);
+        assert_eq!((refused[0].setting(), refused[0].origin()), (Some("kl_coef"), &origin));
     }
 
     #[test]
@@ -231,16 +254,5 @@ mod tests {
         ] {
             assert_eq!(renamed(text, &names), expected);
         }
-    }
-
-    #[test]
-    fn a_refusal_is_about_the_settings_that_it_starts_with() {
-        let of = |line: &'static str| subjects(line).collect::<Vec<_>>();
-        assert_eq!(of("warmup_steps = 100 has no effect with lr_scheduler_type = constant"), ["warmup_steps"]);
-        assert_eq!(
-            of("stop_token = eos and stop_token_id = 3 exclude each other: set one"),
-            ["stop_token", "stop_token_id"]
-        );
-        assert_eq!(of("batch size = a * b = 4 is not a multiple of num_mini_batches = 3"), Vec::<&str>::new());
     }
 }

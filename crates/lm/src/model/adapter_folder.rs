@@ -17,7 +17,7 @@ use super::shape::{Family, Names};
 use embeddings::{By, Changed, EMBEDDING_ENDS, TOKENS_END};
 use remainder::{Remainder, doubled};
 use rlhf_base::weights::{self, Checkpoint, TensorSpec, pretty, read_json, write_text};
-use rlhf_base::{Error, Result};
+use rlhf_base::{Error, Refusal, Result};
 use rlhf_hub as hub;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -367,8 +367,12 @@ impl AdapterFolder {
         let AdapterTarget { family, classifier, .. } = target;
         // The settings have the names of PEFT's, without the prefix of the flags.
         let here = |error: Error| {
-            let message = error.to_string();
-            Error::invalid(self.dir.join(CONFIG), message.strip_prefix("lora_").unwrap_or(&message))
+            let line = |refusal: Refusal| match refusal.setting().and_then(|name| name.strip_prefix("lora_")) {
+                Some(name) => format!("{name}{}", refusal.reason()),
+                None => refusal.to_string(),
+            };
+            let lines: Vec<String> = error.refusals().into_iter().map(line).collect();
+            Error::invalid(self.dir.join(CONFIG), lines.join("; "))
         };
         let sizes = config.sizes().map_err(here)?;
         let weights = self.weights()?;

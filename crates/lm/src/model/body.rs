@@ -262,10 +262,10 @@ impl Body {
     /// If one of them is quantized.
     fn train_in_full(&mut self, names: &[String], values: &[(String, Tensor)]) -> Result<()> {
         if let Some(param) = self.params.iter().find(|param| names.contains(&param.name) && param.is_quantized()) {
-            return Err(Error::Usage(format!(
-                "lora_modules_to_save: expected modules whose weights are not quantized, found that of `{}`",
-                param.name
-            )));
+            return Err(Error::refused(
+                "lora_modules_to_save",
+                format!(": expected modules whose weights are not quantized, found that of `{}`", param.name),
+            ));
         }
         for param in &mut self.params {
             let is_head = lora::is_head(&param.name);

@@ -186,11 +186,14 @@ impl CausalLm {
         let tied = self.body.config.tie_word_embeddings;
         // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
         if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
-            return Err(Error::Usage(format!(
-                "lora_modules_to_save: expected modules of {} without its embedding or a head that is tied to it, found {}",
-                self.body.config.family.name,
-                modules.join(", ")
-            )));
+            return Err(Error::refused(
+                "lora_modules_to_save",
+                format!(
+                    ": expected modules of {} without its embedding or a head that is tied to it, found {}",
+                    self.body.config.family.name,
+                    modules.join(", ")
+                ),
+            ));
         }
         if !tied || !unties || self.body.adapter.is_some() {
             let added = add(self);
@@ -247,17 +250,21 @@ impl CausalLm {
     /// If no trainable layer would be left; for an encoder-decoder.
     pub fn share_lower_layers(&mut self, layers: usize) -> Result<Self> {
         if self.config().is_encoder_decoder() {
-            return Err(Error::Usage(format!(
-                "num_shared_layers = {layers}: expected a model of one stack, found `{}`, an encoder-decoder",
-                self.config().family.name
-            )));
+            return Err(Error::refused(
+                "num_shared_layers",
+                format!(
+                    " = {layers}: expected a model of one stack, found `{}`, an encoder-decoder",
+                    self.config().family.name
+                ),
+            ));
         }
         let first = format!("{}.{layers}.", self.body.config.family.names.layers);
         let Some(shared) = self.body.params.iter().position(|param| param.name.starts_with(&first)) else {
             let most = self.body.config.num_hidden_layers - 1;
-            return Err(Error::Usage(format!(
-                "num_shared_layers = {layers}: expected at most {most}, so that at least one layer is trained"
-            )));
+            return Err(Error::refused(
+                "num_shared_layers",
+                format!(" = {layers}: expected at most {most}, so that at least one layer is trained"),
+            ));
         };
         self.body.num_frozen = shared;
         self.body.set_trainable(false);

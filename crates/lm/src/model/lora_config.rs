@@ -4,6 +4,7 @@ use super::families::FAMILIES;
 use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_in_saved_module};
 use super::shape::Family;
 use regex::Regex;
+use rlhf_base::name_of;
 use rlhf_base::schema::{LORA, Settings, all, at_least_one, defaults, expect, usage};
 use rlhf_base::weights::brief;
 use rlhf_base::{Error, Result};
@@ -108,11 +109,14 @@ impl LoraConfig {
         let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(own);
         let unknown = |target: &&String| !layers.iter().any(|layer| is_named(layer, target));
         if let Some(target) = targets.iter().find(|target| !is_all_linear(&targets) && unknown(target)) {
-            return Err(Error::Usage(format!(
-                "lora_target_modules: expected linear layers of {}, found `{target}`; there are {}, and {ALL_LINEAR}",
-                family.name,
-                last_parts(layers.iter().map(String::as_str))
-            )));
+            return Err(Error::refused(
+                "lora_target_modules",
+                format!(
+                    ": expected linear layers of {}, found `{target}`; there are {}, and {ALL_LINEAR}",
+                    family.name,
+                    last_parts(layers.iter().map(String::as_str))
+                ),
+            ));
         }
         for layer in layers.iter().filter(|layer| self.is_saved(layer)) {
             self.check_saved(layer)?;
@@ -154,10 +158,13 @@ impl LoraConfig {
         }
         let of_layer = |module: &&String| is_in_module(&format!("{layer}.weight"), std::slice::from_ref(*module));
         let module = self.modules_to_save.iter().find(of_layer).map_or("", String::as_str);
-        Err(Error::Usage(format!(
-            "lora_modules_to_save: expected whole parts of the names of linear layers, found `{module}`, which ends a part of \
+        Err(Error::refused(
+            "lora_modules_to_save",
+            format!(
+                ": expected whole parts of the names of linear layers, found `{module}`, which ends a part of \
              {layer}"
-        )))
+            ),
+        ))
     }
 
     /// Rank and scale of each layer.
@@ -165,11 +172,11 @@ impl LoraConfig {
     /// # Errors
     /// If a pattern is no regular expression; if a rank is 0.
     pub(super) fn sizes(&self) -> Result<LayerSizes> {
-        let zero = self.rank_pattern.iter().find(|(_, r)| *r == 0);
-        if let Some(name) =
-            zero.map(|(name, _)| format!("rank_pattern of `{name}`")).or((self.r == 0).then(|| "lora_r".into()))
-        {
-            return Err(Error::Usage(format!("{name} = 0: expected at least 1")));
+        if let Some((name, _)) = self.rank_pattern.iter().find(|(_, r)| *r == 0) {
+            return Err(Error::Usage(format!("rank_pattern of `{name}` = 0: expected at least 1")));
+        }
+        if self.r == 0 {
+            return Err(Error::refused("lora_r", " = 0: expected at least 1"));
         }
         Ok(LayerSizes {
             r: self.r,
@@ -198,21 +205,23 @@ impl LoraConfig {
         let mut modules = self.modules_to_save.iter();
         if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || is_found(module))) {
             let modules = params.iter().filter_map(|name| Some(name.rsplit_once('.')?.0));
-            return Err(Error::Usage(format!(
-                "lora_modules_to_save: expected modules of {}, found `{module}`; there are {}",
-                family.name,
-                last_parts(modules)
-            )));
+            return Err(Error::refused(
+                "lora_modules_to_save",
+                format!(": expected modules of {}, found `{module}`; there are {}", family.name, last_parts(modules)),
+            ));
         }
         let saved = params.into_iter().filter(|name| is_in_saved_module(names, name, &self.modules_to_save));
         let saved: Vec<String> = saved.map(str::to_string).collect();
         let experts = names.experts;
         if let Some(name) = saved.iter().find(|name| experts.is_some_and(|experts| experts.has(name))) {
-            return Err(Error::Usage(format!(
-                "lora_modules_to_save: expected modules of {} outside its MLPs, found one with `{name}`: PEFT's names of experts \
+            return Err(Error::refused(
+                "lora_modules_to_save",
+                format!(
+                    ": expected modules of {} outside its MLPs, found one with `{name}`: PEFT's names of experts \
                  differ between versions of transformers",
-                family.name
-            )));
+                    family.name
+                ),
+            ));
         }
         Ok(saved)
     }
@@ -249,7 +258,10 @@ impl LayerSizes {
         let unmatched = rank.map(|pattern| ("rank_pattern", pattern)).or(alpha.map(|p| ("alpha_pattern", p)));
         unmatched.map_or(Ok(()), |(name, pattern)| {
             let known = last_parts(layers());
-            Err(Error::Usage(format!("{name}: expected layers with an adapter, found `{pattern}`; there are {known}")))
+            Err(Error::refused(
+                name,
+                format!(": expected layers with an adapter, found `{pattern}`; there are {known}"),
+            ))
         })
     }
 }
@@ -263,7 +275,7 @@ impl<T: Copy> Patterns<T> {
         let of = |(text, value): &(String, T)| {
             let regex = Regex::new(&format!(r"^(?:.*\.)?(?:{text})$")).map_err(|_| {
                 let expected = "expected regular expressions of names, without look-around";
-                Error::Usage(format!("{name}: {expected}, found `{}`", brief(text)))
+                Error::refused(name, format!(": {expected}, found `{}`", brief(text)))
             })?;
             Ok((text.clone(), regex, *value))
         };
@@ -287,7 +299,7 @@ pub const MOST_RANK: usize = 1 << 16;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PeftConfig {
     /// Train LoRA adapters; the model's own weights are frozen and stay in the checkpoint's dtype.
-    #[setting(heading = LORA)]
+    #[setting(heading = LORA, short = "train LoRA adapters")]
     pub use_peft: bool,
     /// Rank of the LoRA adapters.
     #[setting(heading = LORA, default = 16)]
@@ -339,11 +351,11 @@ impl PeftConfig {
         let below_one = (0.0..1.0).contains(&self.lora_dropout);
         let named = !self.lora_modules_to_save.iter().any(String::is_empty);
         all([
-            expect(named, "lora_modules_to_save", "an empty name", "names of modules"),
-            at_least_one("lora_r", self.lora_r),
-            expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}")),
-            at_least_one("lora_alpha", self.lora_alpha),
-            expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1"),
+            expect(named, name_of!(self.lora_modules_to_save), "an empty name", "names of modules"),
+            at_least_one(name_of!(self.lora_r), self.lora_r),
+            expect(self.lora_r <= MOST_RANK, name_of!(self.lora_r), self.lora_r, &format!("at most {MOST_RANK}")),
+            at_least_one(name_of!(self.lora_alpha), self.lora_alpha),
+            expect(below_one, name_of!(self.lora_dropout), self.lora_dropout, "a number from 0 to below 1"),
         ])
     }
 }

@@ -1,7 +1,8 @@
 //! Quantized weights of linear layers, in the formats of bitsandbytes: NF4 and FP4 (Dettmers et al. 2023), and LLM.int8's rows of eight
 //! bits (Dettmers et al. 2022), computed with as weights only.
 
-use rlhf_base::schema::{Choices, MODELS, Settings};
+use rlhf_base::name_of;
+use rlhf_base::schema::{Choices, MODELS, Settings, exclude, no_effect, refuse};
 use rlhf_base::weights::brief;
 use rlhf_base::{Error, Result};
 use serde::Serialize;
@@ -209,33 +210,34 @@ impl QuantizationConfig {
     /// The setting that quantizes, with its value; for messages.
     pub fn named(&self) -> Option<&'static str> {
         match (self.load_in_4bit, self.load_in_8bit) {
-            (true, _) => Some("load_in_4bit = true"),
-            (false, true) => Some("load_in_8bit = true"),
+            (true, _) => Some(name_of!(self.load_in_4bit)),
+            (false, true) => Some(name_of!(self.load_in_8bit)),
             (false, false) => None,
         }
     }
 
     /// Checks that a model whose weights are all trained is not quantized.
     pub fn check_trained(&self, use_peft: bool) -> Result<()> {
-        let Some(named) = self.named().filter(|_| !use_peft) else { return Ok(()) };
-        rlhf_base::schema::usage(format!(
-            "{named} needs use_peft: quantized weights are frozen, and adapters beside them are trained"
-        ))
+        let Some(name) = self.named().filter(|_| !use_peft) else { return Ok(()) };
+        let rest = " = true needs use_peft: quantized weights are frozen, and adapters beside them are trained";
+        refuse(name, rest)
     }
 
     /// Checks the settings together.
     pub fn check(&self) -> Result<()> {
         if self.load_in_4bit && self.load_in_8bit {
-            return rlhf_base::schema::usage(
-                "load_in_4bit = true and load_in_8bit = true exclude each other: set one of them",
+            return exclude(
+                name_of!(self.load_in_4bit),
+                name_of!(self.load_in_8bit),
+                " = true and load_in_8bit = true exclude each other: set one of them",
             );
         }
         if !self.load_in_4bit && self.use_bnb_nested_quant {
-            return rlhf_base::schema::no_effect("use_bnb_nested_quant", true, "without load_in_4bit");
+            return no_effect(name_of!(self.use_bnb_nested_quant), true, "without load_in_4bit");
         }
         if !self.load_in_4bit && self.bnb_4bit_quant_type != QuantType::default() {
-            return rlhf_base::schema::no_effect(
-                "bnb_4bit_quant_type",
+            return no_effect(
+                name_of!(self.bnb_4bit_quant_type),
                 self.bnb_4bit_quant_type.name(),
                 "without load_in_4bit",
             );

@@ -1,5 +1,6 @@
 //! Dynamic loss scaling: a factor, adapted during training, keeps small gradients of f16 from rounding to 0.
 
+use rlhf_base::name_of;
 use rlhf_base::schema::{SPEED, Settings, above_zero, all, at_least_one, defaults, expect, no_effect};
 use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -43,19 +44,24 @@ impl LossScaleConfig {
             };
             let (window, hysteresis, least) = (self.loss_scale_window, self.hysteresis, self.min_loss_scale);
             return all([
-                unused("initial_scale_power", &power, power != usual.initial_scale_power),
-                unused("loss_scale_window", &window, window != usual.loss_scale_window),
-                unused("hysteresis", &hysteresis, hysteresis != usual.hysteresis),
-                unused("min_loss_scale", &least, least != usual.min_loss_scale),
+                unused(name_of!(self.initial_scale_power), &power, power != usual.initial_scale_power),
+                unused(name_of!(self.loss_scale_window), &window, window != usual.loss_scale_window),
+                unused(name_of!(self.hysteresis), &hysteresis, hysteresis != usual.hysteresis),
+                unused(name_of!(self.min_loss_scale), &least, least != usual.min_loss_scale),
             ]);
         }
         let expected = format!("at most {most}, 2 to the power of initial_scale_power");
         all([
-            expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &format!("at most {MOST_SCALE_POWER}")),
-            at_least_one("loss_scale_window", self.loss_scale_window),
-            at_least_one("hysteresis", self.hysteresis),
-            above_zero("min_loss_scale", self.min_loss_scale),
-            expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected),
+            expect(
+                power <= MOST_SCALE_POWER,
+                name_of!(self.initial_scale_power),
+                power,
+                &format!("at most {MOST_SCALE_POWER}"),
+            ),
+            at_least_one(name_of!(self.loss_scale_window), self.loss_scale_window),
+            at_least_one(name_of!(self.hysteresis), self.hysteresis),
+            above_zero(name_of!(self.min_loss_scale), self.min_loss_scale),
+            expect(self.min_loss_scale <= most, name_of!(self.min_loss_scale), self.min_loss_scale, &expected),
         ])
     }
 }
@@ -64,10 +70,10 @@ impl LossScaleConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct Fp16Config {
     /// With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, replay = Changes)]
     pub align_overflow: bool,
     /// Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
-    #[setting(heading = SPEED, default = true)]
+    #[setting(heading = SPEED, default = true, replay = Changes)]
     pub compute_fp32_loss: bool,
 }
 
@@ -77,9 +83,9 @@ impl Fp16Config {
         let expected =
             "true: log-probabilities in low precision differ between the passes of a run, and the ratio with them";
         all([
-            expect(self.compute_fp32_loss, "compute_fp32_loss", false, expected),
+            expect(self.compute_fp32_loss, name_of!(self.compute_fp32_loss), false, expected),
             if self.align_overflow && !fp16 {
-                no_effect("align_overflow", true, "without fp16 = true")
+                no_effect(name_of!(self.align_overflow), true, "without fp16 = true")
             } else {
                 Ok(())
             },

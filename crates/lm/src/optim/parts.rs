@@ -63,7 +63,10 @@ impl Parts {
     pub(super) fn step(&mut self, lr: f64, config: &OptimizerConfig, step: i64) -> Result<()> {
         if config.optim != Optim::AdamwTorch {
             let name = config.optim.name();
-            return Err(Error::Usage(format!("optim = {name}: expected adamw_torch for a state that is sharded")));
+            return Err(Error::refused(
+                "optim",
+                format!(" = {name}: expected adamw_torch for a state that is sharded"),
+            ));
         }
         let grads = self.shards.grad_parts()?;
         for (part, grad) in self.parts.iter_mut().zip(&grads) {

@@ -5,8 +5,10 @@ use serde::Serialize;
 use crate::model::Trains;
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    Choices, OPTIMIZER, Settings, above_zero, all, expect, no_effect, optional, usage, zero_or_more, zero_to_one,
+    Choices, OPTIMIZER, Settings, above_zero, all, exclude, expect, no_effect, optional, refuse, zero_or_more,
+    zero_to_one,
 };
 
 /// Names of the settings of the learning rate's schedule.
@@ -29,48 +31,48 @@ pub struct OptimizerConfig {
     #[setting(heading = OPTIMIZER, default = "adamw_torch")]
     pub optim: Optim,
     /// Learning-rate schedule after the warm-up.
-    #[setting(heading = OPTIMIZER, default = "linear")]
+    #[setting(heading = OPTIMIZER, default = "linear", replay = Changes)]
     pub lr_scheduler_type: LrSchedulerType,
     /// Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training, and with `grpo` and
     /// `rloo`.
-    #[setting(heading = OPTIMIZER, default = 0)]
+    #[setting(heading = OPTIMIZER, default = 0, replay = Changes)]
     pub warmup_steps: usize,
     /// Warm-up as a share of all updates, rounded up.
-    #[setting(heading = OPTIMIZER, default = 0.0)]
+    #[setting(heading = OPTIMIZER, default = 0.0, replay = Changes)]
     pub warmup_ratio: f64,
     /// Final learning rate [default: 0, and 1e-7 with `polynomial`].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = OPTIMIZER, replay = Changes)]
     pub lr_end: Option<f64>,
     /// Final learning rate as a share of the peak, in place of `lr_end`.
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = OPTIMIZER, replay = Changes)]
     pub min_lr_rate: Option<f64>,
     /// Number of cosine cycles [default: 0.5, one decay from the peak to the final rate; with `cosine_with_restarts` 1, its decays].
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = OPTIMIZER, replay = Changes)]
     pub num_cycles: Option<f64>,
     /// Number of updates at the end of `warmup_stable_decay` over which the learning rate decays; of optimizer steps with `rlhf grpo`
     /// and `rlhf rloo`.
-    #[setting(heading = OPTIMIZER)]
+    #[setting(heading = OPTIMIZER, replay = Changes)]
     pub num_decay_steps: Option<usize>,
     /// Form of the decay of `warmup_stable_decay`.
-    #[setting(heading = OPTIMIZER, default = "cosine")]
+    #[setting(heading = OPTIMIZER, default = "cosine", replay = Changes)]
     pub decay_type: DecayType,
     /// Power of the `polynomial` schedule.
-    #[setting(heading = OPTIMIZER, default = 1.0)]
+    #[setting(heading = OPTIMIZER, default = 1.0, replay = Changes)]
     pub power: f64,
     /// Decoupled weight decay.
-    #[setting(heading = OPTIMIZER, default = 0.0)]
+    #[setting(heading = OPTIMIZER, default = 0.0, replay = Changes)]
     pub weight_decay: f64,
     /// AdamW's beta1, the decay rate of the mean of the gradients; Adafactor has none.
-    #[setting(heading = OPTIMIZER, default = 0.9)]
+    #[setting(heading = OPTIMIZER, default = 0.9, replay = Changes)]
     pub adam_beta1: f64,
     /// AdamW's beta2, the decay rate of the mean of the squared gradients; Adafactor's is of its own.
-    #[setting(heading = OPTIMIZER, default = 0.999)]
+    #[setting(heading = OPTIMIZER, default = 0.999, replay = Changes)]
     pub adam_beta2: f64,
     /// AdamW's epsilon; Adafactor's is of its own.
-    #[setting(heading = OPTIMIZER, default = "1e-8")]
+    #[setting(heading = OPTIMIZER, default = "1e-8", replay = Changes)]
     pub adam_epsilon: f64,
     /// Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
-    #[setting(heading = OPTIMIZER, parse = norm_or_zero)]
+    #[setting(heading = OPTIMIZER, parse = norm_or_zero, replay = Changes)]
     pub max_grad_norm: Option<f64>,
 }
 
@@ -89,11 +91,11 @@ impl OptimizerConfig {
         let below_one = |beta: f64| (0.0..1.0).contains(&beta);
         let (beta1, beta2) = (self.adam_beta1, self.adam_beta2);
         all([
-            zero_or_more("weight_decay", self.weight_decay),
-            expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
-            expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
-            above_zero("adam_epsilon", self.adam_epsilon),
-            self.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
+            zero_or_more(name_of!(self.weight_decay), self.weight_decay),
+            expect(below_one(beta1), name_of!(self.adam_beta1), beta1, "a number from 0 to below 1"),
+            expect(below_one(beta2), name_of!(self.adam_beta2), beta2, "a number from 0 to below 1"),
+            above_zero(name_of!(self.adam_epsilon), self.adam_epsilon),
+            self.max_grad_norm.map_or(Ok(()), |norm| above_zero(name_of!(self.max_grad_norm), norm)),
         ])
     }
 
@@ -103,19 +105,24 @@ impl OptimizerConfig {
         if self.optim == Optim::AdamwBf16 {
             if only_adapters {
                 let why = "with use_peft = true: adapters are held in float32; adamw_8bit has smaller states";
-                return no_effect("optim", self.optim.name(), why);
+                return no_effect(name_of!(self.optim), self.optim.name(), why);
             }
             if !bf16 {
-                return usage(
-                    "optim = adamw_bf16 needs bf16 = true: its weights are held in the dtype that they are computed in",
+                return refuse(
+                    name_of!(self.optim),
+                    " = adamw_bf16 needs bf16 = true: its weights are held in the dtype that they are computed in",
                 );
             }
         }
         match stages.iter().find(|stage| stage.shards_optimizer()) {
-            Some(stage) if self.optim != Optim::AdamwTorch => usage(format!(
-                "optim = {} and zero_stage = {stage} exclude each other: sharded states are those of adamw_torch",
-                self.optim.name()
-            )),
+            Some(stage) if self.optim != Optim::AdamwTorch => exclude(
+                name_of!(self.optim),
+                "zero_stage",
+                format!(
+                    " = {} and zero_stage = {stage} exclude each other: sharded states are those of adamw_torch",
+                    self.optim.name()
+                ),
+            ),
             _ => Ok(()),
         }
     }
@@ -245,28 +252,38 @@ pub fn check_learning(
     all([
         zero_or_more("learning_rate", learning_rate),
         optimizer.check_steps(),
-        zero_to_one("warmup_ratio", ratio),
+        zero_to_one(name_of!(optimizer.warmup_ratio), ratio),
         if steps > 0 && ratio > 0.0 {
-            usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"))
+            exclude(
+                name_of!(optimizer.warmup_steps),
+                name_of!(optimizer.warmup_ratio),
+                format!(" = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"),
+            )
         } else {
             Ok(())
         },
         if no_warmup && (steps > 0 || ratio > 0.0) {
-            let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
-            no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"))
+            let (name, value) = if steps > 0 {
+                (name_of!(optimizer.warmup_steps), steps as f64)
+            } else {
+                (name_of!(optimizer.warmup_ratio), ratio)
+            };
+            no_effect(name, value, &with_schedule("; constant_with_warmup has a warm-up"))
         } else {
             Ok(())
         },
-        above_zero("power", power),
+        above_zero(name_of!(optimizer.power), power),
         if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && power != 1.0 {
-            no_effect("power", power, &with_schedule("; polynomial has it"))
+            no_effect(name_of!(optimizer.power), power, &with_schedule("; polynomial has it"))
         } else {
             Ok(())
         },
-        optimizer.lr_end.map_or(Ok(()), |end| zero_or_more("lr_end", end)),
+        optimizer.lr_end.map_or(Ok(()), |end| zero_or_more(name_of!(optimizer.lr_end), end)),
         match optimizer.lr_end {
-            Some(end) if no_schedule(LrSchedulerType::falls) => no_effect("lr_end", end, &with_schedule("")),
-            Some(end) => expect(!own.falls() || end < learning_rate, "lr_end", end, &expected),
+            Some(end) if no_schedule(LrSchedulerType::falls) => {
+                no_effect(name_of!(optimizer.lr_end), end, &with_schedule(""))
+            }
+            Some(end) => expect(!own.falls() || end < learning_rate, name_of!(optimizer.lr_end), end, &expected),
             None => Ok(()),
         },
         check_schedule(optimizer, value_schedule),
@@ -284,31 +301,39 @@ fn check_schedule(optimizer: &OptimizerConfig, value_schedule: Option<LrSchedule
         (schedules().any(LrSchedulerType::falls), schedules().any(|s| s == LrSchedulerType::WarmupStableDecay));
     all([
         match optimizer.min_lr_rate {
-            Some(rate) if !has_end => no_effect("min_lr_rate", rate, &with_schedule("")),
-            Some(rate) if optimizer.lr_end.is_some() => {
-                usage(format!("min_lr_rate = {rate} and lr_end exclude each other: set one of them"))
+            Some(rate) if !has_end => no_effect(name_of!(optimizer.min_lr_rate), rate, &with_schedule("")),
+            Some(rate) if optimizer.lr_end.is_some() => exclude(
+                name_of!(optimizer.min_lr_rate),
+                name_of!(optimizer.lr_end),
+                format!(" = {rate} and lr_end exclude each other: set one of them"),
+            ),
+            Some(rate) => {
+                expect((0.0..1.0).contains(&rate), name_of!(optimizer.min_lr_rate), rate, "a number from 0 to below 1")
             }
-            Some(rate) => expect((0.0..1.0).contains(&rate), "min_lr_rate", rate, "a number from 0 to below 1"),
             None if optimizer.lr_end.is_none() && schedules().any(|s| s == LrSchedulerType::CosineWithMinLr) => {
-                usage("lr_scheduler_type = cosine_with_min_lr needs lr_end or min_lr_rate")
+                refuse(name_of!(optimizer.lr_scheduler_type), " = cosine_with_min_lr needs lr_end or min_lr_rate")
             }
             None => Ok(()),
         },
         match optimizer.num_cycles {
-            Some(cycles) if !has_cycles => no_effect("num_cycles", cycles, &with_schedule(", which has no cosine")),
-            Some(cycles) => above_zero("num_cycles", cycles),
+            Some(cycles) if !has_cycles => {
+                no_effect(name_of!(optimizer.num_cycles), cycles, &with_schedule(", which has no cosine"))
+            }
+            Some(cycles) => above_zero(name_of!(optimizer.num_cycles), cycles),
             None => Ok(()),
         },
         match optimizer.num_decay_steps {
             Some(steps) if !decays => {
-                no_effect("num_decay_steps", steps, &with_schedule("; warmup_stable_decay has it"))
+                no_effect(name_of!(optimizer.num_decay_steps), steps, &with_schedule("; warmup_stable_decay has it"))
             }
-            Some(steps) => expect(steps > 0, "num_decay_steps", steps, "at least 1"),
-            None if decays => usage("lr_scheduler_type = warmup_stable_decay needs num_decay_steps"),
+            Some(steps) => expect(steps > 0, name_of!(optimizer.num_decay_steps), steps, "at least 1"),
+            None if decays => {
+                refuse(name_of!(optimizer.lr_scheduler_type), " = warmup_stable_decay needs num_decay_steps")
+            }
             None => Ok(()),
         },
         if decay != DecayType::Cosine && !decays {
-            no_effect("decay_type", decay.name(), &with_schedule("; warmup_stable_decay has it"))
+            no_effect(name_of!(optimizer.decay_type), decay.name(), &with_schedule("; warmup_stable_decay has it"))
         } else {
             Ok(())
         },

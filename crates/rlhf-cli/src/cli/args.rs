@@ -5,8 +5,8 @@ use std::ffi::OsString;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::Result;
 use rlhf::schema::{Refusals, is_bool};
+use rlhf::{Origin, Result};
 
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::flags::{NOT_SETTINGS, is_named};
@@ -236,7 +236,7 @@ pub(super) fn call_as_written(command: &Command, args: &[OsString], refusals: &m
     let words = args.iter().take_while(|word| *word != "--").filter_map(|word| word.to_str()?.strip_prefix("--"));
     for name in words.filter_map(|word| word.split('=').next()) {
         if let Some(arg) = command.get_arguments().find(|arg| is_named(arg, name)) {
-            refusals.call(arg.get_id().as_str(), name);
+            refusals.call(arg.get_id().as_str(), name, Origin::Flag);
         }
     }
 }

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use rlhf::Result;
+use rlhf::run::has_driver;
 use rlhf::schema::Refusals;
+use rlhf::{Origin, Result};
 
 use super::keys::Keys;
 use super::setting::Setting;
@@ -46,13 +47,18 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         match refused(keys, &setting, error, is_set) {
             Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
             None => {
-                refusals.call(&name, &setting.key);
+                refusals.call(&name, &setting.key, origin(path, setting.line));
                 spelled.insert(name.clone(), std::mem::replace(&mut setting.key, name));
                 settings.push(setting);
             }
         }
     }
     Ok(settings)
+}
+
+/// The place of a setting in the file `path`, which the Python package writes for its classes.
+fn origin(path: &Path, line: u64) -> Origin {
+    if has_driver() { Origin::Python } else { Origin::Line { path: path.into(), line } }
 }
 
 /// Makes a share of the updates in `warmup_steps`, which transformers 5 allows, `warmup_ratio`, unless that is set too.

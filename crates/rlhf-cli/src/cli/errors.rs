@@ -266,10 +266,10 @@ mod tests {
             "run.yaml:2: unknown key `cliprang`; did you mean `cliprange`?",
             "run.yaml:3: `response_length`: expected one value, found a list or a map",
             "the following required arguments were not provided: --dataset_name <PATH>...",
-            "vf_coef = -1: expected a number of 0 or more",
+            "run.yaml:4: vf_coef = -1: expected a number of 0 or more",
             "gamma = 2: expected a number from 0 to 1",
             "horizon = 0: expected a number above 0",
-            "max_steps = 7 has no effect without preset = grpo or rloo: total_episodes is the length of the run",
+            "run.yaml:5: max_steps = 7 has no effect without preset = grpo or rloo: total_episodes is the length of the run",
         ];
         let lines: Vec<&str> = error.lines().collect();
         assert_eq!(lines.len(), expected.len(), "{error}");

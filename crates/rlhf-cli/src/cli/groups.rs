@@ -116,8 +116,7 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
     }
     let renamed = |text: String| renamed(&text, &NAMES);
     match error {
-        Error::Usage(line) => Error::Usage(renamed(line)),
-        Error::Refused(lines) => Error::Refused(lines.into_iter().map(renamed).collect()),
+        error if error.is_usage() => error.map_usage(renamed).unwrap_or_else(|other| other),
         Error::Run(message) => Error::Run(renamed(message)),
         Error::Reward { name, source } => {
             Error::Reward { name, source: Box::new(Error::Run(renamed(source.to_string()))) }

@@ -8,6 +8,11 @@ use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
 use rlhf::schema::HEADINGS;
 
+use super::fields::fields;
+
+/// The flag that names a configuration file.
+const CONFIG: &str = "config";
+
 /// Heading of the most used flags.
 const COMMON_HEADING: &str = "Common options";
 
@@ -226,92 +231,6 @@ const COMMON: [(&str, &[&str], &[&str]); 26] = [
     ),
 ];
 
-/// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 82] = [
-    ("socket", "Unix socket for one client"),
-    ("apply_chat_template", "put text prompts into the chat template"),
-    ("beta", "nearness to the reference model"),
-    ("batch_size", "sequences per forward pass"),
-    ("bf16", "compute in bfloat16"),
-    ("calibrate", "false: no times"),
-    ("commit_message", "title of the commit"),
-    ("compare", "second model: folder or hub name"),
-    ("compare_column", "column with responses to compare"),
-    ("config", "YAML file of settings, by flag name"),
-    ("config_file", "configuration of accelerate"),
-    ("dataset_name", "dataset: file, folder or hub name"),
-    ("device", "cpu, cuda, cuda:N or auto"),
-    ("do_sample", "false: greedy decoding"),
-    ("dtype", "dtype of weights and computation"),
-    ("eval_steps", "evaluate every N updates"),
-    ("gradient_accumulation_steps", "micro-batches per update"),
-    ("host", "address to listen on"),
-    ("json", "print JSON"),
-    ("judge_command", "program that compares two responses"),
-    ("judge_model", "name of the model at judge_url"),
-    ("judge_url", "OpenAI-compatible API of a judge"),
-    ("kl_coef", "weight of the KL penalty"),
-    ("learning_rate", "peak learning rate"),
-    ("loss_type", "how losses of tokens are combined"),
-    ("master_addr", "address of machine 0"),
-    ("master_port", "TCP port on machine 0"),
-    ("max_judgements", "maximum calls of the judge"),
-    ("loss_type", "sigmoid, hinge, ipo, ...: see --help"),
-    ("lmbda", "share of updates with own responses"),
-    ("max_completion_length", "maximum tokens of a response"),
-    ("max_length", "maximum tokens of a row"),
-    ("max_new_tokens", "maximum tokens of a response"),
-    ("max_restarts", "restarts after a failed rank"),
-    ("max_shard_size", "maximum size of a weights file"),
-    ("max_steps", "optimizer steps [by epochs]"),
-    ("memory", "memory to plan for [what is free]"),
-    ("missing_eos_penalty", "score penalty without a stop token"),
-    ("model_name_or_path", "model: folder or hub name"),
-    ("new_reward_head", "add a score head if there is none"),
-    ("nnodes", "number of machines"),
-    ("no_self_test", "leave out the self-test"),
-    ("node_rank", "number of this machine, from 0"),
-    ("nproc_per_node", "ranks on this machine"),
-    ("num_generations", "responses to each prompt, a group"),
-    ("num_prompts", "prompts from the start of the dataset"),
-    ("num_return_sequences", "responses per prompt"),
-    ("num_train_epochs", "passes over the dataset"),
-    ("offline", "send no request to the hub"),
-    ("output", "file to write [report.html]"),
-    ("output_dir", "folder to write to"),
-    ("output_file", "file to write to [standard output]"),
-    ("outtype", "type of the weights of a GGUF file"),
-    ("overwrite_output_dir", "replace an existing output folder"),
-    ("overwrite_output_file", "replace a file that is no report"),
-    ("per_device_train_batch_size", "sequences per micro-batch"),
-    ("report_to", "trackers: wandb, tensorboard, ..."),
-    ("response_length", "maximum tokens of a response"),
-    ("port", "TCP port; 0 for a free one"),
-    ("precompute_ref_log_probs", "reference numbers before training"),
-    ("private", "make a new repository private"),
-    ("resume_from_checkpoint", "resume from the newest checkpoint"),
-    ("revision", "branch to push to [main]"),
-    ("reward", "rule, program or service: see --help"),
-    ("reward_model_path", "reward model, a sequence classifier"),
-    ("save_steps", "save a checkpoint every N updates"),
-    ("seed", "random seed"),
-    ("seq_kd", "else the teacher's responses"),
-    ("sft_model_path", "model to train"),
-    ("skip", "stages to skip, such as reward,ppo"),
-    ("stop_strings", "end a response at this text"),
-    ("stop_token", "eos: cut responses after eos"),
-    ("system", "system message"),
-    ("teacher_model_name_or_path", "teacher: folder or hub name"),
-    ("temperature", "sampling temperature"),
-    ("terminal", "show the run in the terminal"),
-    ("tokenizer_name", "the policy's tokenizer"),
-    ("tools", "functions of Python that it may call"),
-    ("top_p", "nucleus sampling"),
-    ("total_episodes", "responses to train on"),
-    ("update", "number of the update, from 1"),
-    ("use_peft", "train LoRA adapters"),
-];
-
 /// Returns the place of a flag in the help of `command`: the most used ones first, then by heading.
 pub(super) fn place(command: &str, flag: &str, heading: Option<&str>) -> (usize, usize) {
     let (_, needed, others) = common(command);
@@ -383,10 +302,10 @@ pub(super) fn short(rlhf: &Command, args: &[OsString], error: &clap::Error) -> O
 fn text(command: &Command) -> String {
     let name = command.get_name();
     let (_, needed, others) = common(name);
-    let words = |flag: &str| match (name, flag) {
-        ("convert", "output_file") => "GGUF file to make of a model's folder",
-        ("distill", "beta") => "0: forward KL, 1: reverse KL",
-        _ => WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words),
+    let fields = fields(name);
+    let words = |flag: &str| match flag {
+        CONFIG => "YAML file of settings, by flag name",
+        _ => fields.iter().find(|field| field.name == flag).map_or("", |field| field.short),
     };
     let line = |flag: &str| {
         let arg = command.get_arguments().find(|arg| arg.get_id() == flag).expect("it is a flag");

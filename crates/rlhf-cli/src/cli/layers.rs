@@ -4,11 +4,12 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
-use rlhf::schema::{self, Choices as _, NONE, Refusals};
+use rlhf::schema::{Choices as _, NONE, Refusals};
 use rlhf::settings::{PpoConfig, Preset, RewardConfig, SftConfig};
-use rlhf::{Error, Result};
+use rlhf::{Error, Refusal, Result};
 
 use super::errors::{Messages, Stop};
+use super::fields::optional_with_default;
 use super::setting::Setting;
 use super::{deepspeed_chat, flags, groups, names, trl};
 
@@ -40,14 +41,15 @@ pub(super) fn translated(
     Translated { preset: of_preset(name, preset, settings), forced }
 }
 
-/// Settings with a default, of which null is a value too.
-const NULL_IS_NONE: [&str; 4] = ["max_length", "max_grad_norm", "judge_temperature", "judge_max_tokens"];
-
 /// Makes null of a file the value `none` where it is one, also in a section. Any other null is the default.
-pub(super) fn name_nulls(settings: &mut [Setting]) {
-    for Setting { key, values, .. } in settings {
-        let name = key.rsplit('.').next().unwrap_or_default();
-        if values.is_empty() && NULL_IS_NONE.contains(&name) {
+pub(super) fn name_nulls(rlhf: &Command, settings: &mut [Setting]) {
+    let nulls: Vec<&mut Setting> = settings.iter_mut().filter(|setting| setting.values.is_empty()).collect();
+    if nulls.is_empty() {
+        return;
+    }
+    let optional = optional_with_default(rlhf);
+    for Setting { key, values, .. } in nulls {
+        if key.rsplit('.').next().is_some_and(|name| optional.contains(&name)) {
             values.push(NONE.into());
         }
     }
@@ -69,17 +71,17 @@ pub(super) fn resolve<C>(
     let mut config = build(&[&preset, settings], &mut messages.refusals)?;
     loop {
         let checked = check(&config);
-        let of_preset = |line: &str| {
-            let mut keys = schema::subjects(line).filter(|key| !is_own(key));
+        let of_preset = |refusal: &Refusal| {
+            let mut keys = refusal.settings().filter(|key| !is_own(key));
             keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
         };
-        let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
-        let Some((line, place)) = refused.iter().find_map(|line| Some((line.clone(), of_preset(line)?))) else {
+        let refused = checked.as_ref().err().map_or_else(Vec::new, Error::refusals);
+        let Some((refusal, place)) = refused.iter().find_map(|refusal| Some((refusal, of_preset(refusal)?))) else {
             messages.refusals.add(checked)?;
             return Ok(config);
         };
         let setting = preset.remove(place);
-        let note = format!("`{}` of the preset is left out: {line}", setting.key);
+        let note = format!("`{}` of the preset is left out: {refusal}", setting.key);
         messages.notes.push(messages.refusals.renamed(&note));
         config = build(&[&preset, settings], &mut Refusals::default())?;
     }
@@ -253,7 +255,7 @@ mod tests {
         let own = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
         assert!(ppo_error(&own).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
         let error = with_file("preset: trl-legacy\nadap_kl_ctrl: true\nkl_coef: 0\n", &PPO).unwrap_err();
-        assert!(error.starts_with("adap_kl_ctrl = true has no effect with kl_coef = 0"), "{error}");
+        assert!(error.starts_with("run.yaml:2: adap_kl_ctrl = true has no effect with kl_coef = 0"), "{error}");
         assert!(
             ppo_error(&["--preset", "trl-legacy", "--warmup_steps", "3"]).starts_with("warmup_steps = 3 has no effect")
         );

@@ -54,7 +54,7 @@ pub(super) fn parse(
     let top = [command(PIPELINE)].into_iter().chain(stages.iter().copied()).collect();
     let keys = Keys { top, sections: stages.clone() };
     let mut read = read_config(path, &keys, &mut messages.refusals)?;
-    name_nulls(&mut read);
+    name_nulls(rlhf, &mut read);
     let (settings, nulls): (Vec<Setting>, _) = read
         .into_iter()
         .partition(|setting| !setting.values.is_empty() || all.iter().any(|stage| stage.name() == setting.key));
@@ -259,15 +259,16 @@ impl File<'_> {
         if error.refusals().is_empty() {
             return Err(error.into());
         }
-        for line in error.refusals() {
-            messages.refusals.refuse(self.place(stage, line), [""; 0]);
+        for refusal in error.refusals() {
+            let line = self.place(stage, refusal.setting(), refusal.message());
+            messages.refusals.refuse(line, [""; 0]);
         }
         Ok(None)
     }
 
-    /// Returns an error of `stage` with the line of the setting that its message starts with, or else that of the section.
-    fn place(&self, stage: Stage, message: &str) -> String {
-        let key = message.split([' ', ':']).next().unwrap_or_default();
+    /// Returns an error of `stage` with the line of the setting that it is about, or else that of the section.
+    fn place(&self, stage: Stage, setting: Option<&str>, message: &str) -> String {
+        let key = setting.unwrap_or_default();
         let setting = self.own(stage, key).or_else(|| self.find(key)).or_else(|| self.find(stage.name()));
         self.placed(setting.map_or(1, |setting| setting.line), &format!("{stage}: {message}"))
     }
@@ -384,7 +385,7 @@ impl File<'_> {
                 "sft is skipped, and {} holds no model: expected `{stage}.{key}` or `model_name_or_path`",
                 dir.display()
             );
-            messages.refusals.refuse(self.place(stage, &message), [key]);
+            messages.refusals.refuse(self.place(stage, None, &message), [key]);
             return Ok(None);
         };
         let revision = base("model_revision").map(|revision| ("model_revision", revision));
@@ -401,7 +402,7 @@ fn model_of(flags: &PipelineFlags, stage: Stage) -> Option<PathBuf> {
 
 fn text(path: &Path) -> Result<String, Stop> {
     let text = path.to_str().map(String::from);
-    text.ok_or_else(|| Error::Usage(format!("output_dir = {}: expected UTF-8", path.display())).into())
+    text.ok_or_else(|| Error::refused("output_dir", format!(" = {}: expected UTF-8", path.display())).into())
 }
 
 #[cfg(test)]

@@ -130,7 +130,10 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
     }
     let source = config.dataset_name.as_deref().and_then(|source| source.canonicalize().ok());
     if source.is_some_and(|source| path.canonicalize().is_ok_and(|path| path.starts_with(source))) {
-        return Err(Error::Usage(format!("output_file = {} is also the dataset, or a file of it", path.display())));
+        return Err(Error::refused(
+            "output_file",
+            format!(" = {} is also the dataset, or a file of it", path.display()),
+        ));
     }
     Ok(())
 }

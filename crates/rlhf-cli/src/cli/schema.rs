@@ -3,17 +3,13 @@
 use std::io::{self, Write};
 
 use clap::{Arg, Command};
-use rlhf::schema::{Field, Kind, NONE, Settings, Shape};
-use rlhf::settings::{
-    ChatConfig, CompletionsConfig, ConvertConfig, DistillConfig, DoctorConfig, DpoConfig, EvaluateConfig,
-    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig,
-    ReplayConfig, ReportConfig, RewardConfig, SchemaConfig, ScoreConfig, ServeConfig, SessionConfig, SftConfig,
-    WatchConfig,
-};
+use rlhf::schema::{Field, Kind, NONE, Shape};
+use rlhf::settings::{Preset, SchemaConfig};
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
+use super::fields::fields;
 use super::{help, names, trl};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
@@ -39,37 +35,6 @@ pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
         .map_err(io::Error::from)
         .and_then(|()| writeln!(out))
         .map_err(|source| Error::Io { action: "write", path: "standard output".into(), source })
-}
-
-/// Returns the settings of the command `name`.
-fn fields(name: &str) -> Vec<Field> {
-    match name {
-        "sft" => SftConfig::fields(),
-        "reward" => RewardConfig::fields(),
-        "dpo" => DpoConfig::fields(),
-        "distill" => DistillConfig::fields(),
-        "ppo" | "grpo" | "rloo" => PpoConfig::fields(),
-        "pipeline" => PipelineFlags::fields(),
-        "generate" => GenerateConfig::fields(),
-        "logprobs" => LogprobsConfig::fields(),
-        "score" => ScoreConfig::fields(),
-        "eval" => EvaluateConfig::fields(),
-        "merge" => MergeConfig::fields(),
-        "convert" => ConvertConfig::fields(),
-        "push" => PushConfig::fields(),
-        "report" => ReportConfig::fields(),
-        "watch" => WatchConfig::fields(),
-        "replay" => ReplayConfig::fields(),
-        "chat" => ChatConfig::fields(),
-        "serve" => ServeConfig::fields(),
-        "session" => SessionConfig::fields(),
-        "plan" => PlanFlags::fields(),
-        "completions" => CompletionsConfig::fields(),
-        "doctor" => DoctorConfig::fields(),
-        "launch" => LaunchFlags::fields(),
-        "schema" => SchemaConfig::fields(),
-        _ => unreachable!("{name} has no settings"),
-    }
 }
 
 /// Returns the presets of the command `name` with the defaults that they set.
@@ -125,6 +90,9 @@ fn described(command: &Command) -> Value {
             "positional": field.positional,
             "hidden": flag.is_hide_set(),
             "common": common.contains(&field.name),
+            "resume": field.resume,
+            "replay": field.replay,
+            "most": (field.kind == Kind::Integer).then_some(field.most),
         }))
     });
     let about = command.get_about().map(ToString::to_string);

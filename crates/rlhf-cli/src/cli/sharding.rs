@@ -126,8 +126,7 @@ impl Layers<'_> {
     }
 
     fn refuse_file(&mut self, word: &Word<'_>, error: &Error, expected: &str) {
-        let error = error.to_string();
-        let error = error.strip_prefix(&format!("{}: ", word.value)).unwrap_or(&error);
+        let error = error.without_path();
         let line = format!("{}{} = {}: {error}; expected none or {expected}", word.place, word.flag, word.value);
         self.messages.refusals.refuse(line, [word.flag]);
     }

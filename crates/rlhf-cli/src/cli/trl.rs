@@ -720,8 +720,8 @@ impl Flags<'_> {
     fn translate_sharding(&self, given: &[Given], settings: &mut Vec<Setting>, messages: &mut Messages) {
         let values: Vec<(&Given, String)> = given.iter().map(|given| (given, given.values.join(" "))).collect();
         let words = |flags: &[&str]| -> Vec<Word<'_>> {
-            let theirs = values.iter().filter(|(given, _)| flags.contains(&given.flag));
-            theirs.map(|(given, value)| Word { flag: given.flag, value, place: self.place(given) }).collect()
+            let trl_name = values.iter().filter(|(given, _)| flags.contains(&given.flag));
+            trl_name.map(|(given, value)| Word { flag: given.flag, value, place: self.place(given) }).collect()
         };
         let mut layers = Layers { command: self.command, flags: self.flags, settings, messages };
         layers.translate_files(&words(&["deepspeed", "deepspeed_config", "accelerate_config"]));
@@ -756,8 +756,7 @@ impl Flags<'_> {
                 let place = self.placed(*line);
                 let name = refusals.renamed("`reward`");
                 for refusal in error.refusals() {
-                    let reason = refusal.strip_prefix("reward = ").unwrap_or(refusal);
-                    refusals.refuse(format!("{place}{} = {reason}", name.trim_matches('`')), ["reward"]);
+                    refusals.refuse(format!("{place}{}{}", name.trim_matches('`'), refusal.reason()), ["reward"]);
                 }
             }
         }
@@ -1180,7 +1179,7 @@ mod tests {
         let expected = [
             "run.yaml:1: reward_funcs = accuracy_reward,think_format_reward: expected one reward, found several: give a list, \
              [accuracy_reward, think_format_reward], or repeat the flag for each",
-            "beta = -1: expected a number of 0 or more",
+            "run.yaml:2: beta = -1: expected a number of 0 or more",
         ];
         assert_eq!(error.lines().collect::<Vec<_>>(), expected);
     }
@@ -1240,7 +1239,7 @@ mod tests {
         for (text, message) in [
             (
                 "lr_scheduler_type: cosine_with_min_lr\n",
-                "lr_scheduler_type = cosine_with_min_lr needs lr_end or min_lr_rate",
+                "run.yaml:1: lr_scheduler_type = cosine_with_min_lr needs lr_end or min_lr_rate",
             ),
             (
                 "lr_scheduler_kwargs: {num_stable_steps: 5}\n",
@@ -1384,7 +1383,7 @@ mod tests {
             "run.yaml:24: `lam`: expected a number, found `high`",
             "run.yaml:32: world_size = 8: the number of ranks is the launcher's; expected none or 1",
             "run.yaml:29: forward_batch_size = 4: it is mini_batch_size under its older name; expected none",
-            "gamma = 2: expected a number from 0 to 1",
+            "run.yaml:23: gamma = 2: expected a number from 0 to 1",
         ];
         assert_eq!(error.lines().collect::<Vec<_>>(), expected);
     }

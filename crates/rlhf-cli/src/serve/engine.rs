@@ -14,7 +14,7 @@ use rlhf::safe_text::one_line;
 use rlhf::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use rlhf::signals::stop_requested;
 use rlhf::tokenizer::{PART_SLACK, Tokenizer, ToolTemplate};
-use rlhf::{Error, Result};
+use rlhf::{Error, Refusal, Result};
 use serde_json::Value;
 use std::cell::{OnceCell, RefCell};
 use std::ops::ControlFlow;
@@ -173,14 +173,15 @@ impl Engine {
         settings.responses.stop_token_ids.clone_from(&request.stop_token_ids);
         settings.ignore_eos = request.ignore_eos;
         settings.min_new_tokens = Some(request.min_tokens);
-        let (resolved, _) = settings.for_model(&self.model, &self.tokenizer, &self.dir).map_err(refused)?;
+        let (resolved, _) =
+            settings.for_model(&self.model, &self.tokenizer, &self.dir).map_err(|error| refused(&error))?;
         let generation = GenerationConfig {
             max_new_tokens,
             num_return_sequences: request.n,
             top_logprobs: request.logprobs,
             ..resolved
         };
-        generation.check().map_err(refused)?;
+        generation.check().map_err(|error| refused(&error))?;
         Ok(Resolved { prompts, echo: request.echo.then_some(texts), turn, generation })
     }
 
@@ -353,7 +354,7 @@ impl Engine {
         match (ran, failed) {
             (Ok(Ok(_)), None) => {}
             (Ok(Err(_)), _) if is_over() => return Err(ApiError::unavailable("the server stops")),
-            (Ok(Ok(_)), Some(error)) | (Ok(Err(error)), _) => return Err(refused(error)),
+            (Ok(Ok(_)), Some(error)) | (Ok(Err(error)), _) => return Err(refused(&error)),
             (Err(_), _) => return Err(ApiError::internal("the model failed: is there memory for this request?")),
         }
         if open > 0 && generation.max_new_tokens > 0 && stop_requested() {
@@ -446,15 +447,12 @@ impl Sink<'_> {
     }
 }
 
-/// The error of settings that a request has; its parameter is the first word of the message.
-fn refused(error: Error) -> ApiError {
+/// The error of settings that a request has, with the parameter that is refused first.
+fn refused(error: &Error) -> ApiError {
     let message = error.to_string();
-    let name = message.split(" = ").next().unwrap_or_default();
-    match (error, name) {
-        (Error::Usage(_) | Error::Refused(_), "max_new_tokens") => ApiError::invalid("max_tokens", message),
-        (Error::Usage(_) | Error::Refused(_), name) if name.len() < message.len() => {
-            ApiError::invalid(name, message.clone())
-        }
-        _ => ApiError::internal(message),
+    match error.refusals().iter().find_map(Refusal::setting) {
+        Some("max_new_tokens") => ApiError::invalid("max_tokens", message),
+        Some(name) => ApiError::invalid(name, message),
+        None => ApiError::internal(message),
     }
 }

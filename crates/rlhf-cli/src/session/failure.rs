@@ -1,7 +1,7 @@
 //! Errors as replies.
 
-use rlhf::Error;
 use rlhf::safe_text::one_line;
+use rlhf::{Error, Refusal};
 use serde_json::{Value, json};
 
 /// Why a request has no result.
@@ -62,15 +62,16 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let kind = match &error {
-            Error::Usage(_) | Error::Refused(_) => "usage",
+            error if error.is_usage() => "usage",
             Error::Io { .. } => "io",
             Error::Invalid { .. } | Error::Row { .. } => "invalid",
             Error::Reward { .. } => "reward",
             Error::Torch(_) => "torch",
             _ => "run",
         };
+        let setting = error.refusals().iter().find_map(Refusal::setting).map(String::from);
         // Several settings have a line each.
         let message = error.to_string().replace('\n', "; ");
-        Self { kind, setting: None, message }
+        Self { kind, setting, message }
     }
 }

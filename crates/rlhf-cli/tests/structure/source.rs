@@ -7,6 +7,8 @@ use std::collections::HashSet;
 pub(super) struct Token {
     pub(super) text: String,
     pub(super) line: usize,
+    /// A line of a literal, with its quotes; empty for other tokens.
+    pub(super) literal: String,
 }
 
 /// A function, method or associated function.
@@ -121,6 +123,18 @@ impl Code {
         names
     }
 
+    /// Every struct with named fields: its name, and their number.
+    pub(super) fn structs(&self) -> Vec<(String, usize)> {
+        let tokens = &self.tokens;
+        let starts = (0..tokens.len()).filter(|&i| tokens[i].text == "struct" && is_identifier(&tokens[i + 1].text));
+        let found = starts.filter_map(|i| {
+            let open = i + tokens[i..].iter().position(|token| ["{", "(", ";"].contains(&token.text.as_str()))?;
+            let named = tokens[open].text == "{";
+            named.then(|| (tokens[i + 1].text.clone(), fields(tokens, open, closing(tokens, open))))
+        });
+        found.collect()
+    }
+
     /// Every function with a name, but for the declarations in `extern` blocks.
     pub(super) fn functions(&self) -> Vec<Function> {
         let (tokens, mut functions, mut i) = (&self.tokens, Vec::new(), 0);
@@ -139,6 +153,20 @@ impl Code {
         }
         functions
     }
+}
+
+/// Number of fields in the body of a struct, which is in the braces at `open` and `close`.
+fn fields(tokens: &[Token], open: usize, close: usize) -> usize {
+    let (mut depth, mut count) = (0, 0);
+    for token in &tokens[open + 1..close] {
+        match token.text.as_str() {
+            "(" | "[" | "{" | "<" => depth += 1,
+            ")" | "]" | "}" | ">" => depth -= 1,
+            ":" if depth == 0 => count += 1,
+            _ => {}
+        }
+    }
+    count
 }
 
 /// Comment blocks, documentation or not: the line where each starts, and its text.
@@ -179,7 +207,7 @@ fn tokens(source: &str) -> Vec<Token> {
             (rest.find('\n').unwrap_or(rest.len()), None)
         } else if literal > 0 {
             for part in rest[..literal].split('\n') {
-                tokens.extend((!part.is_empty()).then(|| Token { text: "\"".into(), line }));
+                tokens.extend((!part.is_empty()).then(|| Token { text: "\"".into(), line, literal: part.into() }));
                 line += 1;
             }
             line -= 1;
@@ -192,7 +220,7 @@ fn tokens(source: &str) -> Vec<Token> {
             let length = first.len_utf8();
             (length, (!first.is_whitespace()).then_some(&rest[..length]))
         };
-        tokens.extend(text.map(|text| Token { text: text.into(), line }));
+        tokens.extend(text.map(|text| Token { text: text.into(), line, literal: String::new() }));
         rest = &rest[length..];
     }
     tokens

@@ -20,6 +20,7 @@ use crate::rl::stats::StepStats;
 use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig};
 use crate::train::ppo::{Loaded, Models, PpoParts, VALUE_MODEL};
+use rlhf_base::name_of;
 use rlhf_base::weights::replace_files;
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{GenerationConfig, Response, generate_on};
@@ -235,6 +236,14 @@ pub struct RlhfEngine {
     pub mixes_texts: bool,
     /// Steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,
+    responses: Generated,
+    steps: Steps,
+    data: Data,
+}
+
+/// The responses of a [`RlhfEngine`], and which of them are trained on.
+#[derive(Debug)]
+struct Generated {
     /// End tokens of responses that are in no loss.
     left_out: Vec<i64>,
     kept: KeptResponses,
@@ -242,12 +251,22 @@ pub struct RlhfEngine {
     last: Option<(Tensor, Tensor)>,
     /// Number of generated batches, which keys the random draws.
     generated: usize,
+}
+
+/// The optimizer steps of a [`RlhfEngine`].
+#[derive(Debug, Default)]
+struct Steps {
     /// Steps taken.
     iterations: usize,
     /// Whether f16 gradients of actor and critic overflowed in the last step.
     overflow: (bool, bool),
     /// Sums of a `train_rlhf` whose step [`RlhfEngine::train_unsupervised`] will take.
     waiting: Option<StepStats>,
+}
+
+/// The prompts of a [`RlhfEngine`] that reads them itself.
+#[derive(Debug, Default)]
+struct Data {
     prompts: Vec<Prompt>,
     cursor: Option<Cursor>,
 }
@@ -273,7 +292,7 @@ impl RlhfEngine {
         let plan = config.plan_for(prompts.len())?;
         let mut engine = Self::with_learner(learner, needed(reference)?, rewards, tokenizer, config)?;
         let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
-        (engine.prompts, engine.cursor) = (prompts, Some(cursor));
+        (engine.data.prompts, engine.data.cursor) = (prompts, Some(cursor));
         engine.num_total_iters = Some(plan.num_total_batches * steps);
         Ok(engine)
     }
@@ -314,29 +333,32 @@ impl RlhfEngine {
         config: &PpoConfig,
     ) -> Result<Self> {
         let meaningless = [
-            ("adap_kl_ctrl", config.kl.adap_kl_ctrl),
-            ("kl_coef_end", config.kl.kl_coef_end.is_some()),
-            ("kl_in_loss", config.kl.kl_in_loss),
+            (name_of!(config.kl.adap_kl_ctrl), config.kl.adap_kl_ctrl),
+            (name_of!(config.kl.kl_coef_end), config.kl.kl_coef_end.is_some()),
+            (name_of!(config.kl.kl_in_loss), config.kl.kl_in_loss),
             ("kl_estimator = full", config.kl.kl_estimator == KlEstimator::Full),
-            ("whiten_rewards", config.whiten_rewards),
+            (name_of!(config.whiten_rewards), config.whiten_rewards),
             ("score_position = last_token", config.score_position == ScorePosition::LastToken),
-            ("train_batch_size", config.train_batch_size.is_some()),
-            ("target_kl", config.loss.target_kl.is_some()),
-            ("ratio_threshold", config.loss.ratio_threshold.is_some()),
-            ("early_stopping", config.legacy.early_stopping),
-            ("missing_eos_penalty", config.missing_eos_penalty.is_some()),
+            (name_of!(config.train_batch_size), config.train_batch_size.is_some()),
+            (name_of!(config.loss.target_kl), config.loss.target_kl.is_some()),
+            (name_of!(config.loss.ratio_threshold), config.loss.ratio_threshold.is_some()),
+            (name_of!(config.legacy.early_stopping), config.legacy.early_stopping),
+            (name_of!(config.missing_eos_penalty), config.missing_eos_penalty.is_some()),
             ("logprobs_of = filtered", config.sampling.logprobs_of == LogprobsOf::Filtered),
-            ("non_eos_penalty", config.non_eos_penalty),
-            ("use_score_scaling", config.score_scaling.use_score_scaling),
-            ("score_clip", config.score_scaling.score_clip.is_some()),
+            (name_of!(config.non_eos_penalty), config.non_eos_penalty),
+            (name_of!(config.score_scaling.use_score_scaling), config.score_scaling.use_score_scaling),
+            (name_of!(config.score_scaling.score_clip), config.score_scaling.score_clip.is_some()),
             ("advantage_estimator", !config.needs_critic()),
-            ("num_generations", config.advantage.num_generations != 1),
-            ("dynamic_sampling", config.groups.dynamic_sampling),
-            ("dynamic_filtering_reward_range", !config.groups.dynamic_filtering_reward_range.is_empty()),
-            ("overlong_buffer_len", config.groups.overlong_buffer_len.is_some()),
-            ("reward_clip_range", !config.reward_clip_range.is_empty()),
-            ("mask_truncated_completions", config.mask.mask_truncated_completions),
-            ("sync_ref_model", config.sync.sync_ref_model),
+            (name_of!(config.advantage.num_generations), config.advantage.num_generations != 1),
+            (name_of!(config.groups.dynamic_sampling), config.groups.dynamic_sampling),
+            (
+                name_of!(config.groups.dynamic_filtering_reward_range),
+                !config.groups.dynamic_filtering_reward_range.is_empty(),
+            ),
+            (name_of!(config.groups.overlong_buffer_len), config.groups.overlong_buffer_len.is_some()),
+            (name_of!(config.reward_clip_range), !config.reward_clip_range.is_empty()),
+            (name_of!(config.mask.mask_truncated_completions), config.mask.mask_truncated_completions),
+            (name_of!(config.sync.sync_ref_model), config.sync.sync_ref_model),
         ];
         if let Some((name, _)) = meaningless.iter().find(|(_, set)| *set) {
             return Err(Error::Usage(format!(
@@ -344,10 +366,13 @@ impl RlhfEngine {
             )));
         }
         if config.gradient_accumulation_steps != 1 {
-            return Err(Error::Usage(format!(
-                "gradient_accumulation_steps = {}: RlhfEngine takes a step at each train_rlhf; give it larger batches, and leave this 1",
-                config.gradient_accumulation_steps
-            )));
+            return Err(Error::refused(
+                name_of!(config.gradient_accumulation_steps),
+                format!(
+                    " = {}: RlhfEngine takes a step at each train_rlhf; give it larger batches, and leave this 1",
+                    config.gradient_accumulation_steps
+                ),
+            ));
         }
         let left_out = config.left_out(&learner.policy, &tokenizer);
         reference.hold_as_computed();
@@ -361,17 +386,16 @@ impl RlhfEngine {
             learner,
             reference,
             reward,
-            left_out,
-            kept: KeptResponses::new(config.mask.min_response_length),
-            last: None,
             mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
             num_total_iters: None,
-            generated: 0,
-            iterations: 0,
-            overflow: (false, false),
-            waiting: None,
-            prompts: Vec::new(),
-            cursor: None,
+            responses: Generated {
+                left_out,
+                kept: KeptResponses::new(config.mask.min_response_length),
+                last: None,
+                generated: 0,
+            },
+            steps: Steps::default(),
+            data: Data::default(),
             tokenizer,
             config: config.clone(),
         })
@@ -387,8 +411,8 @@ impl RlhfEngine {
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let rows = self.config.generation.per_device_generation_batch_size;
         let of_rank = rows.unwrap_or(self.config.rows_per_pass());
-        let rows = self.cursor.as_mut()?.take(of_rank * self.learner.world.size());
-        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
+        let rows = self.data.cursor.as_mut()?.take(of_rank * self.learner.world.size());
+        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
     }
 
@@ -408,12 +432,12 @@ impl RlhfEngine {
     pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
         let stop_strings = self.config.stop_strings(&self.tokenizer)?;
         let stop = self.config.stop_tokens(&self.tokenizer)?;
-        let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.generated) };
+        let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.responses.generated) };
         let prompt_ids = unpadded(prompts, mask)?;
         let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompt_ids, &generation)?;
         drop(gathered);
-        self.generated += 1;
+        self.responses.generated += 1;
         self.experience_of(prompts, mask, responses)
     }
 
@@ -445,11 +469,11 @@ impl RlhfEngine {
                 mask.size()
             )));
         }
-        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.left_out)?;
+        let kept = self.responses.kept.keep((0..responses.len()).collect(), responses, &self.responses.left_out)?;
         if !kept.reused {
-            self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
+            self.responses.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
         }
-        let Some((prompts, mask)) = &self.last else { unreachable!("reused responses have stored prompts") };
+        let Some((prompts, mask)) = &self.responses.last else { unreachable!("reused responses have stored prompts") };
         let rows = Tensor::from_slice(&kept.rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
@@ -460,7 +484,7 @@ impl RlhfEngine {
         let settings = self.config.rollout(&learner.policy);
         let recompute_logprobs = kept.reused || !noted || settings.recompute_logprobs;
         let compares_sampling = settings.compares_sampling && !kept.reused;
-        let left_out = self.left_out.clone();
+        let left_out = self.responses.left_out.clone();
         let settings = RolloutSettings { recompute_logprobs, compares_sampling, left_out, ..settings };
         let models = learner.rollout_models(&self.reference);
         let e = experience(models, &ragged, &responses, scores, &settings)?;
@@ -495,7 +519,8 @@ impl RlhfEngine {
             .map(|response| {
                 let mut read = response.clone();
                 read.tokens.truncate(
-                    read.tokens.len() - usize::from(read.tokens.last().is_some_and(|id| self.left_out.contains(id))),
+                    read.tokens.len()
+                        - usize::from(read.tokens.last().is_some_and(|id| self.responses.left_out.contains(id))),
                 );
                 read
             })
@@ -521,7 +546,7 @@ impl RlhfEngine {
     /// If shapes do not match, or the tokens of a response are not contiguous; if [`RlhfEngine::train_unsupervised`] was not called
     /// after the last `train_rlhf`; if a schedule needs [`RlhfEngine::num_total_iters`], or all of these steps are taken.
     pub fn train_rlhf(&mut self, experience: &RlhfExperience) -> Result<(f64, f64)> {
-        if self.waiting.is_some() {
+        if self.steps.waiting.is_some() {
             let message =
                 "train_rlhf: with mixes_texts the last one waits for its train_unsupervised, found none between";
             return Err(Error::Usage(message.into()));
@@ -535,7 +560,7 @@ impl RlhfEngine {
         let stats = stats.inspect_err(|_| self.learner.zero_grad())?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         if self.mixes_texts {
-            self.waiting = Some(stats);
+            self.steps.waiting = Some(stats);
         } else {
             self.step(stats)?;
         }
@@ -549,7 +574,7 @@ impl RlhfEngine {
     /// If no `train_rlhf` preceded it, or [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor: then the gradients of
     /// `train_rlhf` are cleared too, and it is called again.
     pub fn train_unsupervised<S: AsRef<[i64]>>(&mut self, batch: &[S], unsup_coef: f64) -> Result<f64> {
-        let stats = self.waiting.take().ok_or_else(|| {
+        let stats = self.steps.waiting.take().ok_or_else(|| {
             let message =
                 "train_unsupervised takes the step of the train_rlhf before it, and none waits: set mixes_texts";
             Error::Usage(message.into())
@@ -623,12 +648,12 @@ impl RlhfEngine {
                 "warmup_ratio: expected the steps of the run in num_total_iters, found none; warmup_steps needs none"
                     .into()
             }
-            (Some(total), Some(_)) if self.iterations >= total => {
+            (Some(total), Some(_)) if self.steps.iterations >= total => {
                 format!(
                     "num_total_iters = {total} steps are taken, and the learning rate is at its end: raise it for more"
                 )
             }
-            (total, _) => return Ok(config.learning_rates(self.iterations, total.unwrap_or(1))),
+            (total, _) => return Ok(config.learning_rates(self.steps.iterations, total.unwrap_or(1))),
         };
         Err(Error::Usage(message))
     }
@@ -636,19 +661,19 @@ impl RlhfEngine {
     fn step(&mut self, mut stats: StepStats) -> Result<()> {
         let rates = self.rates()?;
         self.learner.step(rates, &mut stats)?;
-        self.overflow = (stats.policy_overflowed, stats.value_overflowed);
-        self.iterations += 1;
+        self.steps.overflow = (stats.policy_overflowed, stats.value_overflowed);
+        self.steps.iterations += 1;
         Ok(())
     }
 
     /// Whether f16 gradients of the actor and of the critic overflowed in the last step, which was then skipped; false in other dtypes.
     pub fn overflow(&self) -> (bool, bool) {
-        self.overflow
+        self.steps.overflow
     }
 
     /// Steps taken.
     pub fn steps_done(&self) -> usize {
-        self.iterations
+        self.steps.iterations
     }
 
     /// Sum of the norms of each model's parameters, by the names `actor`, `ref`, `critic` and `reward`; several reward models have the
@@ -658,7 +683,7 @@ impl RlhfEngine {
         let critic = self.learner.value.model().map_or(0.0, |critic| sum(critic.params()));
         let reward = self.reward.models().map(|model| sum(model.classifier().params())).sum();
         let (actor, reference) = (sum(self.learner.policy.params()), sum(self.reference.params()));
-        [("actor", actor), ("ref", reference), ("critic", critic), ("reward", reward)]
+        [("actor", actor), ("ref", reference), ("critic", critic), (name_of!(self.reward), reward)]
     }
 
     /// Prompts and responses as text.

@@ -34,8 +34,8 @@ pub(super) fn save(
         std::fs::create_dir_all(parent).map_err(Error::io("create the folder", parent))?;
         commit_among_others(parent, name, |dir| {
             write_models(dir)?;
-            learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
-            let of_value = learner.value_optimizer.as_ref();
+            learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
+            let of_value = learner.optimizers.value.as_ref();
             of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
             write_text(&dir.join(STATE), &pretty(state))
         })
@@ -60,11 +60,11 @@ pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Valu
     if !dir.join(OPTIMIZER).is_file() {
         return Err(Error::invalid(dir, format!("expected the file {OPTIMIZER}, found none: the state is not whole")));
     }
-    learner.is_half_loaded = true;
+    learner.optimizers.is_half_loaded = true;
     learner.policy.load_trained(dir)?;
-    learner.policy_optimizer.load(&dir.join(OPTIMIZER))?;
+    learner.optimizers.policy.load(&dir.join(OPTIMIZER))?;
     let of_value = dir.join(VALUE_MODEL);
-    if let (Some(value), Some(optimizer)) = (learner.value.model_mut(), &mut learner.value_optimizer) {
+    if let (Some(value), Some(optimizer)) = (learner.value.model_mut(), &mut learner.optimizers.value) {
         value.load_trained(&of_value)?;
         optimizer.load(&of_value.join(OPTIMIZER))?;
     }

@@ -211,12 +211,23 @@ pub struct StepTrainer {
     schedule: Box<dyn FnMut(usize) -> f64>,
     /// Orders the rows of a step for one epoch.
     order: Box<Order>,
+    output: Output,
+    counts: Counts,
+}
+
+/// The output folder of a [`StepTrainer`], and where else it writes.
+struct Output {
     best: Option<Best>,
     /// Repository of the best models, on rank 0.
     repository: Option<Repository>,
-    /// Lock on the output folder.
-    _hold: Option<FolderLock>,
     reporter: Option<Reporter<'static>>,
+    /// Lock on the output folder.
+    _lock: Option<FolderLock>,
+}
+
+/// Numbers of calls, which key random draws and metrics.
+#[derive(Default)]
+struct Counts {
     /// Calls of `step`.
     steps: usize,
     /// Epochs of all steps.
@@ -229,7 +240,7 @@ pub struct StepTrainer {
 
 impl fmt::Debug for StepTrainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { config, learner, steps, .. } = self;
+        let Self { config, learner, counts: Counts { steps, .. }, .. } = self;
         f.debug_struct("StepTrainer").field("config", config).field("learner", learner).field("steps", steps).finish()
     }
 }
@@ -238,7 +249,7 @@ impl Drop for StepTrainer {
     /// Ends the runs of `log_with`.
     fn drop(&mut self) {
         let outcome = if std::thread::panicking() { Outcome::Failed } else { Outcome::Finished };
-        self.reporter.iter_mut().for_each(|reporter| reporter.end(outcome, None));
+        self.output.reporter.iter_mut().for_each(|reporter| reporter.end(outcome, None));
     }
 }
 
@@ -254,9 +265,10 @@ fn reference_of(
 ) -> Result<CausalLm> {
     let reference = match (of_caller, num_shared_layers) {
         (Some(_), Some(layers)) => {
-            return Err(Error::Usage(format!(
-                "num_shared_layers = {layers} has no effect with an explicit reference model, which shares no layer"
-            )));
+            return Err(Error::refused(
+                "num_shared_layers",
+                format!(" = {layers} has no effect with an explicit reference model, which shares no layer"),
+            ));
         }
         (Some(reference), None) => reference,
         (None, Some(layers)) => policy.share_lower_layers(layers)?,
@@ -334,15 +346,14 @@ impl StepTrainer {
             scaling: ScoreScaling::new(&ppo.score_scaling),
             schedule: Box::new(move |_| learning_rate),
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
-            best: if keeps_best { best_by_score(&ppo.eval) } else { None },
-            repository,
-            reporter,
-            _hold: hold,
+            output: Output {
+                best: if keeps_best { best_by_score(&ppo.eval) } else { None },
+                repository,
+                reporter,
+                _lock: hold,
+            },
+            counts: Counts::default(),
             config,
-            steps: 0,
-            passes: 0,
-            generations: 0,
-            logged: 0,
         })
     }
 
@@ -399,8 +410,8 @@ impl StepTrainer {
     /// # Errors
     /// The errors of [`generate_on`].
     pub fn generate(&mut self, queries: &[Vec<i64>], how: &Generate) -> Result<Generated> {
-        let call = self.generations;
-        self.generations += 1;
+        let call = self.counts.generations;
+        self.counts.generations += 1;
         let batch_size = how.batch_size.max(1);
         // As in TRL, whose encoder-decoders return what the decoder wrote in any case.
         let return_prompt = how.return_prompt && !self.learner.policy.config().is_encoder_decoder();
@@ -476,7 +487,7 @@ impl StepTrainer {
         let shaped = began.elapsed().as_secs_f64();
         let rows = queries.len();
         let orders: Vec<Vec<usize>> =
-            (0..self.config.ppo_epochs as u64).map(|epoch| (self.order)(self.passes + epoch, rows)).collect();
+            (0..self.config.ppo_epochs as u64).map(|epoch| (self.order)(self.counts.passes + epoch, rows)).collect();
         if let Some(order) = orders.iter().find(|order| order.len() != rows || order.iter().any(|&row| row >= rows)) {
             let message = format!("order: expected {rows} rows, each below {rows}, found {order:?}");
             return Err(Error::Run(message));
@@ -484,7 +495,7 @@ impl StepTrainer {
         let rates = self.rates()?;
         self.keep_best(raw)?;
         self.scaling = scaling;
-        self.passes += orders.len() as u64;
+        self.counts.passes += orders.len() as u64;
         let plan = self.config.epoch();
         let parts = self.learner.optimize(&experience, &targets, &orders, rates, &plan)?;
         let learned = began.elapsed().as_secs_f64();
@@ -502,7 +513,7 @@ impl StepTrainer {
             stats.push(format!("time/ppo/{name}"), to - from);
         }
         self.kl.observe(stats.get("objective/kl").unwrap_or(f64::NAN), rows);
-        self.steps += 1;
+        self.counts.steps += 1;
         if let Some(warning) = stats.warning() {
             let _ = writeln!(std::io::stderr(), "warning: {warning}");
         }
@@ -511,7 +522,7 @@ impl StepTrainer {
         let problems: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
         match problems.first() {
             Some(problem) => {
-                let (step, bad) = (self.steps, problems.len());
+                let (step, bad) = (self.counts.steps, problems.len());
                 Err(Error::Run(format!("step {step}: {bad} of {all} optimizer steps not taken: {problem}")))
             }
             None => Ok(self.gather_stats(stats)),
@@ -646,17 +657,17 @@ impl StepTrainer {
                 "log_stats: expected as many queries, responses and rewards, found {query}, {response} and {rewards}"
             )));
         }
-        self.logged += 1;
+        self.counts.logged += 1;
         let of_f32: Vec<f32> = rewards.iter().map(|&reward| reward as f32).collect();
         let mut all = stats.clone();
         all.push("env/reward_mean", mean(&of_f32));
         all.push("env/reward_std", variance(&of_f32).sqrt());
         all.push_list("env/reward_dist", of_f32);
-        let Some(reporter) = &mut self.reporter else { return Ok(all) };
+        let Some(reporter) = &mut self.output.reporter else { return Ok(all) };
         let mut metrics = Metrics::default();
-        metrics.push("step", self.logged as f64);
+        metrics.push("step", self.counts.logged as f64);
         metrics.extend(&all.numbers());
-        reporter.emit(&Event::Update { step: self.logged, metrics: &metrics })?;
+        reporter.emit(&Event::Update { step: self.counts.logged, metrics: &metrics })?;
         let sample = |((query, response), &score): ((&String, &String), &f64)| Sample {
             prompt: query.clone(),
             response: response.clone(),
@@ -671,7 +682,7 @@ impl StepTrainer {
             conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();
-        let (step, source) = (self.logged, SampleSource::SamplePrompts);
+        let (step, source) = (self.counts.logged, SampleSource::SamplePrompts);
         reporter.emit(&Event::Samples { step, episode: step * rows[0], source, samples: &samples })?;
         Ok(all)
     }
@@ -698,7 +709,7 @@ impl StepTrainer {
         let c = &self.config;
         let mut facts = vec![
             ("policy started from", format!("`{}`", c.model_name.display())),
-            ("steps", self.steps.to_string()),
+            ("steps", self.counts.steps.to_string()),
             ("weight of the KL", format!("{:.6}", self.kl.coef(0))),
         ];
         facts.extend(c.exp_name.clone().map(|name| ("experiment", name)));
@@ -719,36 +730,36 @@ impl StepTrainer {
 
     /// The learning rates of the next step.
     fn rates(&mut self) -> Result<LearningRates> {
-        let rate = (self.schedule)(self.steps);
-        LearningRates { policy: Some(rate), value: rate }.checked(&format!("schedule: step {}", self.steps))
+        let rate = (self.schedule)(self.counts.steps);
+        LearningRates { policy: Some(rate), value: rate }.checked(&format!("schedule: step {}", self.counts.steps))
     }
 
     /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is
     /// the best so far. Scaled scores would be compared by a running deviation that changes.
     fn keep_best(&mut self, scores: &[f64]) -> Result<()> {
-        let Some((mut best, dir)) = self.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };
+        let Some((mut best, dir)) = self.output.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };
         let mut metrics = Metrics::default();
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
-        let due = self.steps.is_multiple_of(self.config.compare_steps);
-        let looked = best.compare(&metrics, self.steps, due, false);
-        let is_best = best.is_due(self.steps);
+        let due = self.counts.steps.is_multiple_of(self.config.compare_steps);
+        let looked = best.compare(&metrics, self.counts.steps, due, false);
+        let is_best = best.is_due(self.counts.steps);
         let kept = looked.and_then(|_| {
-            self.learner.save_together(|| best.write(dir, self.steps, |dir| self.write_model(dir)).map(drop))
+            self.learner.save_together(|| best.write(dir, self.counts.steps, |dir| self.write_model(dir)).map(drop))
         });
         if kept.is_ok() && is_best {
             self.push_best(dir);
         }
         if kept.is_ok() {
-            best.mark_written(self.steps);
+            best.mark_written(self.counts.steps);
         }
-        self.best = Some(best);
+        self.output.best = Some(best);
         kept
     }
 
     /// Pushes the best model to the hub, if it is pushed. A failure is a warning.
     fn push_best(&self, output_dir: &Path) {
-        let Some(repository) = &self.repository else { return };
-        let title = format!("Best model, at step {}", self.steps + 1);
+        let Some(repository) = &self.output.repository else { return };
+        let title = format!("Best model, at step {}", self.counts.steps + 1);
         let files = open_model(&output_dir.join(BEST));
         if let Err(error) = files.and_then(|files| repository.push(&files, &title, false)) {
             let _ = writeln!(std::io::stderr(), "warning: the best model is not on the hub: {error}");

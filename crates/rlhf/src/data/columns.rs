@@ -24,7 +24,7 @@ impl Columns {
     pub fn parse(entries: &[String]) -> Result<Self> {
         let mut fields: Vec<(&'static str, Option<String>)> = Vec::new();
         for entry in entries {
-            let wrong = |message: String| Error::Usage(format!("dataset_columns = {entry}: {message}"));
+            let wrong = |message: String| Error::refused("dataset_columns", format!(" = {entry}: {message}"));
             let (name, column) = entry
                 .split_once('=')
                 .map(|(name, column)| (name.trim(), column.trim()))

@@ -60,10 +60,10 @@ impl PromptLimit {
     pub fn new(config: &PromptLengthConfig, of_models: Self) -> Result<Self> {
         let (long, hint) = (config.long_prompts, "; --long_prompts can drop or truncate such prompts");
         match config.max_prompt_length {
-            Some(max_length) if max_length > of_models.max_length => Err(Error::Usage(format!(
-                "max_prompt_length = {max_length}: expected at most {}, {}",
-                of_models.max_length, of_models.reason
-            ))),
+            Some(max_length) if max_length > of_models.max_length => Err(Error::refused(
+                "max_prompt_length",
+                format!(" = {max_length}: expected at most {}, {}", of_models.max_length, of_models.reason),
+            )),
             Some(max_length) => Ok(Self { max_length, long, reason: "max_prompt_length", hint }),
             None => Ok(Self { long, hint, ..of_models }),
         }

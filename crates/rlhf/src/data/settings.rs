@@ -8,8 +8,10 @@ use serde_json::{Map, Value};
 
 use super::{Columns, Files};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    Choices, DATA, JsonObject, Setting, Settings, above_zero, all, at_least_one, expect, no_effect, usage,
+    ANY, Choices, DATA, JsonObject, MOST_TOKENS, Setting, Settings, above_zero, all, at_least_one, exclude, expect,
+    no_effect, usage,
 };
 
 /// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
@@ -35,7 +37,7 @@ impl ChatTemplateConfig {
         let form = r#"chat_template_kwargs: expected JSON of the form {"enable_thinking": false}"#;
         let variables = match variables.entries() {
             Ok(variables) => variables,
-            Err(found) => return usage(format!("{form}, found {found}")),
+            Err(value) => return usage(format!("{form}, found {value}")),
         };
         match ["messages", "add_generation_prompt"].into_iter().find(|name| variables.contains_key(*name)) {
             Some(name) => usage(format!("{form}, found `{name}`, which is set for each conversation")),
@@ -78,7 +80,7 @@ impl SplitConfig {
     /// # Errors
     /// As [`Files::find`].
     pub fn find(&self, name: &Path) -> Result<Files> {
-        Files::find_by_flag(name, self.dataset_config.as_deref(), &self.dataset_split, "dataset_split")
+        Files::find_by_flag(name, self.dataset_config.as_deref(), &self.dataset_split, name_of!(self.dataset_split))
     }
 
     /// Parses the columns.
@@ -94,7 +96,7 @@ impl SplitConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DataConfig {
     /// Dataset: a JSONL, JSON, CSV or Parquet file, a folder with files per split, or a hub name; or several of them.
-    #[setting(alias = "query_dataset", heading = DATA, required, several)]
+    #[setting(alias = "query_dataset", heading = DATA, required, several, short = "dataset: file, folder or hub name")]
     #[serde(serialize_with = "one_or_list")]
     pub dataset_name: Vec<PathBuf>,
     /// Sampling weights of several datasets, a number for each [default: every row is equally likely].
@@ -119,7 +121,7 @@ pub struct DataConfig {
     #[setting(heading = DATA)]
     pub data_split: Option<DataSplit>,
     /// Seed of `data_split`; must be the same for sft, reward and ppo.
-    #[setting(heading = DATA, default = SPLIT_SEED)]
+    #[setting(heading = DATA, default = SPLIT_SEED, most = ANY)]
     pub data_split_seed: u64,
     /// Variables of chat templates.
     #[setting(flatten)]
@@ -143,21 +145,23 @@ impl DataConfig {
         all([
             expect(names > 0, "datasets", names, "at least 1"),
             expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
-            self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
+            self.dataset_weights.iter().try_for_each(|&weight| above_zero(name_of!(self.dataset_weights), weight)),
             Columns::parse(&self.dataset_columns).map(drop),
             self.chat_template.check(),
             if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
-                no_effect("data_split_seed", self.data_split_seed, "without data_split")
+                no_effect(name_of!(self.data_split_seed), self.data_split_seed, "without data_split")
             } else {
                 Ok(())
             },
             size.map_or(Ok(()), |size| {
-                expect(sound(size), "eval_split_size", size, "a share below 1, or a whole number of rows")
+                expect(sound(size), name_of!(self.eval_split_size), size, "a share below 1, or a whole number of rows")
             }),
             match (size, own_eval.map(Path::display)) {
-                (Some(size), Some(own)) => usage(format!(
-                    "eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"
-                )),
+                (Some(size), Some(own)) => exclude(
+                    name_of!(self.eval_split_size),
+                    "eval_dataset_name",
+                    format!(" = {size} and eval_dataset_name = {own} exclude each other: set one of them"),
+                ),
                 _ => Ok(()),
             },
         ])
@@ -260,7 +264,7 @@ impl Display for Stage {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PromptLengthConfig {
     /// Maximum tokens of a prompt [default: the models' context minus `response_length`].
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, most = MOST_TOKENS)]
     pub max_prompt_length: Option<usize>,
     /// Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side.
     #[setting(heading = DATA, default = "error")]
@@ -269,7 +273,7 @@ pub struct PromptLengthConfig {
 
 impl PromptLengthConfig {
     pub(crate) fn check(&self) -> Result<()> {
-        self.max_prompt_length.map_or(Ok(()), |most| at_least_one("max_prompt_length", most))
+        self.max_prompt_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_prompt_length), most))
     }
 }
 

@@ -43,11 +43,14 @@ impl<'c> Sources<'c> {
         }
         match (config.eval_split_size, names.iter().find(|name| !name.is_file())) {
             (Some(size), _) if !eval.is_empty() => {
-                return Err(Error::Usage(format!(
-                    "eval_split_size = {size} takes rows to evaluate on from the training rows, and {} has a split \
+                return Err(Error::refused(
+                    "eval_split_size",
+                    format!(
+                        " = {size} takes rows to evaluate on from the training rows, and {} has a split \
                      `{test_split}` for that: leave eval_split_size out",
-                    eval[0].name.display()
-                )));
+                        eval[0].name.display()
+                    ),
+                ));
             }
             // A split that was set must exist. A file has no splits, and `test` is only the default.
             (None, Some(name)) if eval.is_empty() && splits_differ && test_split != TEST => {
@@ -102,7 +105,10 @@ fn keep_share(dataset: &mut Dataset, split: DataSplit, seed: u64, stage: Stage) 
     dataset.rows.retain(|_| kept.next() == Some(true));
     if dataset.rows.is_empty() {
         let name = dataset.name.display();
-        return Err(Error::Usage(format!("data_split = {split} leaves none of {all} rows of {name} for {stage}")));
+        return Err(Error::refused(
+            "data_split",
+            format!(" = {split} leaves none of {all} rows of {name} for {stage}"),
+        ));
     }
     Ok(())
 }
@@ -123,7 +129,7 @@ fn hold_out(train: &mut [Dataset], size: f64, seed: u64) -> Result<Dataset> {
         taken.extend(out);
         if dataset.rows.is_empty() {
             let name = dataset.name.display();
-            return Err(Error::Usage(format!("eval_split_size = {size} leaves no row of {name} to train on")));
+            return Err(Error::refused("eval_split_size", format!(" = {size} leaves no row of {name} to train on")));
         }
     }
     let names = train.iter().map(|dataset| dataset.name.display().to_string()).collect::<Vec<_>>().join(", ");

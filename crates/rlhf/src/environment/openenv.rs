@@ -56,8 +56,9 @@ impl OpenEnv {
     /// # Errors
     /// If the address is none, or has a password.
     pub fn new(url: &str, limits: Limits) -> Result<Self> {
-        let wrong =
-            |what: &str| Err(Error::Usage(format!("environment_factory = openenv:{}: {what}", without_query(url))));
+        let wrong = |what: &str| {
+            Err(Error::refused("environment_factory", format!(" = openenv:{}: {what}", without_query(url))))
+        };
         let (address, query) = url.split_once('?').map_or((url, None), |(address, query)| (address, Some(query)));
         let host = address.split_once("://").map_or("", |(_, host)| host);
         if host.is_empty() || !(address.starts_with("ws://") || address.starts_with("wss://")) {

@@ -3,8 +3,9 @@
 use super::{Combined, Environment, Limits, Log, OpenEnv, ProgramEnvironment};
 use crate::reward::{LONGEST_TIMEOUT, function_files, program_files, without_query};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::safe_text::beginning;
-use rlhf_base::schema::{ByteSize, Choices, ENVIRONMENTS, Settings, all, at_least_one, expect, no_effect, usage};
+use rlhf_base::schema::{ByteSize, Choices, ENVIRONMENTS, Settings, all, at_least_one, expect, no_effect, refuse};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::time::Duration;
 pub struct EnvironmentConfig {
     /// Functions of Python that the policy may call, each as MODULE.FUNCTION, with type hints and a docstring in Google's style. They run with
     /// your rights.
-    #[setting(heading = ENVIRONMENTS, several)]
+    #[setting(heading = ENVIRONMENTS, several, short = "functions of Python that it may call")]
     pub tools: Vec<String>,
     /// Environment that the policy acts in: MODULE.CLASS of Python, command:LINE, openenv:ws://HOST:PORT; or several as NAME=..., of which the
     /// column `environment` of each row chooses one. They run with your rights.
@@ -32,22 +33,22 @@ pub struct EnvironmentConfig {
     #[setting(heading = ENVIRONMENTS)]
     pub environment_failure_reward: Option<f64>,
     /// Maximum number of sessions of environments that are open at a time; further rows wait.
-    #[setting(heading = ENVIRONMENTS, default = 64)]
+    #[setting(heading = ENVIRONMENTS, default = 64, resume = Free)]
     pub max_environments: usize,
     /// Time limit of a tool call in seconds.
-    #[setting(heading = ENVIRONMENTS, default = 30.0)]
+    #[setting(heading = ENVIRONMENTS, default = 30.0, resume = Free)]
     pub tool_timeout: f64,
     /// Time limit in seconds for the beginning and the end of a session, and for the start of its program.
-    #[setting(heading = ENVIRONMENTS, default = 60.0)]
+    #[setting(heading = ENVIRONMENTS, default = 60.0, resume = Free)]
     pub reset_timeout: f64,
     /// Maximum size of the result of a tool call; a longer one is cut, with a mark that the policy sees.
     #[setting(heading = ENVIRONMENTS, default = ByteSize(64_000))]
     pub tool_output_limit: ByteSize,
     /// Maximum address space of each process of tools and environments.
-    #[setting(heading = ENVIRONMENTS)]
+    #[setting(heading = ENVIRONMENTS, resume = Free)]
     pub tool_memory: Option<ByteSize>,
     /// Number of processes and threads of the user above which tools and environments start no more.
-    #[setting(heading = ENVIRONMENTS)]
+    #[setting(heading = ENVIRONMENTS, resume = Free)]
     pub tool_processes: Option<usize>,
     /// Environment variables that tools and environments see although their names are those of secrets, such as HF_TOKEN.
     #[setting(heading = ENVIRONMENTS, several)]
@@ -97,24 +98,30 @@ impl EnvironmentConfig {
             self.check_tools(),
             self.environments().map(|_| ()),
             self.check_used(),
-            at_least_one("max_environments", self.max_environments),
-            self.max_tool_calling_iterations.map_or(Ok(()), |most| at_least_one("max_tool_calling_iterations", most)),
-            self.tool_processes.map_or(Ok(()), |most| at_least_one("tool_processes", most)),
-            at_least_one("tool_output_limit", self.tool_output_limit.0),
-            self.tool_memory.map_or(Ok(()), |memory| at_least_one("tool_memory", memory.0)),
-            time("tool_timeout", self.tool_timeout),
-            time("reset_timeout", self.reset_timeout),
+            at_least_one(name_of!(self.max_environments), self.max_environments),
+            self.max_tool_calling_iterations
+                .map_or(Ok(()), |most| at_least_one(name_of!(self.max_tool_calling_iterations), most)),
+            self.tool_processes.map_or(Ok(()), |most| at_least_one(name_of!(self.tool_processes), most)),
+            at_least_one(name_of!(self.tool_output_limit), self.tool_output_limit.0),
+            self.tool_memory.map_or(Ok(()), |memory| at_least_one(name_of!(self.tool_memory), memory.0)),
+            time(name_of!(self.tool_timeout), self.tool_timeout),
+            time(name_of!(self.reset_timeout), self.reset_timeout),
         ])
     }
 
     fn check_tools(&self) -> Result<()> {
         for (at, tool) in self.tools.iter().enumerate() {
             let shown = beginning(tool, 80);
-            expect(is_path(tool), "tools", &shown, "the module and the name of a function, as in my_tools.search")?;
+            expect(
+                is_path(tool),
+                name_of!(self.tools),
+                &shown,
+                "the module and the name of a function, as in my_tools.search",
+            )?;
             let name = |tool: &String| tool.rsplit('.').next().map(String::from);
             expect(
                 !self.tools[..at].iter().any(|other| name(other) == name(tool)),
-                "tools",
+                name_of!(self.tools),
                 &shown,
                 "names that differ",
             )?;
@@ -129,10 +136,10 @@ impl EnvironmentConfig {
             return Ok(());
         }
         if let Some(most) = self.max_tool_calling_iterations {
-            return no_effect("max_tool_calling_iterations", most, without);
+            return no_effect(name_of!(self.max_tool_calling_iterations), most, without);
         }
         if let Some(reward) = self.environment_failure_reward {
-            return no_effect("environment_failure_reward", reward, without);
+            return no_effect(name_of!(self.environment_failure_reward), reward, without);
         }
         Ok(())
     }
@@ -157,24 +164,25 @@ impl EnvironmentConfig {
                 }
                 None if is_path(spec) => Kind::Python(spec),
                 _ => {
-                    return usage(format!(
-                        "environment_factory = {shown}: expected MODULE.CLASS, command:LINE or openenv:ws://HOST:PORT"
-                    ));
+                    return refuse(
+                        name_of!(self.environment_factory),
+                        format!(" = {shown}: expected MODULE.CLASS, command:LINE or openenv:ws://HOST:PORT"),
+                    );
                 }
             };
             if found.iter().any(|(other, _)| *other == name) {
-                return usage(match name {
-                    Some(_) => format!("environment_factory = {shown}: expected names that differ"),
-                    None => {
-                        format!("environment_factory = {shown}: expected a name for each of several, as NAME={shown}")
-                    }
-                });
+                let expected = match name {
+                    Some(_) => "names that differ".to_string(),
+                    None => format!("a name for each of several, as NAME={shown}"),
+                };
+                return refuse(name_of!(self.environment_factory), format!(" = {shown}: expected {expected}"));
             }
             found.push((name, kind));
         }
         if found.len() > 1 && found.iter().any(|(name, _)| name.is_none()) {
-            return usage(
-                "environment_factory: expected a name for each of several environments, as NAME=MODULE.CLASS",
+            return refuse(
+                name_of!(self.environment_factory),
+                ": expected a name for each of several environments, as NAME=MODULE.CLASS",
             );
         }
         Ok(found)

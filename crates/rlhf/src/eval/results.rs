@@ -7,6 +7,7 @@ use crate::run::checkpoint::is_compared_by_content;
 use crate::run::inputs::{Inputs, date_in};
 use crate::run::output_dir::{FolderLock, TOOLS_LOG};
 use crate::settings::{EvaluateConfig, write_resolved};
+use rlhf_base::schema::{ResumeClass, Settings as _};
 use rlhf_base::weights::{brief, pretty, write_text};
 use rlhf_base::{Error, Result, files};
 use rlhf_lm::generate::FinishReason;
@@ -26,29 +27,6 @@ const CONFIG: &str = "config.yaml";
 const RESPONSES: &str = "responses.jsonl";
 const RESULTS: &str = "results.jsonl";
 const SUMMARY: &str = "summary.json";
-
-/// Settings that may differ when an evaluation continues: they change no result that is written.
-const FREE: [&str; 19] = [
-    "output_dir",
-    "num_prompts",
-    "max_judgements",
-    "pass_score",
-    "batch_size",
-    "device",
-    "num_threads",
-    "judge_concurrency",
-    "judge_timeout",
-    "judge_retries",
-    "reward_batch_size",
-    "reward_concurrency",
-    "reward_timeout",
-    "reward_retries",
-    "max_environments",
-    "tool_timeout",
-    "reset_timeout",
-    "tool_memory",
-    "tool_processes",
-];
 
 /// The winner of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -387,17 +365,22 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
         let is_dataset = name == "dataset_name" && now.as_str().is_some_and(|now| Path::new(now).exists());
         then == now || is_dataset || is_compared_by_content(name, then, now, &state["inputs"])
     };
-    let differs = now.iter().find(|(name, now)| {
-        !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| !is_same(name, then, now))
-    });
+    let fields = EvaluateConfig::fields();
+    let may_differ = |name: &str| fields.iter().any(|field| field.name == name && field.resume == ResumeClass::Free);
+    let differs = now
+        .iter()
+        .find(|(name, now)| !may_differ(name) && then.get(*name).is_some_and(|then| !is_same(name, then, now)));
     if let Some((name, now)) = differs {
         let shown = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
         let (now, then) = (shown(now), shown(&then[name]));
-        return Err(Error::Usage(format!(
-            "{name} = {}: expected {}, as in {dir}: an evaluation continues with the same settings; {another}",
-            brief(&now),
-            brief(&then)
-        )));
+        return Err(Error::refused(
+            name,
+            format!(
+                " = {}: expected {}, as in {dir}: an evaluation continues with the same settings; {another}",
+                brief(&now),
+                brief(&then)
+            ),
+        ));
     }
     match inputs.changed(&state["inputs"]).as_slice() {
         [] => Ok(()),

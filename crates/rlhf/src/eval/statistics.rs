@@ -34,9 +34,9 @@ pub fn bootstrap_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
 /// Returns a 95 % interval of the mean of `values` between 0 and 1: of the bootstrap, or Wilson's score interval where all values are
 /// equal, of which resamples show no uncertainty. `None` for no values.
 pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
-    let found = bootstrap_interval(values, seed)?;
+    let result = bootstrap_interval(values, seed)?;
     if values.iter().any(|value| *value != values[0]) {
-        return Some(found);
+        return Some(result);
     }
     let (count, share, z2) = (values.len() as f64, values[0], NORMAL_QUANTILE.powi(2));
     let center = share + z2 / (2.0 * count);
@@ -52,13 +52,13 @@ pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
 /// A resample of wins alone counts as 1 and one of losses alone as 0, their limits. `None` for no prompts, if more than 5 % of the
 /// resamples have no finite fit, and if all have the same.
 pub fn length_controlled_interval(prompts: &[Vec<(f64, f64)>], seed: u64) -> Option<[f64; 2]> {
-    let found = interval(prompts.len(), seed, |draws| {
+    let result = interval(prompts.len(), seed, |draws| {
         let pairs = || draws.iter().flat_map(|&at| &prompts[at]).copied();
         let (first, _) = pairs().next()?;
         let is_one_sided = (first == 0.0 || first == 1.0) && pairs().all(|(outcome, _)| outcome == first);
         if is_one_sided { Some(first) } else { length_controlled_win_rate(pairs()) }
     });
-    found.filter(|[low, high]| low < high)
+    result.filter(|[low, high]| low < high)
 }
 
 /// Returns the 95 % percentile bootstrap interval of a `statistic` of `count` draws with replacement from as many values. `None` for no
@@ -72,13 +72,13 @@ fn interval(count: usize, seed: u64, statistic: impl Fn(&[usize]) -> Option<f64>
         let draw = |_| ((stream.uniform() * count as f64) as usize).min(count - 1);
         statistic(&(0..count).map(draw).collect::<Vec<_>>())
     };
-    let mut found: Vec<f64> = (0..RESAMPLES).filter_map(resample).collect();
-    if (found.len() as f64) < LEVEL * RESAMPLES as f64 {
+    let mut result: Vec<f64> = (0..RESAMPLES).filter_map(resample).collect();
+    if (result.len() as f64) < LEVEL * RESAMPLES as f64 {
         return None;
     }
-    found.sort_by(f64::total_cmp);
+    result.sort_by(f64::total_cmp);
     let tail = (1.0 - LEVEL) / 2.0;
-    Some([percentile(&found, tail), percentile(&found, 1.0 - tail)])
+    Some([percentile(&result, tail), percentile(&result, 1.0 - tail)])
 }
 
 /// Returns the value below which the share `share` of the `sorted` values lies, interpolated linearly.
@@ -188,8 +188,8 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    fn near(found: f64, expected: f64, tolerance: f64) {
-        assert!((found - expected).abs() <= tolerance, "{found} is not {expected} within {tolerance}");
+    fn near(result: f64, expected: f64, tolerance: f64) {
+        assert!((result - expected).abs() <= tolerance, "{result} is not {expected} within {tolerance}");
     }
 
     #[test]
@@ -232,9 +232,9 @@ mod tests {
             (vec![0.5; 20], [0.299_298_008_198_212_3, 0.700_701_991_801_787_7]),
         ];
         for (values, expected) in cases {
-            let found = share_interval(&values, 7).unwrap();
-            near(found[0], expected[0], 1e-9);
-            near(found[1], expected[1], 1e-9);
+            let result = share_interval(&values, 7).unwrap();
+            near(result[0], expected[0], 1e-9);
+            near(result[1], expected[1], 1e-9);
         }
         assert_eq!(share_interval(&[1.0, 0.0, 1.0], 7), bootstrap_interval(&[1.0, 0.0, 1.0], 7));
         assert_eq!(share_interval(&[], 7), None);
@@ -244,9 +244,9 @@ mod tests {
     fn percentiles_are_interpolated_linearly() {
         let sorted = [0.0, 1.0, 2.0, 10.0];
         // numpy.percentile([0, 1, 2, 10], [0, 2.5, 50, 90, 100])
-        let found = [0.0, 0.025, 0.5, 0.9, 1.0].map(|share| percentile(&sorted, share));
-        for (found, expected) in found.into_iter().zip([0.0, 0.075, 1.5, 7.6, 10.0]) {
-            near(found, expected, 1e-12);
+        let result = [0.0, 0.025, 0.5, 0.9, 1.0].map(|share| percentile(&sorted, share));
+        for (result, expected) in result.into_iter().zip([0.0, 0.075, 1.5, 7.6, 10.0]) {
+            near(result, expected, 1e-12);
         }
     }
 
@@ -259,8 +259,8 @@ mod tests {
         for case in &cases {
             let (outcomes, differences) = (numbers(&case["outcomes"]), numbers(&case["differences"]));
             let pairs: Vec<(f64, f64)> = outcomes.into_iter().zip(differences).collect();
-            let found = length_controlled_win_rate(pairs.iter().copied()).unwrap();
-            near(found, case["win_rate"].as_f64().unwrap(), 1e-8);
+            let result = length_controlled_win_rate(pairs.iter().copied()).unwrap();
+            near(result, case["win_rate"].as_f64().unwrap(), 1e-8);
         }
     }
 

@@ -213,7 +213,7 @@ impl Rows {
             }
             Err(error) => {
                 // Data that are not there have a stand-in; settings that contradict each other do not.
-                let longest = config.prompt_length.max_prompt_length.filter(|_| error.refusals().is_empty());
+                let longest = config.prompt_length.max_prompt_length.filter(|_| !error.is_usage());
                 let Some(longest) = longest else { return Err(error) };
                 // Prompts without tokens in common.
                 let prompts = (0..MOST_MADE as i64).map(|row| vec![-row - 1; longest]).collect::<Vec<_>>();

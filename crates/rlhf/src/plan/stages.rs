@@ -30,9 +30,9 @@ pub(super) fn plan(config: &PipelineConfig, options: &PlanOptions) -> Result<Pip
     }
     let (mut made, mut stages) = (Vec::new(), Vec::new());
     for (stage, run, start) in runs(config) {
-        let named = |error: Error| match error {
-            Error::Usage(message) => Error::Usage(format!("{stage}: {message}")),
-            error => Error::Run(format!("{stage}: {error}")),
+        let named = |error: Error| {
+            let named = error.map_usage(|message| format!("{stage}: {message}"));
+            named.unwrap_or_else(|other| Error::Run(format!("{stage}: {other}")))
         };
         let plan = super::plan_with(&run, options, &made).map_err(named)?;
         stages.push(plan);

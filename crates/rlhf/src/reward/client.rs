@@ -46,7 +46,7 @@ impl Client {
         variable: &'static str,
         timeout: Duration,
     ) -> Result<Self> {
-        let wrong = |what: &str| Error::Usage(format!("{setting} = {}: expected {what}", address(url)));
+        let wrong = |what: &str| Error::refused(setting, format!(" = {}: expected {what}", address(url)));
         if !["http://", "https://"].iter().any(|scheme| url.len() > scheme.len() && url.starts_with(scheme)) {
             return Err(wrong("an address that starts with http:// or https://"));
         }

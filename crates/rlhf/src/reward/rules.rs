@@ -209,7 +209,7 @@ impl Reward for Rule {
 /// Returns the error for a malformed rule.
 pub(super) fn wrong(kind: &str, argument: &str, expected: &str) -> Error {
     let colon = if argument.is_empty() { "" } else { ":" };
-    Error::Usage(format!("reward = {kind}{colon}{argument}: expected {expected}"))
+    Error::refused("reward", format!(" = {kind}{colon}{argument}: expected {expected}"))
 }
 
 /// Parses an argument such as `a=1,b=2`; the first value may omit its key, which is then the first of `known`.

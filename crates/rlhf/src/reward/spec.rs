@@ -11,7 +11,7 @@ use super::{
     ScoreTransform,
 };
 use rlhf_base::safe_text::beginning;
-use rlhf_base::schema::{Refusals, all, defaults, no_effect};
+use rlhf_base::schema::{Refusals, all, defaults, no_effect, refuse};
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_lm::model::ModelOptions;
@@ -158,10 +158,13 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     let mut found: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| {
         if found.iter().any(|(taken, ..)| taken == name) {
-            usage(format!(
-                "reward: `{name}` is given twice; give one of them another name, as in other={}",
-                if name == "model" { "model:FOLDER" } else { name }
-            ))
+            refuse(
+                "reward",
+                format!(
+                    ": `{name}` is given twice; give one of them another name, as in other={}",
+                    if name == "model" { "model:FOLDER" } else { name }
+                ),
+            )
         } else {
             found.push((name.to_string(), kind, about));
             Ok(())
@@ -172,7 +175,9 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
             let kind = Kind::Model { path: path.into(), label: label.map(str::to_string) };
             add("model", kind, format!("`{}`", path.display()))?;
         }
-        (None, Some(label)) => usage(format!("reward_label = {label} needs reward_model_path, whose label it is"))?,
+        (None, Some(label)) => {
+            refuse("reward_label", format!(" = {label} needs reward_model_path, whose label it is"))?;
+        }
         (None, None) => {}
     }
     if let Some(command) = &settings.reward_command {
@@ -187,7 +192,7 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
         if error.refusals().is_empty() {
             return Err(error); // A file that cannot be read.
         }
-        error.refusals().iter().for_each(|line| refusals.refuse(line, ["reward"]));
+        error.refusals().into_iter().for_each(|refusal| refusals.push(refusal));
     }
     refusals.end()?;
     Ok(found)
@@ -303,16 +308,16 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (name, kind) = head.split_once('=').unwrap_or_else(|| (function.unwrap_or(trl::name(head)), head));
     let is_kind = NOT_RULES.contains(&kind) || KINDS.contains(&kind) || trl::KINDS.contains(&kind);
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
-        return usage(format!("reward = {}: {meant}", public(text)));
+        return refuse("reward", format!(" = {}: {meant}", public(text)));
     }
     // A function of Python without a name is called <lambda>.
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.<>".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
-        return usage(format!("reward = {found}: expected a name of letters, digits, _, - and ., found another"));
+        return refuse("reward", format!(" = {found}: expected a name of letters, digits, _, - and ., found another"));
     }
     let needs = |what: &str| {
-        if argument.is_empty() { usage(format!("reward = {text}: expected {what} after {kind}:")) } else { Ok(()) }
+        if argument.is_empty() { refuse("reward", format!(" = {text}: expected {what} after {kind}:")) } else { Ok(()) }
     };
     let about = |argument: &str| {
         if argument.is_empty() { kind.to_string() } else { format!("`{kind}:{argument}`") }
@@ -336,9 +341,12 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
                 // No line of a command, which may have secrets.
                 let is_word = argument.chars().all(|c| c.is_alphanumeric() || "_.".contains(c));
                 let found = if is_word { beginning(text, 80).to_string() } else { public(text) };
-                return usage(format!(
-                    "reward = {found}: expected the module and the name of a function, as in python:my_rewards.length"
-                ));
+                return refuse(
+                    "reward",
+                    format!(
+                        " = {found}: expected the module and the name of a function, as in python:my_rewards.length"
+                    ),
+                );
             }
             (Kind::Python(argument.to_string()), about(argument))
         }
@@ -352,15 +360,18 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             (Kind::Trl(Optional::new(reward, TrlReward::column, is_optional)), about(argument))
         }
         other => {
-            return usage(format!(
-                "reward = {}: expected one of {}, {}, {}, found {:?}{}",
-                public(text),
-                NOT_RULES.join(", "),
-                KINDS.join(", "),
-                trl::KINDS.join(", "),
-                public(other),
-                hint(other)
-            ));
+            return refuse(
+                "reward",
+                format!(
+                    " = {}: expected one of {}, {}, {}, found {:?}{}",
+                    public(text),
+                    NOT_RULES.join(", "),
+                    KINDS.join(", "),
+                    trl::KINDS.join(", "),
+                    public(other),
+                    hint(other)
+                ),
+            );
         }
     };
     Ok((name.to_string(), kind, about))
@@ -379,18 +390,21 @@ fn by_name<T: Copy>(
     // TRL's list of weights.
     let by_position = entries.len() > 1 && entries.iter().all(|entry| !entry.contains('='));
     if by_position && entries.len() != names.len() {
-        return usage(format!(
-            "{flag} = {}: expected one value for each reward, of which there are {}: {}",
-            entries.join(","),
-            names.len(),
-            names.join(", ")
-        ));
+        return refuse(
+            flag,
+            format!(
+                " = {}: expected one value for each reward, of which there are {}: {}",
+                entries.join(","),
+                names.len(),
+                names.join(", ")
+            ),
+        );
     }
     for (at, entry) in entries.iter().enumerate() {
         let (name, value) =
             entry.split_once('=').map_or((None, entry.as_str()), |(name, value)| (Some(name.trim()), value));
         let Some(value) = parse(value.trim()) else {
-            return usage(format!("{flag} = {entry}: expected NAME=VALUE with {expected}"));
+            return refuse(flag, format!(" = {entry}: expected NAME=VALUE with {expected}"));
         };
         let is_meant = |place: &usize| match name {
             Some(name) => name == names[*place],
@@ -399,7 +413,7 @@ fn by_name<T: Copy>(
         let mut places = (0..names.len()).filter(is_meant).peekable();
         if places.peek().is_none() {
             let known = if names.is_empty() { "none".to_string() } else { names.join(", ") };
-            return usage(format!("{flag} = {entry}: expected the name of a reward, of which there are: {known}"));
+            return refuse(flag, format!(" = {entry}: expected the name of a reward, of which there are: {known}"));
         }
         places.for_each(|place| found[place] = Some(value));
     }
@@ -521,10 +535,6 @@ fn http_settings(settings: &RewardSourcesConfig) -> HttpSettings {
         concurrency: settings.reward_concurrency,
         retry: retry(settings),
     }
-}
-
-fn usage<T>(message: impl Into<String>) -> Result<T> {
-    Err(Error::Usage(message.into()))
 }
 
 #[cfg(test)]

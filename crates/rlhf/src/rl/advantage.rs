@@ -4,7 +4,10 @@ use super::settings::WhitenAdvantages;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, Lambda, LeaveOut, ScorePosition};
 use rlhf_base::Result;
-use rlhf_base::schema::{ADVANTAGES, Choices, Refusals, Settings, above_zero, no_effect, usage, zero_to_one};
+use rlhf_base::name_of;
+use rlhf_base::schema::{
+    ADVANTAGES, Choices, MOST_ROWS, Refusals, Settings, above_zero, exclude, no_effect, refuse, zero_to_one,
+};
 use serde::Serialize;
 use tch::Tensor;
 use tch_ext::{on_device, to_host};
@@ -18,26 +21,26 @@ pub struct AdvantageConfig {
     /// Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is
     /// loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares
     /// with a greedy response, `reinforce` is REINFORCE++.
-    #[setting(heading = ADVANTAGES, default = "gae")]
+    #[setting(heading = ADVANTAGES, default = "gae", replay = Changes)]
     pub advantage_estimator: AdvantageEstimator,
     /// Responses to each prompt, which make a group. Batch sizes count responses.
-    #[setting(alias = "n_samples_per_prompt", heading = ADVANTAGES, default = 1)]
+    #[setting(alias = "n_samples_per_prompt", heading = ADVANTAGES, default = 1, replay = Sampling, most = MOST_ROWS, short = "responses to each prompt, a group")]
     pub num_generations: usize,
     /// Standard deviation by which the advantages of `grpo` are divided: that of each group, that of the whole update, or none.
-    #[setting(heading = ADVANTAGES, default = "group")]
+    #[setting(heading = ADVANTAGES, default = "group", replay = Changes)]
     pub scale_rewards: ScaleRewards,
     /// Normalize the advantages of `rloo` to mean 0 and standard deviation 1 over the responses of an update.
-    #[setting(heading = ADVANTAGES)]
+    #[setting(heading = ADVANTAGES, replay = Changes)]
     pub normalize_advantages: bool,
     /// Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by
     /// itself within its group first, and normalizes the weighted sums over the update (GDPO).
-    #[setting(heading = ADVANTAGES, default = "sum_then_normalize")]
+    #[setting(heading = ADVANTAGES, default = "sum_then_normalize", replay = Changes)]
     pub multi_objective_aggregation: Aggregation,
     /// Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`].
-    #[setting(heading = ADVANTAGES)]
+    #[setting(heading = ADVANTAGES, replay = Changes)]
     pub lam_policy: Option<f64>,
     /// Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05).
-    #[setting(heading = ADVANTAGES)]
+    #[setting(heading = ADVANTAGES, replay = Changes)]
     pub lam_policy_alpha: Option<f64>,
 }
 
@@ -115,51 +118,56 @@ impl AdvantageConfig {
         let mut refusals = Refusals::default();
         let least = if estimator.compares_groups() { 2 } else { 1 };
         if rows < least {
-            refusals.add(usage(format!(
-                "num_generations = {rows}: expected at least {least}{}",
-                if least > 1 { format!(": {name} compares the responses to a prompt") } else { String::new() }
-            )))?;
+            refusals.add(refuse(
+                name_of!(self.num_generations),
+                format!(
+                    " = {rows}: expected at least {least}{}",
+                    if least > 1 { format!(": {name} compares the responses to a prompt") } else { String::new() }
+                ),
+            ))?;
         }
-        let only = |allowed: bool, setting: &str, found: String, whose: &str| {
+        let only = |allowed: bool, setting: &str, value: String, whose: &str| {
             if allowed {
                 Ok(())
             } else {
-                no_effect(setting, found, &format!("with advantage_estimator = {name}: it is a setting of {whose}"))
+                no_effect(setting, value, &format!("with advantage_estimator = {name}: it is a setting of {whose}"))
             }
         };
         let (of_gae, of_grpo) = (estimator == AdvantageEstimator::Gae, estimator == AdvantageEstimator::Grpo);
         let scale = self.scale_rewards.name();
         let implied = estimator == AdvantageEstimator::DrGrpo && self.scale_rewards == ScaleRewards::None;
         if self.scale_rewards != ScaleRewards::Group && !implied {
-            refusals.add(only(of_grpo, "scale_rewards", scale.into(), "grpo"))?;
+            refusals.add(only(of_grpo, name_of!(self.scale_rewards), scale.into(), "grpo"))?;
         }
         if self.normalize_advantages {
             let of_rloo = estimator == AdvantageEstimator::Rloo;
-            refusals.add(only(of_rloo, "normalize_advantages", "true".into(), "rloo"))?;
+            refusals.add(only(of_rloo, name_of!(self.normalize_advantages), "true".into(), "rloo"))?;
         }
         if self.multi_objective_aggregation == Aggregation::NormalizeThenSum {
             let setting = "multi_objective_aggregation";
             refusals.add(only(of_grpo, setting, "normalize_then_sum".into(), "grpo"))?;
             if self.scale_rewards != ScaleRewards::Group {
                 refusals.add(no_effect(
-                    "scale_rewards",
+                    name_of!(self.scale_rewards),
                     scale,
                     "with multi_objective_aggregation = normalize_then_sum",
                 ))?;
             }
         }
-        for (setting, found) in [("lam_policy", self.lam_policy), ("lam_policy_alpha", self.lam_policy_alpha)] {
-            let Some(found) = found else { continue };
-            refusals.add(only(of_gae, setting, found.to_string(), "gae"))?;
+        for (setting, value) in
+            [(name_of!(self.lam_policy), self.lam_policy), (name_of!(self.lam_policy_alpha), self.lam_policy_alpha)]
+        {
+            let Some(value) = value else { continue };
+            refusals.add(only(of_gae, setting, value.to_string(), "gae"))?;
             refusals.add(if setting == "lam_policy" {
-                zero_to_one(setting, found)
+                zero_to_one(setting, value)
             } else {
-                above_zero(setting, found)
+                above_zero(setting, value)
             })?;
         }
         if let (Some(lam), Some(alpha)) = (self.lam_policy, self.lam_policy_alpha) {
-            refusals.add(usage(format!(
-                "lam_policy = {lam} and lam_policy_alpha = {alpha} exclude each other: a fixed lambda, or one that follows the \
+            refusals.add(exclude(name_of!(self.lam_policy), name_of!(self.lam_policy_alpha), format!(
+                " = {lam} and lam_policy_alpha = {alpha} exclude each other: a fixed lambda, or one that follows the \
                  length of a response"
             )))?;
         }
@@ -367,9 +375,9 @@ mod tests {
     }
 
     #[track_caller]
-    fn assert_near(found: &[f64], expected: &[f64]) {
-        let near = found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 2e-6);
-        assert!(found.len() == expected.len() && near, "{found:?} is not {expected:?}");
+    fn assert_near(value: &[f64], expected: &[f64]) {
+        let near = value.iter().zip(expected).all(|(a, b)| (a - b).abs() < 2e-6);
+        assert!(value.len() == expected.len() && near, "{value:?} is not {expected:?}");
     }
 
     /// A whole group, one with an unscored row and equal scores, and one with a single scored row.
@@ -417,10 +425,10 @@ mod tests {
             normalize: false,
             each_reward: true,
         };
-        let (found, _) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
+        let (value, _) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         // Sums -1.3727894, 0.2817714, 1.091018, -0.7070068, 0.7070068 and 0, of the row alone in its group.
         let expected = [-1.505_944_3, 0.309_102, 1.196_842_2, -0.775_583_5, 0.775_583_5, 0.0, 0.0, 0.0, 0.0];
-        assert_near(&to_host(&found), &expected);
+        assert_near(&to_host(&value), &expected);
     }
 
     /// Advantages by returns with gamma 0.9 of two rows, of three and two tokens, whose rewards include scores of 1.5 and -0.5.

@@ -1,5 +1,6 @@
 //! An exponential moving average of the policy's weights: less noisy than the policy, and often what is deployed.
 
+use rlhf_base::name_of;
 use rlhf_base::schema::{OPTIMIZER, Settings, defaults, expect, no_effect};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::CausalLm;
@@ -16,19 +17,19 @@ pub struct EmaConfig {
     #[setting(heading = OPTIMIZER)]
     pub enable_ema: bool,
     /// Decay of the moving average per optimizer step.
-    #[setting(heading = OPTIMIZER, default = 0.992)]
+    #[setting(heading = OPTIMIZER, default = 0.992, replay = Changes)]
     pub ema_beta: f64,
 }
 
 impl EmaConfig {
     pub(crate) fn check(&self) -> Result<()> {
         let below_one = (0.0..1.0).contains(&self.ema_beta);
-        expect(below_one, "ema_beta", self.ema_beta, "a number from 0 to below 1")?;
+        expect(below_one, name_of!(self.ema_beta), self.ema_beta, "a number from 0 to below 1")?;
         let usual: Self = defaults();
         if self.enable_ema || self.ema_beta == usual.ema_beta {
             return Ok(());
         }
-        no_effect("ema_beta", self.ema_beta, "without enable_ema = true")
+        no_effect(name_of!(self.ema_beta), self.ema_beta, "without enable_ema = true")
     }
 }
 

@@ -2,8 +2,9 @@
 
 use crate::rl::math;
 use rlhf_base::metrics::Metrics;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    ADVANTAGES, REWARDS, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage, zero_or_more,
+    ADVANTAGES, MOST_ROWS, REWARDS, Refusals, Settings, at_least_one, defaults, expect, no_effect, refuse, zero_or_more,
 };
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
@@ -13,21 +14,21 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct GroupFilterConfig {
     /// Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO).
-    #[setting(alias = "filter_groups", heading = ADVANTAGES)]
+    #[setting(alias = "filter_groups", heading = ADVANTAGES, replay = Sampling)]
     pub dynamic_sampling: bool,
     /// Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering).
-    #[setting(heading = ADVANTAGES, delimiter = ',', several)]
+    #[setting(heading = ADVANTAGES, delimiter = ',', several, replay = Sampling)]
     pub dynamic_filtering_reward_range: Vec<f64>,
     /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still
     /// missing then are taken from those that were replaced.
-    #[setting(heading = ADVANTAGES, default = 10)]
+    #[setting(heading = ADVANTAGES, default = 10, replay = Sampling, most = MOST_ROWS)]
     pub max_num_gen_batches: usize,
     /// Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong
     /// penalty, DAPO).
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Changes)]
     pub overlong_buffer_len: Option<usize>,
     /// Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
-    #[setting(heading = REWARDS, default = 1.0)]
+    #[setting(heading = REWARDS, default = 1.0, replay = Changes)]
     pub overlong_penalty_factor: f64,
 }
 
@@ -43,9 +44,10 @@ impl GroupFilterConfig {
         let mut refusals = Refusals::default();
         if self.filters() && rows < 2 {
             let name = if self.dynamic_sampling { "dynamic_sampling" } else { "dynamic_filtering_reward_range" };
-            refusals.add(usage(format!(
-                "num_generations = {rows}: expected at least 2: {name} compares the responses of a group"
-            )))?;
+            refusals.add(refuse(
+                "num_generations",
+                format!(" = {rows}: expected at least 2: {name} compares the responses of a group"),
+            ))?;
         }
         let range = &self.dynamic_filtering_reward_range;
         if !range.is_empty() {
@@ -53,28 +55,37 @@ impl GroupFilterConfig {
             let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
             refusals.add(expect(
                 sound,
-                "dynamic_filtering_reward_range",
+                name_of!(self.dynamic_filtering_reward_range),
                 found,
                 "two numbers LOW,HIGH, the first below the second",
             ))?;
         }
         if !self.filters() && self.max_num_gen_batches != usual.max_num_gen_batches {
             let why = "without dynamic_sampling or dynamic_filtering_reward_range";
-            refusals.add(no_effect("max_num_gen_batches", self.max_num_gen_batches, why))?;
+            refusals.add(no_effect(name_of!(self.max_num_gen_batches), self.max_num_gen_batches, why))?;
         }
-        refusals.add(at_least_one("max_num_gen_batches", self.max_num_gen_batches))?;
+        refusals.add(at_least_one(name_of!(self.max_num_gen_batches), self.max_num_gen_batches))?;
         match self.overlong_buffer_len {
             Some(len) => {
                 let expected = format!("1 to response_length = {response_length}");
-                refusals.add(expect((1..=response_length).contains(&len), "overlong_buffer_len", len, &expected))?;
+                refusals.add(expect(
+                    (1..=response_length).contains(&len),
+                    name_of!(self.overlong_buffer_len),
+                    len,
+                    &expected,
+                ))?;
             }
             None if self.overlong_penalty_factor != usual.overlong_penalty_factor => {
                 let found = self.overlong_penalty_factor;
-                refusals.add(no_effect("overlong_penalty_factor", found, "without overlong_buffer_len"))?;
+                refusals.add(no_effect(
+                    name_of!(self.overlong_penalty_factor),
+                    found,
+                    "without overlong_buffer_len",
+                ))?;
             }
             None => {}
         }
-        refusals.add(zero_or_more("overlong_penalty_factor", self.overlong_penalty_factor))?;
+        refusals.add(zero_or_more(name_of!(self.overlong_penalty_factor), self.overlong_penalty_factor))?;
         refusals.end()
     }
 
@@ -171,9 +182,10 @@ pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
         0 => format!("the nearest multiple is {above}"),
         below => format!("the nearest multiples are {below} and {above}"),
     };
-    Err(Error::Usage(format!(
-        "{name} = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}"
-    )))
+    Err(Error::refused(
+        name,
+        format!(" = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}"),
+    ))
 }
 
 #[cfg(test)]

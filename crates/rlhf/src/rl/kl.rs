@@ -1,7 +1,10 @@
 //! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
-use rlhf_base::schema::{Choice, Choices, KL, Settings, above_zero, all, defaults, no_effect, usage, zero_or_more};
+use rlhf_base::name_of;
+use rlhf_base::schema::{
+    Choice, Choices, KL, Settings, above_zero, all, defaults, exclude, no_effect, refuse, zero_or_more,
+};
 use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -13,28 +16,28 @@ const MOST_ERROR: f64 = 0.2;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct KlConfig {
     /// Coefficient of the KL penalty per token.
-    #[setting(aliases = ["init_kl_coef", "beta"], heading = KL, default = 0.05)]
+    #[setting(aliases = ["init_kl_coef", "beta"], heading = KL, default = 0.05, replay = Changes, short = "weight of the KL penalty")]
     pub kl_coef: f64,
     /// Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary.
-    #[setting(alias = "kl_penalty", heading = KL, default = "k1")]
+    #[setting(alias = "kl_penalty", heading = KL, default = "k1", replay = Changes)]
     pub kl_estimator: KlEstimator,
     /// Add the KL penalty to the policy's loss instead of the rewards.
-    #[setting(heading = KL)]
+    #[setting(heading = KL, replay = Changes)]
     pub kl_in_loss: bool,
     /// Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled.
-    #[setting(heading = KL)]
+    #[setting(heading = KL, replay = Changes)]
     pub use_bias_correction_kl: bool,
     /// Adapt the KL coefficient after each update, so that the KL per response approaches `target`.
-    #[setting(heading = KL)]
+    #[setting(heading = KL, replay = Changes)]
     pub adap_kl_ctrl: bool,
     /// Target KL per response of `adap_kl_ctrl`, in nats.
-    #[setting(heading = KL, default = 6.0)]
+    #[setting(heading = KL, default = 6.0, replay = Later)]
     pub target: f64,
     /// Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
-    #[setting(heading = KL, default = 10000.0)]
+    #[setting(heading = KL, default = 10000.0, replay = Later)]
     pub horizon: f64,
     /// KL coefficient of the last update; it changes linearly from `kl_coef`.
-    #[setting(heading = KL)]
+    #[setting(heading = KL, replay = Changes)]
     pub kl_coef_end: Option<f64>,
 }
 
@@ -49,18 +52,22 @@ impl KlConfig {
             Ok(())
         };
         all([
-            above_zero("target", self.target),
-            above_zero("horizon", self.horizon),
-            self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end)),
-            of_control("target", self.target, usual.target),
-            of_control("horizon", self.horizon, usual.horizon),
+            above_zero(name_of!(self.target), self.target),
+            above_zero(name_of!(self.horizon), self.horizon),
+            self.kl_coef_end.map_or(Ok(()), |end| zero_or_more(name_of!(self.kl_coef_end), end)),
+            of_control(name_of!(self.target), self.target, usual.target),
+            of_control(name_of!(self.horizon), self.horizon, usual.horizon),
             match self.kl_coef_end {
-                Some(end) if self.adap_kl_ctrl => usage(format!(
-                    "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a \
+                Some(end) if self.adap_kl_ctrl => exclude(
+                    name_of!(self.adap_kl_ctrl),
+                    name_of!(self.kl_coef_end),
+                    format!(
+                        " = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a \
                      schedule"
-                )),
+                    ),
+                ),
                 None if self.adap_kl_ctrl && self.kl_coef == 0.0 => {
-                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: it is only multiplied")
+                    no_effect(name_of!(self.adap_kl_ctrl), true, "with kl_coef = 0: it is only multiplied")
                 }
                 _ => Ok(()),
             },
@@ -71,21 +78,31 @@ impl KlConfig {
     fn check_in_loss(&self, without_critic: bool) -> Result<()> {
         if !self.kl_in_loss {
             let why = "without kl_in_loss = true";
-            return if self.use_bias_correction_kl { no_effect("use_bias_correction_kl", true, why) } else { Ok(()) };
+            return if self.use_bias_correction_kl {
+                no_effect(name_of!(self.use_bias_correction_kl), true, why)
+            } else {
+                Ok(())
+            };
         }
         if self.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {
             // TRL's GRPOTrainer has this default: no reference model, and no KL anywhere.
-            return if without_critic { Ok(()) } else { no_effect("kl_in_loss", true, "with kl_coef = 0") };
+            return if without_critic {
+                Ok(())
+            } else {
+                no_effect(name_of!(self.kl_in_loss), true, "with kl_coef = 0")
+            };
         }
         match self.kl_estimator {
-            KlEstimator::Full if self.use_bias_correction_kl => usage(
-                "use_bias_correction_kl = true with kl_estimator = full: it corrects an estimate from the sampled token, and the KL over the \
+            KlEstimator::Full if self.use_bias_correction_kl => refuse(
+                name_of!(self.use_bias_correction_kl),
+                " = true with kl_estimator = full: it corrects an estimate from the sampled token, and the KL over the \
                  vocabulary is none; expected use_bias_correction_kl = false, or k1, k3, mse or abs",
             ),
             // The gradient of a ratio times k1 is that of the KL on average.
             KlEstimator::K1 if self.use_bias_correction_kl => Ok(()),
-            KlEstimator::K1 => usage(
-                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
+            KlEstimator::K1 => refuse(
+                name_of!(self.kl_in_loss),
+                " = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
                  gradient is that of the KL, mse's on average, k3 or abs, or use_bias_correction_kl = true",
             ),
             KlEstimator::K3 | KlEstimator::Abs | KlEstimator::Mse | KlEstimator::Full => Ok(()),

@@ -222,19 +222,25 @@ pub struct Learner {
     /// The ranks that train together.
     pub(crate) world: World,
     pub(crate) settings: LearnerSettings,
-    pub(crate) policy_optimizer: Optimizer,
-    /// Optimizer of a separate value model.
-    pub(crate) value_optimizer: Option<Optimizer>,
-    /// The memory of the gradients, while the models are trained one after the other.
-    pub(crate) shared_gradients: Option<SharedGradients>,
-    /// Loss scales, in f16.
-    pub(crate) scaling: Option<Scaling>,
+    pub(crate) optimizers: Optimizers,
     /// The coefficient of the entropy bonus, where it follows a target.
     pub(crate) entropy_controller: Option<EntropyController>,
-    /// A state is being loaded, or its loading has failed on the way.
-    pub(crate) is_half_loaded: bool,
     /// Most tokens in one forward and backward pass.
     pub(crate) micro_batch_tokens: usize,
+}
+
+/// The optimizers of a [`Learner`], and what their steps need.
+#[derive(Debug)]
+pub(crate) struct Optimizers {
+    pub(crate) policy: Optimizer,
+    /// Of a separate value model.
+    pub(crate) value: Option<Optimizer>,
+    /// The memory of the gradients, while the models are trained one after the other.
+    shared_gradients: Option<SharedGradients>,
+    /// Loss scales, in f16.
+    pub(crate) scaling: Option<Scaling>,
+    /// A state is being loaded, or its loading has failed on the way.
+    pub(crate) is_half_loaded: bool,
 }
 
 impl Learner {
@@ -272,14 +278,17 @@ impl Learner {
             value.shard(&world, settings.value_stage);
         }
         let of_value = |value| optimizer_of(value, &settings.value_optimizer, &settings, place);
-        Ok(Self {
-            policy_optimizer: optimizer_of(&policy, &settings.policy_optimizer, &settings, place)?,
-            value_optimizer: value.model().map(of_value).transpose()?,
-            ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
-            scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
-            entropy_controller: settings.entropy_control.map(EntropyController::new),
-            is_half_loaded: false,
+        let optimizers = Optimizers {
+            policy: optimizer_of(&policy, &settings.policy_optimizer, &settings, place)?,
+            value: value.model().map(of_value).transpose()?,
             shared_gradients: None,
+            scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
+            is_half_loaded: false,
+        };
+        Ok(Self {
+            optimizers,
+            ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
+            entropy_controller: settings.entropy_control.map(EntropyController::new),
             unsupervised: None,
             collect_ratios: false,
             collect_clips: false,
@@ -298,9 +307,9 @@ impl Learner {
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
         let in_memory = "a state that stays in memory needs no file";
-        self.policy_optimizer = optimizer_of(&self.policy, policy, &self.settings, None).expect(in_memory);
+        self.optimizers.policy = optimizer_of(&self.policy, policy, &self.settings, None).expect(in_memory);
         let of_value = |model| optimizer_of(model, value, &self.settings, None).expect(in_memory);
-        self.value_optimizer = self.value.model().map(of_value);
+        self.optimizers.value = self.value.model().map(of_value);
         (self.settings.policy_optimizer, self.settings.value_optimizer) = (policy.clone(), value.clone());
         self
     }
@@ -311,9 +320,12 @@ impl Learner {
     /// [`Error::Usage`], naming the setting.
     pub(crate) fn check_optimizers(&self) -> Result<()> {
         let LearnerSettings { policy_optimizer, value_optimizer, .. } = &self.settings;
-        let of_value = self.value_optimizer.as_ref().map(|_| ("value_optimizer", value_optimizer));
+        let of_value = self.optimizers.value.as_ref().map(|_| ("value_optimizer", value_optimizer));
         for (name, optimizer) in [("policy_optimizer", policy_optimizer)].into_iter().chain(of_value) {
-            let named = |e: Error| Error::Usage(format!("{name}: {}", e.refusals().join("; ")));
+            let named = |e: Error| {
+                let lines: Vec<String> = e.refusals().iter().map(ToString::to_string).collect();
+                Error::Usage(format!("{name}: {}", lines.join("; ")))
+            };
             optimizer.check_steps().map_err(named)?;
         }
         Ok(())
@@ -321,7 +333,7 @@ impl Learner {
 
     /// Whether the optimizers' state is in memory for steps only, or on the host.
     pub(crate) fn offloads_state(&self) -> bool {
-        self.policy_optimizer.is_offloaded()
+        self.optimizers.policy.is_offloaded()
     }
 
     /// Whether this rank lacks parts of the models or of their optimizers.
@@ -396,7 +408,7 @@ impl Learner {
 
     /// Optimizer steps taken, of both models.
     pub(crate) fn steps(&self) -> i64 {
-        self.policy_optimizer.steps() + self.value_optimizer.as_ref().map_or(0, Optimizer::steps)
+        self.optimizers.policy.steps() + self.optimizers.value.as_ref().map_or(0, Optimizer::steps)
     }
 
     /// Trains on one batch of experience: one epoch per entry of `orders`, each a permutation of the rows.
@@ -470,7 +482,7 @@ impl Learner {
             for mini_batch in order.chunks(plan.mini_batch_size) {
                 let rates = rates.of_step(done);
                 done += 1;
-                let before = self.policy_optimizer.steps();
+                let before = self.optimizers.policy.steps();
                 let mut parts = if rates.policy.is_some() && self.trains_apart() {
                     self.train_apart(&batch, mini_batch, rates, plan)?
                 } else {
@@ -480,7 +492,7 @@ impl Learner {
                 parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
                 let entropy_coef = self.entropy_controller.as_ref().map_or(0.0, EntropyController::coef);
                 parts.iter_mut().for_each(|part| part.entropy_coef = entropy_coef);
-                if self.policy_optimizer.steps() > before {
+                if self.optimizers.policy.steps() > before {
                     after_step(&self.policy, before as usize + 1)?;
                 }
                 self.observed(|| Learned::Step { epoch, rates, parts: parts.clone() });
@@ -499,7 +511,7 @@ impl Learner {
     /// The numbers are the same in either order, as two models share nothing. An observer sees both models' losses and gradients of a
     /// mini-batch at once.
     fn trains_apart(&self) -> bool {
-        self.settings.steps_apart() && self.observer.is_none() && self.value_optimizer.is_some()
+        self.settings.steps_apart() && self.observer.is_none() && self.optimizers.value.is_some()
     }
 
     /// Trains both models on a mini-batch: the passes of both, then both steps.
@@ -563,25 +575,25 @@ impl Learner {
 
     /// Makes the memory for gradients that of one of the models, whose gradients are then zero; the other's are cleared.
     fn hand_gradients_to(&mut self, trains: TrainedModels) -> Result<()> {
-        let Some(value) = &mut self.value_optimizer else { return Ok(()) };
-        let policy = &mut self.policy_optimizer;
-        if self.shared_gradients.is_none() {
+        let Some(value) = &mut self.optimizers.value else { return Ok(()) };
+        let policy = &mut self.optimizers.policy;
+        if self.optimizers.shared_gradients.is_none() {
             policy.release_gradients()?;
             value.release_gradients()?;
             let models = [policy.gradient_sizes(), value.gradient_sizes()];
-            self.shared_gradients = Some(SharedGradients::new(self.policy.device(), &models));
+            self.optimizers.shared_gradients = Some(SharedGradients::new(self.policy.device(), &models));
         }
         let (from, to) = if trains.policy() { (value, policy) } else { (policy, value) };
         from.release_gradients()?;
-        let lent = self.shared_gradients.as_ref().map(|shared| shared.lend(&to.gradient_sizes()));
+        let lent = self.optimizers.shared_gradients.as_ref().map(|shared| shared.lend(&to.gradient_sizes()));
         lent.map_or(Ok(()), |grads| to.use_gradients(grads))
     }
 
     /// Gives each model gradients of its own.
     fn separate_gradients(&mut self) -> Result<()> {
-        if self.shared_gradients.take().is_some() {
-            self.policy_optimizer.release_gradients()?;
-            self.value_optimizer.as_mut().map_or(Ok(()), Optimizer::release_gradients)?;
+        if self.optimizers.shared_gradients.take().is_some() {
+            self.optimizers.policy.release_gradients()?;
+            self.optimizers.value.as_mut().map_or(Ok(()), Optimizer::release_gradients)?;
         }
         Ok(())
     }
@@ -839,15 +851,15 @@ impl Learner {
         }
         let share = (parts as f64).recip();
         if trains.policy() {
-            self.policy_optimizer.scale_grad(share);
+            self.optimizers.policy.scale_grad(share);
         }
-        self.value_optimizer.iter_mut().filter(|_| trains.value()).for_each(|optimizer| optimizer.scale_grad(share));
+        self.optimizers.value.iter_mut().filter(|_| trains.value()).for_each(|optimizer| optimizer.scale_grad(share));
     }
 
     /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
     fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: TrainedModels) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
-        let before = self.policy_optimizer.steps();
+        let before = self.optimizers.policy.steps();
         self.step_of(trains, rates, &mut parts[at])?;
         self.control_entropy(before, parts);
         let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
@@ -862,14 +874,14 @@ impl Learner {
             optimizer.grad_norms().into_iter().map(|(name, norm)| (name, norm / scale)).collect()
         };
         Gradients {
-            policy: if trains_policy { norms(&self.policy_optimizer, of_policy) } else { Vec::new() },
-            value: self.value_optimizer.as_ref().map_or(Vec::new(), |optimizer| norms(optimizer, of_value)),
+            policy: if trains_policy { norms(&self.optimizers.policy, of_policy) } else { Vec::new() },
+            value: self.optimizers.value.as_ref().map_or(Vec::new(), |optimizer| norms(optimizer, of_value)),
         }
     }
 
     /// Loss scales of policy and value model.
     fn loss_scales(&self) -> [f64; 2] {
-        let Some(scaling) = &self.scaling else { return [1.0; 2] };
+        let Some(scaling) = &self.optimizers.scaling else { return [1.0; 2] };
         // Both losses of a shared trunk make one gradient.
         [&scaling.policy, scaling.value.as_ref().unwrap_or(&scaling.policy)].map(LossScaler::scale)
     }
@@ -886,7 +898,7 @@ impl Learner {
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         self.check_optimizers()?;
         let rates = rates.checked(RATES)?;
-        let before = self.policy_optimizer.steps();
+        let before = self.optimizers.policy.steps();
         self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)?;
         self.control_entropy(before, std::slice::from_ref(stats));
         Ok(())
@@ -902,7 +914,7 @@ impl Learner {
     fn control_entropy(&mut self, before: i64, parts: &[StepStats]) {
         let sum = |of: fn(&StepStats) -> f64| parts.iter().map(of).sum::<f64>();
         let tokens = sum(|part| part.bonus_tokens);
-        if self.policy_optimizer.steps() > before
+        if self.optimizers.policy.steps() > before
             && tokens > 0.0
             && let Some(controller) = &mut self.entropy_controller
         {
@@ -914,31 +926,31 @@ impl Learner {
     fn step_of(&mut self, trains: TrainedModels, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         let [of_policy, of_value] = self.loss_scales();
         if trains.policy() {
-            self.policy_optimizer.reduce_gradients(&self.world)?;
-            stats.policy_grad_norm = self.policy_optimizer.grad_norm()? / of_policy;
+            self.optimizers.policy.reduce_gradients(&self.world)?;
+            stats.policy_grad_norm = self.optimizers.policy.grad_norm()? / of_policy;
         }
-        if let Some(optimizer) = self.value_optimizer.as_mut().filter(|_| trains.value()) {
+        if let Some(optimizer) = self.optimizers.value.as_mut().filter(|_| trains.value()) {
             optimizer.reduce_gradients(&self.world)?;
             stats.value_grad_norm = optimizer.grad_norm()? / of_value;
         }
         self.observed(|| Learned::Gradients(self.gradients_by_name(trains.policy())));
-        let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
-        self.scaling.iter_mut().for_each(|scaling| scaling.record(trains.policy(), stats));
+        let align = self.optimizers.scaling.as_ref().is_some_and(|scaling| scaling.align);
+        self.optimizers.scaling.iter_mut().for_each(|scaling| scaling.record(trains.policy(), stats));
         let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
         let both = align && (stats.policy_overflowed || stats.value_overflowed);
         let moves_policy = trains.policy() && stats.not_finite().is_none() && !stats.policy_overflowed && !both;
         match rates.policy.filter(|_| moves_policy) {
             Some(lr) => {
-                self.policy_optimizer.unscale(of_policy);
-                self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
+                self.optimizers.policy.unscale(of_policy);
+                self.optimizers.policy.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
                 if let Some(ema) = &mut self.ema {
                     ema.update(&self.policy);
                 }
             }
-            None => self.policy_optimizer.zero_grad(),
+            None => self.optimizers.policy.zero_grad(),
         }
         let moves_value = trains.value() && stats.values_are_finite() && !stats.value_overflowed && !both;
-        match &mut self.value_optimizer {
+        match &mut self.optimizers.value {
             Some(optimizer) if moves_value => {
                 optimizer.unscale(of_value);
                 optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))?;
@@ -972,8 +984,8 @@ impl Learner {
 
     /// Clears the gradients of both models.
     pub fn zero_grad(&mut self) {
-        self.policy_optimizer.zero_grad();
-        self.value_optimizer.iter_mut().for_each(Optimizer::zero_grad);
+        self.optimizers.policy.zero_grad();
+        self.optimizers.value.iter_mut().for_each(Optimizer::zero_grad);
     }
 }
 

@@ -44,7 +44,7 @@ impl Learner {
         }
         m.push("val/response_length", mean(&Tensor::from_slice(&e.sampled)));
         m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
-        if self.scaling.is_some() {
+        if self.optimizers.scaling.is_some() {
             m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
             if has_critic {
                 m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);

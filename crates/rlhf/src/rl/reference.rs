@@ -1,6 +1,7 @@
 //! Updates of the reference model towards the policy, as in TR-DPO.
 
-use rlhf_base::schema::{KL, Refusals, Settings, at_least_one, defaults, expect, no_effect, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{KL, Refusals, Settings, at_least_one, defaults, expect, no_effect, refuse};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::CausalLm;
 use serde::Serialize;
@@ -13,11 +14,11 @@ pub struct SyncConfig {
     #[setting(heading = KL)]
     pub sync_ref_model: bool,
     /// Share of the policy in the updated reference model; 1 replaces it by the policy.
-    #[setting(heading = KL, default = 0.6)]
+    #[setting(heading = KL, default = 0.6, replay = Changes)]
     pub ref_model_mixup_alpha: f64,
     /// Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled already are compared with the earlier
     /// one.
-    #[setting(heading = KL, default = 512)]
+    #[setting(heading = KL, default = 512, replay = Changes)]
     pub ref_model_sync_steps: usize,
 }
 
@@ -30,29 +31,32 @@ impl SyncConfig {
         if !self.sync_ref_model {
             let why = "without sync_ref_model = true";
             if self.ref_model_mixup_alpha != usual.ref_model_mixup_alpha {
-                refusals.add(no_effect("ref_model_mixup_alpha", self.ref_model_mixup_alpha, why))?;
+                refusals.add(no_effect(name_of!(self.ref_model_mixup_alpha), self.ref_model_mixup_alpha, why))?;
             }
             if self.ref_model_sync_steps != usual.ref_model_sync_steps {
-                refusals.add(no_effect("ref_model_sync_steps", self.ref_model_sync_steps, why))?;
+                refusals.add(no_effect(name_of!(self.ref_model_sync_steps), self.ref_model_sync_steps, why))?;
             }
             return refusals.end();
         }
         let alpha = self.ref_model_mixup_alpha;
         refusals.add(expect(
             alpha > 0.0 && alpha <= 1.0,
-            "ref_model_mixup_alpha",
+            name_of!(self.ref_model_mixup_alpha),
             alpha,
             "a number above 0, at most 1",
         ))?;
-        refusals.add(at_least_one("ref_model_sync_steps", self.ref_model_sync_steps))?;
+        refusals.add(at_least_one(name_of!(self.ref_model_sync_steps), self.ref_model_sync_steps))?;
         if shared {
-            refusals.add(usage(
-                "sync_ref_model = true with use_peft or num_shared_layers: the reference model shares the policy's weights, and cannot \
+            refusals.add(refuse(name_of!(self.sync_ref_model), " = true with use_peft or num_shared_layers: the reference model shares the policy's weights, and cannot \
                  be moved by itself",
             ))?;
         }
         if !used {
-            refusals.add(no_effect("sync_ref_model", true, "with kl_coef = 0: there is no reference model"))?;
+            refusals.add(no_effect(
+                name_of!(self.sync_ref_model),
+                true,
+                "with kl_coef = 0: there is no reference model",
+            ))?;
         }
         refusals.end()
     }

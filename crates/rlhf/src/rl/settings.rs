@@ -5,8 +5,9 @@ use serde::Serialize;
 use super::entropy::EntropyControl;
 use super::math::{ImportanceLevel, LossAggregation, Objective, PolicyClip, ScorePosition};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    CRITIC, Choice, Choices, LOSS, Settings, above_zero, all, defaults, expect, no_effect, usage, zero_or_more,
+    CRITIC, Choice, Choices, LOSS, Settings, above_zero, all, defaults, exclude, expect, no_effect, zero_or_more,
 };
 
 /// Further terms and limits of the policy's loss.
@@ -16,67 +17,67 @@ pub struct LossConfig {
     /// the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the
     /// responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of
     /// their own.
-    #[setting(heading = LOSS, default = "bnpo")]
+    #[setting(heading = LOSS, default = "bnpo", replay = Changes, short = "how losses of tokens are combined")]
     pub loss_type: LossType,
     /// Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product,
     /// the ratio of the whole response.
-    #[setting(heading = LOSS, default = "token")]
+    #[setting(heading = LOSS, default = "token", replay = Changes)]
     pub importance_sampling_level: ImportanceLevel,
     /// Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`].
-    #[setting(alias = "epsilon_high", heading = LOSS)]
+    #[setting(alias = "epsilon_high", heading = LOSS, replay = Changes)]
     pub cliprange_high: Option<f64>,
     /// Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
-    #[setting(alias = "delta", heading = LOSS)]
+    #[setting(alias = "delta", heading = LOSS, replay = Changes)]
     pub dual_clip: Option<f64>,
     /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
-    #[setting(heading = LOSS, default = 0.0)]
+    #[setting(heading = LOSS, default = 0.0, replay = Changes)]
     pub entropy_coef: f64,
     /// Change the entropy bonus coefficient after each optimizer step: it rises by `entropy_coef_delta` while the entropy is at most
     /// `entropy_target`, and falls above it, where there is no bonus. `entropy_coef` is its initial value.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub use_adaptive_entropy: bool,
     /// Minimum coefficient of `use_adaptive_entropy`.
-    #[setting(heading = LOSS, default = 0.0)]
+    #[setting(heading = LOSS, default = 0.0, replay = Changes)]
     pub entropy_coef_min: f64,
     /// Maximum coefficient of `use_adaptive_entropy`.
-    #[setting(heading = LOSS, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0, replay = Changes)]
     pub entropy_coef_max: f64,
     /// Change of the coefficient of `use_adaptive_entropy` in an optimizer step.
-    #[setting(heading = LOSS, default = 0.005)]
+    #[setting(heading = LOSS, default = 0.005, replay = Changes)]
     pub entropy_coef_delta: f64,
     /// Target of `use_adaptive_entropy`: mean entropy per token, in nats; near that of the first updates.
-    #[setting(heading = LOSS, default = 0.2)]
+    #[setting(heading = LOSS, default = 0.2, replay = Changes)]
     pub entropy_target: f64,
     /// Stop an update's epochs after one whose last mini-batch has a KL per token to the sampling policy above 1.5 times this.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub target_kl: Option<f64>,
     /// Skip the optimizer step of a mini-batch whose mean probability ratio is above this.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub ratio_threshold: Option<f64>,
     /// Share of the tokens, those of the highest entropy, that the policy's objective trains; takes one further forward pass if below 1.
-    #[setting(heading = LOSS, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0, replay = Changes)]
     pub top_entropy_quantile: f64,
     /// Leave out responses with a negative advantage whose mean KL per token from the sampling policy is above this; takes one further
     /// forward pass.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub off_policy_mask_threshold: Option<f64>,
     /// Temperature of the loss `sapo` where the advantage is positive.
-    #[setting(heading = LOSS, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0, replay = Changes)]
     pub sapo_temperature_pos: f64,
     /// Temperature of the loss `sapo` where the advantage is negative.
-    #[setting(heading = LOSS, default = 1.05)]
+    #[setting(heading = LOSS, default = 1.05, replay = Changes)]
     pub sapo_temperature_neg: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is positive.
-    #[setting(heading = LOSS, default = 2.0)]
+    #[setting(heading = LOSS, default = 2.0, replay = Changes)]
     pub vespo_k_pos: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is positive.
-    #[setting(heading = LOSS, default = 3.0)]
+    #[setting(heading = LOSS, default = 3.0, replay = Changes)]
     pub vespo_lambda_pos: f64,
     /// Power of the ratio in the loss `vespo` where the advantage is negative.
-    #[setting(heading = LOSS, default = 3.0)]
+    #[setting(heading = LOSS, default = 3.0, replay = Changes)]
     pub vespo_k_neg: f64,
     /// Decay of the ratio in the loss `vespo` where the advantage is negative.
-    #[setting(heading = LOSS, default = 2.0)]
+    #[setting(heading = LOSS, default = 2.0, replay = Changes)]
     pub vespo_lambda_neg: f64,
 }
 
@@ -116,15 +117,15 @@ impl Choices for ImportanceLevel {
 impl LossConfig {
     /// Checks this group of settings alone.
     pub(crate) fn check(&self) -> Result<()> {
-        let above_one = |name, found: Option<f64>| {
-            found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
+        let above_one = |name, value: Option<f64>| {
+            value.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
         };
         all([
-            self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range)),
-            zero_or_more("entropy_coef", self.entropy_coef),
-            self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl)),
-            above_one("dual_clip", self.dual_clip),
-            above_one("ratio_threshold", self.ratio_threshold),
+            self.cliprange_high.map_or(Ok(()), |range| above_zero(name_of!(self.cliprange_high), range)),
+            zero_or_more(name_of!(self.entropy_coef), self.entropy_coef),
+            self.target_kl.map_or(Ok(()), |kl| above_zero(name_of!(self.target_kl), kl)),
+            above_one(name_of!(self.dual_clip), self.dual_clip),
+            above_one(name_of!(self.ratio_threshold), self.ratio_threshold),
             self.check_objective(),
             self.check_entropy_control(),
         ])
@@ -134,20 +135,20 @@ impl LossConfig {
     fn check_entropy_control(&self) -> Result<()> {
         let usual: Self = defaults();
         let (min, max) = (self.entropy_coef_min, self.entropy_coef_max);
-        let of_control = |name, found: f64, usual: f64| {
-            if self.use_adaptive_entropy || found == usual {
-                zero_or_more(name, found)
+        let of_control = |name, value: f64, usual: f64| {
+            if self.use_adaptive_entropy || value == usual {
+                zero_or_more(name, value)
             } else {
-                no_effect(name, found, "without use_adaptive_entropy = true")
+                no_effect(name, value, "without use_adaptive_entropy = true")
             }
         };
         all([
-            of_control("entropy_coef_min", min, usual.entropy_coef_min),
-            of_control("entropy_coef_max", max, usual.entropy_coef_max),
-            of_control("entropy_coef_delta", self.entropy_coef_delta, usual.entropy_coef_delta),
-            of_control("entropy_target", self.entropy_target, usual.entropy_target),
+            of_control(name_of!(self.entropy_coef_min), min, usual.entropy_coef_min),
+            of_control(name_of!(self.entropy_coef_max), max, usual.entropy_coef_max),
+            of_control(name_of!(self.entropy_coef_delta), self.entropy_coef_delta, usual.entropy_coef_delta),
+            of_control(name_of!(self.entropy_target), self.entropy_target, usual.entropy_target),
             if self.use_adaptive_entropy {
-                expect(min <= max, "entropy_coef_min", min, &format!("at most entropy_coef_max = {max}"))
+                expect(min <= max, name_of!(self.entropy_coef_min), min, &format!("at most entropy_coef_max = {max}"))
             } else {
                 Ok(())
             },
@@ -169,28 +170,44 @@ impl LossConfig {
     fn check_objective(&self) -> Result<()> {
         let usual: Self = defaults();
         let quantile = self.top_entropy_quantile;
-        let of = |loss_type: LossType, name, found: f64, usual: f64| {
-            if self.loss_type == loss_type || found == usual {
-                zero_or_more(name, found)
+        let of = |loss_type: LossType, name, value: f64, usual: f64| {
+            if self.loss_type == loss_type || value == usual {
+                zero_or_more(name, value)
             } else {
-                no_effect(name, found, &format!("without loss_type = {loss_type:?}").to_lowercase())
+                no_effect(name, value, &format!("without loss_type = {loss_type:?}").to_lowercase())
             }
         };
         let whole = self.importance_sampling_level != ImportanceLevel::Token;
         all([
-            expect(quantile > 0.0 && quantile <= 1.0, "top_entropy_quantile", quantile, "a number above 0, at most 1"),
-            self.off_policy_mask_threshold.map_or(Ok(()), |kl| above_zero("off_policy_mask_threshold", kl)),
-            of(LossType::Sapo, "sapo_temperature_pos", self.sapo_temperature_pos, usual.sapo_temperature_pos),
-            of(LossType::Sapo, "sapo_temperature_neg", self.sapo_temperature_neg, usual.sapo_temperature_neg),
-            above_zero("sapo_temperature_pos", self.sapo_temperature_pos),
-            above_zero("sapo_temperature_neg", self.sapo_temperature_neg),
-            of(LossType::Vespo, "vespo_k_pos", self.vespo_k_pos, usual.vespo_k_pos),
-            of(LossType::Vespo, "vespo_lambda_pos", self.vespo_lambda_pos, usual.vespo_lambda_pos),
-            of(LossType::Vespo, "vespo_k_neg", self.vespo_k_neg, usual.vespo_k_neg),
-            of(LossType::Vespo, "vespo_lambda_neg", self.vespo_lambda_neg, usual.vespo_lambda_neg),
+            expect(
+                quantile > 0.0 && quantile <= 1.0,
+                name_of!(self.top_entropy_quantile),
+                quantile,
+                "a number above 0, at most 1",
+            ),
+            self.off_policy_mask_threshold
+                .map_or(Ok(()), |kl| above_zero(name_of!(self.off_policy_mask_threshold), kl)),
+            of(
+                LossType::Sapo,
+                name_of!(self.sapo_temperature_pos),
+                self.sapo_temperature_pos,
+                usual.sapo_temperature_pos,
+            ),
+            of(
+                LossType::Sapo,
+                name_of!(self.sapo_temperature_neg),
+                self.sapo_temperature_neg,
+                usual.sapo_temperature_neg,
+            ),
+            above_zero(name_of!(self.sapo_temperature_pos), self.sapo_temperature_pos),
+            above_zero(name_of!(self.sapo_temperature_neg), self.sapo_temperature_neg),
+            of(LossType::Vespo, name_of!(self.vespo_k_pos), self.vespo_k_pos, usual.vespo_k_pos),
+            of(LossType::Vespo, name_of!(self.vespo_lambda_pos), self.vespo_lambda_pos, usual.vespo_lambda_pos),
+            of(LossType::Vespo, name_of!(self.vespo_k_neg), self.vespo_k_neg, usual.vespo_k_neg),
+            of(LossType::Vespo, name_of!(self.vespo_lambda_neg), self.vespo_lambda_neg, usual.vespo_lambda_neg),
             if whole && self.loss_type == LossType::Vespo {
                 no_effect(
-                    "importance_sampling_level",
+                    name_of!(self.importance_sampling_level),
                     "sequence",
                     "with loss_type = vespo, whose weights are those of whole responses",
                 )
@@ -200,7 +217,7 @@ impl LossConfig {
             match self.dual_clip {
                 Some(delta) if matches!(self.loss_type, LossType::Cispo | LossType::Sapo | LossType::Vespo) => {
                     no_effect(
-                        "dual_clip",
+                        name_of!(self.dual_clip),
                         delta,
                         "with a loss_type that does not clip the ratio: cispo, sapo and vespo",
                     )
@@ -249,17 +266,17 @@ impl LossConfig {
 pub struct MaskConfig {
     /// Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used
     /// again.
-    #[setting(heading = LOSS, default = 0)]
+    #[setting(heading = LOSS, default = 0, replay = Sampling)]
     pub min_response_length: usize,
     /// Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub mask_truncated_completions: bool,
     /// Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it
     /// where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is.
-    #[setting(heading = LOSS, default = "always")]
+    #[setting(heading = LOSS, default = "always", replay = Changes)]
     pub eos_in_loss: EosInLoss,
     /// Train the value after a response's last token too. Only with a `score_position` after that token.
-    #[setting(heading = CRITIC, default = true)]
+    #[setting(heading = CRITIC, default = true, replay = Changes)]
     pub last_value_in_loss: bool,
 }
 
@@ -270,18 +287,22 @@ impl MaskConfig {
         let ends = score_position == ScorePosition::LastToken;
         let eos = self.eos_in_loss.name();
         all([
-            expect(least <= response_length, "min_response_length", least, &most),
+            expect(least <= response_length, name_of!(self.min_response_length), least, &most),
             if !self.last_value_in_loss && ends {
                 let why = "with score_position = last_token: there is no value behind it";
-                no_effect("last_value_in_loss", false, why)
+                no_effect(name_of!(self.last_value_in_loss), false, why)
             } else {
                 Ok(())
             },
             if self.eos_in_loss != EosInLoss::Always && ends {
-                usage(format!(
-                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be on a token \
+                exclude(
+                    "score_position",
+                    name_of!(self.eos_in_loss),
+                    format!(
+                        " = last_token and eos_in_loss = {eos} exclude each other: the score would be on a token \
                      that may be masked; after_stop puts it after the last unmasked token"
-                ))
+                    ),
+                )
             } else {
                 Ok(())
             },

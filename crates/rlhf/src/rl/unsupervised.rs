@@ -3,6 +3,7 @@
 
 use crate::data::{Cursor, Dataset, Files};
 use rlhf_base::dist::World;
+use rlhf_base::name_of;
 use rlhf_base::schema::{LOSS, Settings, above_zero, all, defaults, no_effect};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{Batch, CausalLm};
@@ -28,7 +29,7 @@ pub struct UnsupervisedConfig {
     #[setting(heading = LOSS)]
     pub unsupervised_dataset_config_name: Option<String>,
     /// Coefficient of the language-modelling loss.
-    #[setting(heading = LOSS, default = 27.8)]
+    #[setting(heading = LOSS, default = 27.8, replay = Changes)]
     pub unsup_coef: f64,
 }
 
@@ -37,13 +38,13 @@ impl UnsupervisedConfig {
         let (usual, none): (Self, _) = (defaults(), self.unsupervised_dataset_name.is_none());
         let without = "without unsupervised_dataset_name";
         all([
-            above_zero("unsup_coef", self.unsup_coef),
+            above_zero(name_of!(self.unsup_coef), self.unsup_coef),
             self.unsupervised_dataset_config_name
                 .as_ref()
                 .filter(|_| none)
-                .map_or(Ok(()), |name| no_effect("unsupervised_dataset_config_name", name, without)),
+                .map_or(Ok(()), |name| no_effect(name_of!(self.unsupervised_dataset_config_name), name, without)),
             if none && self.unsup_coef != usual.unsup_coef {
-                no_effect("unsup_coef", self.unsup_coef, without)
+                no_effect(name_of!(self.unsup_coef), self.unsup_coef, without)
             } else {
                 Ok(())
             },

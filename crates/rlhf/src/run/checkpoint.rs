@@ -18,8 +18,8 @@ mod folders;
 mod saved;
 mod state;
 
-pub(super) use changes::settings;
-pub(crate) use changes::{Change, EarlierSettings, FREE, LENGTH, Length, OF_BEST, is_compared_by_content};
+pub(crate) use changes::{Change, EarlierSettings, Length, RunSettings, is_compared_by_content};
+pub(super) use changes::{Compared, settings};
 pub use folders::has_checkpoint;
 pub(crate) use folders::{clear, folders, name_of, newest, numbered, places};
 pub(crate) use folders::{commit, commit_among_others};

@@ -1,6 +1,6 @@
 //! The output folder of a run: its lock, what is in it, what a run may overwrite.
 
-use crate::run::checkpoint;
+use crate::run::checkpoint::{self, RunSettings};
 pub use crate::run::resolved::CONFIG;
 pub(crate) use crate::run::resolved::{METRICS, resolved_settings};
 use crate::run::resolved::{RESOLVED, is_of_run, resolved_without_programs, write_resolved};
@@ -195,8 +195,8 @@ fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
     let bases: Vec<PathBuf> = inputs.iter().filter_map(base).collect();
     let mut inputs = inputs.iter().copied().chain(bases.iter().map(PathBuf::as_path));
     if let Some(input) = inputs.find(|input| inside(input)) {
-        let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
-        return Err(Error::Usage(message));
+        let rest = format!(" = {} holds what the run reads: {}", dir.display(), input.display());
+        return Err(Error::refused("output_dir", rest));
     }
     Ok(())
 }
@@ -315,7 +315,7 @@ pub(crate) fn claim_output_dir(
     run: &RunConfig,
     start: &Start,
     lock: FolderLock,
-    resolved: &impl Serialize,
+    resolved: &impl RunSettings,
 ) -> Result<(FolderLock, Vec<String>)> {
     let dir = run.output_dir.as_path();
     if start.in_place {

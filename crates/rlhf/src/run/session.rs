@@ -25,7 +25,7 @@
 //! taken since ([`Trainee::steps`]).
 
 use crate::run::best::Best;
-use crate::run::checkpoint::{self, Checkpoints, Epochs, Saved, is_due};
+use crate::run::checkpoint::{self, Checkpoints, Epochs, RunSettings, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_dir, write_length};
@@ -267,14 +267,14 @@ impl Opening {
     /// # Errors
     /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not
     /// push to the hub.
-    pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
+    pub(crate) fn new(run: &RunConfig, command: &str, config: &impl RunSettings, inputs: &[&Path]) -> Result<Self> {
         let world = World::of_process();
         world.check_settings(&common_settings(command, config)?)?;
         let opening = world.on_main(|| Self::on_main(run, command, config, inputs))?.unwrap_or_default();
         Ok(Self { start: world.broadcast(opening.start)?, ..opening })
     }
 
-    fn on_main(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
+    fn on_main(run: &RunConfig, command: &str, config: &impl RunSettings, inputs: &[&Path]) -> Result<Self> {
         let lock = FolderLock::acquire(&run.output_dir)?;
         let start = Start::find(run)?;
         check_output_dir(run, &start, inputs)?;
@@ -348,7 +348,7 @@ impl<'w> Session<'w> {
     ///
     /// # Errors
     /// If the checkpoint is not of a run like this one, or a file cannot be written.
-    pub(crate) fn begin<T: Trainee, C: Serialize>(
+    pub(crate) fn begin<T: Trainee, C: RunSettings>(
         trainee: &mut T,
         opening: Option<Opening>,
         spec: &RunSpec<'_, C>,
@@ -846,7 +846,7 @@ pub(crate) fn stop_requested_on_any(world: &World) -> Result<bool> {
 }
 
 /// Restores the trainee from a checkpoint. Returns warnings.
-fn resume<T: Trainee, C: Serialize>(
+fn resume<T: Trainee, C: RunSettings>(
     trainee: &mut T,
     saved: &Saved,
     in_place: bool,
@@ -1002,6 +1002,7 @@ fn conclude(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rlhf_base::schema::{Field, Settings as _};
 
     #[test]
     fn a_run_that_ended_early_names_the_whole_line_that_resumes_it() {
@@ -1156,6 +1157,12 @@ mod tests {
         run: RunConfig,
         #[serde(flatten)]
         eval: EvalConfig,
+    }
+
+    impl RunSettings for Settings {
+        fn described(&self) -> Vec<Field> {
+            [RunConfig::fields(), EvalConfig::fields()].concat()
+        }
     }
 
     fn config(dir: &Path) -> Settings {

@@ -10,11 +10,12 @@ use crate::run::tracking::TrackingConfig;
 use rlhf_base::Result;
 use rlhf_base::device::{Device, check_threads};
 use rlhf_base::dist::{DistConfig, ZeroStage};
+use rlhf_base::name_of;
 use rlhf_base::offload::Offload;
 use rlhf_base::offload::settings::OffloadConfig;
 use rlhf_base::schema::{
-    BATCHES, ByteSize, CHECKPOINTS, EVALUATION, LOGGING, SPEED, Setting, Settings, all, at_least_one, expect,
-    no_effect, optional, usage,
+    ANY, BATCHES, ByteSize, CHECKPOINTS, EVALUATION, LOGGING, SPEED, Setting, Settings, all, at_least_one, exclude,
+    expect, no_effect, optional, refuse,
 };
 use rlhf_lm::model::{Dtype, Precision, QuantizationConfig};
 use rlhf_lm::optim::loss_scale::LossScaleConfig;
@@ -24,17 +25,17 @@ use rlhf_lm::optim::micro_batch::MicroBatchLimit;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RunConfig {
     /// Folder for the model, the metrics and the resolved configuration.
-    #[setting(heading = CHECKPOINTS)]
+    #[setting(heading = CHECKPOINTS, resume = Free, replay = Changes, short = "folder to write to")]
     pub output_dir: PathBuf,
     /// Replace the run in `output_dir`.
-    #[setting(heading = CHECKPOINTS)]
+    #[setting(heading = CHECKPOINTS, short = "replace an existing output folder")]
     #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
     pub overwrite_output_dir: bool,
     /// Seed of everything random.
-    #[setting(heading = BATCHES, default = 42)]
+    #[setting(heading = BATCHES, default = 42, replay = Sampling, most = ANY, short = "random seed")]
     pub seed: u64,
     /// Compute in bfloat16, with float32 weights in the optimizer (bfloat16 with `adamw_bf16`).
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, short = "compute in bfloat16")]
     pub bf16: bool,
     /// Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
     #[setting(heading = SPEED)]
@@ -44,28 +45,28 @@ pub struct RunConfig {
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
     /// Dtype to load models in; `auto` is that of their files. Trained weights are converted to float32.
-    #[setting(heading = SPEED, default = "auto")]
+    #[setting(heading = SPEED, default = "auto", short = "dtype of weights and computation")]
     pub dtype: Dtype,
     /// Quantization of frozen weights.
     #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[setting(heading = SPEED, default = Device::Auto)]
+    #[setting(heading = SPEED, default = Device::Auto, resume = Rounding, replay = Changes, short = "cpu, cuda, cuda:N or auto")]
     pub device: Device,
     /// Dtype of the weights of the final and the best model; `auto` is that in which they are trained. Checkpoints and adapters do not
     /// depend on it.
-    #[setting(heading = CHECKPOINTS, default = "auto")]
+    #[setting(heading = CHECKPOINTS, default = "auto", resume = Free)]
     pub save_dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[setting(heading = CHECKPOINTS, default = "50GB")]
+    #[setting(heading = CHECKPOINTS, default = "50GB", resume = Free, short = "maximum size of a weights file")]
     pub max_shard_size: ByteSize,
     /// Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, resume = Rounding, replay = Changes)]
     pub gradient_checkpointing: bool,
     /// Maximum tokens per forward and backward pass, or the memory of their activations, such as 4GB; does not change the result
     /// [default: by the available memory].
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, resume = Rounding, replay = Changes)]
     pub max_tokens_per_micro_batch: Option<MicroBatchLimit>,
     /// Offloaded parts.
     #[setting(flatten)]
@@ -76,13 +77,13 @@ pub struct RunConfig {
     #[serde(flatten)]
     pub tracking: TrackingConfig,
     /// Number of threads for tensor operations [default: one per core].
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, resume = Free, replay = Changes)]
     pub num_threads: Option<usize>,
     /// Hide the progress bar.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub disable_tqdm: bool,
     /// Do not write `report.html`, a page that shows the run, at its end.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub no_report: bool,
     /// Checkpoints and resuming.
     #[setting(flatten)]
@@ -120,7 +121,7 @@ impl RunConfig {
         }
         let why =
             "with use_peft = true: adapters are saved in float32, as PEFT trains them; rlhf merge has save_dtype too";
-        no_effect("save_dtype", self.save_dtype.name(), why)
+        no_effect(name_of!(self.save_dtype), self.save_dtype.name(), why)
     }
 
     /// Returns the place of optimizer state between steps; none if it stays in memory.
@@ -142,8 +143,9 @@ impl RunConfig {
     fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
         let mut all = stages.iter().chain([&self.dist.zero_stage]);
         if self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {
-            usage(
-                "offload = models with zero_stage = 3: frozen models are sharded, and each rank has its part of them in memory; expected \
+            refuse(
+                name_of!(self.offload),
+                " = models with zero_stage = 3: frozen models are sharded, and each rank has its part of them in memory; expected \
              optimizer alone, or zero_stage = 0, 1 or 2",
             )
         } else {
@@ -157,7 +159,11 @@ impl RunConfig {
             self.hub.check(eval.metric_for_best_model.as_ref()),
             check_threads(self.num_threads),
             if self.bf16 && self.fp16 {
-                usage("bf16 = true and fp16 = true exclude each other: set one of them")
+                exclude(
+                    name_of!(self.bf16),
+                    name_of!(self.fp16),
+                    " = true and fp16 = true exclude each other: set one of them",
+                )
             } else {
                 Ok(())
             },
@@ -169,7 +175,7 @@ impl RunConfig {
             self.offload.check(),
             self.check_offload(stages),
             match self.max_tokens_per_micro_batch {
-                Some(MicroBatchLimit::Tokens(most)) => at_least_one("max_tokens_per_micro_batch", most),
+                Some(MicroBatchLimit::Tokens(most)) => at_least_one(name_of!(self.max_tokens_per_micro_batch), most),
                 Some(MicroBatchLimit::Memory(_)) | None => Ok(()),
             },
         ])
@@ -181,13 +187,13 @@ impl RunConfig {
 pub struct CheckpointConfig {
     /// Save a checkpoint every this many updates (optimizer steps in SFT and reward training), or each `epoch`, and after the last. If
     /// unset, only a run that stops early saves one.
-    #[setting(heading = CHECKPOINTS)]
+    #[setting(heading = CHECKPOINTS, resume = Free, short = "save a checkpoint every N updates")]
     pub save_steps: Option<Interval>,
     /// Number of newest checkpoints to keep [default: all].
-    #[setting(heading = CHECKPOINTS)]
+    #[setting(heading = CHECKPOINTS, resume = Free)]
     pub save_total_limit: Option<usize>,
     /// Resume from this checkpoint. `true` is the newest complete one in `output_dir`; without one the run starts anew.
-    #[setting(heading = CHECKPOINTS, parse = resume_or_false, alone = "true")]
+    #[setting(heading = CHECKPOINTS, parse = resume_or_false, alone = "true", short = "resume from the newest checkpoint")]
     #[serde(skip)] // A run is resumed on request, not because its settings are used again.
     pub resume_from_checkpoint: Option<Resume>,
     /// Resume even if data or models have changed since the run started.
@@ -200,12 +206,12 @@ impl CheckpointConfig {
     pub(crate) fn check(&self) -> Result<()> {
         all([
             if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
-                no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint")
+                no_effect(name_of!(self.resume_with_changed_inputs), true, "without resume_from_checkpoint")
             } else {
                 Ok(())
             },
-            self.save_steps.map_or(Ok(()), |steps| steps.check("save_steps")),
-            self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit)),
+            self.save_steps.map_or(Ok(()), |steps| steps.check(name_of!(self.save_steps))),
+            self.save_total_limit.map_or(Ok(()), |limit| at_least_one(name_of!(self.save_total_limit), limit)),
         ])
     }
 }
@@ -292,14 +298,14 @@ pub(crate) fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
 pub struct EvalConfig {
     /// Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), or each `epoch`, before the
     /// first, and after the last.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, resume = Free, short = "evaluate every N updates")]
     pub eval_steps: Option<Interval>,
     /// Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation; without evaluations,
     /// every `save_steps`.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, resume = Best)]
     pub metric_for_best_model: Option<String>,
     /// Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
-    #[setting(heading = EVALUATION, alone = "true")]
+    #[setting(heading = EVALUATION, alone = "true", resume = Best)]
     pub greater_is_better: Option<bool>,
 }
 
@@ -315,18 +321,21 @@ impl EvalConfig {
     /// Checks every setting; `known` are the metrics of an evaluation, where one that ends with a slash is followed by a
     /// reward's name.
     pub(crate) fn check(&self, save_steps: Option<Interval>, known: &[&str]) -> Result<()> {
-        self.eval_steps.map_or(Ok(()), |steps| steps.check("eval_steps"))?;
+        self.eval_steps.map_or(Ok(()), |steps| steps.check(name_of!(self.eval_steps)))?;
         let Some(metric) = &self.metric_for_best_model else {
             return match self.greater_is_better {
-                Some(greater) => usage(format!(
-                    "greater_is_better = {greater} needs metric_for_best_model: without one there is no best model"
-                )),
+                Some(greater) => refuse(
+                    name_of!(self.greater_is_better),
+                    format!(" = {greater} needs metric_for_best_model: without one there is no best model"),
+                ),
                 None => Ok(()),
             };
         };
-        let needs = |what: &str, why: &str| usage(format!("metric_for_best_model = {metric} needs {what}: {why}"));
+        let needs = |what: &str, why: &str| {
+            refuse(name_of!(self.metric_for_best_model), format!(" = {metric} needs {what}: {why}"))
+        };
         match (self.eval_steps, save_steps) {
-            (None, _) if is_eval_metric(metric) => needs("eval_steps", "it is not computed otherwise"),
+            (None, _) if is_eval_metric(metric) => needs(name_of!(self.eval_steps), "it is not computed otherwise"),
             (None, None) => needs("eval_steps or save_steps", "models are compared at their updates"),
             // Other names are checked after the first update; these could only be checked after the first evaluation.
             _ if is_eval_metric(metric) => {
@@ -337,7 +346,7 @@ impl EvalConfig {
                     [only] => only.clone(),
                     several => format!("one of {}", several.join(", ")),
                 };
-                expect(known.iter().any(is), "metric_for_best_model", metric, &expected)
+                expect(known.iter().any(is), name_of!(self.metric_for_best_model), metric, &expected)
             }
             _ => Ok(()),
         }

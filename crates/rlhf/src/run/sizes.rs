@@ -3,20 +3,6 @@
 
 use serde_json::{Map, Value};
 
-/// Settings from which the sizes follow.
-pub(super) const SIZES: [&str; 10] = [
-    "train_batch_size",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "per_device_generation_batch_size",
-    "generation_batches",
-    "num_mini_batches",
-    "batch_size",
-    "mini_batch_size",
-    "generation_batch_size",
-    "steps_per_generation",
-];
-
 /// Batch sizes over all ranks, on which the result of a run depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GlobalSizes {

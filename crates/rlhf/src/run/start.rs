@@ -1,13 +1,13 @@
 //! The start of a run: new, resumed from a checkpoint, or started again.
 
 use crate::run::checkpoint::{
-    EarlierSettings, LENGTH, Length, PartStates, Saved, State, UNFINISHED, name_of, numbered, settings,
+    Compared, EarlierSettings, Length, PartStates, RunSettings, Saved, State, UNFINISHED, name_of, numbered,
 };
 use crate::run::inputs::date_in;
 use crate::run::resolved::{has_updates, resolved_settings};
 use crate::run::settings::{Resume, RunConfig};
-use crate::run::sizes::SIZES;
-use rlhf_base::dist::World;
+use rlhf_base::dist::{World, num_ranks};
+use rlhf_base::schema::ResumeClass;
 use rlhf_base::{Error, Result};
 use rlhf_hub::Commits;
 use rlhf_lm::model::is_model;
@@ -94,11 +94,14 @@ impl Start {
         let newer = numbers.iter().rev().filter(|&&number| number > saved.state.update);
         let mut newer = newer.map(|&number| out.join(name_of(number)));
         if let Some(newer) = newer.find(|path| in_place && Saved::read(path).is_ok()) {
-            return Err(Error::Usage(format!(
-                "resume_from_checkpoint = {}: {} is newer: resume from that one, remove it, or continue in another output_dir",
-                dir.display(),
-                newer.display()
-            )));
+            return Err(Error::refused(
+                "resume_from_checkpoint",
+                format!(
+                    " = {}: {} is newer: resume from that one, remove it, or continue in another output_dir",
+                    dir.display(),
+                    newer.display()
+                ),
+            ));
         }
         Ok(Self { from: Some(saved), in_place, ..Self::default() })
     }
@@ -120,9 +123,7 @@ impl Start {
             Some(error) => Err(Error::Run(format!("no whole checkpoint to resume from: {error}"))),
             // A run that was killed before its first checkpoint starts again.
             None if !is_model(out) => {
-                let mut settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
-                // The number of ranks that divided the batches is not known.
-                settings.iter_mut().for_each(|settings| settings.retain(|name, _| !SIZES.contains(&name.as_str())));
+                let settings = resolved_settings(out).and_then(|settings| settings.as_object().cloned());
                 let again = settings.map(|settings| Again::Begun { dir: out.to_path_buf(), settings });
                 let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
                 let warnings = again.iter().map(warning).collect();
@@ -148,7 +149,7 @@ impl Start {
     ///
     /// # Errors
     /// As [`Saved::check`].
-    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+    pub(crate) fn check(&self, command: &str, config: &impl RunSettings) -> Result<Vec<String>> {
         match (&self.from, &self.again) {
             (Some(saved), _) => saved.check(command, config),
             (None, Some(Again::Ended { dir, state })) => {
@@ -156,8 +157,13 @@ impl Start {
                 state.settings(dir).check(command, config, length)
             }
             (None, Some(Again::Begun { dir, settings })) => {
-                let config = as_resolved(config)?;
-                EarlierSettings::of_config(dir, command, settings).check(command, &config, Length::Kept)
+                let compared = Compared { values: as_resolved(config)?, ..Compared::new(config)? };
+                // The number of ranks that divided the batches is not known.
+                let is_known = |(name, _): &(&String, &Value)| compared.resume(name) != ResumeClass::Sizes;
+                let settings = settings.iter().filter(is_known).map(|(name, value)| (name.clone(), value.clone()));
+                let settings = settings.collect();
+                let earlier = EarlierSettings::of_config(dir, command, &settings);
+                earlier.check_with_ranks(command, &compared, num_ranks(), Length::Kept)
             }
             (None, None) => Ok(Vec::new()),
         }
@@ -167,10 +173,13 @@ impl Start {
     ///
     /// # Errors
     /// If they cannot be written.
-    pub(crate) fn extends(&self, config: &impl Serialize) -> Result<bool> {
+    pub(crate) fn extends(&self, config: &impl RunSettings) -> Result<bool> {
         let Some(saved) = self.from.as_ref().filter(|saved| saved.state.is_finished()) else { return Ok(false) };
-        let config = settings(config)?;
-        Ok(LENGTH.iter().any(|name| config.get(*name).is_some_and(|now| saved.state.setting(name) != now)))
+        let compared = Compared::new(config)?;
+        let is_longer = |(name, now): (&String, &Value)| {
+            compared.resume(name) == ResumeClass::Length && saved.state.setting(name) != now
+        };
+        Ok(compared.values.iter().any(is_longer))
     }
 
     /// Returns the number of updates done.

@@ -6,7 +6,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use rlhf_base::Result;
-use rlhf_base::schema::{Choices, JsonObject, LOGGING, NONE, Setting, Settings, no_effect, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{Choices, JsonObject, LOGGING, NONE, Setting, Settings, no_effect, refuse};
 
 /// Reports of a run beside the files of its output folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -14,24 +15,24 @@ pub struct TrackingConfig {
     /// Where to report the run besides the files of `output_dir`: tensorboard, wandb, mlflow, trackio, or command:PROGRAM for a program
     /// that reads JSON lines; several are separated by spaces. `all` is TensorBoard and each tracker whose Python package is installed
     /// [default: none].
-    #[setting(alias = "log_with", heading = LOGGING, several)]
+    #[setting(alias = "log_with", heading = LOGGING, several, resume = Free, short = "trackers: wandb, tensorboard, ...")]
     pub report_to: Vec<ReportTo>,
     /// Names of the metrics in TensorBoard and in the trackers: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as
     /// `train/objective/kl` and `eval/loss`.
-    #[setting(heading = LOGGING, default = "plain")]
+    #[setting(heading = LOGGING, default = "plain", resume = Free)]
     pub tensorboard_tags: TensorboardTags,
     /// Name of the run in trackers [default: the name of `output_dir`].
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub run_name: Option<String>,
     /// Project of the run in wandb and trackio, and experiment in MLflow [default: as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, else
     /// rlhf].
-    #[setting(alias = "tracker_project_name", heading = LOGGING)]
+    #[setting(alias = "tracker_project_name", heading = LOGGING, resume = Free)]
     pub project: Option<String>,
     /// Further arguments of the trackers' clients, as a JSON object for each tracker, such as '{"wandb": {"entity": "team"}}'.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub tracker_kwargs: Option<JsonObject>,
     /// Upload the model in `output_dir` to the trackers at the end of the run.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub log_model: bool,
 }
 
@@ -167,19 +168,22 @@ impl TrackingConfig {
         rlhf_base::schema::all([
             if self.report_to.contains(&ReportTo::None) && self.report_to.iter().any(|to| *to != ReportTo::None) {
                 let others = self.report_to.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-                usage(format!("report_to = {others}: expected none alone, or destinations without it"))
+                refuse(
+                    name_of!(self.report_to),
+                    format!(" = {others}: expected none alone, or destinations without it"),
+                )
             } else {
                 Ok(())
             },
             match self.tensorboard_tags {
                 TensorboardTags::Trl if !self.has_tensorboard() && !self.has_programs() => {
-                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard or a tracker")
+                    no_effect(name_of!(self.tensorboard_tags), "trl", "without report_to = tensorboard or a tracker")
                 }
                 _ => Ok(()),
             },
             if self.log_model && !self.has_programs() {
                 no_effect(
-                    "log_model",
+                    name_of!(self.log_model),
                     true,
                     "without a tracker in report_to: wandb, mlflow, trackio or command:PROGRAM",
                 )
@@ -196,24 +200,28 @@ fn check_kwargs(kwargs: &JsonObject) -> Result<()> {
     let form = r#"expected JSON of the form {"wandb": {"entity": "team"}}"#;
     let entries = match kwargs.entries() {
         Ok(entries) => entries,
-        Err(found) => return usage(format!("tracker_kwargs: {form}, found {found}")),
+        Err(found) => return refuse("tracker_kwargs", format!(": {form}, found {found}")),
     };
     for (name, arguments) in entries {
         let names = ReportTo::CLIENTS.map(|to| to.to_string());
         if !names.contains(name) && name != "tensorboard" && name != "command" {
-            return usage(format!(
-                "tracker_kwargs: expected entries of wandb, mlflow, trackio, tensorboard or command, found `{name}`"
-            ));
+            return refuse(
+                "tracker_kwargs",
+                format!(": expected entries of wandb, mlflow, trackio, tensorboard or command, found `{name}`"),
+            );
         }
         if !arguments.is_object() {
-            return usage(format!("tracker_kwargs: {name}: {form}, found no object"));
+            return refuse("tracker_kwargs", format!(": {name}: {form}, found no object"));
         }
         if let Some(place) = secret_in(arguments) {
-            return usage(format!(
-                "tracker_kwargs: {name}{place}: expected no secret, as settings are written to config.yaml; set the tracker's own \
+            return refuse(
+                "tracker_kwargs",
+                format!(
+                    ": {name}{place}: expected no secret, as settings are written to config.yaml; set the tracker's own \
                  environment variable, such as WANDB_API_KEY, MLFLOW_TRACKING_USERNAME with MLFLOW_TRACKING_PASSWORD, HF_TOKEN or \
                  TRACKIO_WEBHOOK_URL"
-            ));
+                ),
+            );
         }
     }
     Ok(())

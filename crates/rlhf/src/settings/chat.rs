@@ -11,8 +11,9 @@ use super::responses::SamplerConfig;
 use crate::data::ChatTemplateConfig;
 use crate::environment::EnvironmentConfig;
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    DATA, ENVIRONMENTS, Field, JsonObject, MODELS, SAMPLING, Settings, Values, all, defaults, usage,
+    ANY, DATA, ENVIRONMENTS, Field, JsonObject, MODELS, MOST_TOKENS, SAMPLING, Settings, Values, all, defaults, refuse,
 };
 
 /// Settings of `rlhf chat`.
@@ -25,10 +26,10 @@ pub struct ChatConfig {
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Second model, which responds to the same messages after the first: a folder or a hub name.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "second model: folder or hub name")]
     pub compare: Option<PathBuf>,
     /// System message of the conversation.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "system message")]
     pub system: Option<String>,
     /// Variables of the chat template.
     #[setting(flatten)]
@@ -42,14 +43,14 @@ pub struct ChatConfig {
     #[setting(heading = ENVIRONMENTS)]
     pub environment_row: Option<JsonObject>,
     /// Maximum tokens of a response; with tools, of each of its turns.
-    #[setting(heading = SAMPLING, default = 512)]
+    #[setting(heading = SAMPLING, default = 512, most = MOST_TOKENS, short = "maximum tokens of a response")]
     pub max_new_tokens: usize,
     /// Sampling of each token.
     #[setting(flatten)]
     #[serde(flatten)]
     pub sampler: SamplerConfig,
     /// Seed of the sampling.
-    #[setting(heading = SAMPLING, default = 42)]
+    #[setting(heading = SAMPLING, default = 42, most = ANY, short = "random seed")]
     pub seed: u64,
     /// Computation.
     #[setting(flatten)]
@@ -93,11 +94,14 @@ impl ChatConfig {
     fn check_row(&self) -> Result<()> {
         let Some(row) = &self.environment_row else { return Ok(()) };
         if self.environment.0.environment_factory.is_empty() {
-            return usage("environment_row has no effect without `environment_factory`");
+            return refuse(name_of!(self.environment_row), " has no effect without `environment_factory`");
         }
         match row.entries() {
             Ok(_) => Ok(()),
-            Err(found) => usage(format!("environment_row: expected JSON of the form {{\"target\": 5}}, found {found}")),
+            Err(found) => refuse(
+                name_of!(self.environment_row),
+                format!(": expected JSON of the form {{\"target\": 5}}, found {found}"),
+            ),
         }
     }
 }

@@ -1,10 +1,11 @@
 //! Checks of settings together with others, and of the sizes of all numbers.
 
+use std::collections::HashMap;
 use std::fmt::Display;
 
 use serde::Serialize;
 
-use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
+use super::plan::Sizes;
 use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
@@ -14,28 +15,24 @@ use crate::rl::settings::{LossType, WhitenAdvantages};
 use crate::run::settings::EVAL_SCORES;
 use crate::settings::LongPrompts;
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    Choices, Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
-    zero_to_one,
+    Choices, MOST, Refusals, Settings, above_zero, all, at_least_one, defaults, defaults_with, exclude, expect,
+    no_effect, refuse, usage, zero_or_more, zero_to_one,
 };
 use rlhf_lm::generate::settings::{LogprobsOf, StopToken};
 use rlhf_lm::model::{MOST_RANK, PeftConfig, Shape};
 use rlhf_lm::optim::settings::{LrSchedulerType, check_learning};
 
-/// Maximum number of tokens of a response or a prompt: above any model's context.
-const MOST_TOKENS: u64 = 1 << 20;
-
-/// Settings that are whole numbers but not counts, and may have any size.
-const NO_COUNTS: [&str; 4] = ["seed", "data_split_seed", "stop_token_id", "stop_token_ids"];
-
 /// Refuses counts and sizes that no run can have, before anything is computed from them.
-pub(super) fn check_sizes(config: &impl Serialize) -> Result<()> {
+pub(super) fn check_sizes<C: Serialize + Settings>(config: &C) -> Result<()> {
     // A setting that cannot be written, such as a path that is not UTF-8, is refused where it is written.
     let Ok(serde_json::Value::Object(settings)) = serde_json::to_value(config) else { return Ok(()) };
+    let most: HashMap<&str, u64> = C::fields().iter().map(|field| (field.name, field.most)).collect();
     let mut refusals = Refusals::default();
-    for (name, value) in settings.iter().filter(|(name, _)| !NO_COUNTS.contains(&name.as_str())) {
+    for (name, value) in &settings {
         if let Some(found) = value.as_u64() {
-            let most = most_of(name);
+            let most = most.get(name.as_str()).copied().unwrap_or(MOST);
             refusals.add(expect(found <= most, name, found, &format!("at most {most}")))?;
         }
     }
@@ -55,40 +52,17 @@ pub(crate) fn max_prompt_len(
 ) -> Result<usize> {
     match model.max_prompt_len(context, new_tokens) {
         Some(longest) => Ok(longest),
-        None if model.is_encoder_decoder() => usage(format!(
-            "{setting} = {new_tokens}: expected at most {}, the decoder's limit of {context} tokens{whose} less its start token",
-            context.saturating_sub(1)
-        )),
-        None => usage(format!(
-            "{setting} = {new_tokens} leaves no token for a prompt in the context of {context} tokens{whose}"
-        )),
-    }
-}
-
-/// Returns the maximum of a whole number among the settings: beyond use, and sums and products of a few of them are far below
-/// 64 bits.
-fn most_of(name: &str) -> u64 {
-    match name {
-        "num_ppo_epochs" => 10_000,
-        "train_batch_size"
-        | "per_device_train_batch_size"
-        | "per_device_eval_batch_size"
-        | "per_device_generation_batch_size"
-        | "generation_batches"
-        | "generation_batch_size"
-        | "steps_per_generation"
-        | "num_generations"
-        | "max_num_gen_batches"
-        | "gradient_accumulation_steps"
-        | "num_mini_batches"
-        | "local_rollout_forward_batch_size"
-        | "batch_size"
-        | "mini_batch_size"
-        | "reward_batch_size"
-        | "num_return_sequences" => MOST_ROWS as u64,
-        "response_length" | "max_new_tokens" | "min_new_tokens" | "max_prompt_length" => MOST_TOKENS,
-        "total_episodes" => MOST_EPISODES as u64,
-        _ => i32::MAX as u64,
+        None if model.is_encoder_decoder() => refuse(
+            setting,
+            format!(
+                " = {new_tokens}: expected at most {}, the decoder's limit of {context} tokens{whose} less its start token",
+                context.saturating_sub(1)
+            ),
+        ),
+        None => refuse(
+            setting,
+            format!(" = {new_tokens} leaves no token for a prompt in the context of {context} tokens{whose}"),
+        ),
     }
 }
 
@@ -102,19 +76,20 @@ impl PpoConfig {
         let sizes = self.sizes();
         let known = sizes.as_ref().ok();
         all([
-            at_least_one("response_length", self.response_length),
-            at_least_one("num_ppo_epochs", self.num_ppo_epochs),
-            at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size),
-            self.total_episodes.map_or(Ok(()), |episodes| at_least_one("total_episodes", episodes)),
-            above_zero("num_train_epochs", self.num_train_epochs),
-            above_zero("temperature", self.temperature),
-            above_zero("cliprange", self.cliprange),
-            above_zero("cliprange_value", self.cliprange_value),
-            zero_or_more("kl_coef", self.kl.kl_coef),
-            zero_or_more("vf_coef", self.vf_coef),
-            zero_to_one("gamma", self.gamma),
-            zero_to_one("lam", self.lam),
-            self.missing_eos_penalty.map_or(Ok(()), |penalty| zero_or_more("missing_eos_penalty", penalty)),
+            at_least_one(name_of!(self.response_length), self.response_length),
+            at_least_one(name_of!(self.num_ppo_epochs), self.num_ppo_epochs),
+            at_least_one(name_of!(self.local_rollout_forward_batch_size), self.local_rollout_forward_batch_size),
+            self.total_episodes.map_or(Ok(()), |episodes| at_least_one(name_of!(self.total_episodes), episodes)),
+            above_zero(name_of!(self.num_train_epochs), self.num_train_epochs),
+            above_zero(name_of!(self.temperature), self.temperature),
+            above_zero(name_of!(self.cliprange), self.cliprange),
+            above_zero(name_of!(self.cliprange_value), self.cliprange_value),
+            zero_or_more(name_of!(self.kl.kl_coef), self.kl.kl_coef),
+            zero_or_more(name_of!(self.vf_coef), self.vf_coef),
+            zero_to_one(name_of!(self.gamma), self.gamma),
+            zero_to_one(name_of!(self.lam), self.lam),
+            self.missing_eos_penalty
+                .map_or(Ok(()), |penalty| zero_or_more(name_of!(self.missing_eos_penalty), penalty)),
             self.check_penalty(),
             self.check_whitening(known),
             self.kl.check(!self.needs_critic()),
@@ -142,7 +117,7 @@ impl PpoConfig {
             self.data.check(self.eval_dataset_name.as_deref()),
             self.prompt_length.check(),
             self.check_adapters(),
-            self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),
+            self.clip_reward_value.map_or(Ok(()), |most| above_zero(name_of!(self.clip_reward_value), most)),
             self.mask.check(self.response_length, self.score_position),
             self.unsupervised.check(),
             self.ema.check(),
@@ -154,7 +129,7 @@ impl PpoConfig {
             self.alarms.check(self.run.checkpoints.save_steps.is_some()),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
-            at_least_one("num_eval_prompts", self.num_eval_prompts),
+            at_least_one(name_of!(self.num_eval_prompts), self.num_eval_prompts),
             self.check_best_metric(),
             sizes.map(drop),
         ])
@@ -172,21 +147,28 @@ impl PpoConfig {
         }
         let least = self.mask.min_response_length;
         if least > 0 {
-            usage(format!(
-                "min_response_length = {least} with tools or an environment: it can train on responses of an earlier update again, whose \
+            refuse(
+                name_of!(self.mask.min_response_length),
+                format!(
+                    " = {least} with tools or an environment: it can train on responses of an earlier update again, whose \
                  episodes are not kept; expected min_response_length = 0"
-            ))?;
+                ),
+            )?;
         }
         let long = self.prompt_length.long_prompts;
         if matches!(long, LongPrompts::TruncateLeft | LongPrompts::TruncateRight) {
-            usage(format!(
-                "long_prompts = {} with tools or an environment: a prompt with its tools is not cut; expected error or drop",
-                long.name()
-            ))?;
+            refuse(
+                name_of!(self.prompt_length.long_prompts),
+                format!(
+                    " = {} with tools or an environment: a prompt with its tools is not cut; expected error or drop",
+                    long.name()
+                ),
+            )?;
         }
         if !self.dist.ds3_gather_for_generation && self.policy_stage().shards_parameters() {
-            usage(
-                "ds3_gather_for_generation = false with tools or an environment: ranks would wait for each other's turns; expected true",
+            refuse(
+                name_of!(self.dist.ds3_gather_for_generation),
+                " = false with tools or an environment: ranks would wait for each other's turns; expected true",
             )?;
         }
         Ok(())
@@ -208,9 +190,10 @@ impl PpoConfig {
         let of_reference = ["objective/kl", "objective/non_score_reward", "objective/rlhf_reward"];
         let metric = self.eval.metric_for_best_model.as_deref();
         if let Some(metric) = metric.filter(|metric| of_reference.contains(metric) && !self.has_reference()) {
-            return usage(format!(
-                "metric_for_best_model = {metric} needs a reference model, and with kl_coef = 0 there is none"
-            ));
+            return refuse(
+                name_of!(self.eval.metric_for_best_model),
+                format!(" = {metric} needs a reference model, and with kl_coef = 0 there is none"),
+            );
         }
         let known = ["eval/score", "eval/response_length", EVAL_SCORES];
         let with_kl = ["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES];
@@ -223,7 +206,7 @@ impl PpoConfig {
         let [low, high, dual] = if self.preset.is_of_groups() {
             ["epsilon", "epsilon_high", "delta"]
         } else {
-            ["cliprange", "cliprange_high", "dual_clip"]
+            [name_of!(self.cliprange), name_of!(self.loss.cliprange_high), name_of!(self.loss.dual_clip)]
         };
         let range = self.cliprange;
         let mut refusals = Refusals::default();
@@ -268,13 +251,20 @@ impl PpoConfig {
         let last = self.num_ppo_epochs == 1;
         all([
             self.loss.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
-                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to skip")
+                no_effect(
+                    name_of!(self.loss.target_kl),
+                    kl,
+                    "with num_ppo_epochs = 1: there is no second epoch to skip",
+                )
             }),
             // The largest weight of CISPO bounds a ratio of 1 too.
-            limit("cliprange_high", self.loss.cliprange_high.filter(|_| self.loss.loss_type != LossType::Cispo)),
-            limit("dual_clip", self.loss.dual_clip),
-            limit("ratio_threshold", self.loss.ratio_threshold),
-            limit("off_policy_mask_threshold", self.loss.off_policy_mask_threshold),
+            limit(
+                name_of!(self.loss.cliprange_high),
+                self.loss.cliprange_high.filter(|_| self.loss.loss_type != LossType::Cispo),
+            ),
+            limit(name_of!(self.loss.dual_clip), self.loss.dual_clip),
+            limit(name_of!(self.loss.ratio_threshold), self.loss.ratio_threshold),
+            limit(name_of!(self.loss.off_policy_mask_threshold), self.loss.off_policy_mask_threshold),
         ])
     }
 
@@ -289,22 +279,25 @@ impl PpoConfig {
         let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
         let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
         let range = &self.reward_clip_range;
-        let coefs = [("kl_coef", self.kl.kl_coef), ("kl_coef_end", self.kl.kl_coef_end.unwrap_or(0.0))];
+        let coefs = [
+            (name_of!(self.kl.kl_coef), self.kl.kl_coef),
+            (name_of!(self.kl.kl_coef_end), self.kl.kl_coef_end.unwrap_or(0.0)),
+        ];
         let in_rewards = coefs.into_iter().find(|(_, coef)| !self.kl.kl_in_loss && *coef != 0.0);
         let found = [
             (!range.is_empty()).then(|| {
                 let range: Vec<String> = range.iter().map(f64::to_string).collect();
-                ("reward_clip_range", range.join(","))
+                (name_of!(self.reward_clip_range), range.join(","))
             }),
-            number("clip_reward_value", self.clip_reward_value),
-            number("missing_eos_penalty", self.missing_eos_penalty),
-            flag("non_eos_penalty", self.non_eos_penalty),
-            self.groups.overlong_buffer_len.map(|found| ("overlong_buffer_len", found.to_string())),
-            flag("use_score_scaling", self.score_scaling.use_score_scaling),
-            number("score_clip", self.score_scaling.score_clip),
-            listed("reward_normalize", &self.rewards.reward_normalize),
-            listed("reward_scale", &self.rewards.reward_scale),
-            listed("reward_clip", &self.rewards.reward_clip),
+            number(name_of!(self.clip_reward_value), self.clip_reward_value),
+            number(name_of!(self.missing_eos_penalty), self.missing_eos_penalty),
+            flag(name_of!(self.non_eos_penalty), self.non_eos_penalty),
+            self.groups.overlong_buffer_len.map(|found| (name_of!(self.groups.overlong_buffer_len), found.to_string())),
+            flag(name_of!(self.score_scaling.use_score_scaling), self.score_scaling.use_score_scaling),
+            number(name_of!(self.score_scaling.score_clip), self.score_scaling.score_clip),
+            listed(name_of!(self.rewards.reward_normalize), &self.rewards.reward_normalize),
+            listed(name_of!(self.rewards.reward_scale), &self.rewards.reward_scale),
+            listed(name_of!(self.rewards.reward_clip), &self.rewards.reward_clip),
         ];
         let mut refusals = Refusals::default();
         for (name, found) in found.into_iter().flatten() {
@@ -323,30 +316,37 @@ impl PpoConfig {
         let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
         all([
             if rows > 1 && least > 0 {
-                usage(format!(
-                    "min_response_length = {least} with num_generations = {rows}: responses that are left out would cut their groups; \
+                refuse(
+                    name_of!(self.mask.min_response_length),
+                    format!(
+                        " = {least} with num_generations = {rows}: responses that are left out would cut their groups; \
                      expected min_response_length = 0"
-                ))
+                    ),
+                )
             } else {
                 Ok(())
             },
             match (&range[..], self.clip_reward_value) {
                 ([], _) => Ok(()),
-                ([_, _], Some(most)) => usage(format!(
-                    "reward_clip_range = {found} and clip_reward_value = {most} exclude each other: set one of them"
-                )),
+                ([_, _], Some(most)) => exclude(
+                    name_of!(self.reward_clip_range),
+                    name_of!(self.clip_reward_value),
+                    format!(" = {found} and clip_reward_value = {most} exclude each other: set one of them"),
+                ),
                 ([low, high], None) if low < high => Ok(()),
-                _ => usage(format!(
-                    "reward_clip_range = {found}: expected two numbers LOW,HIGH, the first below the second"
-                )),
+                _ => refuse(
+                    name_of!(self.reward_clip_range),
+                    format!(" = {found}: expected two numbers LOW,HIGH, the first below the second"),
+                ),
             },
             if self.mask.mask_truncated_completions
                 && self.stop_token.is_none()
                 && self.stop_token_id.is_none()
                 && self.sampling.stop_strings.is_empty()
             {
-                usage(
-                    "mask_truncated_completions = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
+                refuse(
+                    name_of!(self.mask.mask_truncated_completions),
+                    " = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
                      would be masked",
                 )
             } else {
@@ -368,32 +368,33 @@ impl PpoConfig {
             AdvantageEstimator::Reinforce | AdvantageEstimator::ReinforceBaseline | AdvantageEstimator::Remax
         );
         let mut refusals = Refusals::default();
-        let path = self.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
-        let stage = self.dist.critic_zero_stage.map(|stage| ("critic_zero_stage", stage.to_string()));
+        let path =
+            self.value_model_path.iter().map(|path| (name_of!(self.value_model_path), path.display().to_string()));
+        let stage = self.dist.critic_zero_stage.map(|stage| (name_of!(self.dist.critic_zero_stage), stage.to_string()));
         let number = |name, found: f64, usual: f64| (found != usual).then(|| (name, found.to_string()));
         let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
         let others = [
-            number("vf_coef", self.vf_coef, usual.vf_coef),
-            number("cliprange_value", self.cliprange_value, usual.cliprange_value),
-            number("lam", self.lam, usual.lam),
-            number("gamma", self.gamma, usual.gamma).filter(|_| !by_returns),
-            flag("value_head", self.legacy.value_head),
-            flag("whiten_rewards", self.whiten_rewards),
-            (!self.mask.last_value_in_loss).then(|| ("last_value_in_loss", "false".to_string())),
-            self.value_peft.value_use_peft.map(|found| ("value_use_peft", found.to_string())),
+            number(name_of!(self.vf_coef), self.vf_coef, usual.vf_coef),
+            number(name_of!(self.cliprange_value), self.cliprange_value, usual.cliprange_value),
+            number(name_of!(self.lam), self.lam, usual.lam),
+            number(name_of!(self.gamma), self.gamma, usual.gamma).filter(|_| !by_returns),
+            flag(name_of!(self.legacy.value_head), self.legacy.value_head),
+            flag(name_of!(self.whiten_rewards), self.whiten_rewards),
+            (!self.mask.last_value_in_loss).then(|| (name_of!(self.mask.last_value_in_loss), "false".to_string())),
+            self.value_peft.value_use_peft.map(|found| (name_of!(self.value_peft.value_use_peft), found.to_string())),
         ];
         for (name, found) in path.chain(stage).chain(self.value.given()).chain(others.into_iter().flatten()) {
             refusals.add(no_effect(name, found, &why))?;
         }
         let is_remax = self.advantage.advantage_estimator == AdvantageEstimator::Remax;
         if (!by_returns || is_remax) && self.whiten_advantages == WhitenAdvantages::MiniBatch {
-            let own = if is_remax {
+            let local = if is_remax {
                 "whose advantages are not whitened"
             } else {
                 "which has scale_rewards and normalize_advantages"
             };
-            let why = format!("with advantage_estimator = {name}, {own}");
-            refusals.add(no_effect("whiten_advantages", "mini_batch", &why))?;
+            let why = format!("with advantage_estimator = {name}, {local}");
+            refusals.add(no_effect(name_of!(self.whiten_advantages), "mini_batch", &why))?;
         }
         refusals.add(self.check_without_reference())?;
         refusals.end()
@@ -411,10 +412,10 @@ impl PpoConfig {
             if self.kl.kl_estimator == usual.kl.kl_estimator {
                 Ok(())
             } else {
-                no_effect("kl_estimator", estimator, why)
+                no_effect(name_of!(self.kl.kl_estimator), estimator, why)
             },
             if self.kl.use_bias_correction_kl && !usual.kl.use_bias_correction_kl {
-                no_effect("use_bias_correction_kl", true, why)
+                no_effect(name_of!(self.kl.use_bias_correction_kl), true, why)
             } else {
                 Ok(())
             },
@@ -426,9 +427,18 @@ impl PpoConfig {
         let (least, most) = (self.sampling.min_new_tokens, self.response_length);
         let stops = self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty();
         all([
-            expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}")),
+            expect(
+                least <= most,
+                name_of!(self.sampling.min_new_tokens),
+                least,
+                &format!("at most response_length = {most}"),
+            ),
             if least > 0 && !stops {
-                no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings")
+                no_effect(
+                    name_of!(self.sampling.min_new_tokens),
+                    least,
+                    "without stop_token, stop_token_id or stop_strings",
+                )
             } else {
                 Ok(())
             },
@@ -441,18 +451,24 @@ impl PpoConfig {
             return Ok(());
         }
         if self.mask.min_response_length > 0 {
-            return usage(format!(
-                "logprobs_of = filtered with min_response_length = {}: where responses are trained on again, the filters of an \
+            return refuse(
+                name_of!(self.sampling.logprobs_of),
+                format!(
+                    " = filtered with min_response_length = {}: where responses are trained on again, the filters of an \
                  earlier policy would be taken for this one's: expected min_response_length = 0, or logprobs_of = policy",
-                self.mask.min_response_length
-            ));
+                    self.mask.min_response_length
+                ),
+            );
         }
         if self.legacy.raw_logprobs && self.temperature != 1.0 {
-            return usage(format!(
-                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: the sampled distribution is filtered at that \
+            return refuse(
+                name_of!(self.sampling.logprobs_of),
+                format!(
+                    " = filtered with raw_logprobs = true and temperature = {}: the sampled distribution is filtered at that \
                  temperature: expected temperature = 1, or raw_logprobs = false",
-                self.temperature
-            ));
+                    self.temperature
+                ),
+            );
         }
         Ok(())
     }
@@ -461,15 +477,19 @@ impl PpoConfig {
         let value = self.penalty_reward_value;
         all([
             match (self.missing_eos_penalty, self.non_eos_penalty) {
-                (Some(penalty), true) => usage(format!(
-                    "missing_eos_penalty = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces \
+                (Some(penalty), true) => exclude(
+                    name_of!(self.missing_eos_penalty),
+                    name_of!(self.non_eos_penalty),
+                    format!(
+                        " = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces \
                      it, exclude each other: set one of them"
-                )),
+                    ),
+                ),
                 _ => Ok(()),
             },
-            expect(value.is_finite(), "penalty_reward_value", value, "a number"),
+            expect(value.is_finite(), name_of!(self.penalty_reward_value), value, "a number"),
             if value != -1.0 && !self.non_eos_penalty {
-                no_effect("penalty_reward_value", value, "without non_eos_penalty = true")
+                no_effect(name_of!(self.penalty_reward_value), value, "without non_eos_penalty = true")
             } else {
                 Ok(())
             },
@@ -480,8 +500,9 @@ impl PpoConfig {
         if self.whiten_advantages == WhitenAdvantages::MiniBatch
             && sizes.is_some_and(|sizes| sizes.epoch.parts(sizes.batch_size) == 1)
         {
-            return usage(
-                "whiten_advantages = mini_batch is the same as batch where an epoch is one mini-batch: set one of the two",
+            return refuse(
+                name_of!(self.whiten_advantages),
+                " = mini_batch is the same as batch where an epoch is one mini-batch: set one of the two",
             );
         }
         Ok(())
@@ -489,9 +510,11 @@ impl PpoConfig {
 
     fn check_stop(&self) -> Result<()> {
         match (self.stop_token, self.stop_token_id) {
-            (Some(StopToken::Eos), Some(id)) => {
-                usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"))
-            }
+            (Some(StopToken::Eos), Some(id)) => exclude(
+                name_of!(self.stop_token),
+                name_of!(self.stop_token_id),
+                format!(" = eos and stop_token_id = {id} exclude each other: set one of them"),
+            ),
             _ => Ok(()),
         }
     }
@@ -509,12 +532,12 @@ impl PpoConfig {
 
     /// Checks the adapters of both models.
     fn check_adapters(&self) -> Result<()> {
-        let own = &self.value_peft;
+        let local = &self.value_peft;
         if self.value_lora().is_none() {
             let given = [
-                ("value_lora_target_modules", !own.value_lora_target_modules.is_empty()),
-                ("value_lora_modules_to_save", !own.value_lora_modules_to_save.is_empty()),
-                ("value_lora_r", own.value_lora_r.is_some()),
+                ("value_lora_target_modules", !local.value_lora_target_modules.is_empty()),
+                ("value_lora_modules_to_save", !local.value_lora_modules_to_save.is_empty()),
+                ("value_lora_r", local.value_lora_r.is_some()),
             ];
             if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
                 return usage(format!(
@@ -523,8 +546,8 @@ impl PpoConfig {
             }
             return self.peft.check();
         }
-        own.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
-        let rank = own.value_lora_r.unwrap_or(1);
+        local.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
+        let rank = local.value_lora_r.unwrap_or(1);
         expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
         // The value model's adapter has the shape of the policy's where it has no own setting.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
@@ -544,26 +567,30 @@ impl LegacyConfig {
         let refuse =
             |when: bool, name, found: &dyn Display, why| if when { no_effect(name, found, why) } else { Ok(()) };
         all([
-            of_preset("batch_size", self.batch_size),
-            of_preset("mini_batch_size", self.mini_batch_size),
+            of_preset(name_of!(self.batch_size), self.batch_size),
+            of_preset(name_of!(self.mini_batch_size), self.mini_batch_size),
             refuse(
                 self.raw_logprobs && config.temperature == 1.0 && !legacy,
-                "raw_logprobs",
+                name_of!(self.raw_logprobs),
                 &true,
                 "with temperature = 1",
             ),
             config.loss.target_kl.filter(unwatched).map_or(Ok(()), |kl| {
-                no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true")
+                no_effect(
+                    name_of!(config.loss.target_kl),
+                    kl,
+                    "with preset = trl-legacy and without early_stopping = true",
+                )
             }),
             refuse(
                 self.early_stopping && config.num_ppo_epochs == 1,
-                "early_stopping",
+                name_of!(self.early_stopping),
                 &true,
                 "with num_ppo_epochs = 1: there is no second epoch to skip",
             ),
             self.num_shared_layers.filter(|_| config.peft.use_peft).map_or(Ok(()), |layers| {
                 let why = "with use_peft = true: with an adapter the reference model shares all layers";
-                no_effect("num_shared_layers", layers, why)
+                no_effect(name_of!(self.num_shared_layers), layers, why)
             }),
             self.check_best(config),
             self.check_value_head(config),
@@ -574,10 +601,13 @@ impl LegacyConfig {
     fn check_best(&self, config: &PpoConfig) -> Result<()> {
         let moves = |metric: &&String| ["objective/scores", "objective/rlhf_reward"].contains(&metric.as_str());
         match config.eval.metric_for_best_model.as_ref().filter(moves) {
-            Some(metric) if config.score_scaling.use_score_scaling => usage(format!(
-                "metric_for_best_model = {metric} with use_score_scaling = true: these scores move with the running deviation \
+            Some(metric) if config.score_scaling.use_score_scaling => refuse(
+                name_of!(config.eval.metric_for_best_model),
+                format!(
+                    " = {metric} with use_score_scaling = true: these scores move with the running deviation \
                  while the policy stays; expected objective/raw_scores, or eval/score with eval_steps"
-            )),
+                ),
+            ),
             _ => Ok(()),
         }
     }
@@ -588,21 +618,23 @@ impl LegacyConfig {
         }
         let mut refusals = Refusals::default();
         if config.kl.kl_in_loss && config.kl.kl_estimator == KlEstimator::Full {
-            refusals.add(usage(
-                "kl_in_loss = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
+            refusals.add(refuse(name_of!(config.kl.kl_in_loss), " = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
                  model of its own; expected mse, k3 or abs",
             ))?;
         }
         if config.run.fp16 {
-            refusals.add(usage(
-                "fp16 = true with value_head = true: a loss scale belongs to one model; expected bf16 = true",
+            refusals.add(refuse(
+                name_of!(config.run.fp16),
+                " = true with value_head = true: a loss scale belongs to one model; expected bf16 = true",
             ))?;
         }
-        let path = config.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
-        let stage = config.dist.critic_zero_stage.map(|stage| ("critic_zero_stage", stage.to_string()));
+        let path =
+            config.value_model_path.iter().map(|path| (name_of!(config.value_model_path), path.display().to_string()));
+        let stage =
+            config.dist.critic_zero_stage.map(|stage| (name_of!(config.dist.critic_zero_stage), stage.to_string()));
         for (name, found) in path.chain(stage).chain(config.value.given()) {
-            refusals.add(usage(format!(
-                "{name} = {found} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
+            refusals.add(refuse(name, format!(
+                " = {found} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
                  value model"
             )))?;
         }
@@ -614,9 +646,9 @@ impl ValueConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
         let mut refusals = Refusals::default();
         for (name, found) in [
-            ("value_learning_rate", self.value_learning_rate),
-            ("value_weight_decay", self.value_weight_decay),
-            ("value_max_grad_norm", self.value_max_grad_norm),
+            (name_of!(self.value_learning_rate), self.value_learning_rate),
+            (name_of!(self.value_weight_decay), self.value_weight_decay),
+            (name_of!(self.value_max_grad_norm), self.value_max_grad_norm),
         ] {
             refusals.add(found.map_or(Ok(()), |found| zero_or_more(name, found)))?;
         }
@@ -629,11 +661,14 @@ impl ValueConfig {
         let schedule = optimizer.lr_scheduler_type;
         if let Some(steps) = self.value_lr_warmup_steps.filter(|&n| n > 0 && schedule == LrSchedulerType::Constant) {
             let why = "with the value model's schedule constant; constant_with_warmup has a warm-up";
-            refusals.add(no_effect("value_lr_warmup_steps", steps, why))?;
+            refusals.add(no_effect(name_of!(self.value_lr_warmup_steps), steps, why))?;
         }
         let too_high = |end: &f64| schedule.falls() && *end >= peak;
         if let (Some(_), Some(end)) = (self.value_learning_rate, optimizer.lr_end.filter(too_high)) {
-            refusals.add(usage(format!("lr_end = {end}: expected less than value_learning_rate = {peak}")))?;
+            refusals.add(refuse(
+                name_of!(optimizer.lr_end),
+                format!(" = {end}: expected less than value_learning_rate = {peak}"),
+            ))?;
         }
         refusals.end()
     }
@@ -643,15 +678,17 @@ impl RolloutLogConfig {
     fn check(&self) -> Result<()> {
         let interval = self.print_answers_interval;
         all([
-            at_least_one("print_answers_interval", interval),
+            at_least_one(name_of!(self.print_answers_interval), interval),
             if !self.print_answers && interval != 1 {
-                no_effect("print_answers_interval", interval, "without print_answers = true")
+                no_effect(name_of!(self.print_answers_interval), interval, "without print_answers = true")
             } else {
                 Ok(())
             },
             match self.rollouts_limit {
-                Some(limit) if !self.log_rollouts => no_effect("rollouts_limit", limit, "without log_rollouts = true"),
-                limit => limit.map_or(Ok(()), |limit| at_least_one("rollouts_limit", limit)),
+                Some(limit) if !self.log_rollouts => {
+                    no_effect(name_of!(self.rollouts_limit), limit, "without log_rollouts = true")
+                }
+                limit => limit.map_or(Ok(()), |limit| at_least_one(name_of!(self.rollouts_limit), limit)),
             },
         ])
     }
@@ -660,7 +697,7 @@ impl RolloutLogConfig {
 impl TestModeConfig {
     fn check(&self) -> Result<()> {
         match (self.enable_test_mode, self.test_stop_step) {
-            (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
+            (false, step @ 1..) => no_effect(name_of!(self.test_stop_step), step, "without enable_test_mode = true"),
             _ => Ok(()),
         }
     }

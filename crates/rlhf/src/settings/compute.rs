@@ -11,17 +11,17 @@ use rlhf_lm::model::{Dtype, ModelOptions, QuantizationConfig};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ComputeConfig {
     /// Dtype of the model's weights and computation; `auto` is that of its files.
-    #[setting(heading = SPEED, default = "auto")]
+    #[setting(heading = SPEED, default = "auto", short = "dtype of weights and computation")]
     pub dtype: Dtype,
     /// Quantization of the weights.
     #[setting(flatten)]
     #[serde(flatten)]
     pub quantization: QuantizationConfig,
     /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[setting(heading = SPEED, default = Device::Auto)]
+    #[setting(heading = SPEED, default = Device::Auto, resume = Free, short = "cpu, cuda, cuda:N or auto")]
     pub device: Device,
     /// Number of threads for tensor operations [default: one per core].
-    #[setting(heading = SPEED)]
+    #[setting(heading = SPEED, resume = Free)]
     pub num_threads: Option<usize>,
 }
 

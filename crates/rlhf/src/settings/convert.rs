@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
+use rlhf_base::name_of;
 use rlhf_base::schema::{ByteSize, Choice, Choices, RUN, Settings, defaults, expect};
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::Stored;
@@ -59,19 +60,19 @@ pub struct ConvertConfig {
     #[setting(positional, value_name = "FILE")]
     pub file: PathBuf,
     /// Folder for the model, new or empty.
-    #[setting(positional, value_name = "OUTPUT")]
+    #[setting(positional, value_name = "OUTPUT", short = "folder to write to")]
     pub output_dir: Option<PathBuf>,
     /// GGUF file to make of a model's folder; it must not exist.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "GGUF file to make of a model's folder")]
     pub output_file: Option<PathBuf>,
     /// Type of the matrices in the GGUF file; those whose rows are no multiple of 32 numbers are f16 in place of q8_0.
-    #[setting(heading = RUN, default = "f16")]
+    #[setting(heading = RUN, default = "f16", short = "type of the weights of a GGUF file")]
     pub outtype: GgufType,
     /// Dtype of the weights: float32 loses nothing.
-    #[setting(heading = RUN, choices = stated(), default = "float32")]
+    #[setting(heading = RUN, choices = stated(), default = "float32", short = "dtype of weights and computation")]
     pub dtype: Dtype,
     /// Maximum size of each file of saved weights, such as 5GB or 500MB.
-    #[setting(heading = RUN, default = "50GB")]
+    #[setting(heading = RUN, default = "50GB", short = "maximum size of a weights file")]
     pub max_shard_size: ByteSize,
 }
 
@@ -104,10 +105,10 @@ impl ConvertConfig {
                 return Err(Error::Usage(message.into()));
             }
             (Some(dir), Some(_)) => {
-                let message = format!("output_file: expected no output folder beside it, found {}", dir.display());
-                return Err(Error::Usage(message));
+                let rest = format!(": expected no output folder beside it, found {}", dir.display());
+                return Err(Error::refused(name_of!(self.output_file), rest));
             }
         }
-        expect(self.dtype != Dtype::Auto, "dtype", self.dtype.name(), "float32, bfloat16 or float16")
+        expect(self.dtype != Dtype::Auto, name_of!(self.dtype), self.dtype.name(), "float32, bfloat16 or float16")
     }
 }

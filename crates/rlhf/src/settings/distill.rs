@@ -7,12 +7,14 @@ use serde::Serialize;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::{DataConfig, PromptLengthConfig};
+use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
 use rlhf_base::schema::{
-    BATCHES, Choices, DATA, DIST, LOGGING, LOSS, MODELS, OPTIMIZER, Refusals, SAMPLING, SPEED, Settings, above_zero,
-    all, at_least_one, defaults, defaults_with, no_effect, steps_or_minus_one, usage, zero_to_one,
+    BATCHES, Choices, DATA, DIST, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Refusals, SAMPLING, SPEED,
+    Settings, above_zero, all, at_least_one, defaults, defaults_with, no_effect, refuse, steps_or_minus_one,
+    zero_to_one,
 };
 use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig};
 use rlhf_lm::generate::{MIN_TEMPERATURE, Sampling};
@@ -29,13 +31,13 @@ pub(crate) const EVAL_METRICS: [&str; 2] = ["eval_loss", "eval_entropy"];
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DistillConfig {
     /// Causal language model to train, the student: a folder or a hub name.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Causal language model to learn from, the teacher, which has the student's tokenizer: a folder or a hub name. It is frozen.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "teacher: folder or hub name")]
     pub teacher_model_name_or_path: PathBuf,
     /// Branch, tag or commit of `teacher_model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
@@ -66,46 +68,46 @@ pub struct DistillConfig {
 
     /// Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, most = MOST_ROWS, resume = Sizes)]
     pub train_batch_size: Option<usize>,
     /// Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, most = MOST_ROWS, resume = Sizes, short = "sequences per micro-batch")]
     pub per_device_train_batch_size: Option<usize>,
     /// Rows per forward pass in an evaluation.
-    #[setting(heading = BATCHES, default = 8)]
+    #[setting(heading = BATCHES, default = 8, most = MOST_ROWS, resume = Rounding)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, most = MOST_ROWS, resume = Sizes)]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[setting(heading = BATCHES, default = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0, resume = Length, short = "passes over the dataset")]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    #[setting(heading = BATCHES, parse = steps_or_minus_one, resume = Length)]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
     #[setting(heading = LOGGING, default = 10)]
     pub logging_steps: usize,
     /// Print and save sampled responses with each logged line of metrics; their score is the teacher's mean log-probability of a token.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub log_completions: bool,
     /// Number of responses of `log_completions` [default: 5].
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub num_completions_to_print: Option<usize>,
 
     /// Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of the rows, or of the teacher
     /// with `seq_kd`.
-    #[setting(heading = SAMPLING, default = 1.0)]
+    #[setting(heading = SAMPLING, default = 1.0, short = "share of updates with own responses")]
     pub lmbda: f64,
     /// In steps that are not on-policy, the teacher samples the responses.
-    #[setting(heading = SAMPLING)]
+    #[setting(heading = SAMPLING, short = "else the teacher's responses")]
     pub seq_kd: bool,
     /// Maximum tokens of a sampled response.
-    #[setting(aliases = ["max_new_tokens", "response_length"], heading = SAMPLING, default = 512)]
+    #[setting(aliases = ["max_new_tokens", "response_length"], heading = SAMPLING, default = 512, short = "maximum tokens of a response")]
     pub max_completion_length: usize,
     /// Temperature of sampling, and of both distributions in the loss.
-    #[setting(heading = SAMPLING, default = 1.0)]
+    #[setting(heading = SAMPLING, default = 1.0, short = "sampling temperature")]
     pub temperature: f64,
     /// Temperature of both distributions in the loss, where it is not that of sampling [default: `temperature`].
     #[setting(heading = LOSS)]
@@ -115,11 +117,11 @@ pub struct DistillConfig {
     #[serde(flatten)]
     pub sampling: SamplingConfig,
     /// Sequences of a rank that are decoded together.
-    #[setting(heading = SPEED, default = 64)]
+    #[setting(heading = SPEED, default = 64, most = MOST_ROWS, resume = Rounding)]
     pub local_rollout_forward_batch_size: usize,
     /// Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer by layer for each token,
     /// with less memory and more time.
-    #[setting(heading = DIST, default = true)]
+    #[setting(heading = DIST, default = true, resume = Free)]
     pub ds3_gather_for_generation: bool,
 
     /// The loss.
@@ -135,7 +137,7 @@ pub struct DistillConfig {
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[setting(heading = OPTIMIZER, default = "1e-6")]
+    #[setting(heading = OPTIMIZER, default = "1e-6", short = "peak learning rate")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
     #[setting(flatten)]
@@ -159,7 +161,7 @@ pub struct DistillLossConfig {
     pub loss_type: DistillLoss,
     /// Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that from student to teacher
     /// (reverse), 0.5 the Jensen-Shannon divergence.
-    #[setting(heading = LOSS, default = 1.0)]
+    #[setting(heading = LOSS, default = 1.0, short = "0: forward KL, 1: reverse KL")]
     pub beta: f64,
     /// Compare the teacher's likeliest tokens only, this many in each place; 0 compares the whole vocabulary.
     #[setting(heading = LOSS, default = 0)]
@@ -198,6 +200,12 @@ impl DistillLossConfig {
             refusals.add(no_effect("loss_add_tail", false, "without loss_top_k"))?;
         }
         refusals.end()
+    }
+}
+
+impl RunSettings for DistillConfig {
+    fn described(&self) -> Vec<Field> {
+        Self::fields()
     }
 }
 
@@ -258,7 +266,7 @@ impl DistillConfig {
             let Some(temperature) = temperature else { continue };
             refusals.add(above_zero(name, temperature))?;
             if temperature > 0.0 && temperature < MIN_TEMPERATURE {
-                refusals.add(usage(format!("{name} = {temperature}: expected a number from {MIN_TEMPERATURE}")))?;
+                refusals.add(refuse(name, format!(" = {temperature}: expected a number from {MIN_TEMPERATURE}")))?;
             }
         }
         if self.seq_kd && self.lmbda == 1.0 {
@@ -266,13 +274,14 @@ impl DistillConfig {
             refusals.add(no_effect("seq_kd", true, why))?;
         }
         if self.sampling.logprobs_of == LogprobsOf::Filtered {
-            refusals.add(usage(
-                "logprobs_of = filtered: expected policy: the distributions that are compared are those over the whole vocabulary",
+            refusals.add(refuse(
+                "logprobs_of",
+                " = filtered: expected policy: the distributions that are compared are those over the whole vocabulary",
             ))?;
         }
         if self.loss.loss_type == DistillLoss::ReverseKlAdvantage && self.lmbda < 1.0 {
-            refusals.add(usage(format!(
-                "lmbda = {} with loss_type = reverse_kl_advantage: expected 1, as the advantage is that of tokens that the student has \
+            refusals.add(refuse("lmbda", format!(
+                " = {} with loss_type = reverse_kl_advantage: expected 1, as the advantage is that of tokens that the student has \
                  sampled; loss_type = jsd learns from other responses too",
                 self.lmbda
             )))?;

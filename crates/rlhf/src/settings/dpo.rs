@@ -9,12 +9,14 @@ use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::DataConfig;
 use crate::rl::reference::SyncConfig;
 use crate::rl::unsupervised::UnsupervisedConfig;
+use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    BATCHES, Choices, DATA, KL, LOGGING, LOSS, MODELS, OPTIMIZER, Refusals, Settings, above_zero, all, at_least_one,
-    defaults, defaults_with, expect, no_effect, steps_or_minus_one, usage, zero_to_one,
+    BATCHES, Choices, DATA, Field, KL, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Refusals, Settings, above_zero,
+    all, at_least_one, defaults, defaults_with, expect, no_effect, refuse, steps_or_minus_one, zero_to_one,
 };
 use rlhf_lm::model::PeftConfig;
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
@@ -41,7 +43,7 @@ pub(crate) const EVAL_METRICS: [&str; 11] = [
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DpoConfig {
     /// Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
@@ -62,7 +64,7 @@ pub struct DpoConfig {
     #[setting(heading = DATA)]
     pub eval_dataset_name: Option<PathBuf>,
     /// Maximum tokens of a prompt with a completion, which are truncated as `truncation_mode` says; none: those of the model.
-    #[setting(heading = DATA, default = "1024")]
+    #[setting(heading = DATA, default = "1024", short = "maximum tokens of a row")]
     pub max_length: Option<usize>,
     /// The end of a text that is kept where it is too long. With `keep_start`, pairs are dropped whose prompt alone has `max_length` tokens.
     #[setting(heading = DATA, default = "keep_start")]
@@ -70,23 +72,23 @@ pub struct DpoConfig {
 
     /// Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub train_batch_size: Option<usize>,
     /// Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "sequences per micro-batch")]
     pub per_device_train_batch_size: Option<usize>,
     /// Pairs per forward pass in an evaluation.
-    #[setting(heading = BATCHES, default = 8)]
+    #[setting(heading = BATCHES, default = 8, resume = Rounding, most = MOST_ROWS)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "micro-batches per update")]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[setting(heading = BATCHES, default = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0, resume = Length, short = "passes over the dataset")]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    #[setting(heading = BATCHES, parse = steps_or_minus_one, resume = Length, short = "optimizer steps [by epochs]")]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
     #[setting(heading = LOGGING, default = 10)]
@@ -101,11 +103,11 @@ pub struct DpoConfig {
     #[serde(flatten)]
     pub unsupervised: UnsupervisedConfig,
     /// Compute the log-probabilities of the reference model for all pairs before training, which then needs no such model in memory.
-    #[setting(heading = KL)]
+    #[setting(heading = KL, short = "reference numbers before training")]
     pub precompute_ref_log_probs: bool,
     /// Pairs per forward pass of `precompute_ref_log_probs` [default: `per_device_train_batch_size`, and `per_device_eval_batch_size` for
     /// the rows of evaluations].
-    #[setting(heading = KL)]
+    #[setting(heading = KL, resume = Rounding)]
     pub precompute_ref_batch_size: Option<usize>,
     /// A reference model that follows the policy.
     #[setting(flatten)]
@@ -120,7 +122,7 @@ pub struct DpoConfig {
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[setting(heading = OPTIMIZER, default = "1e-6")]
+    #[setting(heading = OPTIMIZER, default = "1e-6", replay = Changes, short = "peak learning rate")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
     #[setting(flatten)]
@@ -140,13 +142,13 @@ pub struct DpoConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DpoLossConfig {
     /// Loss of a pair; several are added with `loss_weights`.
-    #[setting(heading = LOSS, default = "sigmoid", several, delimiter = ',')]
+    #[setting(heading = LOSS, default = "sigmoid", several, delimiter = ',', replay = Changes, short = "hinge, ipo, ...: see --help")]
     pub loss_type: Vec<DpoLoss>,
     /// Weights of several losses, a number for each [default: 1].
     #[setting(heading = LOSS, several, delimiter = ',')]
     pub loss_weights: Vec<f64>,
     /// Strength of the reference model: a higher one keeps the policy nearer to it.
-    #[setting(heading = LOSS, default = 0.1)]
+    #[setting(heading = LOSS, default = 0.1, short = "nearness to the reference model")]
     pub beta: f64,
     /// Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust` (below 0.5, such as 0.1),
     /// `aot` and `aot_unpaired`.
@@ -227,6 +229,11 @@ impl DpoLoss {
         matches!(self, Self::ExoPair | Self::Robust | Self::Aot | Self::AotUnpaired)
     }
 
+    /// Whether its value for a pair depends on the other pairs of the micro-batch: it sorts them, or is one mean over their tokens.
+    fn compares_pairs(self) -> bool {
+        self.sorts() || self == Self::Sft
+    }
+
     /// Whether it sorts the pairs of a micro-batch.
     pub(crate) fn sorts(self) -> bool {
         matches!(self, Self::Aot | Self::AotUnpaired)
@@ -263,35 +270,42 @@ impl DpoLossConfig {
     fn check(&self) -> Result<()> {
         let (usual, mut refusals): (Self, _) = (defaults(), Refusals::default());
         let (types, weights) = (self.loss_type.len(), self.loss_weights.len());
-        refusals.add(expect(types > 0, "loss_type", "[]", "at least one loss"))?;
+        refusals.add(expect(types > 0, name_of!(self.loss_type), "[]", "at least one loss"))?;
         if weights > 0 && weights != types {
-            refusals
-                .add(usage(format!("loss_weights: expected a number for each of {types} losses, found {weights}")))?;
+            refusals.add(refuse(
+                name_of!(self.loss_weights),
+                format!(": expected a number for each of {types} losses, found {weights}"),
+            ))?;
         }
         if let Some(weight) = self.loss_weights.iter().find(|weight| !weight.is_finite()) {
-            refusals.add(expect(false, "loss_weights", weight, "finite numbers"))?;
+            refusals.add(expect(false, name_of!(self.loss_weights), weight, "finite numbers"))?;
         }
-        refusals.add(above_zero("beta", self.beta))?;
-        refusals.add(above_zero("discopop_tau", self.discopop_tau))?;
-        refusals.add(self.ld_alpha.map_or(Ok(()), |alpha| zero_to_one("ld_alpha", alpha)))?;
+        refusals.add(above_zero(name_of!(self.beta), self.beta))?;
+        refusals.add(above_zero(name_of!(self.discopop_tau), self.discopop_tau))?;
+        refusals.add(self.ld_alpha.map_or(Ok(()), |alpha| zero_to_one(name_of!(self.ld_alpha), alpha)))?;
         refusals.add(self.check_smoothing())?;
         refusals.add(self.check_divergence(&usual))?;
         refusals.add(self.check_weighting())?;
         if self.discopop_tau != usual.discopop_tau && !self.loss_type.contains(&DpoLoss::Discopop) {
-            refusals.add(no_effect("discopop_tau", self.discopop_tau, "without loss_type = discopop"))?;
+            refusals.add(no_effect(name_of!(self.discopop_tau), self.discopop_tau, "without loss_type = discopop"))?;
         }
         refusals.end()
     }
 
     fn check_smoothing(&self) -> Result<()> {
         let (smoothing, has) = (self.label_smoothing, |loss| self.loss_type.contains(&loss));
-        zero_to_one("label_smoothing", smoothing)?;
+        zero_to_one(name_of!(self.label_smoothing), smoothing)?;
         if has(DpoLoss::ExoPair) {
             let above = "a number above 0 and below 1 for loss_type = exo_pair; its paper has 0.001";
-            expect(smoothing > 0.0 && smoothing < 1.0, "label_smoothing", smoothing, above)?;
+            expect(smoothing > 0.0 && smoothing < 1.0, name_of!(self.label_smoothing), smoothing, above)?;
         }
         if has(DpoLoss::Robust) {
-            expect(smoothing < 0.5, "label_smoothing", smoothing, "a number below 0.5 for loss_type = robust")?;
+            expect(
+                smoothing < 0.5,
+                name_of!(self.label_smoothing),
+                smoothing,
+                "a number below 0.5 for loss_type = robust",
+            )?;
         }
         Ok(())
     }
@@ -300,32 +314,38 @@ impl DpoLossConfig {
         let is_alpha = self.f_divergence_type == FDivergence::AlphaDivergence;
         if !is_alpha && self.f_alpha_divergence_coef != usual.f_alpha_divergence_coef {
             let why = "without f_divergence_type = alpha_divergence";
-            return no_effect("f_alpha_divergence_coef", self.f_alpha_divergence_coef, why);
+            return no_effect(name_of!(self.f_alpha_divergence_coef), self.f_alpha_divergence_coef, why);
         }
         let coef = self.f_alpha_divergence_coef;
-        expect(coef.is_finite(), "f_alpha_divergence_coef", coef, "a finite number")?;
+        expect(coef.is_finite(), name_of!(self.f_alpha_divergence_coef), coef, "a finite number")?;
         let refused = self.loss_type.iter().find(|loss| !loss.allows_divergence());
         match refused.filter(|_| self.f_divergence_type != FDivergence::ReverseKl) {
-            Some(loss) => usage(format!(
-                "f_divergence_type = {} with loss_type = {}: expected reverse_kl, as other divergences are known up to a constant of the \
+            Some(loss) => refuse(
+                name_of!(self.f_divergence_type),
+                format!(
+                    " = {} with loss_type = {}: expected reverse_kl, as other divergences are known up to a constant of the \
                  prompt, which only the difference of both sides cancels",
-                Choices::name(self.f_divergence_type),
-                Choices::name(*loss)
-            )),
+                    Choices::name(self.f_divergence_type),
+                    Choices::name(*loss)
+                ),
+            ),
             None => Ok(()),
         }
     }
 
     fn check_weighting(&self) -> Result<()> {
-        let refused = |loss: &DpoLoss| loss.sorts() || *loss == DpoLoss::Sft;
-        match self.loss_type.iter().copied().find(refused).filter(|_| self.use_weighting) {
-            Some(DpoLoss::Sft) => usage(
-                "use_weighting = true with loss_type = sft: expected false, as sft is one mean over the tokens of all pairs; TRL fails with it",
+        match self.loss_type.iter().copied().find(|loss| loss.compares_pairs()).filter(|_| self.use_weighting) {
+            Some(DpoLoss::Sft) => refuse(
+                name_of!(self.use_weighting),
+                " = true with loss_type = sft: expected false, as sft is one mean over the tokens of all pairs; TRL fails with it",
             ),
-            Some(loss) => usage(format!(
-                "use_weighting = true with loss_type = {}: expected false, as the loss sorts the pairs, which the weights would no longer fit",
-                Choices::name(loss)
-            )),
+            Some(loss) => refuse(
+                name_of!(self.use_weighting),
+                format!(
+                    " = true with loss_type = {}: expected false, as the loss sorts the pairs, which the weights would no longer fit",
+                    Choices::name(loss)
+                ),
+            ),
             None => Ok(()),
         }
     }
@@ -350,6 +370,17 @@ impl DpoLossConfig {
     pub(crate) fn weighted(&self) -> impl Iterator<Item = (DpoLoss, f64)> {
         let weight = |at: usize| self.loss_weights.get(at).copied().unwrap_or(1.0);
         self.loss_type.iter().enumerate().map(move |(at, loss)| (*loss, weight(at)))
+    }
+}
+
+impl RunSettings for DpoConfig {
+    fn described(&self) -> Vec<Field> {
+        Self::fields()
+    }
+
+    fn loss_of_micro_batches(&self) -> Option<&'static str> {
+        let loss = self.loss.loss_type.iter().copied().find(|loss| loss.compares_pairs());
+        loss.map(Choices::name)
     }
 }
 
@@ -379,9 +410,9 @@ impl DpoConfig {
         check_sizes(self)?;
         all([
             self.data.check(self.eval_dataset_name.as_deref()),
-            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
-            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
-            at_least_one("logging_steps", self.logging_steps),
+            self.max_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_length), most)),
+            at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
+            at_least_one(name_of!(self.logging_steps), self.logging_steps),
             self.loss.check(),
             self.unsupervised.check(),
             self.check_reference(),
@@ -410,10 +441,13 @@ impl DpoConfig {
     fn check_dropout(&self) -> Result<()> {
         let drops = self.adapter_dropout() > 0.0;
         match self.loss.loss_type.iter().copied().find(|loss| loss.sorts()).filter(|_| drops) {
-            Some(loss) => usage(format!(
-                "disable_dropout = false with loss_type = {}: expected true, as pairs are sorted by the numbers of the policy without dropout",
-                Choices::name(loss)
-            )),
+            Some(loss) => refuse(
+                name_of!(self.disable_dropout),
+                format!(
+                    " = false with loss_type = {}: expected true, as pairs are sorted by the numbers of the policy without dropout",
+                    Choices::name(loss)
+                ),
+            ),
             None => Ok(()),
         }
     }
@@ -423,27 +457,24 @@ impl DpoConfig {
         let precomputes = self.precompute_ref_log_probs;
         let mut refusals = Refusals::default();
         if let Some(rows) = self.precompute_ref_batch_size {
-            refusals.add(at_least_one("precompute_ref_batch_size", rows))?;
+            refusals.add(at_least_one(name_of!(self.precompute_ref_batch_size), rows))?;
             if !precomputes {
                 let why = "without precompute_ref_log_probs = true";
-                refusals.add(no_effect("precompute_ref_batch_size", rows, why))?;
+                refusals.add(no_effect(name_of!(self.precompute_ref_batch_size), rows, why))?;
             }
         }
         refusals.add(self.sync.check(false, true))?;
         if self.sync.sync_ref_model && precomputes {
-            refusals.add(usage(
-                "sync_ref_model = true with precompute_ref_log_probs = true: expected one of them, as the reference model changes during training",
+            refusals.add(refuse(name_of!(self.sync.sync_ref_model), " = true with precompute_ref_log_probs = true: expected one of them, as the reference model changes during training",
             ))?;
         }
         if self.sync.sync_ref_model && self.peft.use_peft {
-            refusals.add(usage(
-                "sync_ref_model = true with use_peft: expected false, as an adapter has no whole weights to mix; the reference model is the \
+            refusals.add(refuse(name_of!(self.sync.sync_ref_model), " = true with use_peft: expected false, as an adapter has no whole weights to mix; the reference model is the \
                  policy without it",
             ))?;
         }
         if self.sync.sync_ref_model && self.run.dist.zero_stage.shards_parameters() && num_ranks() > 1 {
-            refusals.add(usage(
-                "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
+            refusals.add(refuse(name_of!(self.sync.sync_ref_model), " = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
                  expected zero_stage = 0, 1 or 2",
             ))?;
         }

@@ -12,9 +12,10 @@ use crate::data::SplitConfig;
 use crate::environment::EnvironmentConfig;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect,
-    no_effect, usage,
+    ANY, DATA, EVALUATION, MODELS, MOST_ROWS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all, at_least_one,
+    defaults, exclude, expect, no_effect, refuse, usage,
 };
 
 /// Maximum number of concurrent requests to a judge; each has a thread.
@@ -24,37 +25,37 @@ const MOST_REQUESTS: usize = 1024;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct EvaluateConfig {
     /// Language model to evaluate: a folder or a hub name.
-    #[setting(alias = "model", heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Language model to compare it with: a folder or a hub name.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "second model: folder or hub name")]
     pub compare: Option<PathBuf>,
     /// Branch, tag or commit of `compare` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub compare_revision: String,
     /// Column of the dataset with responses to compare with, in place of a second model.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "column with responses to compare")]
     pub compare_column: Option<String>,
 
     /// Dataset with the prompts: a file, a folder or a hub name.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "dataset: file, folder or hub name")]
     pub dataset_name: PathBuf,
     /// Its split and its columns.
     #[setting(flatten)]
     #[serde(flatten)]
     pub split: SplitConfig,
     /// Number of prompts, from the start of the dataset [default: all].
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, resume = Free, short = "prompts from the start of the dataset")]
     pub num_prompts: Option<usize>,
     /// Put a prompt that is a string into the chat template, as a user message.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "put text prompts into the chat template")]
     pub apply_chat_template: bool,
 
     /// Reward model that scores the responses, a sequence classifier: a folder or a hub name.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, short = "reward model, a sequence classifier")]
     pub reward_model_path: Option<PathBuf>,
     /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
     #[setting(heading = REWARDS)]
@@ -73,11 +74,11 @@ pub struct EvaluateConfig {
     pub judge: JudgeConfig,
     /// A response is right if its score is at least this; gives the share of right responses and pass@k [default: 1, if all scores
     /// are 0 or 1].
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, resume = Free)]
     pub pass_score: Option<f64>,
     /// Maximum calls of the judge, retries aside: one for each score, or two for each pair. Fewer prompts are evaluated if it does
     /// not suffice.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, resume = Free, short = "maximum calls of the judge")]
     pub max_judgements: Option<usize>,
 
     /// Sampling of the responses.
@@ -85,18 +86,18 @@ pub struct EvaluateConfig {
     #[serde(flatten)]
     pub sampling: ResponsesConfig,
     /// Seed of the sampling and of the intervals.
-    #[setting(heading = SAMPLING, default = 42)]
+    #[setting(heading = SAMPLING, default = 42, most = ANY, short = "random seed")]
     pub seed: u64,
 
     /// Folder for the responses, the results and their summary. An evaluation that was cut continues there.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, resume = Free, short = "folder to write to")]
     pub output_dir: PathBuf,
     /// Replace the evaluation in `output_dir`.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "replace an existing output folder")]
     #[serde(skip)] // Consent to lose results is given for one evaluation.
     pub overwrite_output_dir: bool,
     /// Sequences per forward pass; affects memory and speed only.
-    #[setting(heading = SPEED, default = 32)]
+    #[setting(heading = SPEED, default = 32, most = MOST_ROWS, resume = Free, short = "sequences per forward pass")]
     pub batch_size: usize,
     /// Computation.
     #[setting(flatten)]
@@ -108,15 +109,15 @@ pub struct EvaluateConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct JudgeConfig {
     /// Command line of a program that compares two responses: a JSON line in, a JSON line out.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, short = "program that compares two responses")]
     pub judge_command: Option<String>,
     /// Address of an OpenAI-compatible API whose model compares two responses, such as `https://api.openai.com/v1`; its key is the
     /// environment variable RLHF_JUDGE_API_KEY, or OPENAI_API_KEY for api.openai.com.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, short = "OpenAI-compatible API of a judge")]
     #[serde(serialize_with = "address")]
     pub judge_url: Option<String>,
     /// Name of the model at `judge_url`.
-    #[setting(heading = EVALUATION)]
+    #[setting(heading = EVALUATION, short = "name of the model at judge_url")]
     pub judge_model: Option<String>,
     /// File with the message to the model at `judge_url`, in which {prompt}, {response_a} and {response_b} are replaced [default: a
     /// template that asks for A, B or tie].
@@ -129,13 +130,13 @@ pub struct JudgeConfig {
     #[setting(heading = EVALUATION, default = "16")]
     pub judge_max_tokens: Option<usize>,
     /// Concurrent requests to `judge_url`.
-    #[setting(heading = EVALUATION, default = 4)]
+    #[setting(heading = EVALUATION, default = 4, resume = Free)]
     pub judge_concurrency: usize,
     /// Timeout in seconds for a verdict.
-    #[setting(heading = EVALUATION, default = 120.0)]
+    #[setting(heading = EVALUATION, default = 120.0, resume = Free)]
     pub judge_timeout: f64,
     /// Retries after a judge fails, before the pair has no verdict.
-    #[setting(heading = EVALUATION, default = 3)]
+    #[setting(heading = EVALUATION, default = 3, resume = Free)]
     pub judge_retries: usize,
 }
 
@@ -193,26 +194,32 @@ impl EvaluateConfig {
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let sides = match (&self.compare, &self.compare_column) {
-            (Some(model), Some(column)) => usage(format!(
-                "compare = {} and compare_column = {column} exclude each other: set one of them",
-                model.display()
-            )),
+            (Some(model), Some(column)) => exclude(
+                name_of!(self.compare),
+                name_of!(self.compare_column),
+                format!(" = {} and compare_column = {column} exclude each other: set one of them", model.display()),
+            ),
             _ => Ok(()),
         };
         let revision = match &self.compare {
             None if self.compare_revision != "main" => {
-                no_effect("compare_revision", &self.compare_revision, "without compare")
+                no_effect(name_of!(self.compare_revision), &self.compare_revision, "without compare")
             }
             _ => Ok(()),
         };
         let needed = self.judgements_per_prompt();
         let enough = self.max_judgements.map_or(Ok(()), |most| {
-            expect(most >= needed, "max_judgements", most, &format!("at least {needed}, the calls for one prompt"))
+            expect(
+                most >= needed,
+                name_of!(self.max_judgements),
+                most,
+                &format!("at least {needed}, the calls for one prompt"),
+            )
         });
         let normalize = match self.rewards.reward_normalize.join(",") {
             none if none.is_empty() => Ok(()),
             set => no_effect(
-                "reward_normalize",
+                name_of!(self.rewards.reward_normalize),
                 set,
                 "in an evaluation: its scores do not depend on those of other responses",
             ),
@@ -225,9 +232,9 @@ impl EvaluateConfig {
             self.judge.check(),
             self.rewards.check(),
             enough,
-            self.num_prompts.map_or(Ok(()), |count| at_least_one("num_prompts", count)),
-            expect(!self.output_dir.as_os_str().is_empty(), "output_dir", "\"\"", "a folder"),
-            at_least_one("batch_size", self.batch_size),
+            self.num_prompts.map_or(Ok(()), |count| at_least_one(name_of!(self.num_prompts), count)),
+            expect(!self.output_dir.as_os_str().is_empty(), name_of!(self.output_dir), "\"\"", "a folder"),
+            at_least_one(name_of!(self.batch_size), self.batch_size),
             self.split.check(),
             self.compute.check(),
             self.generate(&self.model_name_or_path, &self.model_revision).check(),
@@ -241,21 +248,26 @@ impl EvaluateConfig {
         let judge = &self.judge;
         let pairwise = match (&judge.judge_command, &judge.judge_url) {
             (Some(_), Some(_)) => {
-                return usage("judge_command: a program and judge_url exclude each other: set one of them");
+                return exclude(
+                    "judge_command",
+                    "judge_url",
+                    ": a program and judge_url exclude each other: set one of them",
+                );
             }
             (Some(_), None) => Some("judge_command"),
             (None, Some(_)) => Some("judge_url"),
             (None, None) => None,
         };
         match (pairwise, rewards.is_empty()) {
-            (Some(name), false) => usage(format!(
-                "{name}: a judge of pairs and rewards, which score single responses, exclude each other: set one of them"
-            )),
-            (Some(name), true) if !self.compares() => usage(format!(
-                "{name}: expected compare or compare_column, as it judges pairs of responses, found neither"
-            )),
+            (Some(name), false) => refuse(
+                name,
+                ": a judge of pairs and rewards, which score single responses, exclude each other: set one of them",
+            ),
+            (Some(name), true) if !self.compares() => {
+                refuse(name, ": expected compare or compare_column, as it judges pairs of responses, found neither")
+            }
             (Some(_), true) if self.pass_score.is_some() => no_effect(
-                "pass_score",
+                name_of!(self.pass_score),
                 self.pass_score.unwrap_or_default(),
                 "with a judge of pairs, which gives no scores",
             ),
@@ -263,8 +275,9 @@ impl EvaluateConfig {
                 "no judge: set reward_model_path, reward, reward_command or reward_url to compare scores, or judge_command or \
                  judge_url to compare pairs of responses",
             ),
-            (None, true) if self.compare_column.is_some() => usage(
-                "compare_column: an environment scores no column: set reward_model_path, reward, reward_command or reward_url to compare \
+            (None, true) if self.compare_column.is_some() => refuse(
+                name_of!(self.compare_column),
+                ": an environment scores no column: set reward_model_path, reward, reward_command or reward_url to compare \
                  scores, or judge_command or judge_url to compare pairs of responses",
             ),
             _ => Ok(()),
@@ -290,31 +303,50 @@ impl JudgeConfig {
         let seconds = self.judge_timeout;
         all([
             match (&self.judge_url, &self.judge_model) {
-                (Some(_), None) => usage("judge_model: expected the name of the model at judge_url, found none"),
+                (Some(_), None) => {
+                    refuse(name_of!(self.judge_model), ": expected the name of the model at judge_url, found none")
+                }
                 _ => Ok(()),
             },
-            of_url("judge_model", self.judge_model.clone()),
-            of_url("judge_template", self.judge_template.as_ref().map(|path| path.display().to_string())),
+            of_url(name_of!(self.judge_model), self.judge_model.clone()),
+            of_url(name_of!(self.judge_template), self.judge_template.as_ref().map(|path| path.display().to_string())),
             of_url(
-                "judge_temperature",
+                name_of!(self.judge_temperature),
                 differs(temperature != usual.judge_temperature, shown(temperature.map(|x| x.to_string()))),
             ),
-            of_url("judge_max_tokens", differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string())))),
             of_url(
-                "judge_concurrency",
+                name_of!(self.judge_max_tokens),
+                differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string()))),
+            ),
+            of_url(
+                name_of!(self.judge_concurrency),
                 differs(self.judge_concurrency != usual.judge_concurrency, self.judge_concurrency.to_string()),
             ),
-            of_pairs("judge_timeout", seconds != usual.judge_timeout, seconds.to_string()),
-            of_pairs("judge_retries", self.judge_retries != usual.judge_retries, self.judge_retries.to_string()),
+            of_pairs(name_of!(self.judge_timeout), seconds != usual.judge_timeout, seconds.to_string()),
+            of_pairs(
+                name_of!(self.judge_retries),
+                self.judge_retries != usual.judge_retries,
+                self.judge_retries.to_string(),
+            ),
             temperature.map_or(Ok(()), |found| {
-                expect(found >= 0.0 && found.is_finite(), "judge_temperature", found, "a number of 0 or more")
+                expect(
+                    found >= 0.0 && found.is_finite(),
+                    name_of!(self.judge_temperature),
+                    found,
+                    "a number of 0 or more",
+                )
             }),
-            tokens.map_or(Ok(()), |found| at_least_one("judge_max_tokens", found)),
-            at_least_one("judge_concurrency", self.judge_concurrency),
-            expect(self.judge_concurrency <= MOST_REQUESTS, "judge_concurrency", self.judge_concurrency, &most),
+            tokens.map_or(Ok(()), |found| at_least_one(name_of!(self.judge_max_tokens), found)),
+            at_least_one(name_of!(self.judge_concurrency), self.judge_concurrency),
+            expect(
+                self.judge_concurrency <= MOST_REQUESTS,
+                name_of!(self.judge_concurrency),
+                self.judge_concurrency,
+                &most,
+            ),
             expect(
                 seconds > 0.0 && seconds <= LONGEST_TIMEOUT,
-                "judge_timeout",
+                name_of!(self.judge_timeout),
                 seconds,
                 "a number of seconds above 0, at most a week",
             ),

@@ -9,9 +9,10 @@ use super::check::{check_sizes, max_prompt_len};
 use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
 use crate::environment::EnvironmentConfig;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    Choices, DATA, MODELS, SAMPLING, Setting, Settings, above_zero, all, any_text, at_least_one, defaults, expect,
-    usage, zero_or_more, zero_to_one,
+    ANY, Choices, DATA, MODELS, MOST_TOKENS, SAMPLING, Setting, Settings, above_zero, all, any_text, at_least_one,
+    defaults, expect, refuse, zero_or_more, zero_to_one,
 };
 use rlhf_base::weights::brief;
 use rlhf_base::{Error, Result};
@@ -64,7 +65,7 @@ const OF_DRAWS: [&str; 4] = ["top_h", "typical_p", "epsilon_cutoff", "eta_cutoff
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct GenerateConfig {
     /// Causal language model: a folder or a hub name.
-    #[setting(alias = "model", heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
@@ -80,7 +81,7 @@ pub struct GenerateConfig {
     #[setting(heading = DATA)]
     pub output_format: Option<Format>,
     /// Put a prompt that is a string into the chat template, as a user message.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "put text prompts into the chat template")]
     pub apply_chat_template: bool,
     /// System message of every conversation that has none.
     #[setting(heading = DATA)]
@@ -91,13 +92,13 @@ pub struct GenerateConfig {
     #[serde(flatten)]
     pub responses: ResponsesConfig,
     /// Minimum tokens of a response [default: the model's `generation_config.json`, else 0].
-    #[setting(heading = SAMPLING)]
+    #[setting(heading = SAMPLING, most = MOST_TOKENS)]
     pub min_new_tokens: Option<usize>,
     /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
     #[setting(heading = SAMPLING)]
     pub ignore_eos: bool,
     /// Seed of the sampling.
-    #[setting(heading = SAMPLING, default = 42)]
+    #[setting(heading = SAMPLING, default = 42, most = ANY, short = "random seed")]
     pub seed: u64,
 
     /// Tools and environments, with which a response has several turns.
@@ -145,26 +146,33 @@ impl GenerateConfig {
         dir: &Path,
     ) -> Result<GenerationConfig> {
         let file = ModelDefaults { settings: of_model, dir };
-        let do_sample = match (self.responses.do_sample, file.get("do_sample")) {
+        let do_sample = match (self.responses.do_sample, file.get(name_of!(self.responses.do_sample))) {
             (Some(set), _) => set,
             (None, None) => !self.is_greedy_by_omission(of_model),
-            (None, Some(found)) => found.as_bool().ok_or_else(|| file.wrong("do_sample", bool::EXPECTED, found))?,
+            (None, Some(found)) => {
+                found.as_bool().ok_or_else(|| file.wrong(name_of!(self.responses.do_sample), bool::EXPECTED, found))?
+            }
         };
-        let mut max_new_tokens = file.whole(self.responses.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
+        let mut max_new_tokens =
+            file.whole(self.responses.max_new_tokens, name_of!(self.responses.max_new_tokens), NEW_TOKENS)?;
         if self.responses.max_new_tokens.is_none() && max_new_tokens >= context {
             // The files of some models have their whole context, with no tokens left for a prompt.
             max_new_tokens = NEW_TOKENS;
         }
-        let min_new_tokens = file.whole(self.min_new_tokens, "min_new_tokens", 0)?;
+        let min_new_tokens = file.whole(self.min_new_tokens, name_of!(self.min_new_tokens), 0)?;
         let (temperature, top_k) = (
-            file.number(self.responses.sampler.temperature, "temperature", 1.0)?,
-            file.whole(self.responses.sampler.top_k, "top_k", 0)?,
+            file.number(self.responses.sampler.temperature, name_of!(self.responses.sampler.temperature), 1.0)?,
+            file.whole(self.responses.sampler.top_k, name_of!(self.responses.sampler.top_k), 0)?,
         );
         let (top_p, min_p) = (
-            file.number(self.responses.sampler.top_p, "top_p", 1.0)?,
-            file.number(self.responses.sampler.min_p, "min_p", 0.0)?,
+            file.number(self.responses.sampler.top_p, name_of!(self.responses.sampler.top_p), 1.0)?,
+            file.number(self.responses.sampler.min_p, name_of!(self.responses.sampler.min_p), 0.0)?,
         );
-        let repetition_penalty = file.number(self.responses.sampler.repetition_penalty, "repetition_penalty", 1.0)?;
+        let repetition_penalty = file.number(
+            self.responses.sampler.repetition_penalty,
+            name_of!(self.responses.sampler.repetition_penalty),
+            1.0,
+        )?;
         let mut resolved = Self { min_new_tokens: Some(min_new_tokens), ..self.clone() };
         (resolved.responses.do_sample, resolved.responses.max_new_tokens) = (Some(do_sample), Some(max_new_tokens));
         resolved.responses.sampler = SamplerConfig {
@@ -197,10 +205,10 @@ impl GenerateConfig {
         let mut generation = self.generation(model.config().generation_settings(), context, dir)?;
         let ResponsesConfig { stop_token_ids, stop_strings, .. } = &self.responses;
         if let Some(id) = stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
-            return usage(format!(
-                "stop_token_ids = {id}: expected ids below the vocabulary of {vocab} of {}",
-                dir.display()
-            ));
+            return refuse(
+                "stop_token_ids",
+                format!(" = {id}: expected ids below the vocabulary of {vocab} of {}", dir.display()),
+            );
         }
         generation.stop_token_ids.clone_from(stop_token_ids);
         if !self.ignore_eos {
@@ -259,7 +267,7 @@ impl GenerateConfig {
             )
         });
         let has_all = of_model.get("do_sample") == Some(&Value::Bool(true))
-            && of_model.get("top_k").is_none_or(Value::is_null)
+            && of_model.get(name_of!(self.responses.sampler.top_k)).is_none_or(Value::is_null)
             && self.responses.sampler.top_k.is_none()
             && generation.sampling != Sampling::Greedy;
         let all = has_all.then(|| {
@@ -285,16 +293,19 @@ impl GenerateConfig {
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let sources = match (&self.rows.dataset_name, &self.prompts[..]) {
-            (Some(dataset), prompts @ [_, ..]) => usage(format!(
-                "dataset_name = {} and {} prompts of your own exclude each other: give one of them",
-                dataset.display(),
-                prompts.len()
-            )),
+            (Some(dataset), prompts @ [_, ..]) => refuse(
+                name_of!(self.rows.dataset_name),
+                format!(
+                    " = {} and {} prompts of your own exclude each other: give one of them",
+                    dataset.display(),
+                    prompts.len()
+                ),
+            ),
             _ => Ok(()),
         };
         let enough = match (self.min_new_tokens, self.responses.max_new_tokens) {
             (Some(least), Some(most)) => {
-                expect(least <= most, "min_new_tokens", least, &format!("at most max_new_tokens = {most}"))
+                expect(least <= most, name_of!(self.min_new_tokens), least, &format!("at most max_new_tokens = {most}"))
             }
             _ => Ok(()),
         };
@@ -303,25 +314,28 @@ impl GenerateConfig {
         };
         let sequences = self.responses.num_return_sequences;
         let equal = if self.is_greedy() && sequences > 1 {
-            usage(format!(
-                "num_return_sequences = {sequences} would give equal responses, as the likeliest token is always taken; set \
+            refuse(
+                name_of!(self.responses.num_return_sequences),
+                format!(
+                    " = {sequences} would give equal responses, as the likeliest token is always taken; set \
                  num_return_sequences = 1, or do_sample = true with a temperature above 0"
-            ))
+                ),
+            )
         } else {
             Ok(())
         };
-        let ids = self
-            .responses
-            .stop_token_ids
-            .iter()
-            .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
+        let ids =
+            self.responses.stop_token_ids.iter().try_for_each(|&id| {
+                expect(id >= 0, name_of!(self.responses.stop_token_ids), id, "token ids, 0 or more")
+            });
         let endless = self.ignore_eos
             && self.environment.is_used()
             && self.responses.stop_token_ids.is_empty()
             && self.responses.stop_strings.is_empty();
         let ends = if endless {
-            usage(
-                "ignore_eos = true with tools and environments, without stop_token_ids or stop_strings: no turn would end",
+            refuse(
+                name_of!(self.ignore_eos),
+                " = true with tools and environments, without stop_token_ids or stop_strings: no turn would end",
             )
         } else {
             Ok(())
@@ -329,17 +343,28 @@ impl GenerateConfig {
         all([
             sources,
             ends,
-            self.responses.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
+            self.responses
+                .max_new_tokens
+                .map_or(Ok(()), |most| at_least_one(name_of!(self.responses.max_new_tokens), most)),
             enough,
-            at_least_one("num_return_sequences", sequences),
-            set(self.responses.sampler.temperature, zero_or_more, "temperature"),
-            set(self.responses.sampler.top_p, above_zero, "top_p"),
-            set(self.responses.sampler.top_p, zero_to_one, "top_p"),
-            set(self.responses.sampler.min_p, zero_to_one, "min_p"),
-            set(self.responses.sampler.repetition_penalty, above_zero, "repetition_penalty"),
+            at_least_one(name_of!(self.responses.num_return_sequences), sequences),
+            set(self.responses.sampler.temperature, zero_or_more, name_of!(self.responses.sampler.temperature)),
+            set(self.responses.sampler.top_p, above_zero, name_of!(self.responses.sampler.top_p)),
+            set(self.responses.sampler.top_p, zero_to_one, name_of!(self.responses.sampler.top_p)),
+            set(self.responses.sampler.min_p, zero_to_one, name_of!(self.responses.sampler.min_p)),
+            set(
+                self.responses.sampler.repetition_penalty,
+                above_zero,
+                name_of!(self.responses.sampler.repetition_penalty),
+            ),
             equal,
             ids,
-            expect(!self.responses.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            expect(
+                !self.responses.stop_strings.iter().any(String::is_empty),
+                name_of!(self.responses.stop_strings),
+                "\"\"",
+                "some text",
+            ),
             self.environment.check(),
             self.rows.check(),
         ])

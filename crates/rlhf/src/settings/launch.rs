@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks, machines or restarts: above any cluster, and far below an overflow.
@@ -14,26 +15,26 @@ const PORT: u16 = 29500;
 #[derive(Debug, Clone, PartialEq, Settings)]
 pub struct LaunchFlags {
     /// Number of ranks on this machine [default: one per GPU; 1 without a GPU or with --device cpu].
-    #[setting(alias = "num_gpus", heading = RUN)]
+    #[setting(alias = "num_gpus", heading = RUN, short = "ranks on this machine")]
     pub nproc_per_node: Option<usize>,
     /// Number of times that all ranks are started again after one of them failed. Training resumes from its newest checkpoint.
-    #[setting(heading = RUN, default = 0)]
+    #[setting(heading = RUN, default = 0, short = "restarts after a failed rank")]
     pub max_restarts: usize,
     /// Number of machines; each runs the same line with its own node_rank.
-    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1)]
+    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1, short = "number of machines")]
     pub nnodes: usize,
     /// Number of this machine, from 0.
-    #[setting(alias = "machine_rank", heading = RUN, default = 0)]
+    #[setting(alias = "machine_rank", heading = RUN, default = 0, short = "number of this machine, from 0")]
     pub node_rank: usize,
     /// Address of machine 0, where the ranks meet. Needed with several machines.
-    #[setting(alias = "main_process_ip", heading = RUN, default = "127.0.0.1", value_name = "HOST")]
+    #[setting(alias = "main_process_ip", heading = RUN, default = "127.0.0.1", value_name = "HOST", short = "address of machine 0")]
     pub master_addr: String,
     /// TCP port on machine 0 [default: a free one; 29500 with several machines].
-    #[setting(alias = "main_process_port", heading = RUN)]
+    #[setting(alias = "main_process_port", heading = RUN, short = "TCP port on machine 0")]
     pub master_port: Option<usize>,
     /// Configuration of `accelerate launch`: a YAML file with the ranks, and settings of sharding and precision for a training command.
     /// A flag wins over the file's ranks.
-    #[setting(heading = RUN, value_name = "FILE")]
+    #[setting(heading = RUN, value_name = "FILE", short = "configuration of accelerate")]
     pub config_file: Option<PathBuf>,
     /// Number of ranks on all machines, as `accelerate launch` counts them.
     #[setting(hide, heading = RUN)]
@@ -50,21 +51,26 @@ impl LaunchFlags {
         let ranks = self.nproc_per_node.unwrap_or(1);
         let alone = self.nnodes == 1;
         all([
-            at_least_one("nproc_per_node", ranks),
-            most("nproc_per_node", ranks),
-            most("max_restarts", self.max_restarts),
-            at_least_one("nnodes", self.nnodes),
-            most("nnodes", self.nnodes),
-            expect(self.node_rank < self.nnodes.max(1), "node_rank", self.node_rank, "a number below nnodes"),
+            at_least_one(name_of!(self.nproc_per_node), ranks),
+            most(name_of!(self.nproc_per_node), ranks),
+            most(name_of!(self.max_restarts), self.max_restarts),
+            at_least_one(name_of!(self.nnodes), self.nnodes),
+            most(name_of!(self.nnodes), self.nnodes),
+            expect(
+                self.node_rank < self.nnodes.max(1),
+                name_of!(self.node_rank),
+                self.node_rank,
+                "a number below nnodes",
+            ),
             expect(
                 alone || !is_loopback(&self.master_addr),
-                "master_addr",
+                name_of!(self.master_addr),
                 &self.master_addr,
                 "the address of machine 0, as nnodes is above 1",
             ),
             expect(
                 self.master_port.is_none_or(|port| (1..=usize::from(u16::MAX)).contains(&port)),
-                "master_port",
+                name_of!(self.master_port),
                 self.master_port.unwrap_or(0),
                 "a TCP port, 1 to 65535",
             ),
@@ -76,9 +82,9 @@ impl LaunchFlags {
         let Some(all_ranks) = self.num_processes else { return Ok(()) };
         let expected = format!("a multiple of nnodes = {}, at least one rank for each machine", self.nnodes);
         let divides = (1..=MOST).contains(&all_ranks) && all_ranks.is_multiple_of(self.nnodes.max(1));
-        expect(divides, "num_processes", all_ranks, &expected)?;
+        expect(divides, name_of!(self.num_processes), all_ranks, &expected)?;
         let contradicts = self.nproc_per_node.is_some_and(|ranks| Some(ranks) != self.local_ranks());
-        expect(!contradicts, "num_processes", all_ranks, "no value, as nproc_per_node is set")
+        expect(!contradicts, name_of!(self.num_processes), all_ranks, "no value, as nproc_per_node is set")
     }
 
     /// Returns the number of ranks on this machine that the flags set.

@@ -7,13 +7,14 @@ use crate::rl::learner::EpochPlan;
 use crate::run::sizes::rows_of_all_ranks;
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
-use rlhf_base::schema::{above_zero, at_least_one, expect, no_effect, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{self, above_zero, at_least_one, exclude, expect, no_effect, refuse, usage};
 
 /// Maximum number of responses, rows or updates of a run.
-pub(super) const MOST_EPISODES: usize = 1 << 40;
+pub(super) const MOST_EPISODES: usize = schema::MOST_EPISODES as usize;
 
 /// Maximum number of rows of an update: far above use, and small enough that a typing error does not end in a crash.
-pub(super) const MOST_ROWS: usize = 1 << 20;
+pub(super) const MOST_ROWS: usize = schema::MOST_ROWS as usize;
 
 /// Default number of responses of an update of TRL's trainer with `step()`.
 pub(crate) const LEGACY_BATCH: usize = 128;
@@ -143,25 +144,32 @@ impl PpoConfig {
         let of_steps =
             |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
         if let Some(steps) = self.generation.max_steps {
-            at_least_one("max_steps", steps)?;
+            at_least_one(name_of!(self.generation.max_steps), steps)?;
             let expected = format!("at most {MOST_EPISODES} responses in all, {batch_size} in each update");
-            expect(of_steps(steps) <= MOST_EPISODES, "max_steps", steps, &expected)?;
+            expect(of_steps(steps) <= MOST_EPISODES, name_of!(self.generation.max_steps), steps, &expected)?;
         }
         let given = match (self.generation.max_steps, self.total_episodes) {
             (Some(steps), Some(episodes)) => {
-                return usage(format!(
-                    "max_steps = {steps} and total_episodes = {episodes} exclude each other: both are the length of the run"
-                ));
+                return exclude(
+                    name_of!(self.generation.max_steps),
+                    name_of!(self.total_episodes),
+                    format!(
+                        " = {steps} and total_episodes = {episodes} exclude each other: both are the length of the run"
+                    ),
+                );
             }
             (steps, episodes) => steps.map(of_steps).or(episodes),
         };
         let of_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
         let total_episodes = given.unwrap_or_else(of_epochs);
         if total_episodes == 0 {
-            return usage(format!(
-                "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
-                self.num_train_epochs
-            ));
+            return refuse(
+                name_of!(self.total_episodes),
+                format!(
+                    " = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
+                    self.num_train_epochs
+                ),
+            );
         }
         let product = "num_train_epochs * prompts";
         expect(total_episodes <= MOST_EPISODES, product, total_episodes, &format!("at most {MOST_EPISODES}"))?;
@@ -169,7 +177,7 @@ impl PpoConfig {
         let frozen = self.value.value_warmup_updates;
         let expected =
             format!("less than the run's {num_total_batches} updates: otherwise the policy is never trained");
-        expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
+        expect(frozen < num_total_batches, name_of!(self.value.value_warmup_updates), frozen, &expected)?;
         Ok(PpoPlan {
             batch_size,
             prompts,
@@ -199,8 +207,8 @@ impl PpoConfig {
             _ => (mini_batch_size, self.batches(ranks).rows_per_pass().min(mini_batch_size)),
         };
         let name = match (self.generation.generation_batch_size, self.train_batch_size) {
-            (Some(_), _) => "generation_batch_size",
-            (None, Some(_)) => "train_batch_size",
+            (Some(_), _) => name_of!(self.generation.generation_batch_size),
+            (None, Some(_)) => name_of!(self.train_batch_size),
             (None, None) => "responses per update",
         };
         check_whole(name, batch_size, self.advantage.num_generations.max(1))?;
@@ -229,7 +237,7 @@ impl PpoConfig {
         }
         let batches = self.batches(ranks);
         let (batch_size, parts) = (batches.rows()?, self.num_mini_batches);
-        at_least_one("num_mini_batches", parts)?;
+        at_least_one(name_of!(self.num_mini_batches), parts)?;
         if self.preset.is_of_groups() {
             return Ok((self.generated_rows(batch_size, ranks)?, batch_size));
         }
@@ -237,7 +245,7 @@ impl PpoConfig {
         if let Some(responses) = self.generation.responses(self.train_batch_size, ranks)? {
             let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
                            where per_device_generation_batch_size is set";
-            expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
+            expect(parts == 1, name_of!(self.num_mini_batches), parts, &format!("1: {message}"))?;
             let (made, batches_made) = (self.generation.generation_batches, batch_size.div_ceil(responses.max(1)));
             let hint = format!("generation_batches = {} makes as many", made.saturating_mul(batches_made));
             expect(
@@ -250,21 +258,23 @@ impl PpoConfig {
         }
         if self.preset == Preset::TrlPpov2 && self.train_batch_size.is_none() {
             let all = batch_size.saturating_mul(parts);
-            expect(all <= MOST_ROWS, &batches.product(&["num_mini_batches"]), all, &format!("at most {MOST_ROWS}"))?;
+            expect(
+                all <= MOST_ROWS,
+                &batches.product(&[name_of!(self.num_mini_batches)]),
+                all,
+                &format!("at most {MOST_ROWS}"),
+            )?;
             return Ok((all, batch_size));
         }
         if !batch_size.is_multiple_of(parts) {
             let nearest = nearest_divisors(batch_size, parts);
-            let size = match (self.train_batch_size, batches.per_device.unwrap_or(PER_DEVICE), batches.accumulated) {
-                (Some(_), ..) => "train_batch_size".into(),
-                (None, rows, accumulated) if ranks > 1 => {
-                    format!("batch size = {} = {rows} * {accumulated} * {ranks}", batches.product(&[]))
-                }
-                (None, rows, accumulated) => {
-                    format!("batch size = {} = {rows} * {accumulated}", batches.product(&[]))
-                }
-            };
-            return usage(format!("{size} = {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"));
+            let rest = format!(" = {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}");
+            if self.train_batch_size.is_some() {
+                return refuse(name_of!(self.train_batch_size), rest);
+            }
+            let (rows, accumulated) = (batches.per_device.unwrap_or(PER_DEVICE), batches.accumulated);
+            let ranks = if ranks > 1 { format!(" * {ranks}") } else { String::new() };
+            return usage(format!("batch size = {} = {rows} * {accumulated}{ranks}{rest}", batches.product(&[])));
         }
         Ok((batch_size, batch_size / parts))
     }
@@ -274,23 +284,28 @@ impl PpoConfig {
         let GenerationBatchesConfig { generation_batch_size, steps_per_generation, .. } = self.generation;
         let why =
             "with the presets grpo and rloo: generation_batch_size or steps_per_generation is the size of an update";
-        for (name, found) in
-            [("num_mini_batches", self.num_mini_batches), ("generation_batches", self.generation.generation_batches)]
-        {
-            if found != 1 {
-                no_effect(name, found, why)?;
+        for (name, value) in [
+            (name_of!(self.num_mini_batches), self.num_mini_batches),
+            (name_of!(self.generation.generation_batches), self.generation.generation_batches),
+        ] {
+            if value != 1 {
+                no_effect(name, value, why)?;
             }
         }
         if let Some(size) = self.generation.per_device_generation_batch_size {
-            no_effect("per_device_generation_batch_size", size, why)?;
+            no_effect(name_of!(self.generation.per_device_generation_batch_size), size, why)?;
         }
         let (name, rows) = match (generation_batch_size, steps_per_generation) {
             (None, None) => return Ok(step),
             (Some(rows), Some(steps)) => {
-                return usage(format!(
-                    "generation_batch_size = {rows} and steps_per_generation = {steps} exclude each other: both are the responses of an \
+                return exclude(
+                    "generation_batch_size",
+                    "steps_per_generation",
+                    format!(
+                        " = {rows} and steps_per_generation = {steps} exclude each other: both are the responses of an \
                      update, the second as micro-batches"
-                ));
+                    ),
+                );
             }
             (Some(rows), None) => ("generation_batch_size".into(), rows),
             (None, Some(steps)) => {
@@ -309,9 +324,12 @@ impl PpoConfig {
         if !rows.is_multiple_of(step) {
             let (below, above) = (rows / step * step, rows.next_multiple_of(step));
             let nearest = if below == 0 { format!("{above}") } else { format!("{below} and {above}") };
-            return usage(format!(
-                "{name} = {rows} responses are not a multiple of the {step} responses of an optimizer step; the nearest multiples: {nearest}"
-            ));
+            return refuse(
+                name,
+                format!(
+                    " = {rows} responses are not a multiple of the {step} responses of an optimizer step; the nearest multiples: {nearest}"
+                ),
+            );
         }
         Ok(rows)
     }
@@ -319,7 +337,7 @@ impl PpoConfig {
     /// Returns the number of responses of an update with the preset `trl-legacy`, and of an optimizer step.
     fn legacy_batch_sizes(&self) -> Result<(usize, usize)> {
         let (legacy, accumulated) = (&self.legacy, self.gradient_accumulation_steps);
-        at_least_one("gradient_accumulation_steps", accumulated)?;
+        at_least_one(name_of!(self.gradient_accumulation_steps), accumulated)?;
         let all = legacy.batch_size.unwrap_or(LEGACY_BATCH);
         expect((1..=MOST_ROWS).contains(&all), "batch_size", all, &format!("1 to {MOST_ROWS}"))?;
         let part = legacy.mini_batch_size.unwrap_or((all / accumulated).max(1));
@@ -329,36 +347,49 @@ impl PpoConfig {
         if !all.is_multiple_of(step) {
             let below = (1..=all / accumulated).rev().find(|n| *n < part && all.is_multiple_of(n * accumulated));
             let nearest = below.map_or(String::new(), |below| format!("; the next smaller mini_batch_size is {below}"));
-            return usage(format!(
-                "batch_size = {all} is not a multiple of mini_batch_size * gradient_accumulation_steps = {part} * {accumulated} = \
+            return refuse(
+                "batch_size",
+                format!(
+                    " = {all} is not a multiple of mini_batch_size * gradient_accumulation_steps = {part} * {accumulated} = \
                  {step}{nearest}"
-            ));
+                ),
+            );
         }
         Ok((all, step))
     }
 
     /// Refuses the sizes that the preset `trl-legacy` does not use.
     fn refuse_unused_sizes(&self) -> Result<()> {
-        for (name, found, usual, other) in [
-            ("train_batch_size", self.train_batch_size.unwrap_or(0), 0, "batch_size is the setting there"),
+        for (name, value, usual, other) in [
+            (name_of!(self.train_batch_size), self.train_batch_size.unwrap_or(0), 0, "batch_size is the setting there"),
             (
-                "per_device_train_batch_size",
+                name_of!(self.per_device_train_batch_size),
                 // TRL's default may be set explicitly.
                 self.per_device_train_batch_size.unwrap_or(PER_DEVICE),
                 PER_DEVICE,
                 "mini_batch_size is the setting there",
             ),
-            ("num_mini_batches", self.num_mini_batches, 1, "it follows from batch_size and mini_batch_size there"),
             (
-                "per_device_generation_batch_size",
+                name_of!(self.num_mini_batches),
+                self.num_mini_batches,
+                1,
+                "it follows from batch_size and mini_batch_size there",
+            ),
+            (
+                name_of!(self.generation.per_device_generation_batch_size),
                 self.generation.per_device_generation_batch_size.unwrap_or(0),
                 0,
                 "an update has batch_size prompts there",
             ),
-            ("generation_batches", self.generation.generation_batches, 1, "an update has batch_size prompts there"),
+            (
+                name_of!(self.generation.generation_batches),
+                self.generation.generation_batches,
+                1,
+                "an update has batch_size prompts there",
+            ),
         ] {
-            if found != usual {
-                no_effect(name, found, &format!("with preset = trl-legacy: {other}"))?;
+            if value != usual {
+                no_effect(name, value, &format!("with preset = trl-legacy: {other}"))?;
             }
         }
         Ok(())
@@ -378,34 +409,40 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 impl GenerationBatchesConfig {
     /// Refuses the sizes that only the presets `grpo` and `rloo` have.
     fn refuse_sizes_of_groups(&self) -> Result<()> {
-        for (name, found, ours) in [
-            ("generation_batch_size", self.generation_batch_size, "train_batch_size is the size of an update"),
-            ("steps_per_generation", self.steps_per_generation, "num_mini_batches divides an update"),
-            ("max_steps", self.max_steps, "total_episodes is the length of the run"),
+        for (name, value, ours) in [
+            (
+                name_of!(self.generation_batch_size),
+                self.generation_batch_size,
+                "train_batch_size is the size of an update",
+            ),
+            (name_of!(self.steps_per_generation), self.steps_per_generation, "num_mini_batches divides an update"),
+            (name_of!(self.max_steps), self.max_steps, "total_episodes is the length of the run"),
         ] {
-            found.map_or(Ok(()), |found| no_effect(name, found, &format!("without preset = grpo or rloo: {ours}")))?;
+            value.map_or(Ok(()), |value| no_effect(name, value, &format!("without preset = grpo or rloo: {ours}")))?;
         }
         Ok(())
     }
 
     /// Returns the number of responses of an update of `ranks` ranks, if it has its own size.
     fn responses(&self, train_batch_size: Option<usize>, ranks: usize) -> Result<Option<usize>> {
-        at_least_one("generation_batches", self.generation_batches)?;
+        at_least_one(name_of!(self.generation_batches), self.generation_batches)?;
         let Some(size) = self.per_device_generation_batch_size else {
             return match self.generation_batches {
                 1 => Ok(None),
                 batches => {
-                    no_effect("generation_batches", batches, "without per_device_generation_batch_size").map(|()| None)
+                    no_effect(name_of!(self.generation_batches), batches, "without per_device_generation_batch_size")
+                        .map(|()| None)
                 }
             };
         };
-        at_least_one("per_device_generation_batch_size", size)?;
+        at_least_one(name_of!(self.per_device_generation_batch_size), size)?;
         if let Some(all) = train_batch_size {
             let why = format!("with train_batch_size = {all}, the responses of an update: leave one of them out");
-            no_effect("per_device_generation_batch_size", size, &why)?;
+            no_effect(name_of!(self.per_device_generation_batch_size), size, &why)?;
         }
         let responses = size.saturating_mul(self.generation_batches).saturating_mul(ranks);
-        let product = product(&["per_device_generation_batch_size", "generation_batches"], ranks);
+        let product =
+            product(&[name_of!(self.per_device_generation_batch_size), name_of!(self.generation_batches)], ranks);
         expect(responses <= MOST_ROWS, &product, responses, &format!("at most {MOST_ROWS}"))?;
         Ok(Some(responses))
     }
@@ -658,9 +695,9 @@ mod tests {
             let settings = serde_json::to_value(&config).unwrap();
             for ranks in [1, 2, 8] {
                 let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
-                let found = GlobalSizes::of(settings.as_object().unwrap(), ranks).unwrap();
+                let value = GlobalSizes::of(settings.as_object().unwrap(), ranks).unwrap();
                 let expected = [batch_size, epoch.mini_batch_size, epoch.part_size].map(|rows| rows as u64);
-                assert_eq!([found.update, found.step, found.part], expected, "{:?}, {ranks} ranks", config.preset);
+                assert_eq!([value.update, value.step, value.part], expected, "{:?}, {ranks} ranks", config.preset);
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Flags of `rlhf plan`, before the command that it plans.
 
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{ByteSize, RUN, Settings, all, at_least_one, expect};
 
 /// Most ranks or machines: above any cluster, and far below an overflow.
@@ -12,19 +13,19 @@ const LEAST_MEMORY: usize = 1_000_000;
 #[derive(Debug, Clone, PartialEq, Settings)]
 pub struct PlanFlags {
     /// Print the plan as one JSON object, sizes in bytes.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "print JSON")]
     pub json: bool,
     /// Memory of the machine, which its ranks share, or of each GPU, such as 24GB or 80GiB [default: what is available now].
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "memory to plan for [what is free]")]
     pub memory: Option<ByteSize>,
     /// Number of ranks on each machine.
-    #[setting(aliases = ["nproc", "num_gpus"], heading = RUN, default = 1)]
+    #[setting(aliases = ["nproc", "num_gpus"], heading = RUN, default = 1, short = "ranks on this machine")]
     pub nproc_per_node: usize,
     /// Number of machines.
-    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1)]
+    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1, short = "number of machines")]
     pub nnodes: usize,
     /// Measure this machine for about two seconds, so that the plan has times; `false` leaves them out.
-    #[setting(heading = RUN, default = true)]
+    #[setting(heading = RUN, default = true, short = "false: no times")]
     pub calibrate: bool,
 }
 
@@ -36,16 +37,16 @@ impl PlanFlags {
     pub fn check(&self) -> Result<()> {
         let most = |name: &str, found: usize| expect(found <= MOST, name, found, &format!("at most {MOST}"));
         all([
-            at_least_one("nproc_per_node", self.nproc_per_node),
-            most("nproc_per_node", self.nproc_per_node),
-            at_least_one("nnodes", self.nnodes),
-            most("nnodes", self.nnodes),
+            at_least_one(name_of!(self.nproc_per_node), self.nproc_per_node),
+            most(name_of!(self.nproc_per_node), self.nproc_per_node),
+            at_least_one(name_of!(self.nnodes), self.nnodes),
+            most(name_of!(self.nnodes), self.nnodes),
             self.check_memory(),
         ])
     }
     /// Refuses a number that has lost its unit: 24 is 24 bytes.
     fn check_memory(&self) -> Result<()> {
         let bytes = self.memory.map_or(LEAST_MEMORY, |size| size.0);
-        expect(bytes >= LEAST_MEMORY, "memory", bytes, "1MB or more, with its unit, such as 24GB or 80GiB")
+        expect(bytes >= LEAST_MEMORY, name_of!(self.memory), bytes, "1MB or more, with its unit, such as 24GB or 80GiB")
     }
 }

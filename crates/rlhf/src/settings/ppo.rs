@@ -17,12 +17,14 @@ use crate::rl::math::ScorePosition;
 use crate::rl::reference::SyncConfig;
 use crate::rl::settings::{LossConfig, MaskConfig, WhitenAdvantages};
 use crate::rl::unsupervised::UnsupervisedConfig;
+use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::PpoDistConfig;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    ADVANTAGES, BATCHES, CRITIC, DATA, EVALUATION, LOGGING, LOSS, MODELS, OPTIMIZER, REWARDS, SAMPLING, SPEED,
-    Settings, defaults, defaults_with, steps_or_minus_one,
+    ADVANTAGES, ANY, BATCHES, CRITIC, DATA, EVALUATION, Field, LOGGING, LOSS, MODELS, MOST_EPISODES, MOST_ROWS,
+    MOST_TOKENS, OPTIMIZER, REWARDS, SAMPLING, SPEED, Settings, defaults, defaults_with, steps_or_minus_one,
 };
 use rlhf_lm::generate::settings::{SamplingConfig, StopToken};
 use rlhf_lm::model::{ModelOptions, PeftConfig};
@@ -49,26 +51,26 @@ pub(crate) const NUM_EVAL_PROMPTS: usize = 128;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct PpoConfig {
     /// Model to take the tokenizer from: a folder or a hub name [default: the policy].
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: Option<PathBuf>,
     /// Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model.
-    #[setting(alias = "model_name", heading = MODELS)]
+    #[setting(alias = "model_name", heading = MODELS, short = "model to train")]
     pub sft_model_path: PathBuf,
     /// Branch, tag or commit of `sft_model_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text.
-    #[setting(aliases = ["reward_model", "reward_model_name_or_path"], heading = REWARDS)]
+    #[setting(aliases = ["reward_model", "reward_model_name_or_path"], heading = REWARDS, replay = Scores, short = "reward model, a sequence classifier")]
     pub reward_model_path: Option<PathBuf>,
     /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Scores)]
     pub reward_label: Option<String>,
     /// Model that the value model starts from: a folder or a hub name [default: the reward model, or if its tokenizer is not the
     /// policy's, the policy with a new head].
     #[setting(heading = CRITIC)]
     pub value_model_path: Option<PathBuf>,
     /// Add a randomly initialized score head to a reward or value model that has none.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "add a score head if there is none")]
     pub new_reward_head: bool,
 
     /// Rewards besides, or instead of, the reward model.
@@ -93,7 +95,7 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub prompt_length: PromptLengthConfig,
     /// Put a prompt that is a string into the chat template, as a user message.
-    #[setting(heading = DATA)]
+    #[setting(heading = DATA, short = "put text prompts into the chat template")]
     pub apply_chat_template: bool,
     /// System message of every conversation that has none.
     #[setting(heading = DATA)]
@@ -111,42 +113,42 @@ pub struct PpoConfig {
     pub generation: GenerationBatchesConfig,
     /// Responses per update, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub train_batch_size: Option<usize>,
     /// Maximum sequences of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "sequences per micro-batch")]
     pub per_device_train_batch_size: Option<usize>,
     /// Micro-batches of each rank per update: an update samples this times `per_device_train_batch_size` responses per rank.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "micro-batches per update")]
     pub gradient_accumulation_steps: usize,
     /// Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub num_mini_batches: usize,
     /// Sequences of a rank per forward pass without gradients.
-    #[setting(heading = SPEED, default = 64)]
+    #[setting(heading = SPEED, default = 64, resume = Rounding, replay = Changes, most = MOST_ROWS)]
     pub local_rollout_forward_batch_size: usize,
     /// Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
-    #[setting(alias = "steps", heading = BATCHES)]
+    #[setting(alias = "steps", heading = BATCHES, resume = Length, most = MOST_EPISODES, short = "responses to train on")]
     pub total_episodes: Option<usize>,
     /// Epochs over the prompts; no effect if `total_episodes` is set.
-    #[setting(heading = BATCHES, default = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0, resume = Length, short = "passes over the dataset")]
     pub num_train_epochs: f64,
     /// Approximate number of sample tables to show during the run; one more at its end. 0 for none.
-    #[setting(heading = LOGGING, default = 10)]
+    #[setting(heading = LOGGING, default = 10, resume = Free)]
     pub num_sample_generations: usize,
 
     /// Maximum tokens of a response.
-    #[setting(alias = "max_completion_length", heading = SAMPLING, default = 53)]
+    #[setting(alias = "max_completion_length", heading = SAMPLING, default = 53, replay = Sampling, most = MOST_TOKENS, short = "maximum tokens of a response")]
     pub response_length: usize,
     /// Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`.
-    #[setting(heading = SAMPLING)]
+    #[setting(heading = SAMPLING, replay = Sampling, short = "eos: cut responses after eos")]
     pub stop_token: Option<StopToken>,
     /// Truncate responses after the token with this id.
-    #[setting(heading = SAMPLING)]
+    #[setting(heading = SAMPLING, replay = Sampling, most = ANY)]
     pub stop_token_id: Option<i64>,
     /// Temperature of sampling and of all log-probabilities.
-    #[setting(heading = SAMPLING, default = 0.7)]
+    #[setting(heading = SAMPLING, default = 0.7, replay = Sampling, short = "sampling temperature")]
     pub temperature: f64,
     /// Filters of sampling, and the end of responses.
     #[setting(flatten)]
@@ -154,30 +156,30 @@ pub struct PpoConfig {
     pub sampling: SamplingConfig,
 
     /// PPO epochs: passes over the responses of an update.
-    #[setting(aliases = ["ppo_epochs", "num_iterations"], heading = BATCHES, default = 4)]
+    #[setting(aliases = ["ppo_epochs", "num_iterations"], heading = BATCHES, default = 4, replay = Changes, most = 10_000)]
     pub num_ppo_epochs: usize,
     /// Penalty subtracted from the score of a response without a stop token.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Changes, short = "score penalty without a stop token")]
     pub missing_eos_penalty: Option<f64>,
     /// Replace the score of a response without a stop token by `penalty_reward_value`.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Changes)]
     pub non_eos_penalty: bool,
     /// Score of a response without a stop token, with `non_eos_penalty`.
-    #[setting(heading = REWARDS, default = -1.0)]
+    #[setting(heading = REWARDS, default = -1.0, replay = Changes)]
     pub penalty_reward_value: f64,
     /// Position of the score: the one after the stop token, or the response's last token.
-    #[setting(heading = REWARDS, default = "after_stop")]
+    #[setting(heading = REWARDS, default = "after_stop", replay = Changes)]
     pub score_position: ScorePosition,
     /// The KL to the reference model.
     #[setting(flatten)]
     #[serde(flatten)]
     pub kl: KlConfig,
     /// Scale the rewards of an update to variance 1.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Changes)]
     pub whiten_rewards: bool,
     /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`,
     /// `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`.
-    #[setting(heading = ADVANTAGES, default = "batch")]
+    #[setting(heading = ADVANTAGES, default = "batch", replay = Changes)]
     pub whiten_advantages: WhitenAdvantages,
     /// The estimator of the advantages, and groups of responses.
     #[setting(flatten)]
@@ -192,29 +194,29 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub sync: SyncConfig,
     /// Discount factor of the rewards.
-    #[setting(heading = ADVANTAGES, default = 1.0)]
+    #[setting(heading = ADVANTAGES, default = 1.0, replay = Changes)]
     pub gamma: f64,
     /// Lambda of generalized advantage estimation (GAE).
-    #[setting(heading = ADVANTAGES, default = 0.95)]
+    #[setting(heading = ADVANTAGES, default = 0.95, replay = Changes)]
     pub lam: f64,
     /// Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
-    #[setting(alias = "epsilon", heading = LOSS, default = 0.2)]
+    #[setting(alias = "epsilon", heading = LOSS, default = 0.2, replay = Changes)]
     pub cliprange: f64,
     /// Clip range of the value loss: the new value is clipped to the old one plus or minus this.
-    #[setting(heading = CRITIC, default = 0.2)]
+    #[setting(heading = CRITIC, default = 0.2, replay = Changes)]
     pub cliprange_value: f64,
     /// Coefficient of the value loss.
-    #[setting(heading = CRITIC, default = 0.1)]
+    #[setting(heading = CRITIC, default = 0.1, replay = Changes)]
     pub vf_coef: f64,
     /// Further terms and limits of the policy's loss.
     #[setting(flatten)]
     #[serde(flatten)]
     pub loss: LossConfig,
     /// Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
-    #[setting(heading = REWARDS)]
+    #[setting(heading = REWARDS, replay = Changes)]
     pub clip_reward_value: Option<f64>,
     /// Clip a response's whole score to between these two numbers, LOW,HIGH.
-    #[setting(heading = REWARDS, delimiter = ',', several)]
+    #[setting(heading = REWARDS, delimiter = ',', several, replay = Changes)]
     pub reward_clip_range: Vec<f64>,
     /// The responses and tokens that are trained on.
     #[setting(flatten)]
@@ -246,7 +248,7 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub value_peft: ValuePeftConfig,
     /// Peak learning rate.
-    #[setting(heading = OPTIMIZER, default = "3e-6")]
+    #[setting(heading = OPTIMIZER, default = "3e-6", replay = Changes, short = "peak learning rate")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
     #[setting(flatten)]
@@ -273,7 +275,7 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub test_mode: TestModeConfig,
     /// Maximum prompts in an evaluation: the first of the split.
-    #[setting(heading = EVALUATION, default = NUM_EVAL_PROMPTS)]
+    #[setting(heading = EVALUATION, default = NUM_EVAL_PROMPTS, resume = Free)]
     pub num_eval_prompts: usize,
     /// Evaluation during training, and the best model.
     #[setting(flatten)]
@@ -287,6 +289,12 @@ pub struct PpoConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
+}
+
+impl RunSettings for PpoConfig {
+    fn described(&self) -> Vec<Field> {
+        Self::fields()
+    }
 }
 
 impl PpoConfig {
@@ -360,20 +368,20 @@ impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
 pub struct GenerationBatchesConfig {
     /// Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of
     /// `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` mini-batches].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Sampling, most = MOST_ROWS)]
     pub per_device_generation_batch_size: Option<usize>,
     /// Generation batches per update, with `per_device_generation_batch_size`.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Sampling, most = MOST_ROWS)]
     pub generation_batches: usize,
     /// Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Sampling, most = MOST_ROWS)]
     pub generation_batch_size: Option<usize>,
     /// Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default:
     /// `gradient_accumulation_steps`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Sampling, most = MOST_ROWS)]
     pub steps_per_generation: Option<usize>,
     /// Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs` over the prompts].
-    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    #[setting(heading = BATCHES, parse = steps_or_minus_one, resume = Length, short = "optimizer steps [by epochs]")]
     pub max_steps: Option<usize>,
 }
 
@@ -384,20 +392,20 @@ pub struct LegacyConfig {
     #[setting(heading = CRITIC)]
     pub value_head: bool,
     /// Compute log-probabilities of the policy's own distribution, without `temperature`.
-    #[setting(heading = SAMPLING)]
+    #[setting(heading = SAMPLING, replay = Sampling)]
     pub raw_logprobs: bool,
     /// Number of lower layers that are frozen and shared with the reference model, so that memory holds them once.
     #[setting(heading = MODELS)]
     pub num_shared_layers: Option<usize>,
     /// Responses per update, with the preset `trl-legacy` [default: 128].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "sequences per forward pass")]
     pub batch_size: Option<usize>,
     /// Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an optimizer step
     /// [default: `batch_size` divided by `gradient_accumulation_steps`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub mini_batch_size: Option<usize>,
     /// Stop an update's epochs at `target_kl`, which is 1 then unless it is set.
-    #[setting(heading = LOSS)]
+    #[setting(heading = LOSS, replay = Changes)]
     pub early_stopping: bool,
 }
 
@@ -422,22 +430,22 @@ pub struct ValuePeftConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ValueConfig {
     /// Number of updates at the start that train only the value model.
-    #[setting(heading = CRITIC, default = 0)]
+    #[setting(heading = CRITIC, default = 0, replay = Changes)]
     pub value_warmup_updates: usize,
     /// Peak learning rate of the value model [default: `learning_rate`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, replay = Changes)]
     pub value_learning_rate: Option<f64>,
     /// Learning-rate schedule of the value model [default: `lr_scheduler_type`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, replay = Changes)]
     pub value_lr_scheduler_type: Option<LrSchedulerType>,
     /// Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, replay = Changes)]
     pub value_lr_warmup_steps: Option<usize>,
     /// Weight decay of the value model [default: `weight_decay`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, replay = Changes)]
     pub value_weight_decay: Option<f64>,
     /// Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, replay = Changes)]
     pub value_max_grad_norm: Option<f64>,
 }
 
@@ -452,12 +460,13 @@ impl ValueConfig {
         let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
         let updates = self.value_warmup_updates;
         let all = [
-            (updates > 0).then(|| ("value_warmup_updates", updates.to_string())),
-            number("value_learning_rate", self.value_learning_rate),
-            self.value_lr_scheduler_type.map(|schedule| ("value_lr_scheduler_type", schedule.name().into())),
-            self.value_lr_warmup_steps.map(|steps| ("value_lr_warmup_steps", steps.to_string())),
-            number("value_weight_decay", self.value_weight_decay),
-            number("value_max_grad_norm", self.value_max_grad_norm),
+            (updates > 0).then(|| (name_of!(self.value_warmup_updates), updates.to_string())),
+            number(name_of!(self.value_learning_rate), self.value_learning_rate),
+            self.value_lr_scheduler_type
+                .map(|schedule| (name_of!(self.value_lr_scheduler_type), schedule.name().into())),
+            self.value_lr_warmup_steps.map(|steps| (name_of!(self.value_lr_warmup_steps), steps.to_string())),
+            number(name_of!(self.value_weight_decay), self.value_weight_decay),
+            number(name_of!(self.value_max_grad_norm), self.value_max_grad_norm),
         ];
         all.into_iter().flatten().collect()
     }
@@ -467,17 +476,17 @@ impl ValueConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct RolloutLogConfig {
     /// Print and save some of the responses that the run trains on.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub print_answers: bool,
     /// Updates between two prints of `print_answers`.
-    #[setting(heading = LOGGING, default = 1)]
+    #[setting(heading = LOGGING, default = 1, resume = Free)]
     pub print_answers_interval: usize,
     /// Write all responses of every update to `output_dir/rollouts`, one Parquet file per update: tokens, scores, log-probabilities,
     /// values and advantages.
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub log_rollouts: bool,
     /// Number of newest updates whose rollouts are kept, with `log_rollouts` [default: all].
-    #[setting(heading = LOGGING)]
+    #[setting(heading = LOGGING, resume = Free)]
     pub rollouts_limit: Option<usize>,
 }
 
@@ -485,9 +494,9 @@ pub struct RolloutLogConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct TestModeConfig {
     /// Stop after the update `test_stop_step`; learning rates are those of the whole run.
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Free)]
     pub enable_test_mode: bool,
     /// Last update of `enable_test_mode`, counted from 0.
-    #[setting(heading = BATCHES, default = 0)]
+    #[setting(heading = BATCHES, default = 0, resume = Free)]
     pub test_stop_step: usize,
 }

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::run::push::settings::{HubToken, check_branch};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{HUB, Settings, all, defaults, expect};
 use rlhf_hub::is_hub_name;
 
@@ -22,7 +23,7 @@ pub struct PushConfig {
     #[setting(positional, value_name = "NAME")]
     pub name: String,
     /// Make the repository private if it is new; a public one is then refused.
-    #[setting(heading = HUB)]
+    #[setting(heading = HUB, short = "make a new repository private")]
     pub private: bool,
     /// Push these files too, beside those of the model: patterns of paths in FOLDER, such as "*.txt" or "onnx/*"; hidden files are never
     /// pushed.
@@ -32,10 +33,10 @@ pub struct PushConfig {
     #[setting(heading = HUB, value_name = "GLOB", several)]
     pub exclude: Vec<String>,
     /// Branch to push to, created if it does not exist [default: main].
-    #[setting(heading = HUB)]
+    #[setting(heading = HUB, short = "branch to push to [main]")]
     pub revision: Option<String>,
     /// Title of the commit.
-    #[setting(heading = HUB, default = COMMIT_MESSAGE)]
+    #[setting(heading = HUB, default = COMMIT_MESSAGE, short = "title of the commit")]
     pub commit_message: String,
     /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
     #[setting(alias = "token", heading = HUB)]
@@ -55,9 +56,9 @@ impl PushConfig {
     pub fn check(&self) -> Result<()> {
         let title = self.commit_message.trim();
         all([
-            expect(is_hub_name(&self.name), "name", &self.name, "a name on the hub, such as me/my-model"),
-            check_branch("revision", self.revision.as_ref()),
-            expect(!title.is_empty(), "commit_message", &self.commit_message, "some text"),
+            expect(is_hub_name(&self.name), name_of!(self.name), &self.name, "a name on the hub, such as me/my-model"),
+            check_branch(name_of!(self.revision), self.revision.as_ref()),
+            expect(!title.is_empty(), name_of!(self.commit_message), &self.commit_message, "some text"),
         ])
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{RUN, Settings, at_least_one};
 
 /// Settings of `rlhf replay`, beside those of `rlhf ppo` that it changes.
@@ -14,10 +15,10 @@ pub struct ReplayConfig {
     #[setting(positional, value_name = "RUN")]
     pub run: PathBuf,
     /// Update to compute again, counted from 1: its rollout and the checkpoint before it are needed.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "number of the update, from 1")]
     pub update: usize,
     /// New folder for the numbers of the update [default: `RUN-replay-UPDATE`, beside the run].
-    #[setting(alias = "output", heading = RUN)]
+    #[setting(alias = "output", heading = RUN, short = "folder to write to")]
     pub output_dir: Option<PathBuf>,
 }
 
@@ -31,7 +32,7 @@ impl ReplayConfig {
     ///
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        at_least_one("update", self.update)
+        at_least_one(name_of!(self.update), self.update)
     }
 
     /// Returns the folder to write to.

@@ -8,12 +8,14 @@ use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::DataConfig;
+use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    BATCHES, Choices, DATA, EVALUATION, LOGGING, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults_with,
-    expect, steps_or_minus_one, zero_or_more,
+    BATCHES, Choices, DATA, EVALUATION, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Settings, all,
+    at_least_one, defaults_with, expect, steps_or_minus_one, zero_or_more,
 };
 use rlhf_lm::model::{ClassifierFormat, PeftConfig};
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
@@ -23,13 +25,13 @@ use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 pub struct RewardConfig {
     /// Model to start from: a sequence classifier with one label, or a language model that gets a score head; a folder or a hub
     /// name.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub model_revision: String,
     /// Add a randomly initialized score head to a model that has none.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "add a score head if there is none")]
     pub new_reward_head: bool,
     /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of the
     /// model's folder].
@@ -51,7 +53,7 @@ pub struct RewardConfig {
     #[setting(heading = DATA)]
     pub num_padding_at_beginning: Option<usize>,
     /// Maximum tokens of a row; none: those of the model. Pairs with a longer side are dropped, with a warning of their number.
-    #[setting(heading = DATA, default = "1024")]
+    #[setting(heading = DATA, default = "1024", short = "maximum tokens of a row")]
     pub max_length: Option<usize>,
 
     /// Defaults of another system. `trl`: those of this program, with the batch sizes of TRL. `deepspeed-chat`: DeepSpeed-Chat's second
@@ -60,23 +62,23 @@ pub struct RewardConfig {
     pub preset: Preset,
     /// Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub train_batch_size: Option<usize>,
     /// Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "sequences per micro-batch")]
     pub per_device_train_batch_size: Option<usize>,
     /// Pairs per forward pass in an evaluation.
-    #[setting(heading = BATCHES, default = 8)]
+    #[setting(heading = BATCHES, default = 8, resume = Rounding, most = MOST_ROWS)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "micro-batches per update")]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[setting(heading = BATCHES, default = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0, resume = Length, short = "passes over the dataset")]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    #[setting(heading = BATCHES, parse = steps_or_minus_one, resume = Length, short = "optimizer steps [by epochs]")]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
     #[setting(heading = LOGGING, default = 10)]
@@ -95,7 +97,7 @@ pub struct RewardConfig {
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[setting(heading = OPTIMIZER, default = "1e-4")]
+    #[setting(heading = OPTIMIZER, default = "1e-4", replay = Changes, short = "peak learning rate")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
     #[setting(flatten)]
@@ -113,6 +115,12 @@ pub struct RewardConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
+}
+
+impl RunSettings for RewardConfig {
+    fn described(&self) -> Vec<Field> {
+        Self::fields()
+    }
 }
 
 impl RewardConfig {
@@ -149,14 +157,15 @@ impl RewardConfig {
             self.data.check(self.eval_dataset_name.as_deref()),
             expect(
                 self.eval_only || !self.run.output_dir.as_os_str().is_empty(),
-                "output_dir",
+                name_of!(self.run.output_dir),
                 "\"\"",
                 "a folder, as only eval_only = true needs none",
             ),
-            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
-            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
-            at_least_one("logging_steps", self.logging_steps),
-            self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),
+            self.max_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_length), most)),
+            at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
+            at_least_one(name_of!(self.logging_steps), self.logging_steps),
+            self.center_rewards_coefficient
+                .map_or(Ok(()), |weight| zero_or_more(name_of!(self.center_rewards_coefficient), weight)),
             self.peft.check(),
             self.run.quantization.check_trained(self.peft.use_peft || self.eval_only),
             check_learning(self.learning_rate, &self.optimizer, None),

@@ -8,7 +8,8 @@ use super::check::check_sizes;
 use super::rows::RowsConfig;
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, resolve, specs};
 use rlhf_base::Result;
-use rlhf_base::schema::{MODELS, Settings, all, defaults, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{MODELS, Settings, all, defaults, refuse, usage};
 use rlhf_hub as hub;
 use rlhf_lm::model::ModelOptions;
 use rlhf_lm::tokenizer::Tokenizer;
@@ -17,7 +18,7 @@ use rlhf_lm::tokenizer::Tokenizer;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ScoreConfig {
     /// Reward model, a sequence classifier: a folder or a hub name.
-    #[setting(alias = "model", heading = MODELS)]
+    #[setting(alias = "model", heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: Option<PathBuf>,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
@@ -27,7 +28,7 @@ pub struct ScoreConfig {
     pub reward_label: Option<String>,
     /// Tokenizer of the policy, for the prompts and responses that rewards get: a folder or a hub name [default: the reward
     /// model's].
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "the policy's tokenizer")]
     pub tokenizer_name: Option<PathBuf>,
     /// Rewards besides, or instead of, the reward model.
     #[setting(flatten)]
@@ -59,8 +60,9 @@ impl ScoreConfig {
         check_sizes(self)?;
         let rewards = specs(self).and_then(|rewards| match rewards[..] {
             [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
-            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => usage(
-                "tokenizer_name: expected the policy's folder, as rewards read the text of its tokens, found none",
+            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => refuse(
+                name_of!(self.tokenizer_name),
+                ": expected the policy's folder, as rewards read the text of its tokens, found none",
             ),
             _ => Ok(()),
         });

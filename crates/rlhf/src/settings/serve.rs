@@ -7,7 +7,10 @@ use serde::Serialize;
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use rlhf_base::Result;
-use rlhf_base::schema::{MODELS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect};
+use rlhf_base::name_of;
+use rlhf_base::schema::{
+    MODELS, MOST_ROWS, MOST_TOKENS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect,
+};
 
 /// Settings of `rlhf serve`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -20,16 +23,16 @@ pub struct ServeConfig {
     pub model_revision: String,
     /// Address to listen on. Only programs on this machine reach 127.0.0.1; any other address lets others use the model, without a
     /// password.
-    #[setting(heading = RUN, default = "127.0.0.1", value_name = "HOST")]
+    #[setting(heading = RUN, default = "127.0.0.1", value_name = "HOST", short = "address to listen on")]
     pub host: String,
     /// TCP port to listen on; 0 is any free one.
-    #[setting(heading = RUN, default = 8000)]
+    #[setting(heading = RUN, default = 8000, short = "TCP port; 0 for a free one")]
     pub port: usize,
     /// Maximum tokens of a chat response whose request does not set it.
-    #[setting(heading = SAMPLING, default = 1024)]
+    #[setting(heading = SAMPLING, default = 1024, most = MOST_TOKENS, short = "maximum tokens of a response")]
     pub max_new_tokens: usize,
     /// Responses decoded together; affects memory and speed only.
-    #[setting(heading = SPEED, default = 32)]
+    #[setting(heading = SPEED, default = 32, most = MOST_ROWS, short = "sequences per forward pass")]
     pub batch_size: usize,
     /// Computation.
     #[setting(flatten)]
@@ -56,10 +59,10 @@ impl ServeConfig {
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([
-            expect(!self.host.is_empty(), "host", "\"\"", "an address of this machine"),
-            expect(u16::try_from(self.port).is_ok(), "port", self.port, "a number from 0 to 65535"),
-            at_least_one("max_new_tokens", self.max_new_tokens),
-            at_least_one("batch_size", self.batch_size),
+            expect(!self.host.is_empty(), name_of!(self.host), "\"\"", "an address of this machine"),
+            expect(u16::try_from(self.port).is_ok(), name_of!(self.port), self.port, "a number from 0 to 65535"),
+            at_least_one(name_of!(self.max_new_tokens), self.max_new_tokens),
+            at_least_one(name_of!(self.batch_size), self.batch_size),
             self.compute.check(),
         ])
     }

@@ -10,7 +10,7 @@ use rlhf_base::schema::{RUN, Settings, defaults};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SessionConfig {
     /// Unix socket to wait for one client at [default: standard input and output]. Only this user can open it, and its file must not exist.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "Unix socket for one client")]
     pub socket: Option<PathBuf>,
 }
 

@@ -8,12 +8,14 @@ use super::Preset;
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::DataConfig;
+use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::num_ranks;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
-    BATCHES, DATA, LOGGING, LOSS, MODELS, OPTIMIZER, Settings, all, at_least_one, defaults, defaults_with,
-    steps_or_minus_one, usage,
+    BATCHES, DATA, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Settings, all, at_least_one, defaults,
+    defaults_with, exclude, refuse, steps_or_minus_one, usage,
 };
 use rlhf_lm::model::PeftConfig;
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
@@ -22,7 +24,7 @@ use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct SftConfig {
     /// Causal language model to start from: a folder or a hub name.
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "model: folder or hub name")]
     pub model_name_or_path: Option<PathBuf>,
     /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
@@ -31,7 +33,7 @@ pub struct SftConfig {
     #[setting(heading = MODELS)]
     pub config_name: Option<PathBuf>,
     /// Tokenizer: a folder or a hub name [default: the model's].
-    #[setting(heading = MODELS)]
+    #[setting(heading = MODELS, short = "the policy's tokenizer")]
     pub tokenizer_name: Option<PathBuf>,
     /// File of a chat template to use and to save [default: the tokenizer's].
     #[setting(heading = MODELS)]
@@ -52,7 +54,7 @@ pub struct SftConfig {
     #[setting(heading = DATA, default = "text")]
     pub dataset_text_field: String,
     /// Maximum tokens of a row, which is truncated at its end; none: those of the model.
-    #[setting(heading = DATA, default = "1024")]
+    #[setting(heading = DATA, default = "1024", short = "maximum tokens of a row")]
     pub max_length: Option<usize>,
     /// Pack whole rows into blocks of `max_length` tokens; batch sizes count blocks.
     #[setting(heading = DATA, default = false)]
@@ -64,23 +66,23 @@ pub struct SftConfig {
     pub preset: Preset,
     /// Rows per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
     /// number of ranks].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS)]
     pub train_batch_size: Option<usize>,
     /// Maximum rows of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
     /// `train_batch_size`].
-    #[setting(heading = BATCHES)]
+    #[setting(heading = BATCHES, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "sequences per micro-batch")]
     pub per_device_train_batch_size: Option<usize>,
     /// Rows per forward pass in an evaluation.
-    #[setting(heading = BATCHES, default = 8)]
+    #[setting(heading = BATCHES, default = 8, resume = Rounding, most = MOST_ROWS)]
     pub per_device_eval_batch_size: usize,
     /// Micro-batches of each rank per optimizer step.
-    #[setting(heading = BATCHES, default = 1)]
+    #[setting(heading = BATCHES, default = 1, resume = Sizes, replay = Changes, most = MOST_ROWS, short = "micro-batches per update")]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
-    #[setting(heading = BATCHES, default = 3.0)]
+    #[setting(heading = BATCHES, default = 3.0, resume = Length, short = "passes over the dataset")]
     pub num_train_epochs: f64,
     /// Number of optimizer steps.
-    #[setting(heading = BATCHES, parse = steps_or_minus_one)]
+    #[setting(heading = BATCHES, parse = steps_or_minus_one, resume = Length, short = "optimizer steps [by epochs]")]
     pub max_steps: Option<usize>,
     /// Optimizer steps between two logged lines of metrics.
     #[setting(heading = LOGGING, default = 10)]
@@ -98,7 +100,7 @@ pub struct SftConfig {
     #[serde(flatten)]
     pub peft: PeftConfig,
     /// Peak learning rate.
-    #[setting(heading = OPTIMIZER, default = "2e-5")]
+    #[setting(heading = OPTIMIZER, default = "2e-5", replay = Changes, short = "peak learning rate")]
     pub learning_rate: f64,
     /// The optimizer's other settings.
     #[setting(flatten)]
@@ -112,6 +114,12 @@ pub struct SftConfig {
     #[setting(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
+}
+
+impl RunSettings for SftConfig {
+    fn described(&self) -> Vec<Field> {
+        Self::fields()
+    }
 }
 
 impl SftConfig {
@@ -162,23 +170,27 @@ impl SftConfig {
         check_sizes(self)?;
         let start = match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
             (None, None, _) => usage("set model_name_or_path, or config_name to start from random weights"),
-            (Some(model), Some(config), _) => usage(format!(
-                "model_name_or_path = {} and config_name = {} exclude each other: set one of them",
-                model.display(),
-                config.display()
-            )),
-            (None, Some(config), None) => usage(format!(
-                "config_name = {} needs tokenizer_name: a configuration brings no tokenizer",
-                config.display()
-            )),
+            (Some(model), Some(config), _) => exclude(
+                name_of!(self.model_name_or_path),
+                name_of!(self.config_name),
+                format!(
+                    " = {} and config_name = {} exclude each other: set one of them",
+                    model.display(),
+                    config.display()
+                ),
+            ),
+            (None, Some(config), None) => refuse(
+                name_of!(self.config_name),
+                format!(" = {} needs tokenizer_name: a configuration brings no tokenizer", config.display()),
+            ),
             _ => Ok(()),
         };
         all([
             start,
             self.data.check(self.eval_dataset_name.as_deref()),
-            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
-            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
-            at_least_one("logging_steps", self.logging_steps),
+            self.max_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_length), most)),
+            at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
+            at_least_one(name_of!(self.logging_steps), self.logging_steps),
             self.peft.check(),
             self.run.quantization.check_trained(self.peft.use_peft),
             check_learning(self.learning_rate, &self.optimizer, None),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{RUN, Settings, all, defaults, expect, no_effect};
 
 /// The address of this machine that no other machine reaches.
@@ -17,13 +18,13 @@ pub struct WatchConfig {
     #[setting(positional, value_name = "RUN")]
     pub run: PathBuf,
     /// Show the run in the terminal instead of a page.
-    #[setting(heading = RUN)]
+    #[setting(heading = RUN, short = "show the run in the terminal")]
     pub terminal: bool,
     /// TCP port of the page; 0 is a free one.
-    #[setting(heading = RUN, default = 0)]
+    #[setting(heading = RUN, default = 0, short = "TCP port; 0 for a free one")]
     pub port: usize,
     /// Address of this machine to serve the page on. Any but 127.0.0.1 may let other machines read the run.
-    #[setting(heading = RUN, default = LOOPBACK, value_name = "HOST")]
+    #[setting(heading = RUN, default = LOOPBACK, value_name = "HOST", short = "address to listen on")]
     pub host: String,
 }
 
@@ -41,9 +42,9 @@ impl WatchConfig {
             if is_default || !self.terminal { Ok(()) } else { no_effect(name, found, "with terminal") }
         };
         all([
-            expect(u16::try_from(self.port).is_ok(), "port", self.port, "a TCP port, 0 to 65535"),
-            of_page("port", &self.port, self.port == 0),
-            of_page("host", &self.host, self.host == LOOPBACK),
+            expect(u16::try_from(self.port).is_ok(), name_of!(self.port), self.port, "a TCP port, 0 to 65535"),
+            of_page(name_of!(self.port), &self.port, self.port == 0),
+            of_page(name_of!(self.host), &self.host, self.host == LOOPBACK),
         ])
     }
 

@@ -7,17 +7,16 @@ mod rows;
 mod tests;
 mod totals;
 
-use super::supervised::{Data, Loaded, Words, start_training, train};
+use super::supervised::{Data, Loaded, Words, spec, start_training, train};
 use super::{Gathered, check_held_out, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, PromptLimit, Sources};
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::Epochs;
 use crate::run::event::Sample;
-use crate::run::session::{Opening, RunSpec};
+use crate::run::session::Opening;
 use crate::run::sinks::console::Console;
 use crate::settings::{DistillConfig, Stage, max_prompt_len};
 use rlhf_base::dist::World;
-use rlhf_base::{Error, Result};
+use rlhf_base::{Error, Refusal, Result, name_of};
 use rlhf_hub as hub;
 use rlhf_hub::AskedHub;
 use rlhf_lm::generate::StopStrings;
@@ -85,9 +84,13 @@ struct Folders {
 impl Folders {
     fn find(config: &DistillConfig) -> Result<Self> {
         let of_teacher = Some(config.teacher_model_revision.as_str());
+        // The hub names the setting of the other model.
+        let named = |refusal: Refusal| match refusal.setting() {
+            Some("model_revision") => Refusal::new(name_of!(config.teacher_model_revision), refusal.reason()),
+            _ => refusal,
+        };
         let teacher = hub::model_dir(&config.teacher_model_name_or_path, of_teacher).map_err(|error| match error {
-            // The hub names the flag of the other model.
-            Error::Usage(message) => Error::Usage(message.replace("model_revision =", "teacher_model_revision =")),
+            Error::Refused(refusals) => Error::Refused(refusals.into_iter().map(named).collect()),
             other => other,
         })?;
         Ok(Self { student: hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, teacher })
@@ -142,16 +145,7 @@ fn load_run<'a>(
         model,
         tokenizer: tokenizer.clone(),
         opening,
-        spec: RunSpec {
-            command: COMMAND,
-            config,
-            run: &config.run,
-            eval: &config.eval,
-            logging_steps: config.logging_steps,
-            num_updates: plan.num_updates,
-            batch_size: plan.batch_size,
-            epochs: Epochs { per_update: plan.batch_size, len: num_rows },
-        },
+        spec: spec(COMMAND, config, (&config.run, &config.eval, config.logging_steps), &plan, num_rows),
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train.cursor(config.run.seed, &config.data),

@@ -7,13 +7,13 @@ mod pairs;
 mod tests;
 mod totals;
 
-use super::supervised::{Data, Loaded, Words, start_training, train};
+use super::reference::Reference;
+use super::supervised::{Data, Loaded, Words, spec, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Sources};
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::Epochs;
-use crate::run::session::{Opening, RunSpec};
+use crate::run::session::Opening;
 use crate::run::sinks::console::Console;
 use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::{DpoConfig, Stage};
@@ -23,8 +23,7 @@ use rlhf_base::dist::World;
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_hub::AskedHub;
-use rlhf_lm::model::{CausalLm, Dtype, LmHead, ModelConfig, ModelOptions, Trains};
-use rlhf_lm::optim::Optim;
+use rlhf_lm::model::{CausalLm, LmHead, ModelConfig};
 use rlhf_lm::tokenizer::Tokenizer;
 use std::path::{Path, PathBuf};
 
@@ -149,16 +148,7 @@ fn load_run<'a>(
         model,
         tokenizer,
         opening,
-        spec: RunSpec {
-            command: COMMAND,
-            config,
-            run: &config.run,
-            eval: &config.eval,
-            logging_steps: config.logging_steps,
-            num_updates: plan.num_updates,
-            batch_size: plan.batch_size,
-            epochs: Epochs { per_update: plan.batch_size, len: num_pairs },
-        },
+        spec: spec(COMMAND, config, (&config.run, &config.eval, config.logging_steps), &plan, num_pairs),
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train.cursor(config.run.seed, &config.data),
@@ -304,16 +294,19 @@ fn check_vocabulary(models: [&ModelConfig; 2], dirs: [&Path; 2]) -> Result<()> {
     Err(Error::invalid(dirs[1], message))
 }
 
-/// Returns the options for loading a reference model that follows the policy from a checkpoint, where its numbers are f32.
-fn saved_reference_options(config: &DpoConfig) -> Result<ModelOptions> {
-    Ok(ModelOptions { dtype: Dtype::Float32, ..trained_options(model_options(&config.run)?, false) })
+/// The reference model of the run, by its settings.
+fn reference_of(config: &DpoConfig) -> Reference<'_> {
+    Reference {
+        run: &config.run,
+        is_synced: config.sync.sync_ref_model,
+        optim: config.optimizer.optim,
+        stage: config.run.dist.zero_stage,
+    }
 }
 
-/// Divides the reference model among the ranks, and places it where the settings have it between its passes.
+/// Places the reference model of the run.
 fn place_reference(reference: &mut CausalLm, config: &DpoConfig) -> Result<()> {
-    reference.shard(&World::of_process(), config.run.dist.zero_stage);
-    let place = config.run.models_place().filter(|_| config.keeps_reference());
-    place.map_or(Ok(()), |place| reference.offload(&place, "reference model"))
+    reference_of(config).place(reference, &World::of_process(), !config.keeps_reference())
 }
 
 /// Refuses a reference model that cannot follow the policy.
@@ -336,21 +329,7 @@ fn check_synced(policy: &CausalLm, reference: &CausalLm, dir: &Path) -> Result<(
 
 /// Loads a reference model that shares nothing with the policy.
 fn load_reference(config: &DpoConfig, dir: &Path) -> Result<CausalLm> {
-    let synced = config.sync.sync_ref_model;
-    let frozen = model_options(&config.run)?;
-    // As the policy is read, so that the first margins are 0.
-    let options = if synced { trained_options(frozen, false) } else { frozen };
-    let mut reference = CausalLm::from_pretrained(dir, options)?;
+    let reference = reference_of(config).load(dir, model_options(&config.run)?)?;
     check_decoder(reference.config(), dir)?;
-    reference.merge_adapter();
-    if config.optimizer.optim == Optim::AdamwBf16 {
-        // The policy's numbers are rounded so, and the first margins are 0.
-        reference.hold_in_bf16();
-    }
-    if synced {
-        reference.prepare(Trains::All)?;
-    } else {
-        reference.hold_as_computed();
-    }
     Ok(reference)
 }

@@ -11,7 +11,7 @@ use super::sft::{self, sft};
 use super::{check_held_out, gather};
 use crate::data::{Dataset, PromptLimit, Sources};
 use crate::reward::{Spec, check_columns, specs};
-use crate::run::checkpoint::{FinishedRun, UNFINISHED};
+use crate::run::checkpoint::{FinishedRun, RunSettings, UNFINISHED};
 use crate::run::ends::{ends_of, words};
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run, resolved_settings};
@@ -25,6 +25,7 @@ use crate::terminal::Stream;
 use comfy_table::{ContentArrangement, Table, presets};
 use rlhf_base::dist::World;
 use rlhf_base::safe_text::{lines, one_line};
+use rlhf_base::schema::Field;
 use rlhf_base::signals::stopped;
 use rlhf_base::weights::Checkpoint;
 use rlhf_base::{Error, Result};
@@ -53,6 +54,37 @@ pub struct PipelineConfig {
     pub dpo: Option<DpoConfig>,
     /// Distillation, after SFT.
     pub distill: Option<DistillConfig>,
+}
+
+/// The settings of a stage; null if it is left out.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+struct StageSettings {
+    values: Value,
+    #[serde(skip)]
+    described: Vec<Field>,
+    #[serde(skip)]
+    loss_of_micro_batches: Option<&'static str>,
+}
+
+impl StageSettings {
+    fn new<C: RunSettings>(config: Option<&C>) -> Self {
+        Self {
+            values: json!(config),
+            described: config.map_or_else(Vec::new, RunSettings::described),
+            loss_of_micro_batches: config.and_then(RunSettings::loss_of_micro_batches),
+        }
+    }
+}
+
+impl RunSettings for StageSettings {
+    fn described(&self) -> Vec<Field> {
+        self.described.clone()
+    }
+
+    fn loss_of_micro_batches(&self) -> Option<&'static str> {
+        self.loss_of_micro_batches
+    }
 }
 
 impl PipelineConfig {
@@ -123,13 +155,13 @@ impl PipelineConfig {
     }
 
     /// Returns the settings of a stage by name.
-    fn settings(&self, stage: Stage) -> Value {
+    fn settings(&self, stage: Stage) -> StageSettings {
         match stage {
-            Stage::Sft => json!(self.sft),
-            Stage::Reward => json!(self.reward),
-            Stage::Ppo => json!(self.ppo),
-            Stage::Dpo => json!(self.dpo),
-            Stage::Distill => json!(self.distill),
+            Stage::Sft => StageSettings::new(self.sft.as_ref()),
+            Stage::Reward => StageSettings::new(self.reward.as_ref()),
+            Stage::Ppo => StageSettings::new(self.ppo.as_ref()),
+            Stage::Dpo => StageSettings::new(self.dpo.as_ref()),
+            Stage::Distill => StageSettings::new(self.distill.as_ref()),
         }
     }
 
@@ -225,11 +257,14 @@ fn check_pushes(config: &PipelineConfig) -> Result<()> {
         let Some(to) = config.run(stage).and_then(|run| run.hub.destination()) else { continue };
         let same = |(_, other): &&(Stage, Destination)| (&other.name, &other.revision) == (&to.name, &to.revision);
         if let Some((earlier, _)) = seen.iter().find(same) {
-            return Err(Error::Usage(format!(
-                "hub_model_id = {} for {earlier} and {stage}: expected a repository for each stage; set push_to_hub and hub_model_id in \
+            return Err(Error::refused(
+                "hub_model_id",
+                format!(
+                    " = {} for {earlier} and {stage}: expected a repository for each stage; set push_to_hub and hub_model_id in \
                  the sections",
-                to.name
-            )));
+                    to.name
+                ),
+            ));
         }
         seen.push((stage, to));
     }
@@ -291,7 +326,9 @@ fn named(stage: Stage, error: Error) -> Error {
         None => format!("{stage}: {message}"),
     };
     match error {
-        Error::Usage(message) => Error::Usage(format!("{stage}: {message}")),
+        error if error.is_usage() => {
+            error.map_usage(|message| format!("{stage}: {message}")).unwrap_or_else(|other| other)
+        }
         Error::NotPushed(message) => Error::NotPushed(format!("{stage}: {message}")),
         Error::Stopped { message, code } => Error::Stopped { message: with_hint(message), code },
         error => Error::Run(with_hint(error.to_string())),
@@ -464,8 +501,8 @@ fn add_files(
 }
 
 /// Returns whether the run in `dir` has the same settings, and so the same result.
-fn is_run_with(dir: &Path, settings: &Value) -> bool {
-    resolved_settings(dir).is_some_and(|found| found == *settings)
+fn is_run_with(dir: &Path, settings: &StageSettings) -> bool {
+    resolved_settings(dir).is_some_and(|found| found == settings.values)
 }
 
 type ReadTokenizer = fn(&Path) -> Result<Tokenizer>;
@@ -657,7 +694,7 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
     let skipped: Vec<_> = config.stages().into_iter().filter(|&stage| config.run(stage).is_none()).collect();
     all.insert("skip".into(), json!(skipped));
     for stage in config.stages().into_iter().filter(|stage| !skipped.contains(stage)) {
-        let mut settings = config.settings(stage);
+        let mut settings = config.settings(stage).values;
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
             // The default is the model of an earlier stage; as a value it would stay that of this folder in other ones.

@@ -57,7 +57,7 @@ impl PpoTrainer {
     /// 4. Trains policy and critic in epochs of mini-batches.
     /// 5. Collects the metrics, and updates the KL's weight and the alarms by them.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<UpdateOutcome> {
-        let (update, mut clock, device) = (self.progress.done, Clock::start(), self.learner.policy.device());
+        let (update, mut clock, device) = (self.course.progress.done, Clock::start(), self.learner.policy.device());
 
         // 1. Responses.
         phase("sampling");
@@ -70,7 +70,7 @@ impl PpoTrainer {
         let scores = self.score_batch(&mut batch)?;
         self.warn_unscored(&mut batch, scores.reported.scored.warning.clone());
         let prompts: Vec<Vec<i64>> =
-            batch.asked(&self.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
+            batch.asked(&self.data.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
         let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
@@ -81,7 +81,7 @@ impl PpoTrainer {
         }
 
         // 3. Rewards, advantages, returns.
-        let kl_coef = self.kl_controller.coef(update);
+        let kl_coef = self.course.kl_controller.coef(update);
         let targets = targets(&experience, kl_coef, &self.config.shaping());
         let rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
         clock.lap("rollout", device);
@@ -112,7 +112,7 @@ impl PpoTrainer {
     fn warn_unscored(&mut self, batch: &mut Batch, warning: Option<String>) {
         let Some(message) = warning else { return };
         let reported_once = || format!("{message} (reported once)");
-        batch.warnings.extend(self.alarms.once(WarningKind::Unscored, reported_once));
+        batch.warnings.extend(self.monitor.alarms.once(WarningKind::Unscored, reported_once));
     }
 
     /// Collects the metrics of an update, and updates the KL's weight and the alarms by them.
@@ -125,7 +125,7 @@ impl PpoTrainer {
         rates: &StepRates,
         clock: &Clock,
     ) -> Result<Metrics> {
-        let update = self.progress.done;
+        let update = self.course.progress.done;
         let mut m = Metrics::default();
         m.push("step", (update + 1) as f64);
         m.push("episode", ((update + 1) * self.plan.batch_size) as f64);
@@ -136,44 +136,46 @@ impl PpoTrainer {
         self.push_rates(&mut m, rates);
         clock.push_metrics(&mut m, experience.sampled.iter().sum(), batch.sampling);
         self.push_collectives(&mut m)?;
-        self.skips.record(steps);
-        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
+        self.monitor.skips.record(steps);
+        self.course.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         batch.warnings.extend(constant);
-        self.warnings =
-            [batch.warnings, self.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())].concat();
-        self.last_metrics.clone_from(&m);
+        self.monitor.warnings =
+            [batch.warnings, self.monitor.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())]
+                .concat();
+        self.monitor.last_metrics.clone_from(&m);
         Ok(if self.config.needs_critic() { m } else { m.without(self.learner.repeated_metrics()) })
     }
 
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
     fn sample(&mut self, update: usize) -> Result<Batch> {
-        if let Some(recorded) = self.recorded.take() {
+        if let Some(recorded) = self.sampler.recorded.take() {
             return Ok(recorded);
         }
         let size = self.plan.prompts;
-        if self.order.is_some() && self.config.groups.filters() {
+        if self.data.order.is_some() && self.config.groups.filters() {
             return Err(Error::Usage(
                 "order: expected neither dynamic_sampling nor dynamic_filtering_reward_range, whose further groups are of prompts that the \
                  order did not name"
                     .into(),
             ));
         }
-        let rows = match &mut self.order {
-            Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
-            None => self.cursor.take(size),
+        let rows = match &mut self.data.order {
+            Some(order) => own_rows(update, (order.0)(update), size, self.data.prompts.len())?,
+            None => self.data.cursor.take(size),
         };
         let (rows, Answers { responses, episodes, sampling }) = self.respond(&rows, update as u64)?;
-        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
-        let mut warnings = self.alarms.of_responses(&Sampled {
+        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
+        let mut warnings = self.monitor.alarms.of_responses(&Sampled {
             update: update + 1,
             prompts: &prompts,
             responses: &responses,
-            stop: &self.stop,
+            stop: &self.sampler.stop,
             eos: self.tokenizer.eos_ids(),
-            may_stop: !self.stop.is_empty() || self.stop_strings.is_some(),
+            may_stop: !self.sampler.stop.is_empty() || self.sampler.stop_strings.is_some(),
             cut: (!episodes.is_empty()).then(|| episodes.iter().zip(&responses).filter(|(e, r)| e.is_cut(r)).count()),
         });
-        let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.left_out)?;
+        let Kept { rows, responses, dropped, reused } =
+            self.sampler.kept.keep(rows, responses, &self.sampler.left_out)?;
         warnings.extend(reused.then(|| Warning {
             kind: WarningKind::ReusedResponses,
             message: format!(
@@ -204,7 +206,7 @@ impl PpoTrainer {
     /// `step` keys the random draws.
     fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Answers)> {
         let size = self.config.advantage.num_generations;
-        let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.data.prompts[row]).collect();
         let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
         let answers = self.answers(&asked, &GenerationConfig { num_return_sequences: size, ..generation })?;
         Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), answers))
@@ -220,12 +222,12 @@ impl PpoTrainer {
         let settings = self.config.rollout(&self.learner.policy);
         let recompute_logprobs = settings.recompute_logprobs || reused;
         let compares_sampling = settings.compares_sampling && !reused;
-        RolloutSettings { recompute_logprobs, compares_sampling, left_out: self.left_out.clone(), ..settings }
+        RolloutSettings { recompute_logprobs, compares_sampling, left_out: self.sampler.left_out.clone(), ..settings }
     }
 
     /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings, less after a rollback.
     fn step_rates(&mut self, update: usize) -> Result<StepRates> {
-        let rates = match &mut self.schedule {
+        let rates = match &mut self.course.schedule {
             Some(schedule) => StepRates::from((schedule.0)(update).checked(&format!("schedule: update {update}"))?),
             None => self.config.step_rates(update, &self.plan),
         };
@@ -269,10 +271,10 @@ impl PpoTrainer {
     fn push_rates(&self, m: &mut Metrics, rates: &StepRates) {
         let rates = rates.first();
         m.push("lr", rates.policy.unwrap_or(0.0));
-        if self.config.value.differs() || self.schedule.is_some() {
+        if self.config.value.differs() || self.course.schedule.is_some() {
             m.push("val/lr", rates.value);
         }
-        if let Some(scaling) = &self.learner.scaling {
+        if let Some(scaling) = &self.learner.optimizers.scaling {
             m.push("policy/loss_scale", scaling.policy.scale());
             if let Some(value) = &scaling.value {
                 m.push("val/loss_scale", value.scale());
@@ -290,7 +292,7 @@ impl PpoTrainer {
         let began = Instant::now();
         let (policy, world) = (&self.learner.policy, &self.learner.world);
         let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
-        let (responses, episodes) = match &self.environment {
+        let (responses, episodes) = match &self.sampler.environment {
             Some(environment) => environment.generate_on(world, policy, asked, generation)?,
             None => {
                 let prompts: Vec<&[i64]> = asked.iter().map(|prompt| prompt.tokens.as_slice()).collect();
@@ -303,9 +305,16 @@ impl PpoTrainer {
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
-        let stop_strings = self.stop_strings.clone();
+        let stop_strings = self.sampler.stop_strings.clone();
         let seed = if purpose == Purpose::Sampling { self.sampling_seed() } else { self.config.run.seed };
-        GenerationConfig { sampling, stop_strings, seed, purpose, step, ..self.config.generation(&self.stop, 0) }
+        GenerationConfig {
+            sampling,
+            stop_strings,
+            seed,
+            purpose,
+            step,
+            ..self.config.generation(&self.sampler.stop, 0)
+        }
     }
 }
 
@@ -332,7 +341,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     // Before anything slow begins.
     let opening = open(config)?;
     let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.found()?)?;
-    (trainer.console, trainer.opening) = (console, Some(opening));
+    (trainer.console, trainer.record.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }
 
@@ -340,7 +349,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
 pub(crate) fn check_eval_prompts(config: &PpoConfig) -> Result<()> {
     if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
         let found = config.num_eval_prompts;
-        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
+        return Err(Error::refused("num_eval_prompts", format!(" = {found} has no effect without eval_steps")));
     }
     Ok(())
 }
@@ -403,23 +412,28 @@ pub struct PpoTrainer {
     pub tokenizer: Tokenizer,
     /// Console output of [`PpoTrainer::train`] and warnings of [`PpoTrainer::update`]; silent by default.
     pub console: Console,
-    pub(crate) prompts: Vec<Prompt>,
+    data: PromptData,
+    sampler: Sampler,
+    course: Course,
+    monitor: Monitor,
+    record: RunRecord,
+}
+
+/// The prompts of a run.
+#[derive(Debug)]
+struct PromptData {
+    prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
-    /// Warnings about prompts and dtypes, reported when the run starts.
-    prompt_notes: Vec<String>,
-    /// Commits that names on the hub stand for.
-    commits: Commits,
-    /// Digests of the inputs, which a resumed run compares.
-    inputs: Inputs,
-    pub(crate) cursor: Cursor,
+    /// The next rows.
+    cursor: Cursor,
     /// Caller-supplied order; overrides the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
-    /// Caller-supplied learning rates; override the settings.
-    schedule: Option<PerUpdate<LearningRates>>,
-    /// Weight of the KL.
-    kl_controller: KlController,
-    scaling: ScoreScaling,
+}
+
+/// The end of responses, their environment, and which of them are trained on.
+#[derive(Debug)]
+struct Sampler {
     /// Tokens that end a response; may be empty.
     stop: Vec<i64>,
     /// Texts that end a response.
@@ -432,29 +446,56 @@ pub struct PpoTrainer {
     kept: KeptResponses,
     /// The responses of the next update, in a replay.
     recorded: Option<Batch>,
-    last_metrics: Metrics,
+}
+
+/// The state that changes from update to update.
+#[derive(Debug)]
+struct Course {
     progress: Progress,
+    /// Weight of the KL.
+    kl_controller: KlController,
+    /// Moments of the scores.
+    scaling: ScoreScaling,
+    /// Caller-supplied learning rates; override the settings.
+    schedule: Option<PerUpdate<LearningRates>>,
+}
+
+/// Alarms, and the numbers that they and the reports read.
+#[derive(Debug)]
+struct Monitor {
+    alarms: Alarms,
+    skips: Skips,
+    /// Warnings of the last update.
+    warnings: Vec<Warning>,
+    last_metrics: Metrics,
+    /// Tokens of prompts and responses so far.
+    num_tokens: u64,
+}
+
+/// Facts of a run for its folder: checkpoints, model card, first lines.
+#[derive(Debug)]
+struct RunRecord {
+    /// Warnings about prompts and dtypes, reported when the run starts.
+    prompt_notes: Vec<String>,
+    /// Commits that names on the hub stand for.
+    commits: Commits,
+    /// Digests of the inputs, which a resumed run compares.
+    inputs: Inputs,
     /// The output folder, where it was opened before the models were loaded.
     opening: Option<Opening>,
     /// Result of the sanity checks at the start, for the model card.
     checks: Option<String>,
-    skips: Skips,
-    alarms: Alarms,
-    /// Warnings of the last update.
-    warnings: Vec<Warning>,
-    /// Tokens of prompts and responses so far.
-    num_tokens: u64,
 }
 
 impl PpoTrainer {
     /// Number of updates done.
     pub fn updates_done(&self) -> usize {
-        self.progress.done
+        self.course.progress.done
     }
 
     /// Warnings of the last update.
     pub fn warnings(&self) -> &[Warning] {
-        &self.warnings
+        &self.monitor.warnings
     }
 
     /// Sends warnings of rewards, and what functions of Python print, to the console.
@@ -475,11 +516,11 @@ impl PpoTrainer {
     /// without an optimizer step: the update counts as done, and changed no weight.
     pub fn update(&mut self) -> Result<Metrics> {
         let total = self.plan.num_total_batches;
-        if self.progress.done == total {
+        if self.course.progress.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (state, kept, steps) = (self.state(), self.kept.clone(), self.steps());
+        let (state, kept, steps) = (self.state(), self.sampler.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(outcome) => outcome.metrics,
             Err(error) => {
@@ -487,15 +528,15 @@ impl PpoTrainer {
                     // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
                     let _ = self.load_state(&PartStates::in_memory(&state));
                     // Its state would have no log-probabilities.
-                    self.kept = kept;
+                    self.sampler.kept = kept;
                 }
                 return Err(error);
             }
         };
-        self.progress.done += 1;
+        self.course.progress.done += 1;
         take_snapshot(self);
         let too_many = self.note_skips().err();
-        self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
+        self.monitor.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
         too_many.map_or(Ok(metrics), Err)
     }
 }

@@ -1,15 +1,15 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
-use crate::run::checkpoint::Epochs;
-use crate::run::session::{Opening, RunSpec};
+use crate::run::session::Opening;
 use crate::run::sinks::console::Console;
 use crate::settings::{PairLoss, RewardConfig, Stage};
 use crate::terminal;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
+use rlhf_base::name_of;
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_hub::AskedHub;
@@ -78,7 +78,7 @@ fn load_run<'a>(
     let read = |dataset: &Dataset| read_pairs(dataset, config, model.config(), &tokenizer, pads.as_ref());
     let Data { train, eval, first_row, mut inputs } =
         Data::read(&sources, &config.data, config.run.seed, Stage::Reward)?;
-    inputs.model("model_name_or_path", model_dir)?;
+    inputs.model(name_of!(config.model_name_or_path), model_dir)?;
     let (train_pairs, eval_pairs) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let num_pairs = train_pairs.rows.len();
     let tokens: Vec<[&[i64]; 2]> = train_pairs.rows.iter().map(|pair| [&pair.chosen[..], &pair.rejected[..]]).collect();
@@ -109,16 +109,7 @@ fn load_run<'a>(
         model,
         tokenizer,
         opening,
-        spec: RunSpec {
-            command: COMMAND,
-            config,
-            run: &config.run,
-            eval: &config.eval,
-            logging_steps: config.logging_steps,
-            num_updates: plan.num_updates,
-            batch_size: plan.batch_size,
-            epochs: Epochs { per_update: plan.batch_size, len: num_pairs },
-        },
+        spec: spec(COMMAND, config, (&config.run, &config.eval, config.logging_steps), &plan, num_pairs),
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_pairs.cursor(config.run.seed, &config.data),
@@ -218,8 +209,8 @@ pub(super) fn find_pads(
     if config.pair_loss != PairLoss::Sequence {
         shape.check_decoder(dir)?;
         if shape.is_encoder_decoder() {
-            let message = "pair_loss: expected sequence for an encoder-decoder, whose score is that of a whole text, found a loss of tokens";
-            return Err(Error::Usage(message.into()));
+            let rest = ": expected sequence for an encoder-decoder, whose score is that of a whole text, found a loss of tokens";
+            return Err(Error::refused(name_of!(config.pair_loss), rest));
         }
     }
     (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(tokenizer, shape, config)).transpose()
@@ -248,9 +239,8 @@ pub(super) fn read_pairs(
 /// Refuses `eval_only` in a training run.
 pub(super) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
     if config.eval_only {
-        let message =
-            "eval_only = true: expected false, as this trains a model; `rlhf reward --eval_only` measures one";
-        return Err(Error::Usage(message.into()));
+        let rest = " = true: expected false, as this trains a model; `rlhf reward --eval_only` measures one";
+        return Err(Error::refused(name_of!(config.eval_only), rest));
     }
     Ok(())
 }
@@ -478,8 +468,9 @@ impl Pads {
     /// If the tokenizer has no token to pad with.
     fn find(tokenizer: &Tokenizer, shape: &ModelConfig, config: &RewardConfig) -> Result<Self> {
         let id = tokenizer.deepspeed_chat_pad(shape).or(tokenizer.eos()).ok_or_else(|| {
-            let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
-            Error::Usage(format!("{message}; tokens_unpadded needs none"))
+            let rest =
+                " = tokens: expected a tokenizer with an eos or a pad token, found none; tokens_unpadded needs none";
+            Error::refused("pair_loss", rest)
         })?;
         let width = config.max_length.unwrap_or(usize::MAX).min(shape.max_position_embeddings);
         Ok(Self { id, skipped: config.num_padding_at_beginning, width })

@@ -1,16 +1,16 @@
 //! Supervised fine-tuning: a language model is trained on demonstrations.
 
-use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, start_training, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::Epochs;
 use crate::run::inputs::Inputs;
-use crate::run::session::{Opening, RunSpec};
+use crate::run::session::Opening;
 use crate::run::sinks::console::Console;
 use crate::settings::{SftConfig, Stage};
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
+use rlhf_base::name_of;
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_hub::AskedHub;
@@ -86,7 +86,7 @@ fn load_run<'a>(
         is_adapter: config.peft.use_peft,
         unit: if config.packing { "blocks" } else { "rows" },
         data: format!("`{}`, {num_rows} rows", config.data.describe()),
-        facts: config.packing.then_some(("packing", packing)).into_iter().collect(),
+        facts: config.packing.then_some((name_of!(config.packing), packing)).into_iter().collect(),
         tokenizer: tokenizer.describe(),
         notes: Vec::new(),
         numbers: &[("loss", "loss"), ("held-out loss", "eval_loss")],
@@ -96,16 +96,7 @@ fn load_run<'a>(
         model,
         tokenizer,
         opening,
-        spec: RunSpec {
-            command: COMMAND,
-            config,
-            run: &config.run,
-            eval: &config.eval,
-            logging_steps: config.logging_steps,
-            num_updates: plan.num_updates,
-            batch_size: plan.batch_size,
-            epochs: Epochs { per_update: plan.batch_size, len: num_blocks },
-        },
+        spec: spec(COMMAND, config, (&config.run, &config.eval, config.logging_steps), &plan, num_blocks),
         optimizer,
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_rows.cursor(config.run.seed, &config.data),
@@ -173,7 +164,9 @@ fn load(config: &SftConfig) -> Result<Parts> {
     let mut files = Inputs::default();
     model_dir.as_deref().map_or(Ok(()), |dir| files.model("model_name_or_path", dir))?;
     own_tokenizer.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
-    for (name, file) in [("config_name", &shape_file), ("chat_template_path", &config.chat_template_path)] {
+    for (name, file) in
+        [("config_name", &shape_file), (name_of!(config.chat_template_path), &config.chat_template_path)]
+    {
         file.as_deref().map_or(Ok(()), |file| files.file(name, file))?;
     }
     let mut model = match (&model_dir, &shape_file) {

@@ -3,12 +3,12 @@
 use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::run::card::Card;
-use crate::run::checkpoint::{OPTIMIZER, Saved};
+use crate::run::checkpoint::{Epochs, OPTIMIZER, RunSettings, Saved};
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
 use crate::run::sinks::console::Console;
-use crate::settings::{DataConfig, OptimizerConfig, RunConfig, Stage};
+use crate::settings::{DataConfig, EvalConfig, OptimizerConfig, RunConfig, Stage, TrainPlan};
 use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::metrics::Metrics;
 use rlhf_base::weights::replace_files;
@@ -195,6 +195,20 @@ pub(super) struct Loaded<'a, C, H> {
     pub(super) words: Words<'a>,
 }
 
+/// Describes the run of `command` over `rows` rows in an epoch; the tuple has the settings of its
+/// folder and of its evaluations, and `logging_steps`.
+pub(super) fn spec<'a, C>(
+    command: &'static str,
+    config: &'a C,
+    (run, eval, logging_steps): (&'a RunConfig, &'a EvalConfig, usize),
+    plan: &TrainPlan,
+    rows: usize,
+) -> RunSpec<'a, C> {
+    let TrainPlan { num_updates, batch_size } = *plan;
+    let epochs = Epochs { per_update: batch_size, len: rows };
+    RunSpec { command, config, run, eval, logging_steps, num_updates, batch_size, epochs }
+}
+
 /// The words of a run: its title, its model card, its end.
 pub(super) struct Words<'a> {
     /// The model's folder; none for random weights.
@@ -220,7 +234,7 @@ pub(super) struct Words<'a> {
 ///
 /// # Errors
 /// If the output folder is refused or a file cannot be written; if a gradient is not finite, after saving the last complete update.
-pub(super) fn train<T: Supervised, C: Serialize>(
+pub(super) fn train<T: Supervised, C: RunSettings>(
     task: T,
     loaded: Loaded<'_, C, T::Head>,
     console: Console,
@@ -244,24 +258,23 @@ pub(super) fn train<T: Supervised, C: Serialize>(
     let max_tokens = limit.max_tokens(model.device(), model.params(), |on| model.activation_bytes(on));
     let max_tokens = world.min_count(max_tokens)?;
     let mut taken = cursor.clone();
+    let training = Training {
+        optimizer,
+        schedule,
+        scaler: spec.run.fp16.then(|| LossScaler::new(&spec.run.loss_scale)),
+        max_tokens,
+        sums: T::Sums::default(),
+    };
     let mut run = Run {
         progress: Progress::new(spec.eval),
-        optimizer,
-        scaler: spec.run.fp16.then(|| LossScaler::new(&spec.run.loss_scale)),
-        cursor,
-        sums: T::Sums::default(),
-        max_tokens,
-        tokens_seen: task.num_tokens(&[]),
-        trained: trained_share(model.params()),
+        training,
+        data: Position { cursor, num_rows, tokens_seen: task.num_tokens(&[]) },
+        record: RunRecord { trained: trained_share(model.params()), commits, inputs },
         model,
         tokenizer,
         task,
         world,
         spec: &spec,
-        schedule,
-        num_rows,
-        commits,
-        inputs,
         words: &words,
     };
     let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, console)?;
@@ -286,21 +299,37 @@ struct Run<'a, T: Supervised, C> {
     spec: &'a RunSpec<'a, C>,
     words: &'a Words<'a>,
     progress: Progress,
-    optimizer: Optimizer,
     /// The ranks that train together.
     world: World,
+    training: Training<'a, T::Sums>,
+    data: Position,
+    record: RunRecord,
+}
+
+/// The optimizer of a run, and what its steps need.
+struct Training<'a, S> {
+    optimizer: Optimizer,
     /// Peak of the learning rate, and its schedule.
     schedule: (f64, &'a OptimizerConfig),
     /// The loss scale, where the model computes in f16.
     scaler: Option<LossScaler>,
-    cursor: Cursor,
-    num_rows: usize,
-    /// Sums since the last line of metrics.
-    sums: T::Sums,
     /// Most tokens of a micro-batch.
     max_tokens: usize,
+    /// Sums since the last line of metrics.
+    sums: S,
+}
+
+/// The position of a run in its data.
+struct Position {
+    cursor: Cursor,
+    /// Rows of an epoch.
+    num_rows: usize,
     /// Tokens of all updates so far, where they are counted.
     tokens_seen: Option<usize>,
+}
+
+/// Facts of a run for its folder: checkpoints, model card, first lines.
+struct RunRecord {
     /// Trained parameters and their share.
     trained: String,
     commits: Commits,
@@ -328,7 +357,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
             let lr = self.update()?;
             timed += 1;
             let due = session.ask(self, due, self.task.has_eval_rows())?;
-            session.console().advance(self.sums.watched());
+            session.console().advance(self.training.sums.watched());
             let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
             let (mut line, mut emitted) = (None, Ok(()));
             if due.line || stopping {
@@ -348,7 +377,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
                 (began, timed) = (Instant::now(), 0);
             }
             if due.line {
-                self.sums = T::Sums::default();
+                self.training.sums = T::Sums::default();
             }
             let missing = session.complete_update(self, due, line.as_ref());
             emitted?;
@@ -361,21 +390,21 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// One update: a batch, its gradients, one optimizer step. Returns the learning rate.
     fn update(&mut self) -> Result<f64> {
         let done = self.progress.done;
-        let rows = self.cursor.take(self.spec.batch_size);
-        let loss_scale = self.scaler.as_ref().map_or(1.0, LossScaler::scale);
-        let (update, max_tokens) = (done as u64, self.max_tokens);
+        let rows = self.data.cursor.take(self.spec.batch_size);
+        let loss_scale = self.training.scaler.as_ref().map_or(1.0, LossScaler::scale);
+        let (update, max_tokens) = (done as u64, self.training.max_tokens);
         let batch = UpdateRows { rows: &rows, update, loss_scale, max_tokens, world: &self.world };
         // The sums so far are the same on all ranks, and are added once.
         if !self.world.is_main() {
-            self.sums = T::Sums::default();
+            self.training.sums = T::Sums::default();
         }
-        self.world.agree(self.task.backward(&self.model, &batch, &mut self.sums))?;
-        self.sums.sum_over(&self.world)?;
-        let (peak, schedule) = self.schedule;
+        self.world.agree(self.task.backward(&self.model, &batch, &mut self.training.sums))?;
+        self.training.sums.sum_over(&self.world)?;
+        let (peak, schedule) = self.training.schedule;
         let lr = learning_rate(peak, schedule, done, self.spec.num_updates);
         let stepped = self.step(lr);
         let grad_norm = self.world.agree(stepped)?;
-        self.sums.add_step(grad_norm);
+        self.training.sums.add_step(grad_norm);
         let followed = self.task.after_step(&self.model, done + 1);
         self.world.agree(followed)?;
         self.count_tokens(&rows);
@@ -385,36 +414,36 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// One optimizer step. Returns the norm of the gradients before clipping, or 0 if they overflowed f16 and the step was
     /// skipped.
     fn step(&mut self, lr: f64) -> Result<f64> {
-        self.optimizer.reduce_gradients(&self.world)?;
-        if let Some(scaler) = &mut self.scaler {
+        self.training.optimizer.reduce_gradients(&self.world)?;
+        if let Some(scaler) = &mut self.training.scaler {
             let scale = scaler.scale();
-            if scaler.overflows_at(self.optimizer.grad_norm()? / scale) {
-                self.optimizer.zero_grad();
+            if scaler.overflows_at(self.training.optimizer.grad_norm()? / scale) {
+                self.training.optimizer.zero_grad();
                 return Ok(0.0);
             }
-            self.optimizer.unscale(scale);
+            self.training.optimizer.unscale(scale);
         }
-        self.optimizer.step(lr)
+        self.training.optimizer.step(lr)
     }
 
     fn count_tokens(&mut self, rows: &[usize]) {
         let more = self.task.num_tokens(rows);
-        self.tokens_seen = self.tokens_seen.zip(more).map(|(seen, more)| seen + more);
+        self.data.tokens_seen = self.data.tokens_seen.zip(more).map(|(seen, more)| seen + more);
     }
 
     /// Returns the metrics after update `step`, with the `seconds` of an update.
     fn metrics(&self, step: usize, lr: f64, seconds: f64) -> Metrics {
-        let (updates, grad_norms) = self.sums.steps(self.spec.batch_size);
+        let (updates, grad_norms) = self.training.sums.steps(self.spec.batch_size);
         let mut metrics = Metrics::default();
         metrics.push("step", step as f64);
-        metrics.push("epoch", (step * self.spec.batch_size) as f64 / self.num_rows as f64);
-        self.sums.push(&mut metrics);
+        metrics.push("epoch", (step * self.spec.batch_size) as f64 / self.data.num_rows as f64);
+        self.training.sums.push(&mut metrics);
         metrics.push("grad_norm", grad_norms / updates);
         metrics.push("learning_rate", lr);
-        self.tokens_seen.iter().for_each(|&tokens| metrics.push("num_tokens", tokens as f64));
+        self.data.tokens_seen.iter().for_each(|&tokens| metrics.push("num_tokens", tokens as f64));
         self.task.push_so_far(&mut metrics);
         metrics.push("time/update", seconds);
-        if let Some(scaler) = &self.scaler {
+        if let Some(scaler) = &self.training.scaler {
             metrics.push("loss_scale", scaler.scale());
             metrics.push("overflows", scaler.overflows() as f64);
         }
@@ -431,14 +460,14 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// Reports what the run trains, on what, and how.
     fn report_title(&self, session: &Session<'_>) {
         let (spec, words, console) = (self.spec, self.words, session.console());
-        let mut facts = Vec::from(describe_machine(spec.run, self.schedule.1.optim, self.model.device()));
+        let mut facts = Vec::from(describe_machine(spec.run, self.training.schedule.1.optim, self.model.device()));
         facts.push(("updates", updates_fact(spec.num_updates, self.progress.done)));
-        facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.num_rows, words.unit)));
+        facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.data.num_rows, words.unit)));
         facts.extend(words.facts.iter().cloned());
         facts.push(("tokenizer", words.tokenizer.clone()));
-        facts.push(("trained parameters", self.trained.clone()));
+        facts.push(("trained parameters", self.record.trained.clone()));
         let limit = MicroBatchSettings::from(spec.run);
-        facts.push(("micro-batches", limit.describe(self.max_tokens, |on| self.model.activation_bytes(on))));
+        facts.push(("micro-batches", limit.describe(self.training.max_tokens, |on| self.model.activation_bytes(on))));
         let from = words.model.as_ref().map_or("random weights".into(), |dir| dir.display().to_string());
         console.title(&format!("rlhf {}: {from} into {}", spec.command, spec.run.output_dir.display()), &facts);
         words.notes.iter().for_each(|note| console.note(note));
@@ -455,41 +484,48 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn inputs(&self) -> &Inputs {
-        &self.inputs
+        &self.record.inputs
     }
 
     fn state(&self) -> Map<String, Value> {
-        let mut state = fixed_state(self.spec.run, self.model.device(), self.max_tokens, &self.commits, &self.inputs);
-        state.insert("cursor".into(), self.cursor.state());
-        state.insert("since".into(), json!(self.sums));
+        let mut state = fixed_state(
+            self.spec.run,
+            self.model.device(),
+            self.training.max_tokens,
+            &self.record.commits,
+            &self.record.inputs,
+        );
+        state.insert("cursor".into(), self.data.cursor.state());
+        state.insert("since".into(), json!(self.training.sums));
         state.insert("recorded".into(), self.progress.recorded.into());
         state.extend(self.task.state().into_iter().map(|(name, value)| (name.to_string(), value)));
-        state.extend(self.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
+        state.extend(self.training.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
         state
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        load_cursor(&mut self.cursor, saved.part("cursor")?, self.spec.run)
+        load_cursor(&mut self.data.cursor, saved.part("cursor")?, self.spec.run)
             .map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
-        self.sums = saved.parsed("since")?;
-        let has_changed = saved.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
+        self.training.sums = saved.parsed("since")?;
+        let has_changed = saved.part("inputs").is_ok_and(|began| !self.record.inputs.changed(began).is_empty());
         self.task.load(saved, has_changed)?;
-        if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
+        if let (Some(scaler), Ok(state)) = (&mut self.training.scaler, saved.part(LOSS_SCALE)) {
             scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         }
-        self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
+        self.training.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.model.load_trained(&saved.dir)?;
         let limit = MicroBatchSettings::from(self.spec.run);
-        self.max_tokens = limit.resumed_tokens(self.model.device(), self.max_tokens, saved.part("micro_batch").ok());
+        self.training.max_tokens =
+            limit.resumed_tokens(self.model.device(), self.training.max_tokens, saved.part("micro_batch").ok());
         Ok(())
     }
 
     fn steps(&self) -> i64 {
-        self.optimizer.steps() + self.scaler.as_ref().map_or(0, LossScaler::overflows) as i64
+        self.training.optimizer.steps() + self.training.scaler.as_ref().map_or(0, LossScaler::overflows) as i64
     }
 
     fn bit_sums(&self) -> Vec<(String, i64)> {
-        self.optimizer.bit_sums()
+        self.training.optimizer.bit_sums()
     }
 
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()> {
@@ -502,7 +538,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
-        self.optimizer.save(&dir.join(OPTIMIZER))?;
+        self.training.optimizer.save(&dir.join(OPTIMIZER))?;
         Shards::end_serving(&[self.model.shards()])
     }
 
@@ -551,7 +587,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
             ),
             ("data", words.data.clone()),
             ("tokenizer", words.tokenizer.clone()),
-            ("trained parameters", self.trained.clone()),
+            ("trained parameters", self.record.trained.clone()),
             ("updates", self.progress.done.to_string()),
         ];
         let Words { base_model, is_adapter, .. } = *words;

@@ -18,26 +18,27 @@ impl RlhfEngine {
     /// # Errors
     /// If a `train_rlhf` waits for its `train_unsupervised`; if a file cannot be written, or `dir` holds other files.
     pub fn save_state(&self, dir: &Path) -> Result<()> {
-        if self.waiting.is_some() {
+        if self.steps.waiting.is_some() {
             return Err(Error::Usage(
                 "save_state: a train_rlhf waits for its train_unsupervised: call that first".into(),
             ));
         }
-        let last = self.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>((rows_of(prompts)?, rows_of(mask)?)));
+        let last =
+            self.responses.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>((rows_of(prompts)?, rows_of(mask)?)));
         let last = last.transpose()?;
         let state = json!({
             "kind": KIND,
             "version": env!("CARGO_PKG_VERSION"),
-            "steps": self.iterations,
-            "generated": self.generated,
+            "steps": self.steps.iterations,
+            "generated": self.responses.generated,
             "num_total_iters": self.num_total_iters,
-            "kept": self.kept.state(),
+            "kept": self.responses.kept.state(),
             "last": last,
-            "cursor": self.cursor.as_ref().map(|cursor| cursor.state()),
+            "cursor": self.data.cursor.as_ref().map(|cursor| cursor.state()),
             "texts": self.learner.unsupervised.as_ref().map(|texts| texts.state()),
             "rewards": self.reward.state(),
             "entropy_controller": self.learner.entropy_controller.as_ref().map(|controller| controller.state()),
-            "loss_scale": self.learner.scaling.as_ref().map(|scaling| scaling.state()),
+            "loss_scale": self.learner.optimizers.scaling.as_ref().map(|scaling| scaling.state()),
             "micro_batch_tokens": self.learner.micro_batch_tokens,
         });
         save(&self.learner, dir, &state, |dir| self.write_exact(dir))
@@ -53,7 +54,7 @@ impl RlhfEngine {
         if let Some(ema) = &mut self.learner.ema {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&dir.join(EMA)))?;
         }
-        if let Some(cursor) = self.cursor.as_mut().filter(|_| !state["cursor"].is_null()) {
+        if let Some(cursor) = self.data.cursor.as_mut().filter(|_| !state["cursor"].is_null()) {
             cursor.load_state(&state["cursor"])?;
         }
         if let Some(texts) = self.learner.unsupervised.as_mut().filter(|_| !state["texts"].is_null()) {
@@ -66,23 +67,24 @@ impl RlhfEngine {
         if let Some(controller) = controller.filter(|_| !state["entropy_controller"].is_null()) {
             controller.load_state(&state["entropy_controller"])?;
         }
-        if let Some(scaling) = self.learner.scaling.as_mut().filter(|_| !state["loss_scale"].is_null()) {
+        if let Some(scaling) = self.learner.optimizers.scaling.as_mut().filter(|_| !state["loss_scale"].is_null()) {
             scaling.load_state(&state["loss_scale"])?;
         }
-        self.kept.load_state(Some(&state["kept"]).filter(|kept| !kept.is_null()), usize::MAX)?;
-        self.last = last_of(&state["last"]).map_err(|e| Error::invalid(dir, format!("`last`: {e}")))?;
-        (self.waiting, self.overflow) = (None, (false, false));
+        self.responses.kept.load_state(Some(&state["kept"]).filter(|kept| !kept.is_null()), usize::MAX)?;
+        self.responses.last = last_of(&state["last"]).map_err(|e| Error::invalid(dir, format!("`last`: {e}")))?;
+        (self.steps.waiting, self.steps.overflow) = (None, (false, false));
         let number = |name| count(&state, name).map(|number| number as usize);
-        (self.iterations, self.generated) = (number("steps").unwrap_or(0), number("generated").unwrap_or(0));
+        (self.steps.iterations, self.responses.generated) =
+            (number("steps").unwrap_or(0), number("generated").unwrap_or(0));
         // The one that the engine was opened with counts: the learning rates of a longer run may be wanted.
         self.num_total_iters = self.num_total_iters.or(number("num_total_iters"));
-        self.learner.is_half_loaded = false;
+        self.learner.optimizers.is_half_loaded = false;
         Ok(())
     }
 
     /// Returns true if a [`RlhfEngine::load_state`] has failed after it had begun to change the models.
     pub fn is_half_loaded(&self) -> bool {
-        self.learner.is_half_loaded
+        self.learner.optimizers.is_half_loaded
     }
 
     /// Writes the trained models to the folder of a state, with every bit of them.

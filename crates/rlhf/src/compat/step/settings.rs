@@ -216,24 +216,24 @@ impl StepConfig {
         let pushes = self.destination()?.is_some();
         if (self.keep_best || pushes) && self.output_dir.is_none() {
             let name = if self.keep_best { "keep_best = true" } else { IF_BEST };
-            return Err(Error::Usage(format!("{name}: expected an output_dir to keep the model in")));
+            return Err(Error::refused(name, ": expected an output_dir to keep the model in"));
         }
         if self.compare_steps == 0 {
             return Err(Error::Usage("compare_steps = 0: expected a number of at least 1".into()));
         }
         if self.target_kl.is_nan() || self.target_kl <= 0.0 {
-            return Err(Error::Usage(format!("target_kl = {}: expected a number above 0", self.target_kl)));
+            return Err(Error::refused("target_kl", format!(" = {}: expected a number above 0", self.target_kl)));
         }
         if self.advantage_estimator == AdvantageEstimator::Remax {
-            return Err(Error::Usage(
-                "advantage_estimator = remax: expected another estimator: step() has no greedy responses; rlhf ppo has"
-                    .into(),
+            return Err(Error::refused(
+                "advantage_estimator",
+                " = remax: expected another estimator: step() has no greedy responses; rlhf ppo has",
             ));
         }
         if self.loss_type == LossType::DrGrpo {
-            return Err(Error::Usage(
-                "loss_type = dr_grpo: expected another loss: it divides by the longest length of a response, which step() does not know"
-                    .into(),
+            return Err(Error::refused(
+                "loss_type",
+                " = dr_grpo: expected another loss: it divides by the longest length of a response, which step() does not know",
             ));
         }
         self.check_optimizer()?;

@@ -20,15 +20,15 @@ impl StepTrainer {
         let mut state = json!({
             "kind": KIND,
             "version": env!("CARGO_PKG_VERSION"),
-            "steps": self.steps,
-            "passes": self.passes,
-            "generations": self.generations,
-            "logged": self.logged,
+            "steps": self.counts.steps,
+            "passes": self.counts.passes,
+            "generations": self.counts.generations,
+            "logged": self.counts.logged,
             "kl": self.kl.state(),
             "scores": self.scaling.state(),
             "micro_batch_tokens": self.learner.micro_batch_tokens,
         });
-        if let Some(best) = &self.best {
+        if let Some(best) = &self.output.best {
             state["best"] = best.state();
         }
         save(&self.learner, dir, &state, |dir| self.write_model(dir))
@@ -43,23 +43,23 @@ impl StepTrainer {
         let state = load(&mut self.learner, dir, KIND)?;
         self.kl.load_state(&state["kl"])?;
         self.scaling.load_state(&state["scores"])?;
-        if let Some(best) = &mut self.best {
+        if let Some(best) = &mut self.output.best {
             best.load_state(&state["best"]);
         }
         let number = |name| count(&state, name).unwrap_or(0);
-        (self.steps, self.logged) = (number("steps") as usize, number("logged") as usize);
-        (self.passes, self.generations) = (number("passes"), number("generations"));
-        self.learner.is_half_loaded = false;
+        (self.counts.steps, self.counts.logged) = (number("steps") as usize, number("logged") as usize);
+        (self.counts.passes, self.counts.generations) = (number("passes"), number("generations"));
+        self.learner.optimizers.is_half_loaded = false;
         Ok(())
     }
 
     /// Returns true if a [`StepTrainer::load_state`] has failed after it had begun to change the models.
     pub fn is_half_loaded(&self) -> bool {
-        self.learner.is_half_loaded
+        self.learner.optimizers.is_half_loaded
     }
 
     /// Calls of [`StepTrainer::step`] that were counted so far.
     pub fn steps_done(&self) -> usize {
-        self.steps
+        self.counts.steps
     }
 }

@@ -4,25 +4,26 @@ use serde::Serialize;
 
 use rlhf_base::Result;
 use rlhf_base::metrics::WarningKind;
-use rlhf_base::schema::{ALARMS, Settings, at_least_one, no_effect, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{ALARMS, Settings, at_least_one, no_effect, refuse};
 
 /// Checks of a PPO run: those at its start, steps that are skipped, and alarms.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct AlarmConfig {
     /// Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not
     /// finite.
-    #[setting(heading = ALARMS, default = 3)]
+    #[setting(heading = ALARMS, default = 3, resume = Free)]
     pub max_skipped_updates: usize,
     /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
-    #[setting(heading = ALARMS)]
+    #[setting(heading = ALARMS, resume = Free)]
     pub no_checks: bool,
     /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
     /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
     /// checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn].
-    #[setting(heading = ALARMS, delimiter = ',')]
+    #[setting(heading = ALARMS, delimiter = ',', resume = Free)]
     pub on_alarm: Vec<String>,
     /// Rollbacks of a run, at most; the next alarm with that action stops it.
-    #[setting(heading = ALARMS, default = MAX_ROLLBACKS)]
+    #[setting(heading = ALARMS, default = MAX_ROLLBACKS, resume = Free)]
     pub max_rollbacks: usize,
 }
 
@@ -43,17 +44,20 @@ const ALL_ALARMS: &str = "all";
 impl AlarmConfig {
     /// Checks every setting of a run, which `saves` checkpoints or does not.
     pub(crate) fn check(&self, saves: bool) -> Result<()> {
-        at_least_one("max_skipped_updates", self.max_skipped_updates)?;
+        at_least_one(name_of!(self.max_skipped_updates), self.max_skipped_updates)?;
         let actions = self.on_alarm.iter().map(|written| alarm_action(written)).collect::<Result<Vec<_>>>()?;
         let rollback = actions.iter().position(|(_, action)| *action == AlarmAction::Rollback);
         match rollback {
-            Some(at) if !saves => usage(format!(
-                "on_alarm = {} needs save_steps: a rollback continues from the last checkpoint; save_steps = 10 saves one every 10 \
+            Some(at) if !saves => refuse(
+                name_of!(self.on_alarm),
+                format!(
+                    " = {} needs save_steps: a rollback continues from the last checkpoint; save_steps = 10 saves one every 10 \
                  updates",
-                self.on_alarm[at]
-            )),
+                    self.on_alarm[at]
+                ),
+            ),
             None if self.max_rollbacks != MAX_ROLLBACKS => {
-                no_effect("max_rollbacks", self.max_rollbacks, "without on_alarm = NAME=rollback")
+                no_effect(name_of!(self.max_rollbacks), self.max_rollbacks, "without on_alarm = NAME=rollback")
             }
             _ => Ok(()),
         }
@@ -78,13 +82,16 @@ fn alarm_action(written: &str) -> Result<(&str, AlarmAction)> {
     let known = || WarningKind::ALL.iter().map(|kind| kind.name()).chain([ALL_ALARMS]);
     if !known().any(|known| known == name) {
         let names = known().collect::<Vec<_>>().join(", ");
-        return usage(format!("on_alarm = {written}: expected NAME=warn, stop or rollback, with a NAME of {names}"));
+        return refuse(
+            "on_alarm",
+            format!(" = {written}: expected NAME=warn, stop or rollback, with a NAME of {names}"),
+        );
     }
     match action {
         "warn" => Ok((name, AlarmAction::Warn)),
         "stop" => Ok((name, AlarmAction::Stop)),
         "rollback" => Ok((name, AlarmAction::Rollback)),
-        _ => usage(format!("on_alarm = {written}: expected {name}=warn, {name}=stop or {name}=rollback")),
+        _ => refuse("on_alarm", format!(" = {written}: expected {name}=warn, {name}=stop or {name}=rollback")),
     }
 }
 

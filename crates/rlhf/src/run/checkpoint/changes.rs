@@ -1,84 +1,48 @@
 //! Settings that a later run may change: of a run that resumes from it, starts again in its place, or replays one of its updates.
 
 use crate::run::inputs::reward_input;
-use crate::run::sizes::{GlobalSizes, SIZES, ranks_of};
+use crate::run::sizes::{GlobalSizes, ranks_of};
 use rlhf_base::dist::num_ranks;
+use rlhf_base::schema::{Field, ResumeClass};
 use rlhf_base::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-/// Settings that change no result: a resumed run may change them.
-pub(crate) const FREE: [&str; 51] = [
-    "output_dir",
-    "save_steps",
-    "save_total_limit",
-    "save_dtype",
-    "max_shard_size",
-    "report_to",
-    "tensorboard_tags",
-    "run_name",
-    "project",
-    "tracker_kwargs",
-    "log_model",
-    "num_threads", // the resulting number is compared
-    "disable_tqdm",
-    "no_report",
-    "num_sample_generations",
-    "eval_steps",
-    "num_eval_prompts", // but a best model that was found by other prompts is forgotten
-    "print_answers",
-    "print_answers_interval",
-    "log_completions",
-    "num_completions_to_print",
-    "enable_test_mode",
-    "test_stop_step",
-    "reward_batch_size",
-    "reward_concurrency",
-    "reward_timeout",
-    "reward_retries",
-    "max_environments",
-    "tool_timeout",
-    "reset_timeout",
-    "tool_memory",
-    "tool_processes",
-    "no_checks",
-    "max_skipped_updates",
-    "on_alarm", // a rollback changes the result, but only of the updates after it
-    "max_rollbacks",
-    "log_rollouts",
-    "rollouts_limit",
-    "zero_stage",
-    "actor_zero_stage",
-    "critic_zero_stage",
-    "ds3_gather_for_generation",
-    "offload",
-    "offload_dir",
-    "dist_timeout",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_revision",
-    "hub_private_repo",
-    "hub_strategy",
-    "hub_always_push",
-];
+/// Settings of a run, which its checkpoints keep.
+pub(crate) trait RunSettings: Serialize {
+    /// The descriptions of the settings, with what a resumed run may change.
+    fn described(&self) -> Vec<Field>;
 
-/// Settings of the length of a run: they may extend a finished run.
-pub(crate) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max_steps"];
+    /// The name of a loss whose value for a row depends on the others of its micro-batch, if the run has one.
+    fn loss_of_micro_batches(&self) -> Option<&'static str> {
+        None
+    }
+}
 
-/// Settings on which only the best model depends; the one so far is forgotten where they change.
-pub(crate) const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
+/// The settings of a run, as they are compared with those of an earlier one.
+#[derive(Debug)]
+pub(in crate::run) struct Compared {
+    pub(in crate::run) values: Map<String, Value>,
+    pub(in crate::run) resume: HashMap<&'static str, ResumeClass>,
+    pub(in crate::run) loss_of_micro_batches: Option<&'static str>,
+}
 
-/// Settings on which results depend by rounding at most: a resumed run may change them, with a warning.
-const ROUNDING: [&str; 6] = [
-    "device",
-    "gradient_checkpointing",
-    "max_tokens_per_micro_batch",
-    "local_rollout_forward_batch_size",
-    "per_device_eval_batch_size",
-    "precompute_ref_batch_size",
-];
+impl Compared {
+    /// # Errors
+    /// If the settings cannot be written.
+    pub(in crate::run) fn new(config: &impl RunSettings) -> Result<Self> {
+        let resume = config.described().into_iter().map(|field| (field.name, field.resume)).collect();
+        Ok(Self { values: settings(config)?, resume, loss_of_micro_batches: config.loss_of_micro_batches() })
+    }
+
+    /// Whether a resumed run may change the setting `name`.
+    pub(in crate::run) fn resume(&self, name: &str) -> ResumeClass {
+        self.resume.get(name).copied().unwrap_or_default()
+    }
+}
 
 /// A setting that differs between two runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -151,15 +115,15 @@ impl<'a> EarlierSettings<'a> {
     ///
     /// # Errors
     /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
-    pub(crate) fn check(&self, command: &str, config: &impl Serialize, length: Length) -> Result<Vec<String>> {
-        self.check_with_ranks(command, &settings(config)?, num_ranks(), length)
+    pub(crate) fn check(&self, command: &str, config: &impl RunSettings, length: Length) -> Result<Vec<String>> {
+        self.check_with_ranks(command, &Compared::new(config)?, num_ranks(), length)
     }
 
     /// Checks the settings `config` of a run of `ranks` ranks.
-    pub(super) fn check_with_ranks(
+    pub(in crate::run) fn check_with_ranks(
         &self,
         command: &str,
-        config: &Map<String, Value>,
+        compared: &Compared,
         ranks: usize,
         length: Length,
     ) -> Result<Vec<String>> {
@@ -168,6 +132,7 @@ impl<'a> EarlierSettings<'a> {
             let message = format!("expected a checkpoint of `rlhf {command}`, found one of `rlhf {}`", self.command);
             return Err(Error::invalid(self.place, message));
         }
+        let config = &compared.values;
         let same_sizes = self.check_sizes(config, ranks)?;
         let mut warnings = Vec::new();
         let mut refused = Vec::new();
@@ -179,28 +144,31 @@ impl<'a> EarlierSettings<'a> {
                 continue;
             }
             let (then, now) = (shown(then), shown(now));
-            match name.as_str() {
-                name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
-                name if same_sizes && SIZES.contains(&name) => {}
-                name if length == Length::MayChange && LENGTH.contains(&name) => {}
-                name if ROUNDING.contains(&name) => warnings.push(format!(
+            match compared.resume(name) {
+                ResumeClass::Free | ResumeClass::Best => {}
+                ResumeClass::Sizes if same_sizes => {}
+                ResumeClass::Length if length == Length::MayChange => {}
+                ResumeClass::Rounding => warnings.push(format!(
                     "{name} = {now}: it was {then} before {dir}, so that results may differ by rounding"
                 )),
-                name => refused.push((name.to_string(), then, now)),
+                ResumeClass::Kept | ResumeClass::Sizes | ResumeClass::Length => {
+                    refused.push((name.clone(), then, now));
+                }
             }
         }
         if let [(name, then, now), more @ ..] = refused.as_slice() {
             let more: Vec<&str> = more.iter().map(|(name, ..)| name.as_str()).collect();
             let mut more = if more.is_empty() { String::new() } else { format!("; so does {}", more.join(", ")) };
-            if LENGTH.contains(&name.as_str()) && length == Length::KeptUntilFinished {
+            if compared.resume(name) == ResumeClass::Length && length == Length::KeptUntilFinished {
                 more.push_str("; only a finished run can be extended");
             }
-            return Err(Error::Usage(format!(
-                "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
-            )));
+            return Err(Error::refused(
+                name,
+                format!(" = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"),
+            ));
         }
         let passes = self.passes_warning(config, ranks);
-        if let (Some(passes), Some(loss)) = (&passes, loss_of_micro_batches(command, config)) {
+        if let (Some(passes), Some(loss)) = (&passes, compared.loss_of_micro_batches) {
             let (change, _) = passes.split_once(", so that").unwrap_or((passes, ""));
             return Err(Error::Usage(format!(
                 "{change}: expected the same, as loss_type = {loss} compares the pairs of a micro-batch with each other"
@@ -245,12 +213,6 @@ impl<'a> EarlierSettings<'a> {
             .filter(|_| then != now)
             .map(|_| format!("{now} rows per pass: it was {then} before {dir}, so that results may differ by rounding"))
     }
-}
-
-/// Returns the loss of `rlhf dpo` whose value for a pair depends on the others of its micro-batch, if there is one.
-fn loss_of_micro_batches<'c>(command: &str, config: &'c Map<String, Value>) -> Option<&'c str> {
-    let losses = config.get("loss_type").filter(|_| command == "dpo")?.as_array()?;
-    losses.iter().filter_map(Value::as_str).find(|loss| ["aot", "aot_unpaired", "sft"].contains(loss))
 }
 
 /// Returns the settings of a run by name.
@@ -350,6 +312,16 @@ fn shown(value: &Value) -> String {
         Value::Null => "none".into(),
         Value::String(text) => text.clone(),
         other => other.to_string(),
+    }
+}
+
+/// Settings of a test, of any trainer.
+#[cfg(test)]
+impl RunSettings for Value {
+    fn described(&self) -> Vec<Field> {
+        use crate::settings::{PpoConfig, SftConfig};
+        use rlhf_base::schema::Settings as _;
+        [SftConfig::fields(), PpoConfig::fields()].concat()
     }
 }
 

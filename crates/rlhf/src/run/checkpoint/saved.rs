@@ -1,6 +1,6 @@
 //! Runs as their files have them: a checkpoint to resume from, a finished run, and the record of one update.
 
-use super::changes::{Change, EarlierSettings, Length, settings};
+use super::changes::{Change, EarlierSettings, Length, RunSettings, settings};
 use super::folders::{PREFIX, sizes};
 use super::state::{PartStates, State};
 use super::{BEST, STATE, UNFINISHED};
@@ -37,7 +37,7 @@ impl Saved {
     ///
     /// # Errors
     /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
-    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+    pub(crate) fn check(&self, command: &str, config: &impl RunSettings) -> Result<Vec<String>> {
         let length = if self.state.is_finished() { Length::MayChange } else { Length::KeptUntilFinished };
         self.settings().check(command, config, length)
     }
@@ -168,7 +168,7 @@ impl FinishedRun {
     ///
     /// # Errors
     /// As [`Saved::check`].
-    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+    pub(crate) fn check(&self, command: &str, config: &impl RunSettings) -> Result<Vec<String>> {
         let inputs = self.state.state.get("inputs");
         let settings = EarlierSettings { inputs, ..self.state.settings(&self.dir) };
         settings.check(command, config, Length::Kept)
@@ -237,6 +237,7 @@ fn changed_inputs(dir: &Path, state: &State, inputs: &Inputs, may_change: bool) 
 
 #[cfg(test)]
 mod tests {
+    use super::super::changes::Compared;
     use super::*;
     use crate::run::checkpoint::Checkpoints;
     use crate::run::checkpoint::tests::{run, save};
@@ -272,8 +273,8 @@ mod tests {
                 "train_batch_size": all, "per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated,
             });
             let settings = saved.state.settings(&saved.dir);
-            let config = config.as_object().unwrap();
-            settings.check_with_ranks("sft", config, ranks, Length::Kept).map_err(|error| error.to_string())
+            let compared = Compared::new(&config).unwrap();
+            settings.check_with_ranks("sft", &compared, ranks, Length::Kept).map_err(|error| error.to_string())
         };
         // 16 rows by 1 rank.
         assert_eq!(check(&saved, 1, None, Some(8), 2).unwrap(), [""; 0]);

@@ -1,7 +1,8 @@
 //! Settings of a run's pushes to the hub.
 
 use rlhf_base::Result;
-use rlhf_base::schema::{Choice, HUB, Setting, Settings, all, expect, usage};
+use rlhf_base::name_of;
+use rlhf_base::schema::{Choice, HUB, Setting, Settings, all, expect, refuse};
 use rlhf_hub::push::{Destination, Repository};
 use rlhf_hub::{Hub, is_branch, is_hub_name};
 use serde::Serialize;
@@ -11,22 +12,22 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct HubConfig {
     /// Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
-    #[setting(heading = HUB)]
+    #[setting(heading = HUB, resume = Free)]
     pub push_to_hub: bool,
     /// Repository to push to, such as me/my-model; created if it does not exist.
-    #[setting(alias = "push_to_hub_model_id", heading = HUB)]
+    #[setting(alias = "push_to_hub_model_id", heading = HUB, resume = Free)]
     pub hub_model_id: Option<String>,
     /// Branch to push to, created if it does not exist [default: main].
-    #[setting(heading = HUB)]
+    #[setting(heading = HUB, resume = Free)]
     pub hub_revision: Option<String>,
     /// Whether a new repository is private [default: as its owner has set, usually public].
-    #[setting(heading = HUB, alone = "true")]
+    #[setting(heading = HUB, alone = "true", resume = Free)]
     pub hub_private_repo: Option<bool>,
     /// When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best model.
-    #[setting(heading = HUB, default = "every_save")]
+    #[setting(heading = HUB, default = "every_save", resume = Free)]
     pub hub_strategy: HubStrategy,
     /// Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
-    #[setting(heading = HUB)]
+    #[setting(heading = HUB, resume = Free)]
     pub hub_always_push: bool,
     /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
     #[setting(alias = "push_to_hub_token", heading = HUB)]
@@ -88,18 +89,25 @@ impl Setting for HubToken {
 impl HubConfig {
     /// Checks every setting of a run whose best model is by this metric.
     pub(crate) fn check(&self, metric_for_best_model: Option<&String>) -> Result<()> {
-        let name =
-            |name: &String| expect(is_hub_name(name), "hub_model_id", name, "a name on the hub, such as me/my-model");
+        let name = |name: &String| {
+            expect(is_hub_name(name), name_of!(self.hub_model_id), name, "a name on the hub, such as me/my-model")
+        };
         all([
             self.hub_model_id.as_ref().map_or(Ok(()), name),
-            check_branch("hub_revision", self.hub_revision.as_ref()),
+            check_branch(name_of!(self.hub_revision), self.hub_revision.as_ref()),
             if self.push_to_hub && self.hub_model_id.is_none() {
-                usage("push_to_hub = true needs hub_model_id: the name of a repository, such as me/my-model")
+                refuse(
+                    name_of!(self.push_to_hub),
+                    " = true needs hub_model_id: the name of a repository, such as me/my-model",
+                )
             } else {
                 Ok(())
             },
             if self.push_to_hub && self.hub_strategy == HubStrategy::Best && metric_for_best_model.is_none() {
-                usage("hub_strategy = best needs metric_for_best_model: without one there is no best model")
+                refuse(
+                    name_of!(self.hub_strategy),
+                    " = best needs metric_for_best_model: without one there is no best model",
+                )
             } else {
                 Ok(())
             },

@@ -140,6 +140,11 @@ impl Driver {
     }
 }
 
+/// Returns whether a program of Python drives this process: it has written the configuration file.
+pub fn has_driver() -> bool {
+    std::env::var_os(VARIABLE).is_some()
+}
+
 /// Tells the driver of this process, if it has one, the line of an error that ends the program; before a run begins too.
 pub fn report_error(message: &str) {
     let Some(path) = std::env::var_os(VARIABLE) else { return };

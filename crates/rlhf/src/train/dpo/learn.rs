@@ -1,10 +1,11 @@
 //! The passes of DPO: gradients of an update, evaluations, and the reference model's log-probabilities.
 
+use super::super::model_options;
 use super::super::supervised::{Supervised, UpdateRows};
 use super::loss::{PairTerms, losses, sum};
 use super::pairs::{PairRow, PassInputs};
 use super::totals::{LOSS, MicroBatch, NUMBERS, Totals, sorts};
-use super::{PreferenceTask, place_reference, saved_reference_options};
+use super::{PreferenceTask, place_reference, reference_of};
 use crate::rl::unsupervised::{TextLimits, learn_texts};
 use crate::run::checkpoint::Saved;
 use crate::run::output_dir::REFERENCE;
@@ -15,7 +16,7 @@ use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::signals::exit_code;
 use rlhf_base::{Error, Result};
-use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs, Trains};
+use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs};
 use rlhf_lm::optim::micro_batch::micro_batches;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -154,10 +155,10 @@ impl PreferenceTask<'_> {
     ) -> Result<()> {
         let (config, device, drops) = (self.config, model.device(), self.dropout() > 0.0);
         let shares = self.shares_prompts(model, drops);
-        let own = batch.world.own_part(items, |item| item.row.tokens());
-        let (mut first, per_pair) = (own.start, items.len() as f64 / batch.loss_scale);
+        let local = batch.world.own_part(items, |item| item.row.tokens());
+        let (mut first, per_pair) = (local.start, items.len() as f64 / batch.loss_scale);
         let computed = |item: &Item<'_>| (item.row.computed(shares), 0);
-        for part in micro_batches(&items[own], config.batches().rows_per_pass(), batch.max_tokens, computed) {
+        for part in micro_batches(&items[local], config.batches().rows_per_pass(), batch.max_tokens, computed) {
             let places = first..first + part.len();
             first = places.end;
             let rows: Vec<&PairRow> = part.iter().map(|item| item.row).collect();
@@ -201,17 +202,17 @@ impl PreferenceTask<'_> {
     fn slopes(&self, model: &CausalLm, batch: &UpdateRows<'_>, items: &[Item<'_>]) -> Result<Slopes> {
         let device = model.device();
         let shares = self.shares_prompts(model, false);
-        let own = batch.world.own_part(items, |item| item.row.tokens());
+        let local = batch.world.own_part(items, |item| item.row.tokens());
         let computed = |item: &Item<'_>| (item.row.computed(shares), 0);
-        let parts = micro_batches(&items[own], self.config.batches().rows_per_pass(), batch.max_tokens, computed);
+        let parts = micro_batches(&items[local], self.config.batches().rows_per_pass(), batch.max_tokens, computed);
         let found = parts.into_iter().map(|part| {
             let rows: Vec<&PairRow> = part.iter().map(|item| item.row).collect();
             let inputs = PassInputs::new(&rows, self.config.loss.ld_alpha, device);
             let (policy, reference) = (logps_under(model, &inputs)?, self.reference_logps(&rows, &inputs, device)?);
             Ok(to_host(&Tensor::cat(&[policy, reference], 1).view([-1])))
         });
-        let own: Vec<f64> = batch.world.agree(found.collect::<Result<Vec<_>>>())?.concat();
-        let all: Vec<f32> = batch.world.gather_numbers(&own)?.concat().into_iter().map(|x| x as f32).collect();
+        let local: Vec<f64> = batch.world.agree(found.collect::<Result<Vec<_>>>())?.concat();
+        let all: Vec<f32> = batch.world.gather_numbers(&local)?.concat().into_iter().map(|x| x as f32).collect();
         let all = on_device(&all, device).view([-1, 4]);
         let (policy, reference) = (all.narrow(1, 0, 2), all.narrow(1, 2, 2));
         let (mut slopes, mut values, mut from) = (Vec::new(), Vec::new(), 0);
@@ -233,8 +234,8 @@ impl PreferenceTask<'_> {
     /// The numbers of pairs, one after another, by passes over this rank's part of them.
     fn measured(&self, model: &CausalLm, rows: &[PairRow], world: &World) -> Result<Vec<f64>> {
         let device = model.device();
-        let own = world.share_by(rows, PairRow::tokens);
-        let found = own.chunks(self.config.per_device_eval_batch_size).map(|batch| {
+        let local = world.share_by(rows, PairRow::tokens);
+        let found = local.chunks(self.config.per_device_eval_batch_size).map(|batch| {
             let rows: Vec<&PairRow> = batch.iter().collect();
             let inputs = PassInputs::new(&rows, self.config.loss.ld_alpha, device);
             let now = tch::no_grad(|| model.logprobs_with(inputs.of_model(), options(self.config)))?;
@@ -258,12 +259,12 @@ impl PreferenceTask<'_> {
             if rows.is_empty() {
                 continue;
             }
-            let own = world.share_by(rows, PairRow::tokens);
-            let batches: Vec<&[PairRow]> = own.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).collect();
+            let local = world.share_by(rows, PairRow::tokens);
+            let batches: Vec<&[PairRow]> = local.chunks(config.precompute_ref_batch_size.unwrap_or(usual)).collect();
             // The ranks ask together whether to stop, also one whose part has fewer batches.
             let most_batches = world.max_number(batches.len() as f64)? as usize;
-            let mut found = Vec::with_capacity(own.len());
-            bar.start("reference log-probabilities", own.len());
+            let mut found = Vec::with_capacity(local.len());
+            bar.start("reference log-probabilities", local.len());
             for at in 0..most_batches {
                 if stop_requested_on_any(world)? {
                     let message = "stopped before the first update: there is nothing to save".into();
@@ -341,8 +342,8 @@ impl Supervised for PreferenceTask<'_> {
         if self.eval.is_empty() {
             return Ok(());
         }
-        let own = self.measured(model, &self.eval, world)?;
-        let all = world.gather_numbers(&own)?.concat();
+        let local = self.measured(model, &self.eval, world)?;
+        let all = world.gather_numbers(&local)?.concat();
         let (mut totals, config) = (Totals::default(), self.config);
         let rows: Vec<&PairRow> = self.eval.iter().collect();
         let items = items(&rows, config.per_device_eval_batch_size);
@@ -395,9 +396,8 @@ impl Supervised for PreferenceTask<'_> {
         if self.config.sync.sync_ref_model && self.reference.is_some() {
             // Its memory is there for one.
             self.reference = None;
-            let options = saved_reference_options(self.config)?;
-            let mut reference = CausalLm::from_pretrained(&saved.dir.join(REFERENCE), options)?;
-            reference.prepare(Trains::All)?;
+            let frozen = model_options(&self.config.run)?;
+            let mut reference = reference_of(self.config).load_saved(&saved.dir.join(REFERENCE), frozen)?;
             place_reference(&mut reference, self.config)?;
             self.reference = Some(reference);
         }

@@ -42,13 +42,13 @@ impl PpoTrainer {
     /// # Errors
     /// If there are none; if a reward fails.
     pub fn evaluate(&mut self) -> Result<Evaluation> {
-        if self.eval_prompts.is_empty() {
+        if self.data.eval_prompts.is_empty() {
             let message = "evaluate: expected prompts that are held out, found none; a dataset's split, eval_split_size or \
                            PpoParts::eval_prompts gives some";
             return Err(Error::Usage(message.into()));
         }
         let began = Instant::now();
-        let asked = self.eval_prompts.clone();
+        let asked = self.data.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let sampling = self.config.sampling();
         // The same draws each time: where two evaluations differ, the policy does.
@@ -96,8 +96,8 @@ impl PpoTrainer {
             keep_sets: false,
             ..self.generation(sampling, Purpose::Samples, 0)
         };
-        let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
-        let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
+        let rows = self.data.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
+        let prompts: Vec<Vec<i64>> = self.data.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
         let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         drop(gathered);
@@ -123,7 +123,7 @@ impl PpoTrainer {
         let (penalized, ends) = self.trained_scores(&mut scored, &batch.responses, true);
         let log = &self.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
-            let shown: Vec<&Prompt> = batch.asked(&self.prompts).into_iter().take(SAMPLE_ROWS).collect();
+            let shown: Vec<&Prompt> = batch.asked(&self.data.prompts).into_iter().take(SAMPLE_ROWS).collect();
             let answers = (&batch.responses[..], &batch.episodes[..]);
             let samples = self.sample_rows(&shown, answers, &raw, &scored.components)?;
             self.with_tokens(samples, &batch.responses)?
@@ -141,7 +141,7 @@ impl PpoTrainer {
         responses: &[Response],
         training: bool,
     ) -> (Scores, Vec<usize>) {
-        self.scaling.apply(scored, training);
+        self.course.scaling.apply(scored, training);
         self.penalized(scored, &scored.unscored(), responses)
     }
 
@@ -153,13 +153,13 @@ impl PpoTrainer {
         episodes: &[Episode],
     ) -> Result<Scored> {
         self.rewards.set_trainer_state(&trainer_state(self));
-        let prompts = asked(rows.iter().map(|&row| &self.prompts[row]), episodes);
+        let prompts = asked(rows.iter().map(|&row| &self.data.prompts[row]), episodes);
         self.rewards.score_episodes(&self.tokenizer, &prompts, responses, episodes, ScoreUse::Training)
     }
 
     /// Greedy responses to the sample prompts, with their scores.
     pub(super) fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
-        let asked = self.sample_prompts.clone();
+        let asked = self.data.sample_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let answers = self.generate(&asked, Sampling::Greedy, Purpose::Samples, update)?;
         let asked = answers.asked(&asked);
@@ -234,7 +234,7 @@ impl PpoTrainer {
     /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too, and one that is `unscored` has no
     /// score to be lowered.
     fn penalized(&self, scored: &Scored, unscored: &[bool], responses: &[Response]) -> (Scores, Vec<usize>) {
-        let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
+        let end = if self.sampler.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.sampler.stop };
         // Each turn before the last one ends with such a token too.
         let last_turn = |r: &Response| r.inserted.last().map_or(0, |span| span.end);
         let count = |r: &Response| r.tokens[last_turn(r)..].iter().filter(|id| end.contains(id)).count();
@@ -268,14 +268,14 @@ impl PpoTrainer {
 
 /// The state of the run that functions of Python get.
 fn trainer_state(trainer: &PpoTrainer) -> TrainerState {
-    let (plan, done) = (&trainer.plan, trainer.progress.done);
-    let epochs = |updates: usize| (updates * plan.prompts) as f64 / trainer.prompts.len().max(1) as f64;
+    let (plan, done) = (&trainer.plan, trainer.course.progress.done);
+    let epochs = |updates: usize| (updates * plan.prompts) as f64 / trainer.data.prompts.len().max(1) as f64;
     TrainerState {
         global_step: done,
         max_steps: plan.num_total_batches,
         epoch: epochs(done),
         num_train_epochs: epochs(plan.num_total_batches),
-        num_input_tokens_seen: trainer.num_tokens,
+        num_input_tokens_seen: trainer.monitor.num_tokens,
         train_batch_size: plan.batch_size,
         is_world_process_zero: trainer.learner.world.is_main(),
     }

@@ -52,7 +52,7 @@ impl PpoTrainer {
             if kept.len() >= wanted || attempt >= self.config.groups.max_num_gen_batches {
                 break;
             }
-            let rows = self.cursor.take(wanted);
+            let rows = self.data.cursor.take(wanted);
             // The number of the batch is part of the key of its random draws.
             let (rows, answers) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
             batch.sampling += answers.sampling;
@@ -79,7 +79,7 @@ impl PpoTrainer {
     fn greedy_scores(&mut self, batch: &mut Batch) -> Result<Tensor> {
         let size = self.config.advantage.num_generations;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
-        let prompts: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
+        let prompts: Vec<_> = rows.iter().map(|&row| self.data.prompts[row].clone()).collect();
         let prompts: Vec<_> = prompts.iter().collect();
         let answers = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
         batch.sampling += answers.sampling;
@@ -139,12 +139,12 @@ impl PpoTrainer {
         }
         let size = self.config.advantage.num_generations;
         let prompts: usize = e.prompts.iter().map(Vec::len).sum();
-        self.num_tokens += (prompts + e.sampled.iter().sum::<i64>() as usize) as u64;
-        m.push("num_tokens", self.num_tokens as f64);
+        self.monitor.num_tokens += (prompts + e.sampled.iter().sum::<i64>() as usize) as u64;
+        m.push("num_tokens", self.monitor.num_tokens as f64);
         push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
         m.push("step_time", seconds);
-        (size > 1).then(|| self.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
+        (size > 1).then(|| self.monitor.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
 }
 

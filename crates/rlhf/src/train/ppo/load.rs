@@ -1,7 +1,8 @@
 //! Loads and checks the parts of a PPO run.
 
+use super::super::reference::Reference;
 use super::super::{Gathered, check_held_out, gather, model_options, notes_on_weights, trained_options};
-use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
+use super::{COMMAND, Course, Monitor, PerUpdate, PpoParts, PpoTrainer, PromptData, RunRecord, SAMPLE_ROWS, Sampler};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::environment::{Environment, Log};
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
@@ -20,15 +21,16 @@ use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len
 use crate::tool_loop::ToolLoop;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
+use rlhf_base::name_of;
 use rlhf_base::{Error, Result};
 use rlhf_hub as hub;
 use rlhf_hub::{AskedHub, Commits};
 use rlhf_lm::generate::StopStrings;
 use rlhf_lm::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions,
-    SequenceClassifier, Trains, ValueModel,
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, ModelOptions, SequenceClassifier,
+    ValueModel,
 };
-use rlhf_lm::optim::{LearningRates, Optim};
+use rlhf_lm::optim::LearningRates;
 use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -57,9 +59,9 @@ impl PpoTrainer {
     pub(super) fn load(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
         let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
         let mut trainer = Self::of_parts(config, parts)?;
-        trainer.environment = environment;
-        (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, notes, commits);
-        trainer.inputs.replace("PpoParts::prompts", inputs);
+        trainer.sampler.environment = environment;
+        (trainer.data.cursor, trainer.record.prompt_notes, trainer.record.commits) = (cursor, notes, commits);
+        trainer.record.inputs.replace("PpoParts::prompts", inputs);
         Ok(trainer)
     }
 
@@ -88,46 +90,56 @@ impl PpoTrainer {
         let ids: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
         inputs.values("PpoParts::prompts", "the caller's", &ids);
         if let (Some(texts), Some(name)) = (&learner.unsupervised, &config.unsupervised.unsupervised_dataset_name) {
-            inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
+            inputs.values(
+                name_of!(config.unsupervised.unsupervised_dataset_name),
+                &name.display().to_string(),
+                texts.blocks(),
+            );
         }
         let (mut learner, mut rewards) = (learner, rewards);
         learner.micro_batch_tokens = learner.world.min_count(learner.micro_batch_tokens)?;
         rewards.set_world(&learner.world);
         let may_stop = !stop.is_empty() || stop_strings.is_some();
         let alarms = Alarms::new(may_stop.then_some(config.response_length));
-        Ok(Self {
-            kl_controller: KlController::new(&config.kl, plan.num_total_batches),
-            scaling: ScoreScaling::new(&config.score_scaling),
-            left_out,
-            plan,
-            learner,
-            cursor: Cursor::new(config.run.seed, prompts.len()),
-            order: None,
-            schedule: None,
+        let data = PromptData {
             sample_prompts: first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS),
             eval_prompts: first(&eval_prompts, config.num_eval_prompts),
-            prompt_notes: Vec::new(),
-            commits: Commits::new(),
-            inputs,
+            cursor: Cursor::new(config.run.seed, prompts.len()),
+            order: None,
+            prompts,
+        };
+        let kept = KeptResponses::new(config.mask.min_response_length);
+        let course = Course {
+            progress: Progress::new(&config.eval),
+            kl_controller: KlController::new(&config.kl, plan.num_total_batches),
+            scaling: ScoreScaling::new(&config.score_scaling),
+            schedule: None,
+        };
+        Ok(Self {
             config: config.clone(),
+            plan,
+            learner,
             reference,
             rewards,
             tokenizer,
-            prompts,
-            stop,
-            stop_strings,
-            environment: None,
-            kept: KeptResponses::new(config.mask.min_response_length),
-            recorded: None,
-            last_metrics: Metrics::default(),
-            checks: None,
-            skips: Skips::default(),
-            alarms,
-            warnings: Vec::new(),
-            num_tokens: 0,
-            progress: Progress::new(&config.eval),
-            opening: None,
             console: Console::Silent,
+            data,
+            sampler: Sampler { stop, stop_strings, left_out, environment: None, kept, recorded: None },
+            course,
+            monitor: Monitor {
+                alarms,
+                skips: Skips::default(),
+                warnings: Vec::new(),
+                last_metrics: Metrics::default(),
+                num_tokens: 0,
+            },
+            record: RunRecord {
+                prompt_notes: Vec::new(),
+                commits: Commits::new(),
+                inputs,
+                opening: None,
+                checks: None,
+            },
         })
     }
 
@@ -138,7 +150,7 @@ impl PpoTrainer {
     /// of the update alone.
     #[must_use]
     pub fn with_order(mut self, order: impl FnMut(usize) -> Vec<usize> + Send + 'static) -> Self {
-        self.order = Some(PerUpdate(Box::new(order)));
+        self.data.order = Some(PerUpdate(Box::new(order)));
         take_snapshot(&mut self);
         self
     }
@@ -150,7 +162,7 @@ impl PpoTrainer {
     pub fn with_environment(mut self, environment: Arc<dyn Environment>) -> Result<Self> {
         let tool_loop = ToolLoop::new(environment, &self.tokenizer, &self.config.environment)?;
         self.rewards.extend(tool_loop.rewards());
-        self.environment = Some(tool_loop);
+        self.sampler.environment = Some(tool_loop);
         Ok(self)
     }
 
@@ -158,7 +170,7 @@ impl PpoTrainer {
     /// [`PpoTrainer::with_order`] is.
     #[must_use]
     pub fn with_schedule(mut self, schedule: impl FnMut(usize) -> LearningRates + Send + 'static) -> Self {
-        self.schedule = Some(PerUpdate(Box::new(schedule)));
+        self.course.schedule = Some(PerUpdate(Box::new(schedule)));
         take_snapshot(&mut self);
         self
     }
@@ -167,10 +179,10 @@ impl PpoTrainer {
 /// Refuses a reference model that follows the policy where it would be divided over the ranks.
 pub(in crate::train) fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
     if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && world.size() > 1 {
-        return Err(Error::Usage(
-            "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
-             expected zero_stage = 0, 1 or 2"
-                .into(),
+        return Err(Error::refused(
+            name_of!(config.sync.sync_ref_model),
+            " = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
+             expected zero_stage = 0, 1 or 2",
         ));
     }
     Ok(())
@@ -195,8 +207,8 @@ impl Ends {
             tokenizer.require_eos()?;
         }
         if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
-            let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
-            return Err(Error::Usage(message));
+            let rest = format!(" = {id}: expected an id below the policy's vocabulary of {vocab}");
+            return Err(Error::refused(name_of!(config.stop_token_id), rest));
         }
         Ok(Self { stop, stop_strings })
     }
@@ -249,9 +261,11 @@ impl PpoParts {
         check_encoder_decoder(config, self.learner.policy.config())?;
         self.tokenizer.set_encoder_decoder(self.learner.policy.config().is_encoder_decoder());
         let limit = prompt_limit_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
-        check_prompts("prompts", &self.prompts, limit, vocab)?;
+        check_prompts(name_of!(self.prompts), &self.prompts, limit, vocab)?;
         check_prompts("eval_prompts", &self.eval_prompts, limit, vocab)?;
-        for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
+        for (name, is_empty) in
+            [("rewards", self.rewards.is_empty()), (name_of!(self.prompts), self.prompts.is_empty())]
+        {
             if is_empty {
                 return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
             }
@@ -422,17 +436,17 @@ impl Folders {
     fn find(config: &PpoConfig, inputs: &mut Inputs) -> Result<Self> {
         let policy = hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
-        inputs.model("sft_model_path", &policy)?;
+        inputs.model(name_of!(config.sft_model_path), &policy)?;
         for (name, dir) in specs.iter().filter_map(Spec::named_model) {
             inputs.model(&format!("reward {name}"), dir)?;
         }
         check_reward_models(config, &specs, &policy)?;
         let value = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
-        value.as_deref().map_or(Ok(()), |dir| inputs.model("value_model_path", dir))?;
+        value.as_deref().map_or(Ok(()), |dir| inputs.model(name_of!(config.value_model_path), dir))?;
         let tokenizer = match &config.model_name_or_path {
             Some(name) => {
                 let dir = hub::tokenizer_dir(name, None)?;
-                inputs.model("model_name_or_path", &dir)?;
+                inputs.model(name_of!(config.model_name_or_path), &dir)?;
                 dir
             }
             None => policy.clone(),
@@ -483,38 +497,32 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
     Ok((policy, reference))
 }
 
-/// Loads a reference model that shares nothing with the policy.
-fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
-    let synced = config.sync.sync_ref_model;
-    let mut reference = CausalLm::from_pretrained(dir, if synced { trained_options(frozen, false) } else { frozen })?;
-    reference.merge_adapter();
-    if config.optimizer.optim == Optim::AdamwBf16 {
-        // The policy's numbers are rounded so, and the first KL is 0.
-        reference.hold_in_bf16();
+/// The reference model of the run, by its settings.
+fn reference_of(config: &PpoConfig) -> Reference<'_> {
+    Reference {
+        run: &config.run,
+        is_synced: config.sync.sync_ref_model,
+        optim: config.optimizer.optim,
+        stage: config.policy_stage(),
     }
-    place_reference(config, reference, world)
 }
 
-/// Loads a reference model that follows the policy from a checkpoint. It moves in f32, and is not rounded where it is read again.
+/// Loads a reference model that shares nothing with the policy, and divides it over the ranks.
+fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
+    let mut reference = reference_of(config).load(dir, frozen)?;
+    reference_of(config).place(&mut reference, world, false)?;
+    Ok(reference)
+}
+
+/// Loads a reference model that follows the policy from a checkpoint.
 pub(super) fn load_synced_reference(
     config: &PpoConfig,
     dir: &Path,
     frozen: ModelOptions,
     world: &World,
 ) -> Result<CausalLm> {
-    let options = ModelOptions { dtype: Dtype::Float32, ..trained_options(frozen, false) };
-    place_reference(config, CausalLm::from_pretrained(dir, options)?, world)
-}
-
-/// Holds a reference model in its dtype and, divided over the ranks, where the settings say.
-fn place_reference(config: &PpoConfig, mut reference: CausalLm, world: &World) -> Result<CausalLm> {
-    if config.sync.sync_ref_model {
-        reference.prepare(Trains::All)?;
-    } else {
-        reference.hold_as_computed();
-    }
-    reference.shard(world, config.policy_stage());
-    offload_frozen(config, Some(&reference), None)?;
+    let mut reference = reference_of(config).load_saved(dir, frozen)?;
+    reference_of(config).place(&mut reference, world, false)?;
     Ok(reference)
 }
 
@@ -652,8 +660,8 @@ pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = 
         && config.environment.environment_factory.is_empty()
     {
         let known = names.join(", ");
-        let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
-        return Err(Error::Usage(message));
+        let rest = format!(" = {metric}: expected the name of a reward, one of {known}");
+        return Err(Error::refused(name_of!(config.eval.metric_for_best_model), rest));
     }
     Ok(())
 }
@@ -663,13 +671,16 @@ pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: 
     // As in TRL, the user may want one model with a random score head.
     match rewards.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy)) {
         _ if config.new_reward_head => Ok(()),
-        Some(same) => Err(Error::Usage(format!(
-            "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
+        Some(same) => Err(Error::refused(
+            name_of!(config.sft_model_path),
+            format!(
+                " = {}: the reward model is this same folder ({}): expected a model that was trained to score \
              responses, as `rlhf reward` does, not the one that writes them; as TRL does, --new_reward_head gives it a score head with random \
              weights",
-            config.sft_model_path.display(),
-            same.display()
-        ))),
+                config.sft_model_path.display(),
+                same.display()
+            ),
+        )),
         None => Ok(()),
     }
 }
@@ -702,11 +713,14 @@ fn check_cuts(config: &PpoConfig, rewards: &Rewards, prompts: &LoadedPrompts) ->
         prompts.train.iter().chain(&prompts.eval).any(|prompt| model.conversation(&prompt.row).is_some())
     };
     match rewards.models().find(renders) {
-        Some(model) => Err(Error::Usage(format!(
-            "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score responses to the \
+        Some(model) => Err(Error::refused(
+            name_of!(config.prompt_length.long_prompts),
+            format!(
+                " = {cuts}: {} reads a whole conversation by its own chat template, and would score responses to the \
              truncated prompt as if they were responses to that: expected drop or error",
-            model.dir().display()
-        ))),
+                model.dir().display()
+            ),
+        )),
         None => Ok(()),
     }
 }

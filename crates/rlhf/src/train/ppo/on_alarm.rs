@@ -16,7 +16,7 @@ impl PpoTrainer {
     /// [`Error::Stopped`] if an alarm stops the run; if a file cannot be read or written.
     pub(super) fn act_on_alarms(&mut self, session: &mut Session<'_>, due: Due) -> Result<()> {
         let Some((kind, action)) = self.alarm_action()? else { return session.save_due(self, due) };
-        let (name, update) = (kind.name(), self.progress.done);
+        let (name, update) = (kind.name(), self.course.progress.done);
         let (action, why) = match action {
             AlarmAction::Warn => return session.save_due(self, due),
             AlarmAction::Stop => ("stop", String::new()),
@@ -39,7 +39,7 @@ impl PpoTrainer {
         if !alarms.acts() {
             return Ok(None);
         }
-        let kinds: Vec<WarningKind> = self.warnings.iter().map(|warning: &Warning| warning.kind).collect();
+        let kinds: Vec<WarningKind> = self.monitor.warnings.iter().map(|warning: &Warning| warning.kind).collect();
         let strongest = kinds.iter().copied().rev().max_by_key(|kind| alarms.action(*kind));
         let place = |kind| WarningKind::ALL.iter().position(|of| *of == kind).map_or(-1.0, |place| place as f64);
         let mut chosen = [strongest.map_or(-1.0, place)];
@@ -51,11 +51,12 @@ impl PpoTrainer {
     /// Continues from the last checkpoint from before the alarm's metric began to move, with half the learning rate and other samples.
     /// Returns why it cannot, if it cannot.
     fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
-        let (step, rollbacks, most) = (self.progress.done, self.progress.rollbacks, self.config.alarms.max_rollbacks);
+        let (step, rollbacks, most) =
+            (self.course.progress.done, self.course.progress.rollbacks, self.config.alarms.max_rollbacks);
         if rollbacks >= most {
             return Ok(Some(format!("max_rollbacks = {most} of them are done")));
         }
-        let (began, most_updates) = self.alarms.beginning(kind, step);
+        let (began, most_updates) = self.monitor.alarms.beginning(kind, step);
         let Some(saved) = session.last_checkpoint(self, most_updates)? else {
             return Ok(Some(format!(
                 "there is no checkpoint of the policy before it began to move, in update {began}; a smaller save_steps or a larger \
@@ -77,12 +78,12 @@ impl PpoTrainer {
 
     /// Returns the factor of all learning rates: a half for each rollback.
     pub(super) fn rate_factor(&self) -> f64 {
-        0.5f64.powi(self.progress.rollbacks as i32)
+        0.5f64.powi(self.course.progress.rollbacks as i32)
     }
 
     /// Returns the seed of the responses that are trained on: another one after each rollback. Evaluations and sample tables keep the
     /// run's.
     pub(super) fn sampling_seed(&self) -> u64 {
-        self.config.run.seed.wrapping_add((self.progress.rollbacks as u64) << 32)
+        self.config.run.seed.wrapping_add((self.course.progress.rollbacks as u64) << 32)
     }
 }

@@ -168,10 +168,13 @@ impl RecordedUpdate {
         changes::check(&changes, self.update)?;
         let is_remax = config.advantage.advantage_estimator == AdvantageEstimator::Remax;
         if is_remax && self.rows.iter().all(|row| row.baseline.is_none()) {
-            return Err(Error::Usage(format!(
-                "advantage_estimator = remax: expected another one: update {} of the run has no greedy responses, and a replay samples none",
-                self.update
-            )));
+            return Err(Error::refused(
+                "advantage_estimator",
+                format!(
+                    " = remax: expected another one: update {} of the run has no greedy responses, and a replay samples none",
+                    self.update
+                ),
+            ));
         }
         world.agree(self.check_output(out))?;
         let mut trainer = self.trainer(config, &changes)?;
@@ -221,9 +224,8 @@ impl RecordedUpdate {
         let place = absolute(out);
         let is_inside = place.ancestors().any(|folder| folder.canonicalize().is_ok_and(|folder| folder == run));
         if is_inside {
-            let message =
-                format!("output_dir = {}: expected a folder outside of the run, found one in it", out.display());
-            return Err(Error::Usage(message));
+            let rest = format!(" = {}: expected a folder outside of the run, found one in it", out.display());
+            return Err(Error::refused("output_dir", rest));
         }
         if out.exists() && !out.is_dir() {
             return Err(Error::invalid(out, "output_dir: expected a new folder, found a file"));
@@ -258,7 +260,7 @@ impl RecordedUpdate {
         }
         let found = Found::read(&self.record.parts())?;
         let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, found)?;
-        let changed = trainer.inputs.changed(self.record.parts().part("inputs")?);
+        let changed = trainer.record.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
             return Err(Error::invalid(&self.run, message));
@@ -271,7 +273,7 @@ impl RecordedUpdate {
             )));
         }
         self.restore(&mut trainer, changes)?;
-        trainer.recorded = Some(self.batch(&trainer)?);
+        trainer.sampler.recorded = Some(self.batch(&trainer)?);
         Ok(trainer)
     }
 
@@ -300,10 +302,10 @@ impl RecordedUpdate {
         if let Some(from) = &self.from {
             let has_critic = self.record.state.setting("advantage_estimator").as_str() == Some("gae");
             if trainer.config.needs_critic() && !has_critic {
-                return Err(Error::Usage(format!(
-                    "advantage_estimator = gae: expected one without a value model: {} has none",
-                    from.dir.display()
-                )));
+                return Err(Error::refused(
+                    "advantage_estimator",
+                    format!(" = gae: expected one without a value model: {} has none", from.dir.display()),
+                ));
             }
             trainer.load(from)?;
         }
@@ -312,14 +314,14 @@ impl RecordedUpdate {
         *tokens = limit.resumed_tokens(device, *tokens, self.record.parts().part("micro_batch").ok());
         let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
         if changes.iter().any(of_kl) {
-            trainer.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
+            trainer.course.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
         }
         let coef = trainer.config.loss.entropy_coef;
         if changes.iter().any(|change| change.name == "entropy_coef") {
             trainer.learner.entropy_controller.iter_mut().for_each(|controller| controller.set_coef(coef));
         }
-        trainer.progress.done = self.update - 1;
-        trainer.progress.rollbacks = self.count("rollbacks")?;
+        trainer.course.progress.done = self.update - 1;
+        trainer.course.progress.rollbacks = self.count("rollbacks")?;
         Ok(())
     }
 
@@ -329,7 +331,7 @@ impl RecordedUpdate {
         let vocab = trainer.learner.policy.config().vocab_size;
         for (place, row) in (1..).zip(rows) {
             let invalid = |message: String| Err(Error::invalid(&self.record.path, format!("row {place}: {message}")));
-            let prompt: Option<&Prompt> = trainer.prompts.get(row.prompt_row);
+            let prompt: Option<&Prompt> = trainer.data.prompts.get(row.prompt_row);
             if prompt.is_none_or(|prompt| row.turns.is_none() && prompt.text != row.prompt) {
                 return invalid(format!(
                     "expected the prompt of row {} of the data, found another text",
@@ -360,7 +362,7 @@ impl RecordedUpdate {
         };
         let episode = |row: &RolloutRow| {
             let turns = row.turns.clone()?;
-            let row_of_data = trainer.prompts[row.prompt_row].row.clone();
+            let row_of_data = trainer.data.prompts[row.prompt_row].row.clone();
             let prompt = Prompt { tokens: turns.prompt_ids, text: row.prompt.clone(), row: row_of_data };
             let RolloutTurns { messages, calls, failures, reward, .. } = turns;
             Some(Episode {
@@ -448,7 +450,7 @@ fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> 
     // Ends the events.
     trainer.learner.observer = None;
     let metrics = outcome?.metrics;
-    trainer.progress.done += 1;
+    trainer.course.progress.done += 1;
     Ok((metrics, tensors_of(events)))
 }
 

@@ -37,7 +37,7 @@ impl PpoTrainer {
         let values = has_critic.then(|| numbers(&e.values, &e.value_counts)).transpose()?;
         let present = |score: f64| (!score.is_nan()).then_some(score);
         let scores = e.scored_totals();
-        let asked = batch.asked(&self.prompts);
+        let asked = batch.asked(&self.data.prompts);
         let baselines = e.baselines.as_ref().map(to_host);
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
@@ -74,9 +74,10 @@ impl PpoTrainer {
     /// Returns the settings and the state that an update needs beside its responses and the checkpoint before it.
     fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
         let (run, device) = (&self.config.run, self.learner.policy.device());
-        let mut parts = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits, &self.inputs);
+        let mut parts =
+            fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
         parts.insert("own".into(), json!(self.own()));
-        parts.insert("rollbacks".into(), self.progress.rollbacks.into());
+        parts.insert("rollbacks".into(), self.course.progress.rollbacks.into());
         let counts = [
             ("batch_size", self.plan.batch_size),
             ("dropped", batch.dropped),

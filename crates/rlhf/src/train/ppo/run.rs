@@ -54,8 +54,8 @@ impl PpoTrainer {
     /// As [`PpoTrainer::train`]; that `watcher` ended the run is no error.
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
         let config = self.config.clone();
-        let opening = match self.opening.take() {
-            None if !self.progress.has_begun() => Some(open(&config)?),
+        let opening = match self.record.opening.take() {
+            None if !self.course.progress.has_begun() => Some(open(&config)?),
             opening => opening,
         };
         let spec = RunSpec {
@@ -67,7 +67,7 @@ impl PpoTrainer {
             num_updates: self.plan.num_total_batches,
             batch_size: self.plan.batch_size
                 * if config.groups.filters() { config.groups.max_num_gen_batches } else { 1 },
-            epochs: Epochs { per_update: self.plan.prompts, len: self.prompts.len() },
+            epochs: Epochs { per_update: self.plan.prompts, len: self.data.prompts.len() },
         };
         self.warn_of_retries();
         let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
@@ -76,7 +76,7 @@ impl PpoTrainer {
         let ended = session.end(self, ended);
         leave_report(&config.run, session.console());
         let done = ended?;
-        let row = self.sample_prompts.first().map(|prompt| &prompt.row);
+        let row = self.data.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
         session.report_end(done, &OUTCOME, &[command]);
         session.push(done)?;
@@ -101,11 +101,11 @@ impl PpoTrainer {
             session.emit(&Event::Update { step: 0, metrics: &metrics })?;
             session.emit(&Event::Evaluation { step: 0, episode: 0, evaluation: &evaluation })?;
         }
-        if self.progress.done == 0 && self.plan.sample_every.is_some() {
+        if self.course.progress.done == 0 && self.plan.sample_every.is_some() {
             self.emit_samples(session)?;
         }
         session.console().start_updates();
-        while self.progress.done < self.last_update() && !session.is_stopped()? {
+        while self.course.progress.done < self.last_update() && !session.is_stopped()? {
             self.run_update(session)?;
         }
         self.rewards.finish()
@@ -116,8 +116,8 @@ impl PpoTrainer {
         let due = session.due(self);
         let outcome = self.one_update(&|phase| session.console().phase(phase))?;
         let UpdateOutcome { mut metrics, shown, rollout } = outcome;
-        let due = session.ask(self, due, !self.eval_prompts.is_empty())?;
-        let step = self.progress.done + 1;
+        let due = session.ask(self, due, !self.data.eval_prompts.is_empty())?;
+        let step = self.course.progress.done + 1;
         let episode = step * self.plan.batch_size;
         let evaluated: Result<Option<Evaluation>> = if due.evaluation {
             session.console().phase("evaluating");
@@ -149,7 +149,7 @@ impl PpoTrainer {
             Err(error) => return emitted.and(Err(failed(error))),
         }
         let too_many = self.note_skips().err();
-        for warning in &self.warnings {
+        for warning in &self.monitor.warnings {
             session.emit(&Event::Warning { step, warning })?;
         }
         self.learner.world.agree(too_many.map_or(Ok(()), Err))?;
@@ -164,7 +164,7 @@ impl PpoTrainer {
     /// Emits greedy responses to the sample prompts.
     fn emit_samples(&mut self, session: &mut Session<'_>) -> Result<()> {
         session.console().phase("samples");
-        let step = self.progress.done;
+        let step = self.course.progress.done;
         let samples = self.samples(step)?;
         let (episode, source) = (step * self.plan.batch_size, SampleSource::SamplePrompts);
         session.emit(&Event::Samples { step, episode, source, samples: &samples })
@@ -173,8 +173,9 @@ impl PpoTrainer {
     /// Reports what the run trains, on what, and how, with warnings and notes about its parts.
     fn report_title(&self, console: &ConsoleOutput) {
         let (config, plan) = (&self.config, &self.plan);
-        let small = small_dataset(&config.data, self.prompts.len(), plan.prompts).filter(|_| self.order.is_none());
-        self.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
+        let small =
+            small_dataset(&config.data, self.data.prompts.len(), plan.prompts).filter(|_| self.data.order.is_none());
+        self.record.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
         for model in self.rewards.models().filter(|model| model.classifier().has_new_head()) {
             console.warn(&format!(
                 "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
@@ -204,11 +205,11 @@ impl PpoTrainer {
     fn facts(&self) -> Vec<(&'static str, String)> {
         let (config, plan) = (&self.config, &self.plan);
         let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
-        facts.push(("updates", updates_fact(plan.num_total_batches, self.progress.done)));
+        facts.push(("updates", updates_fact(plan.num_total_batches, self.course.progress.done)));
         let (rows, most) = (plan.batch_size, config.response_length);
         facts.push(("an update", format!("{rows} responses of at most {most} tokens")));
         facts.push(("rewards", self.rewards.describe()));
-        facts.push(("prompts", format!("{}, {} rows", config.data.describe(), self.prompts.len())));
+        facts.push(("prompts", format!("{}, {} rows", config.data.describe(), self.data.prompts.len())));
         facts.push(("tokenizer", self.tokenizer.describe()));
         let trained = |(name, trained): (&'static str, String)| {
             (name.trim_start_matches("trained parameters, "), format!("{trained} of its parameters are trained"))
@@ -221,7 +222,7 @@ impl PpoTrainer {
 
     /// Returns which callbacks set the updates, as checkpoints name them.
     pub(super) fn own(&self) -> Option<&'static str> {
-        match (&self.order, &self.schedule) {
+        match (&self.data.order, &self.course.schedule) {
             (None, None) => None,
             (Some(_), None) => Some("an order"),
             (None, Some(_)) => Some("a schedule"),
@@ -235,19 +236,21 @@ impl PpoTrainer {
         if began != self.own() {
             return Err(other_callbacks(began, self.own()));
         }
-        load_cursor(&mut self.cursor, parts.part("cursor")?, &self.config.run)?;
+        load_cursor(&mut self.data.cursor, parts.part("cursor")?, &self.config.run)?;
         self.rewards.load_state(parts.part("rewards")?)?;
-        self.kl_controller.load_state(parts.part("kl_controller")?)?;
+        self.course.kl_controller.load_state(parts.part("kl_controller")?)?;
         // With --resume_with_changed_inputs rows and texts may be others, or of another number.
-        let has_changed = parts.part("inputs").is_ok_and(|began| !self.inputs.changed(began).is_empty());
+        let has_changed = parts.part("inputs").is_ok_and(|began| !self.record.inputs.changed(began).is_empty());
         if let Some(texts) = &mut self.learner.unsupervised {
             texts.load_state(parts.part("unsupervised")?, has_changed)?;
         }
-        self.kept.load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.prompts.len())?;
+        self.sampler
+            .kept
+            .load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.data.prompts.len())?;
         if self.config.score_scaling.use_score_scaling {
-            self.scaling.load_state(parts.part("scores")?)?;
+            self.course.scaling.load_state(parts.part("scores")?)?;
         }
-        if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, parts.part(LOSS_SCALE)) {
+        if let (Some(scaling), Ok(state)) = (&mut self.learner.optimizers.scaling, parts.part(LOSS_SCALE)) {
             scaling.load_state(state)?;
         }
         if let (Some(controller), Ok(state)) = (&mut self.learner.entropy_controller, parts.part("entropy_controller"))
@@ -255,13 +258,13 @@ impl PpoTrainer {
             controller.load_state(state)?;
         }
         if let Ok(state) = parts.part("skips") {
-            self.skips.load_state(state);
+            self.monitor.skips.load_state(state);
         }
         if let Ok(state) = parts.part("alarms") {
-            self.alarms.load_state(state);
+            self.monitor.alarms.load_state(state);
         }
-        self.num_tokens = parts.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
-        self.checks = parts.part("checks").ok().and_then(Value::as_str).map(String::from);
+        self.monitor.num_tokens = parts.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
+        self.record.checks = parts.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
     }
 
@@ -270,15 +273,15 @@ impl PpoTrainer {
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.skips.warning(self.progress.done, self.config.alarms.max_skipped_updates)?;
-        self.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
+        let message = self.monitor.skips.warning(self.course.progress.done, self.config.alarms.max_skipped_updates)?;
+        self.monitor.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }
 
     /// Returns the updates after which the run ends: all, or those of a test.
     pub(super) fn last_update(&self) -> usize {
         let (test, total) = (&self.config.test_mode, self.plan.num_total_batches);
-        if test.enable_test_mode { (test.test_stop_step + 1).max(self.progress.done).min(total) } else { total }
+        if test.enable_test_mode { (test.test_stop_step + 1).max(self.course.progress.done).min(total) } else { total }
     }
 
     /// Runs [`PpoTrainer::check`], and reports the result.
@@ -293,7 +296,7 @@ impl PpoTrainer {
             Some(failure) => return Err(Error::Run(failure)),
         }
         // The model card of a resumed run has the result from its start.
-        self.checks.get_or_insert_with(|| checks.to_string());
+        self.record.checks.get_or_insert_with(|| checks.to_string());
         take_snapshot(self);
         Ok(())
     }
@@ -301,41 +304,42 @@ impl PpoTrainer {
 
 impl Trainee for PpoTrainer {
     fn progress(&self) -> &Progress {
-        &self.progress
+        &self.course.progress
     }
 
     fn progress_mut(&mut self) -> &mut Progress {
-        &mut self.progress
+        &mut self.course.progress
     }
 
     fn inputs(&self) -> &Inputs {
-        &self.inputs
+        &self.record.inputs
     }
 
     /// Each part has a line here and one in [`PpoTrainer::load_state`].
     fn state(&self) -> Map<String, Value> {
         let (run, device) = (&self.config.run, self.learner.policy.device());
-        let mut state = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits, &self.inputs);
-        state.insert("cursor".into(), self.cursor.state());
+        let mut state =
+            fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
+        state.insert("cursor".into(), self.data.cursor.state());
         state.insert("rewards".into(), self.rewards.state());
-        state.insert("kl_controller".into(), self.kl_controller.state());
+        state.insert("kl_controller".into(), self.course.kl_controller.state());
         state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
-        state.extend(self.kept.state().map(|kept| ("kept_answers".into(), kept)));
-        state.insert("scores".into(), self.scaling.state());
-        state.insert("skips".into(), self.skips.state());
-        state.insert("alarms".into(), self.alarms.state());
-        state.insert("num_tokens".into(), self.num_tokens.into());
-        state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
+        state.extend(self.sampler.kept.state().map(|kept| ("kept_answers".into(), kept)));
+        state.insert("scores".into(), self.course.scaling.state());
+        state.insert("skips".into(), self.monitor.skips.state());
+        state.insert("alarms".into(), self.monitor.alarms.state());
+        state.insert("num_tokens".into(), self.monitor.num_tokens.into());
+        state.extend(self.learner.optimizers.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
         let controller = self.learner.entropy_controller.as_ref();
         state.extend(controller.map(|controller| ("entropy_controller".into(), controller.state())));
-        state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
+        state.extend(self.record.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
     }
 
     fn bit_sums(&self) -> Vec<(String, i64)> {
-        let value = self.learner.value_optimizer.iter().flat_map(Optimizer::bit_sums);
-        self.learner.policy_optimizer.bit_sums().into_iter().chain(value).collect()
+        let value = self.learner.optimizers.value.iter().flat_map(Optimizer::bit_sums);
+        self.learner.optimizers.policy.bit_sums().into_iter().chain(value).collect()
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
@@ -346,15 +350,15 @@ impl Trainee for PpoTrainer {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&saved.dir.join(EMA)))?;
         }
         self.load_reference(&saved.dir)?;
-        self.learner.policy_optimizer.load(&saved.dir.join(OPTIMIZER))?;
-        if let (Some(value), Some(optimizer)) = (self.learner.value.model_mut(), &mut self.learner.value_optimizer) {
+        self.learner.optimizers.policy.load(&saved.dir.join(OPTIMIZER))?;
+        if let (Some(value), Some(optimizer)) = (self.learner.value.model_mut(), &mut self.learner.optimizers.value) {
             value.load_trained(&value_dir)?;
             optimizer.load(&value_dir.join(OPTIMIZER))?;
         }
-        self.last_metrics = Metrics::default();
+        self.monitor.last_metrics = Metrics::default();
         for (name, ..) in CARD_METRICS {
             if let Some(value) = saved.state.metrics.get(name).and_then(Value::as_f64) {
-                self.last_metrics.push(name, value);
+                self.monitor.last_metrics.push(name, value);
             }
         }
         let (limit, device) = (MicroBatchSettings::from(&self.config.run), self.learner.policy.device());
@@ -372,8 +376,8 @@ impl Trainee for PpoTrainer {
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
-        self.learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
-        let of_value = self.learner.value_optimizer.as_ref();
+        self.learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
+        let of_value = self.learner.optimizers.value.as_ref();
         of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
         self.learner.end_serving()
     }
@@ -416,7 +420,8 @@ impl Trainee for PpoTrainer {
     }
 
     fn card_metrics(&self) -> Map<String, Value> {
-        let metric = |&(name, ..): &(&str, &str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
+        let metric =
+            |&(name, ..): &(&str, &str, usize)| Some((name.to_string(), self.monitor.last_metrics.get(name)?.into()));
         CARD_METRICS.iter().filter_map(metric).collect()
     }
 
@@ -426,8 +431,8 @@ impl Trainee for PpoTrainer {
 
     /// No update trains the policy during the warmup of the value model, nor one whose responses were all masked.
     fn may_lack_best_metric(&self) -> bool {
-        let trains_nothing = self.last_metrics.get("objective/entropy").is_none();
-        trains_nothing || self.progress.done <= self.config.value.value_warmup_updates
+        let trains_nothing = self.monitor.last_metrics.get("objective/entropy").is_none();
+        trains_nothing || self.course.progress.done <= self.config.value.value_warmup_updates
     }
 }
 

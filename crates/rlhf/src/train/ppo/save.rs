@@ -31,13 +31,13 @@ impl PpoTrainer {
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("rewards", self.rewards.describe()),
-            ("prompts", format!("`{}`, {} rows", self.config.data.describe(), self.prompts.len())),
+            ("prompts", format!("`{}`, {} rows", self.config.data.describe(), self.data.prompts.len())),
             ("tokenizer", self.tokenizer.describe()),
         ];
         facts.extend(self.trained());
-        facts.extend(self.checks.clone().map(|checks| ("checks", checks)));
+        facts.extend(self.record.checks.clone().map(|checks| ("checks", checks)));
         for (metric, name, decimals) in CARD_METRICS {
-            facts.extend(self.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
+            facts.extend(self.monitor.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
         }
         let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
         let command = self.config.preset.command();
@@ -65,7 +65,7 @@ impl PpoTrainer {
         let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
         // The stop tokens of training end a response elsewhere too.
         let mut eos = self.tokenizer.eos_ids().to_vec();
-        eos.extend(self.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
+        eos.extend(self.sampler.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
         self.learner.policy.save_pretrained_as(dir, &eos, pad, most, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
