@@ -282,9 +282,9 @@ def families():
                 shared_expert_intermediate_size=20,
                 num_experts=4,
                 num_experts_per_tok=2,
-                **(llama | delta),
+                **(llama | common | delta),
             ),
-            "llama_untied",
+            "../tokenizers/split",  # transformers takes its class of byte-level tokenizers in any case
         ),
         "lfm2_moe": (
             Lfm2MoeConfig(
