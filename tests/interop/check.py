@@ -70,8 +70,8 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(os.environ.get("RLHF_GOLDEN", ROOT / "tests/golden"))
 
-# Both sides compute in f32 and differ in the order of their sums.
-TOLERANCE = 2e-5
+# Both sides compute in f32 and differ in the order of their sums: up to 2.0e-5, of a merged adapter of Qwen3.5 with experts.
+TOLERANCE = 3e-5
 NEW_TOKENS = 8
 
 PROMPTS = ["The movie was", "I", "What a waste of time! The actors", "It's 2024 and", "Once upon a time there was a"]
