@@ -261,6 +261,7 @@ PARTS = (
             "python3 examples/smollm2/test_example.py",
             "python3 examples/tools/test_example.py",
             "python3 benchmarks/test_table.py",
+            "python3 benchmarks/curves.py draw --check",
             "python3 benchmarks/test_gpu_window.py",
         ),
     ),

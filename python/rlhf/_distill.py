@@ -15,7 +15,7 @@ class _Distillation(Trainer):
 
     teacher_model: Any
 
-    def _teach(self, teacher_model: Any) -> None:
+    def _teach(self, teacher_model: Any, quantization_config: Any) -> None:
         """Takes the teacher, and the settings of its loading."""
         name = self._settings.pop("teacher_model_name_or_path", None)
         self.teacher_model = teacher_model if teacher_model is not None else name
@@ -23,9 +23,14 @@ class _Distillation(Trainer):
             raise ValueError(f"{type(self).__name__}: teacher_model: expected a model to learn from, found none")
         loading = self._settings.pop("teacher_model_init_kwargs", None)
         if is_text(self.teacher_model):
-            self._settings.update(_translate.of_teacher_init(loading))
+            loaded = _translate.of_teacher_init(loading)
         elif loading:
             raise ValueError("teacher_model_init_kwargs: expected none with a teacher_model that is loaded already")
+        else:
+            loaded = {}
+        student = {**_translate.of_model_init(self.args.model_init_kwargs), **_translate.of_quantization(quantization_config)}
+        _translate.check_quantized(self._settings, student, loaded)
+        self._settings.update(loaded)
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
         teacher = self._place_model(self.teacher_model, "teacher_model", resumes, self.processing_class)
@@ -74,7 +79,7 @@ class DistillationTrainer(_Distillation):
         super().__init__(
             model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
         )
-        self._teach(teacher_model)
+        self._teach(teacher_model, quantization_config)
 
 
 class GKDTrainer(_Distillation):
@@ -123,4 +128,4 @@ class GKDTrainer(_Distillation):
         super().__init__(
             model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config, quantization_config, optimizers
         )
-        self._teach(teacher_model)
+        self._teach(teacher_model, quantization_config)

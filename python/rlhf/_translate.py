@@ -54,8 +54,8 @@ def of_peft(peft_config: Any) -> dict[str, Any]:
     return {**settings, **{name: value for name, value in optional.items() if value}}
 
 
-def of_quantization(config: Any) -> dict[str, Any]:
-    """The settings of a `BitsAndBytesConfig` of transformers, or of this package."""
+def of_quantization(config: Any, name: str = "quantization_config") -> dict[str, Any]:
+    """The settings of a `BitsAndBytesConfig` of transformers, or of this package; `name` is its own in errors."""
     if config is None:
         return {}
     get = reader(config)
@@ -66,15 +66,15 @@ def of_quantization(config: Any) -> dict[str, Any]:
         return settings
     if get("load_in_8bit"):
         return {"load_in_8bit": True}
-    raise Unsupported(f"quantization_config: expected load_in_4bit or load_in_8bit, found {type(config).__name__} without them")
+    raise Unsupported(f"{name}: expected load_in_4bit or load_in_8bit, found {type(config).__name__} without them")
 
 
 # Arguments of `from_pretrained` that change no number here.
 WITHOUT_EFFECT = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels", "cache_dir", "torchscript")
 
 
-def of_model_init(arguments: Any) -> dict[str, Any]:
-    """The settings of `model_init_kwargs`."""
+def of_model_init(arguments: Any, argument: str = "model_init_kwargs") -> dict[str, Any]:
+    """The settings of `model_init_kwargs`; `argument` is its name in errors."""
     settings: dict[str, Any] = {}
     for name, value in (arguments or {}).items():
         if value is None or name in WITHOUT_EFFECT or (name == "trust_remote_code" and not value):
@@ -84,19 +84,45 @@ def of_model_init(arguments: Any) -> dict[str, Any]:
         elif name in ("dtype", "torch_dtype"):
             settings["dtype"] = str(value).removeprefix("torch.")
         elif name == "quantization_config":
-            settings.update(of_quantization(value))
+            settings.update(of_quantization(value, f"{argument}: {name}"))
         elif name in ("load_in_4bit", "load_in_8bit"):
             settings[name] = value
         else:
             hint = "code that comes with a model is never run" if name == "trust_remote_code" else "load the model and pass the object"
-            raise Unsupported(f"model_init_kwargs: {name} = {value}: expected revision, dtype or quantization_config; {hint}")
+            raise Unsupported(f"{argument}: {name} = {value}: expected revision, dtype or quantization_config; {hint}")
     return settings
 
 
 def of_teacher_init(arguments: Any) -> dict[str, Any]:
     """The settings of `teacher_model_init_kwargs`."""
-    settings = of_model_init(arguments)
+    settings = of_model_init(arguments, "teacher_model_init_kwargs")
     return {{"model_revision": "teacher_model_revision", "dtype": "teacher_dtype"}.get(name, name): value for name, value in settings.items()}
+
+
+# Settings of weights in 4 or 8 bits.
+QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+
+
+def check_quantized(settings: dict[str, Any], student: dict[str, Any], teacher: dict[str, Any]) -> None:
+    """Refuses bits for one model that would be those of another one too: the program has them for the teacher and the base of a student's adapter
+    together, and for the teacher alone where the whole student is trained.
+
+    Args:
+        settings: those of a run, with what the student's arguments say.
+        student: the settings of the student's arguments, such as `quantization_config`.
+        teacher: the settings of `teacher_model_init_kwargs`.
+    """
+
+    def bits(of: dict[str, Any]) -> dict[str, Any]:
+        return {name: of[name] for name in QUANTIZATION if of.get(name)}
+
+    both = "both models have bits if quantization_config and teacher_model_init_kwargs are the same"
+    if bits(teacher) and settings.get("use_peft") and bits(settings) != bits(teacher):
+        raise Unsupported(f"teacher_model_init_kwargs: {next(iter(bits(teacher)))}: with peft_config it would be of the student's base too; {both}")
+    if bits(student) and not settings.get("use_peft"):
+        raise Unsupported("quantization_config: it would be the teacher's: a student in 4 or 8 bits trains adapters: expected a peft_config")
+    if bits(student) and bits(student) != bits(teacher):
+        raise Unsupported(f"quantization_config: it would be of the teacher too, and teacher_model_init_kwargs does not have it; {both}")
 
 
 def of_report_to(report_to: Any) -> dict[str, Any]:

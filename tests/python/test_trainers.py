@@ -121,6 +121,28 @@ class TheSameNumbers(Case):
         with self.assertRaisesRegex(Exception, "tools: responses have one turn here"):
             DistillationTrainer(POLICY, POLICY, DistillationConfig("o"), PROMPTS, tools=[print])
 
+    def test_distillation_quantizes_no_model_that_is_not_asked_for(self):
+        from rlhf import DistillationConfig, DistillationTrainer, LoraConfig, Unsupported
+
+        def settings(teacher=None, **more):
+            args = DistillationConfig(str(self.folder / "o"), teacher_model_init_kwargs=teacher, **more.pop("args", {}))
+            return DistillationTrainer(POLICY, POLICY, args, PROMPTS, **more)._settings
+
+        bits, lora = {"load_in_4bit": True}, LoraConfig(r=2)
+        self.assertTrue(settings(bits)["load_in_4bit"])
+        same = {"quantization_config": bits}
+        self.assertTrue(settings(same, quantization_config=bits, peft_config=lora)["load_in_4bit"])
+        self.assertTrue(settings(same, args={"model_init_kwargs": bits | same}, peft_config=lora)["load_in_4bit"])
+        for words, teacher, more in (
+            ("teacher_model_init_kwargs: load_in_4bit: with peft_config", bits, {"peft_config": lora}),
+            ("quantization_config: it would be the teacher's", None, {"quantization_config": bits}),
+            ("quantization_config: it would be of the teacher too", None, {"quantization_config": bits, "peft_config": lora}),
+            ("teacher_model_init_kwargs: attention = 1: expected revision", {"attention": 1}, {}),
+            ("teacher_model_init_kwargs: quantization_config: expected load_in_4bit", {"quantization_config": {}}, {}),
+        ):
+            with self.assertRaisesRegex(Unsupported, words):
+                settings(teacher, **more)
+
     def test_grpo_with_a_function(self):
         from rlhf import GRPOTrainer
 

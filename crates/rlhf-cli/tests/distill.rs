@@ -136,6 +136,16 @@ fn responses_of_rows_of_the_student_and_of_the_teacher_are_learned_and_a_policy_
     scratch.succeeds(&format!("{DISTILL} --loss_type reverse_kl_advantage --max_steps 12 --overwrite_output_dir"));
     let lines = scratch.metrics("out");
     assert_eq!(lines[0]["loss"], lines[0]["reverse_kl"]);
+    // Other sampling biases it, and a teacher without a tokenizer may have any: a line each.
+    std::fs::remove_file(scratch.path("teacher/tokenizer.json")).unwrap();
+    let ran = scratch
+        .run(&format!("{DISTILL} --loss_type reverse_kl_advantage --top_k 9 --max_steps 1 --overwrite_output_dir"));
+    for words in [
+        "reverse_kl_advantage with top_k: responses are not sampled",
+        "teacher has no tokenizer.json: its ids are taken",
+    ] {
+        assert!(ran.code == 0 && ran.stderr.contains(words), "{}", ran.stderr);
+    }
 }
 
 /// Adds rows of large numbers, which no token has, to the embedding and the head of a model.
@@ -179,6 +189,9 @@ fn ids_that_only_one_model_has_take_no_part() {
     let found = weights("embed_out.weight");
     assert_eq!((found.size()[0], head.size()[0]), (360, 352));
     assert!((found.narrow(0, 352, 8) - 3.0).abs().max().double_value(&[]) == 0.0);
+    // A policy gradient has no common ids to compare.
+    let words = "loss_type = reverse_kl_advantage: expected models with vocabularies of one size, found 360 of the student and 352 of the teacher";
+    scratch.refuses(&format!("{DISTILL} --loss_type reverse_kl_advantage --overwrite_output_dir"), 2, &[words]);
     // What it samples of them ends a response, so that a run on its own responses goes on too.
     scratch.succeeds(&format!("{DISTILL} --temperature 20 --overwrite_output_dir"));
 }
@@ -200,6 +213,19 @@ fn settings_that_cannot_be_are_refused_in_one_line_each() {
         ("--loss_add_tail false", "loss_add_tail = false has no effect without loss_top_k"),
         ("--num_completions_to_print 2", "num_completions_to_print = 2 has no effect without log_completions"),
         ("--lmbda 0 --log_completions", "log_completions = true has no effect with lmbda = 0"),
+        ("--lmbda 0 --top_k 5", "top_k = 5 has no effect with lmbda = 0"),
+        ("--lmbda 0 --top_p 0.5", "top_p = 0.5 has no effect with lmbda = 0"),
+        ("--lmbda 0 --min_new_tokens 2", "min_new_tokens = 2 has no effect with lmbda = 0"),
+        ("--lmbda 0 --stop_strings x", "stop_strings = \"x\" has no effect with lmbda = 0"),
+        ("--lmbda 0 --long_prompts drop", "long_prompts = drop has no effect with lmbda = 0"),
+        (
+            "--lmbda 0.5 --long_prompts truncate_right",
+            "long_prompts = truncate_right with lmbda between 0 and 1: expected error",
+        ),
+        (
+            "--loss_type reverse_kl_advantage --loss_temperature 0.5",
+            "loss_temperature = 0.5 with loss_type = reverse_kl_advantage: expected temperature, 1, or none",
+        ),
         ("--logprobs_of filtered --top_k 5", "logprobs_of = filtered: expected policy"),
         ("--metric_for_best_model eval_score", "metric_for_best_model"),
         (

@@ -25,6 +25,7 @@ mod unread;
 pub use columns::Columns;
 pub use cursor::Cursor;
 pub use dataset::Dataset;
+pub(crate) use demonstrations::TEMPLATE_FLAG;
 pub use demonstrations::{Demonstration, DemonstrationOptions};
 pub use episode::Episode;
 pub(crate) use episode::ends_with_calls;

@@ -92,24 +92,39 @@ impl Dataset {
         self
     }
 
-    /// Divides every row that is a conversation alone, `messages` or `conversations`, into `prompt`, the messages before the assistant's last one,
-    /// and `completion`, that one.
-    pub(crate) fn with_divided_conversations(mut self) -> Self {
-        let others = ["completion", "completion_ids", "prompt_ids", "input_ids", "text", "chosen"];
+    /// Divides every conversation, `messages` or `conversations`, into `prompt`, the messages before the assistant's last one, and `completion`,
+    /// that one, unless the row has a response or token ids of its own. A `prompt` or a `text` beside it is the same in other words, such as the
+    /// question alone, and is replaced.
+    ///
+    /// # Errors
+    /// With `needs_responses`, if a conversation does not end with the assistant's message.
+    pub(crate) fn with_divided_conversations(mut self, needs_responses: bool) -> Result<Self> {
+        let others = ["completion", "prompt_ids", "input_ids", "chosen"];
         for row in &mut self.rows {
-            if others.iter().any(|name| field(&row.value, name).is_some()) || prompt_field(&row.value).is_some() {
+            if others.iter().any(|name| field(&row.value, name).is_some()) {
                 continue;
             }
             let messages = messages_field(&row.value).and_then(|(name, found)| Some((name, found.as_array()?.clone())));
             let Some((name, mut messages)) = messages else { continue };
+            let role = messages.last().map(|last| last["role"].clone());
+            let is_answered = role.as_ref().is_some_and(|role| role == "assistant");
+            if needs_responses && !is_answered {
+                let found = role.map_or("no message".into(), |role| format!("one of the role {role}"));
+                let message = format!(
+                    "field `{name}`: expected the assistant's message, which is learned, as the last one, found {found}"
+                );
+                return Err(row.error(message));
+            }
             let Some(fields) = row.value.as_object_mut() else { continue };
-            fields.remove(name);
-            if messages.last().is_some_and(|last| last["role"] == "assistant") {
+            for replaced in [name, "text"] {
+                fields.remove(replaced);
+            }
+            if is_answered {
                 fields.insert("completion".into(), messages.split_off(messages.len() - 1).into());
             }
             fields.insert("prompt".into(), messages.into());
         }
-        self
+        Ok(self)
     }
 
     /// Concatenates two datasets.

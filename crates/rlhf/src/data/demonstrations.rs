@@ -91,6 +91,9 @@ pub struct DemonstrationOptions {
     pub vocab: i64,
 }
 
+/// The flag of `rlhf sft` that takes another chat template.
+pub(crate) const TEMPLATE_FLAG: &str = "--chat_template_path takes another template";
+
 impl Default for DemonstrationOptions {
     fn default() -> Self {
         Self { completion_only: true, assistant_only: false, text_field: "text".into(), vocab: i64::MAX }
@@ -125,27 +128,28 @@ impl Dataset {
         tokenizer: &Tokenizer,
         options: &DemonstrationOptions,
     ) -> Result<Vec<Demonstration>> {
-        Ok(self.demonstrations_noted(tokenizer, options)?.0)
+        Ok(self.demonstrations_noted(tokenizer, options, TEMPLATE_FLAG)?.0)
     }
 
     /// As [`Dataset::demonstrations_with`]. Also returns a message if the chat template leaves out parts of what is to be learned, such as
     /// the reasoning of earlier turns.
     ///
     /// # Errors
-    /// As [`Dataset::demonstrations_with`]; if the template writes nothing of it in any row.
+    /// As [`Dataset::demonstrations_with`]; if the template writes nothing of it in any row: the message ends with how to have an
+    /// `other_template`.
     pub(crate) fn demonstrations_noted(
         &self,
         tokenizer: &Tokenizer,
         options: &DemonstrationOptions,
+        other_template: &str,
     ) -> Result<(Vec<Demonstration>, Option<String>)> {
         let (rows, left_out): (Vec<Demonstration>, Vec<LeftOut>) =
             self.map(|row| demonstration_of(row, tokenizer, options))?.into_iter().unzip();
         let Some(at) = left_out.iter().position(LeftOut::is_some) else { return Ok((rows, None)) };
         let first = left_out[at].first();
         if left_out.iter().all(LeftOut::is_all) {
-            let message = format!(
-                "the chat template writes nothing of what is to be learned, first {first}; --chat_template_path takes another template"
-            );
+            let message =
+                format!("the chat template writes nothing of what is to be learned, first {first}; {other_template}");
             return Err(self.error(at, message));
         }
         let (count, place) = (left_out.iter().filter(|row| row.is_some()).count(), self.rows[at].place);
@@ -155,6 +159,20 @@ impl Dataset {
             rows.len()
         );
         Ok((rows, Some(note)))
+    }
+
+    /// Gives every row of token ids that marks what is learned, by `labels` or a mask, the ids before the first such token as `prompt_ids`.
+    ///
+    /// # Errors
+    /// If ids or marks are malformed, or the first token is learned already.
+    pub(crate) fn with_prompts_of_labelled(mut self, vocab: i64) -> Result<Self> {
+        let found = self.map(|row| prompt_of_labelled(row, vocab))?;
+        for (row, ids) in self.rows.iter_mut().zip(found) {
+            if let (Some(fields), Some(ids)) = (row.value.as_object_mut(), ids) {
+                fields.insert("prompt_ids".into(), ids.into());
+            }
+        }
+        Ok(self)
     }
 }
 
@@ -191,7 +209,35 @@ fn demonstration_of(
 
 /// Returns the demonstration of a row with the token ids `tokens`.
 fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> Result<Demonstration> {
-    let learned = match numbers(row, "labels", tokens.len())? {
+    let learned = learned_of(row, &tokens, options)?;
+    let mut demonstration = Demonstration { tokens, prompt_len: 0, loss_start: 1, masked: Vec::new() };
+    let at = |at: usize| at..at + 1;
+    demonstration.mask_others((1..learned.len()).filter(|&place| learned[place]).map(at).collect());
+    Ok(demonstration)
+}
+
+/// Returns the ids before the first one that is learned, of a row of token ids that marks some; all if it marks none as learned. `None` of any
+/// other row, or if the row has a prompt beside its ids.
+fn prompt_of_labelled(row: &Value, vocab: i64) -> Result<Option<Vec<i64>>> {
+    let has_marks = ["labels", "completion_mask", "assistant_masks"].iter().any(|name| field(row, name).is_some());
+    if !has_marks || ["prompt", "prompt_ids"].iter().any(|name| field(row, name).is_some()) {
+        return Ok(None);
+    }
+    let Some(mut tokens) = token_ids(row, "input_ids", vocab)? else { return Ok(None) };
+    match learned_of(row, &tokens, &DemonstrationOptions::default())?.iter().position(|learned| *learned) {
+        Some(0) => {
+            let message = "field `input_ids`: expected a prompt, to which a response is sampled, found ids that are learned from the first one on";
+            return Err(Error::Run(message.into()));
+        }
+        Some(first) => tokens.truncate(first),
+        None => {}
+    }
+    Ok(Some(tokens))
+}
+
+/// Returns which of the token ids `tokens` of a row are learned.
+fn learned_of(row: &Value, tokens: &[i64], options: &DemonstrationOptions) -> Result<Vec<bool>> {
+    Ok(match numbers(row, "labels", tokens.len())? {
         Some(labels) => {
             let of_another = |at: &usize| labels[*at] != NOT_LEARNED && labels[*at] != tokens[*at];
             if let Some(at) = (0..tokens.len()).find(of_another) {
@@ -219,11 +265,7 @@ fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> R
             }
             learned
         }
-    };
-    let mut demonstration = Demonstration { tokens, prompt_len: 0, loss_start: 1, masked: Vec::new() };
-    let at = |at: usize| at..at + 1;
-    demonstration.mask_others((1..learned.len()).filter(|&place| learned[place]).map(at).collect());
-    Ok(demonstration)
+    })
 }
 
 /// Returns the whole numbers in the field `name`, one for each of `len` tokens, or `None` if the row has no such field.

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::plan::{BatchSettings, TrainPlan, train_plan};
-use crate::data::settings::{DataConfig, PromptLengthConfig};
+use crate::data::settings::{DataConfig, LongPrompts, PromptLengthConfig};
 use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
@@ -286,9 +286,24 @@ impl DistillConfig {
                 self.lmbda
             )))?;
         }
-        if let Some(most) = self.prompt_length.max_prompt_length.filter(|_| !self.samples()) {
-            let why = "with lmbda = 0 and without seq_kd: no response is sampled; max_length limits rows";
-            refusals.add(no_effect("max_prompt_length", most, why))?;
+        if self.loss.loss_type == DistillLoss::ReverseKlAdvantage
+            && let Some(other) = self.loss_temperature.filter(|other| *other != self.temperature)
+        {
+            refusals.add(refuse("loss_temperature", format!(
+                " = {other} with loss_type = reverse_kl_advantage: expected temperature, {}, or none, as the advantage is that of \
+                 tokens sampled at it",
+                self.temperature
+            )))?;
+        }
+        if self.reads_responses() && self.samples() && self.prompt_length.long_prompts == LongPrompts::TruncateRight {
+            refusals.add(refuse(
+                "long_prompts",
+                " = truncate_right with lmbda between 0 and 1: expected error, drop or truncate_left: what follows a prompt in its row \
+                 is its response",
+            ))?;
+        }
+        if !self.samples() {
+            self.check_unsampled(&mut refusals)?;
         }
         if let Some(count) = self.num_completions_to_print {
             refusals.add(at_least_one("num_completions_to_print", count))?;
@@ -296,14 +311,42 @@ impl DistillConfig {
                 refusals.add(no_effect("num_completions_to_print", count, "without log_completions"))?;
             }
         }
-        if self.log_completions && self.lmbda == 0.0 && !self.seq_kd {
-            refusals.add(no_effect(
-                "log_completions",
-                true,
-                "with lmbda = 0 and without seq_kd: no response is sampled",
-            ))?;
-        }
         refusals.end()
+    }
+
+    /// Refuses settings of sampled responses where none is sampled.
+    fn check_unsampled(&self, refusals: &mut Refusals) -> Result<()> {
+        let why = "with lmbda = 0 and without seq_kd: no response is sampled";
+        let (usual, sampling): (SamplingConfig, _) = (defaults(), &self.sampling);
+        if let Some(most) = self.prompt_length.max_prompt_length {
+            refusals.add(no_effect("max_prompt_length", most, &format!("{why}; max_length limits rows")))?;
+        }
+        if self.prompt_length.long_prompts != LongPrompts::Error {
+            let found = self.prompt_length.long_prompts.name();
+            refusals.add(no_effect("long_prompts", found, &format!("{why}; max_length limits rows")))?;
+        }
+        if self.log_completions {
+            refusals.add(no_effect("log_completions", true, why))?;
+        }
+        if sampling.top_k != usual.top_k {
+            refusals.add(no_effect("top_k", sampling.top_k, why))?;
+        }
+        for (name, found, usual) in [
+            ("top_p", sampling.top_p, usual.top_p),
+            ("min_p", sampling.min_p, usual.min_p),
+            ("repetition_penalty", sampling.repetition_penalty, usual.repetition_penalty),
+        ] {
+            if found != usual {
+                refusals.add(no_effect(name, found, why))?;
+            }
+        }
+        if sampling.min_new_tokens != usual.min_new_tokens {
+            refusals.add(no_effect("min_new_tokens", sampling.min_new_tokens, why))?;
+        }
+        if !sampling.stop_strings.is_empty() {
+            refusals.add(no_effect("stop_strings", format!("{:?}", sampling.stop_strings.join(", ")), why))?;
+        }
+        Ok(())
     }
 
     /// Whether a response of a row is learned in some steps.

@@ -14,7 +14,7 @@ use crate::run::card::command_to_try;
 use crate::run::event::Sample;
 use crate::run::session::Opening;
 use crate::run::sinks::console::Console;
-use crate::settings::{DistillConfig, Stage, max_prompt_len};
+use crate::settings::{DistillConfig, DistillLoss, Stage, max_prompt_len};
 use rlhf_base::dist::World;
 use rlhf_base::{Error, Refusal, Result, name_of};
 use rlhf_hub as hub;
@@ -111,9 +111,8 @@ fn load_run<'a>(
     check_held_out(&config.eval, &sources, &config.data)?;
     let folders = Folders::find(config)?;
     let mut tokenizer = Tokenizer::from_pretrained(&folders.student)?;
-    if Tokenizer::is_in(&folders.teacher)? {
-        check_tokenizers(&tokenizer, &Tokenizer::from_pretrained(&folders.teacher)?, &folders.teacher)?;
-    }
+    let of_teacher = Tokenizer::of_text_or_ids(&folders.teacher)?;
+    check_tokenizers(&tokenizer, &of_teacher, &folders.teacher)?;
     set_up_tokenizer(&mut tokenizer, config)?;
     let (mut model, teacher) = load_models(config, &folders)?;
     tokenizer.check_fits(model.config(), &folders.student)?;
@@ -135,7 +134,8 @@ fn load_run<'a>(
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_rows, plan.batch_size));
     warnings.extend(notes_on_weights(&folders.student, config.run.dtype, &model));
-    warnings.extend(endless(config, &tokenizer));
+    let more = [endless(config, &tokenizer), filtered(config), untold(config, &of_teacher)];
+    warnings.extend(more.into_iter().flatten());
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
     teacher.shard(&World::of_process(), config.run.dist.zero_stage);
@@ -239,6 +239,36 @@ fn endless(config: &DistillConfig, tokenizer: &Tokenizer) -> Option<String> {
     })
 }
 
+/// Returns a warning if the teacher has no tokenizer, `of_teacher`, to compare with the student's.
+fn untold(config: &DistillConfig, of_teacher: &Tokenizer) -> Option<String> {
+    let teacher = config.teacher_model_name_or_path.display();
+    (!of_teacher.knows_text()).then(|| {
+        format!(
+            "teacher_model_name_or_path: {teacher} has no tokenizer.json: its ids are taken to be those of the student"
+        )
+    })
+}
+
+/// Returns a warning if responses are not sampled by the distribution whose gradient a policy gradient estimates.
+fn filtered(config: &DistillConfig) -> Option<String> {
+    let sampling = &config.sampling;
+    let changes = [
+        ("top_k", sampling.top_k > 0),
+        ("top_p", sampling.top_p < 1.0),
+        ("min_p", sampling.min_p > 0.0),
+        ("repetition_penalty", sampling.repetition_penalty != 1.0),
+        ("min_new_tokens", sampling.min_new_tokens > 0),
+    ];
+    let names: Vec<&str> = changes.iter().filter(|(_, is_set)| *is_set).map(|(name, _)| *name).collect();
+    (config.loss.loss_type == DistillLoss::ReverseKlAdvantage && !names.is_empty()).then(|| {
+        format!(
+            "loss_type = reverse_kl_advantage with {}: responses are not sampled by the student's whole distribution, whose reverse KL divergence \
+             the gradient is to lower: it is biased",
+            names.join(", ")
+        )
+    })
+}
+
 /// Sets up the tokenizer by the settings.
 ///
 /// # Errors
@@ -248,12 +278,13 @@ pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DistillConfig
     config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
 }
 
-/// Checks that the teacher's tokenizer has the ids of the student's.
+/// Checks that the teacher's tokenizer has the ids of the student's; a teacher without a tokenizer is taken to have them.
 ///
 /// # Errors
 /// If it has not.
 pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, teacher: &Path) -> Result<()> {
-    let differing = tokenizer.difference(of_teacher).max(of_teacher.difference(tokenizer));
+    let differing = || tokenizer.difference(of_teacher).max(of_teacher.difference(tokenizer));
+    let differing = if of_teacher.knows_text() { differing() } else { 0 };
     if differing == 0 {
         return Ok(());
     }
@@ -266,7 +297,20 @@ pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, te
 }
 
 /// Returns the limits of rows, for a student and a teacher of these shapes.
+///
+/// # Errors
+/// If the models have no room for a prompt, or vocabularies that the loss cannot compare.
 fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
+    if let [Some(student), Some(teacher)] = models
+        && config.loss.loss_type == DistillLoss::ReverseKlAdvantage
+        && student.vocab_size != teacher.vocab_size
+    {
+        return Err(Error::Usage(format!(
+            "loss_type = reverse_kl_advantage: expected models with vocabularies of one size, found {} of the student and {} of the teacher; \
+             loss_type = jsd compares the ids that both have",
+            student.vocab_size, teacher.vocab_size
+        )));
+    }
     let known = || models.into_iter().flatten();
     let context = known().map(|model| model.max_position_embeddings).min().unwrap_or(usize::MAX);
     let vocab = known().map(|model| model.vocab_size).min().unwrap_or(i64::MAX);

@@ -619,9 +619,11 @@ fn check_dpo(config: &DpoConfig, known: &Readings<'_>) -> Result<()> {
 fn check_distill(config: &DistillConfig, known: &Readings<'_>) -> Result<()> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let reading = |name: &Path, revision: &str| reading_of(known, name, Some(revision), Tokenizer::from_pretrained);
-    let student = reading(&config.model_name_or_path, &config.model_revision)?;
-    let teacher = reading(&config.teacher_model_name_or_path, &config.teacher_model_revision)?;
+    let revision = Some(config.model_revision.as_str());
+    let student = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
+    // A teacher without a tokenizer is taken to have the student's, with a warning as the stage starts.
+    let (teacher, revision) = (&config.teacher_model_name_or_path, Some(config.teacher_model_revision.as_str()));
+    let teacher = reading_of(known, teacher, revision, Tokenizer::of_text_or_ids)?;
     distill::check_tokenizers(&student.tokenizer, &teacher.tokenizer, &config.teacher_model_name_or_path)?;
     let mut tokenizer = student.tokenizer.clone();
     distill::check_rows(config, &mut tokenizer, [Some(&student.shape), Some(&teacher.shape)], &sources)

@@ -2,7 +2,7 @@
 
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
-use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
+use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources, TEMPLATE_FLAG};
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
 use crate::run::session::Opening;
@@ -297,7 +297,7 @@ fn read_dataset(
     options: &DemonstrationOptions,
     max_length: usize,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
-    let (rows, left_out) = dataset.demonstrations_noted(&tokenizer.limited_to(max_length), options)?;
+    let (rows, left_out) = dataset.demonstrations_noted(&tokenizer.limited_to(max_length), options, TEMPLATE_FLAG)?;
     let ends = |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
     let endless = (!rows.iter().any(ends)).then(|| {
         let path = dataset.path().display();

@@ -2,7 +2,7 @@
 
 use super::super::supervised::{Supervised, UpdateRows};
 use super::Distillation;
-use super::rows::{DistillRow, PassInputs};
+use super::rows::{DistillRow, PassInputs, end_before_unknown};
 use super::totals::{PassSums, Totals};
 use crate::run::checkpoint::Saved;
 use crate::run::event::Sample;
@@ -110,10 +110,11 @@ impl Distillation<'_> {
         student.config().vocab_size.min(self.teacher.config().vocab_size)
     }
 
-    /// Samples responses to the prompts of `rows`, on all ranks; `purpose` and `step` key the draws.
+    /// Samples responses to the prompts of `rows`, on all ranks; `purpose` and `step` key the draws. A response ends before an id that one of the
+    /// models does not have.
     fn respond(
         &self,
-        by: &CausalLm,
+        [by, student]: [&CausalLm; 2],
         rows: &[&DistillRow],
         (purpose, step): (Purpose, u64),
         world: &World,
@@ -133,7 +134,10 @@ impl Distillation<'_> {
             min_new_tokens: config.sampling.min_new_tokens,
             ..GenerationConfig::new(config.sampled_by(), config.max_completion_length)
         };
-        generate_on(world, by, &prompts, &generation)
+        let mut responses = generate_on(world, by, &prompts, &generation)?;
+        let vocab = self.common_vocab(student);
+        responses.iter_mut().for_each(|response| end_before_unknown(response, vocab));
+        Ok(responses)
     }
 
     /// Forward and backward passes over this rank's part of `rows`. Returns the sums over their tokens and, if they are `shown`, the teacher's
@@ -164,6 +168,7 @@ impl Distillation<'_> {
             if shown {
                 let lens = inputs.lens();
                 let of_rows = found.teacher_logprobs.split_with_sizes(&lens, 0);
+                // The mean of none is not a number; such a response is not shown.
                 likelihoods.extend(of_rows.iter().map(|x| x.mean(Kind::Double).double_value(&[])));
             }
         }
@@ -240,7 +245,7 @@ impl Distillation<'_> {
             })
         };
         let most = self.config.num_completions_to_print.unwrap_or(SHOWN);
-        rows.iter().zip(responses).zip(scores).take(most).map(of).collect()
+        rows.iter().zip(responses).zip(scores).filter(|(_, score)| score.is_finite()).take(most).map(of).collect()
     }
 }
 
@@ -258,11 +263,10 @@ impl Supervised for Distillation<'_> {
         };
         let began = Instant::now();
         let key = (Purpose::Sampling, batch.update);
-        let responses = by.map(|by| self.respond(by, &asked, key, batch.world)).transpose()?;
+        let responses = by.map(|by| self.respond([by, model], &asked, key, batch.world)).transpose()?;
         let seconds = began.elapsed().as_secs_f64();
-        let vocab = self.common_vocab(model);
         let pairs = asked.iter().zip(responses.iter().flatten());
-        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r, vocab)).collect();
+        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r)).collect();
         let rows: Vec<&DistillRow> = if by.is_some() { sampled.iter().collect() } else { asked.clone() };
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         let mut order: Vec<usize> = (0..rows.len()).collect();
@@ -283,7 +287,8 @@ impl Supervised for Distillation<'_> {
             sums.add_responses(responses, source == Source::Student, seconds);
         }
         self.num_tokens += num_tokens;
-        shown.into_iter().for_each(|shown| self.shown = shown);
+        // Of an update that samples nothing there is nothing to show, and not what an earlier one has sampled.
+        self.shown = shown.unwrap_or_default();
         Ok(())
     }
 
@@ -304,18 +309,19 @@ impl Supervised for Distillation<'_> {
         let key = (Purpose::Evaluation, 0);
         let responses = match Source::of_evaluation(self.config) {
             Source::Rows => None,
-            Source::Student => Some(self.respond(model, &asked, key, world)?),
-            Source::Teacher => Some(self.respond(&self.teacher, &asked, key, world)?),
+            Source::Student => Some(self.respond([model, model], &asked, key, world)?),
+            Source::Teacher => Some(self.respond([&self.teacher, model], &asked, key, world)?),
         };
-        let vocab = self.common_vocab(model);
         let pairs = asked.iter().zip(responses.iter().flatten());
-        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r, vocab)).collect();
+        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r)).collect();
         let rows: Vec<&DistillRow> = if responses.is_some() { sampled.iter().collect() } else { asked };
         let own = world.agree(self.measured(model, &rows, world))?;
         let mut sums = [own.loss, own.entropy, own.tokens];
         world.sum_numbers(&mut sums)?;
-        metrics.push("eval_loss", sums[0] / sums[2]);
-        metrics.push("eval_entropy", sums[1] / sums[2]);
+        if sums[2] > 0.0 {
+            metrics.push("eval_loss", sums[0] / sums[2]);
+            metrics.push("eval_entropy", sums[1] / sums[2]);
+        }
         Ok(())
     }
 

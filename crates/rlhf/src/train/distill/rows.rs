@@ -3,7 +3,7 @@
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, LongPrompts, PromptLimit};
 use crate::settings::DistillConfig;
 use rlhf_base::{Error, Result};
-use rlhf_lm::generate::Response;
+use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::model::Batch;
 use rlhf_lm::tokenizer::Tokenizer;
 use std::ops::Range;
@@ -23,11 +23,9 @@ pub(super) struct DistillRow {
 }
 
 impl DistillRow {
-    /// The row of a sampled response, which ends before the first id that is not below `vocab`: the other model does not have it.
-    pub(super) fn sampled(prompt: &[i64], response: &Response, vocab: i64) -> Self {
-        let known = response.tokens.iter().take_while(|id| **id < vocab);
-        let tokens = prompt.iter().chain(known).copied().collect();
-        Self { tokens, prompt_len: prompt.len(), masked: Vec::new() }
+    /// The row of a sampled response.
+    pub(super) fn sampled(prompt: &[i64], response: &Response) -> Self {
+        Self { tokens: [prompt, &response.tokens].concat(), prompt_len: prompt.len(), masked: Vec::new() }
     }
 
     /// The prompt's token ids.
@@ -58,6 +56,15 @@ impl DistillRow {
     }
 }
 
+/// Ends a sampled response before the first id that is not below `vocab`: the other model does not have it.
+pub(super) fn end_before_unknown(response: &mut Response, vocab: i64) {
+    if let Some(first) = response.tokens.iter().position(|id| *id >= vocab) {
+        response.tokens.truncate(first);
+        response.logprobs.truncate(first);
+        response.finish = FinishReason::Stop;
+    }
+}
+
 /// Limits of the rows.
 pub(super) struct Limits {
     /// Ids of rows are below it: those that both models have.
@@ -78,9 +85,10 @@ pub(super) fn read_rows(
     tokenizer: &Tokenizer,
     limits: &Limits,
 ) -> Result<(Vec<DistillRow>, Vec<String>)> {
-    let dataset = dataset.with_divided_conversations();
+    let dataset = dataset.with_divided_conversations(config.reads_responses())?;
     match limits.prompt.filter(|_| !config.reads_responses()) {
         Some(limit) => {
+            let dataset = dataset.with_prompts_of_labelled(limits.vocab)?;
             let (prompts, note) = dataset.prompts_within(tokenizer, limits.vocab, limit)?;
             let row = |tokens: Vec<i64>| DistillRow { prompt_len: tokens.len(), tokens, masked: Vec::new() };
             Ok((prompts.into_iter().map(|prompt| row(prompt.tokens)).collect(), note.into_iter().collect()))
@@ -96,9 +104,11 @@ fn read_demonstrations(
     tokenizer: &Tokenizer,
     limits: &Limits,
 ) -> Result<(Vec<DistillRow>, Vec<String>)> {
+    let other_template = "rlhf sft --chat_template_path saves a model with another template";
     let options = DemonstrationOptions { vocab: limits.vocab, ..DemonstrationOptions::default() };
-    let (found, note) = dataset.demonstrations_noted(tokenizer, &options)?;
+    let (found, note) = dataset.demonstrations_noted(tokenizer, &options, other_template)?;
     let (all, mut cut, mut left_out, mut long, mut rows) = (found.len(), 0, 0, 0, Vec::new());
+    let mut shortened = 0;
     for (at, demonstration) in found.into_iter().enumerate() {
         let mut row = row_of(demonstration);
         let had_prompt = row.prompt_len > 0;
@@ -113,7 +123,10 @@ fn read_demonstrations(
         }
         if let Some(limit) = limits.prompt.filter(|limit| row.prompt_len > limit.max_length()) {
             match config.prompt_length.long_prompts {
-                LongPrompts::TruncateLeft => drop(row.cut(row.tokens.len() - row.prompt_len + limit.max_length())),
+                LongPrompts::TruncateLeft => {
+                    row.cut(row.tokens.len() - row.prompt_len + limit.max_length());
+                    shortened += 1;
+                }
                 LongPrompts::Drop => {
                     long += 1;
                     continue;
@@ -133,15 +146,18 @@ fn read_demonstrations(
         rows.push(row);
     }
     let name = dataset.path();
+    let of_prompts =
+        limits.prompt.map_or(String::new(), |limit| format!("{} tokens ({})", limit.max_length(), limit.reason()));
     if rows.is_empty() {
-        return Err(none_left(name, all, limits.max_length));
+        return Err(none_left(name, all, limits.max_length, (long, &of_prompts)));
     }
     let mut warnings: Vec<String> = note.into_iter().chain(dataset.note_on_media()).collect();
     let (name, most) = (name.display(), limits.max_length);
     let noted = [
         (cut, format!("were cut at their start to max_length = {most} tokens")),
         (left_out, "were left out: no prompt or no token to learn is left".into()),
-        (long, "were dropped: their prompt is too long".into()),
+        (shortened, format!("lost the start of their prompt, which had more than {of_prompts}")),
+        (long, format!("were dropped: their prompt has more than {of_prompts}")),
     ];
     warnings
         .extend(noted.into_iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{name}: {n} of {all} rows {what}")));
@@ -156,9 +172,15 @@ fn row_of(demonstration: Demonstration) -> DistillRow {
     DistillRow { tokens, prompt_len, masked }
 }
 
-fn none_left(path: &Path, all: usize, max_length: usize) -> Error {
-    let message =
-        format!("none of {all} rows has a prompt and a token to learn within max_length = {max_length} tokens");
+/// The error of a dataset without a row that is left; `long` rows have a prompt with more tokens than its limit.
+fn none_left(path: &Path, all: usize, max_length: usize, (long, of_prompts): (usize, &str)) -> Error {
+    let message = if long == all {
+        format!("each of {all} rows was dropped: their prompts have more than {of_prompts}")
+    } else {
+        let more =
+            if long == 0 { String::new() } else { format!(", or {long} of them a prompt with at most {of_prompts}") };
+        format!("none of {all} rows has a prompt and a token to learn within max_length = {max_length} tokens{more}")
+    };
     Error::invalid(path, message)
 }
 

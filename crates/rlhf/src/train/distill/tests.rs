@@ -2,10 +2,10 @@
 
 use super::super::supervised::{Sums, Supervised, UpdateRows};
 use super::learn::Source;
-use super::rows::{DistillRow, Limits, read_rows};
+use super::rows::{DistillRow, Limits, end_before_unknown, read_rows};
 use super::totals::Totals;
 use super::{Distillation, Gathered};
-use crate::data::{Dataset, PromptLimit};
+use crate::data::{Dataset, LongPrompts, PromptLimit};
 use crate::settings::{DistillConfig, DistillLoss};
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
@@ -13,7 +13,7 @@ use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::model::{Batch, CausalLm, ModelOptions};
 use rlhf_lm::optim::Optimizer;
 use rlhf_lm::tokenizer::Tokenizer;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
@@ -150,7 +150,7 @@ fn runs_on_the_students_responses_have_the_numbers_of_trls_distillation_trainer_
                     (ids(&pair[0]), Response { tokens, logprobs, finish, sets: None, inserted: Vec::new() })
                 })
                 .collect();
-            let rows: Vec<DistillRow> = pairs.iter().map(|(p, r)| DistillRow::sampled(p, r, 320)).collect();
+            let rows: Vec<DistillRow> = pairs.iter().map(|(p, r)| DistillRow::sampled(p, r)).collect();
             let expected = |metric: &str| run["metrics"][metric][step].as_f64().unwrap();
             let metrics = learn(&task, &model, &rows, 4096);
             for metric in ["loss", "entropy"] {
@@ -305,10 +305,135 @@ fn the_share_of_on_policy_updates_is_lmbda_and_depends_on_seed_and_update_alone(
 #[test]
 fn a_response_ends_before_an_id_that_the_other_model_does_not_have() {
     let tokens = vec![5, 7, 9, 6];
-    let response =
-        Response { tokens, logprobs: vec![0.0; 4], finish: FinishReason::Stop, sets: None, inserted: Vec::new() };
-    let row = DistillRow::sampled(&[1, 2], &response, 9);
+    let mut response =
+        Response { tokens, logprobs: vec![0.0; 4], finish: FinishReason::Length, sets: None, inserted: Vec::new() };
+    end_before_unknown(&mut response, 10);
+    assert_eq!((response.tokens.len(), response.finish), (4, FinishReason::Length));
+    end_before_unknown(&mut response, 9);
+    assert_eq!((response.tokens.len(), response.logprobs.len(), response.finish), (2, 2, FinishReason::Stop));
+    let row = DistillRow::sampled(&[1, 2], &response);
     assert_eq!((row.tokens, row.prompt_len), (vec![1, 2, 5, 7], 2));
+}
+
+/// The rows that a run with these settings reads of `lines`, or the error.
+fn read(config: &DistillConfig, lines: &[Value], most: [usize; 2]) -> Result<(Vec<DistillRow>, Vec<String>), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.jsonl");
+    std::fs::write(&path, lines.iter().map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(&golden().join("trl_tools/init/policy")).unwrap();
+    let limit = PromptLimit::new(&config.prompt_length, PromptLimit::of_context(most[0])).unwrap();
+    let limits = Limits { vocab: 1 << 20, prompt: config.samples().then_some(limit), max_length: most[1] };
+    read_rows(Dataset::read(&path, "train").unwrap(), config, &tokenizer, &limits).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_prompt_or_a_text_beside_a_conversation_changes_nothing() {
+    let messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                          {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]);
+    for (lmbda, seq_kd) in [(0.0, false), (0.5, false), (1.0, false), (0.0, true)] {
+        let mut config = config();
+        (config.lmbda, config.seq_kd) = (lmbda, seq_kd);
+        let found = |row: Value| read(&config, &[row], [1000; 2]).unwrap().0;
+        for name in ["messages", "conversations"] {
+            let alone = found(json!({name: messages}));
+            assert!(alone[0].prompt_len > 4 && (lmbda == 1.0 || seq_kd) == (alone[0].loss_tokens() == 0), "{alone:?}");
+            for other in [
+                json!({name: messages, "prompt": "a", "prompt_id": "f0"}),
+                json!({name: messages, "prompt": [{"role": "user", "content": "a"}]}),
+                json!({name: messages, "text": "a b c d"}),
+                json!({name: messages, "query": "a", "text": "x", "prompt": "y"}),
+            ] {
+                assert_eq!(found(other), alone, "{lmbda} {seq_kd}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_prompt_of_token_ids_ends_before_the_first_one_that_is_learned_in_every_mode() {
+    let ids = [5, 6, 7, 8, 9];
+    for marks in [json!({"labels": [-100, -100, 7, 8, -100]}), json!({"completion_mask": [0, 0, 1, 1, 0]})] {
+        let mut row = json!({ "input_ids": ids });
+        row.as_object_mut().unwrap().extend(marks.as_object().unwrap().clone());
+        for (lmbda, seq_kd) in [(0.5, false), (1.0, false), (0.5, true)] {
+            let mut config = config();
+            (config.lmbda, config.seq_kd) = (lmbda, seq_kd);
+            let rows = read(&config, std::slice::from_ref(&row), [1000; 2]).unwrap().0;
+            assert_eq!(rows[0].prompt(), [5, 6], "{lmbda} {seq_kd}");
+        }
+    }
+    let found = |row: Value| read(&config(), &[row], [1000; 2]);
+    // Without a mark all ids are the prompt, and so they are where none is learned.
+    assert_eq!(found(json!({ "input_ids": ids })).unwrap().0[0].prompt(), ids);
+    assert_eq!(found(json!({"input_ids": ids, "completion_mask": vec![0; 5]})).unwrap().0[0].prompt(), ids);
+    let error = found(json!({"input_ids": ids, "labels": ids})).unwrap_err();
+    assert!(error.contains("line 1: field `input_ids`: expected a prompt"), "{error}");
+    let error = found(json!({"input_ids": ids, "labels": [-100, 6]})).unwrap_err();
+    assert!(error.contains("expected as many numbers as `input_ids` has, 5, found 2"), "{error}");
+}
+
+#[test]
+fn long_prompts_of_rows_with_responses_are_counted_and_named_where_none_is_left() {
+    let row = |prompt: &str| json!({"prompt": prompt, "completion": " d"});
+    let rows = [row("a b c a b c a b c a b c"), row("a")];
+    let mut config = config();
+    (config.lmbda, config.prompt_length.max_prompt_length) = (0.5, Some(4));
+    config.prompt_length.long_prompts = LongPrompts::TruncateLeft;
+    let (found, warnings) = read(&config, &rows, [1000; 2]).unwrap();
+    assert_eq!((found.len(), found[0].prompt_len), (2, 4));
+    let words = "1 of 2 rows lost the start of their prompt, which had more than 4 tokens (max_prompt_length)";
+    assert!(warnings.iter().any(|warning| warning.ends_with(words)), "{warnings:?}");
+    config.prompt_length.long_prompts = LongPrompts::Drop;
+    assert_eq!(read(&config, &rows, [1000; 2]).unwrap().0.len(), 1);
+    let error = read(&config, &rows[..1], [1000; 2]).unwrap_err();
+    assert!(error.ends_with("each of 1 rows was dropped: their prompts have more than 4 tokens (max_prompt_length)"));
+    let error = read(&config, &rows[1..], [1000, 1]).unwrap_err();
+    assert!(
+        error.ends_with("none of 1 rows has a prompt and a token to learn within max_length = 1 tokens"),
+        "{error}"
+    );
+}
+
+#[test]
+fn rows_whose_response_is_missing_are_refused_with_what_they_need() {
+    let mut config = config();
+    config.lmbda = 0.0;
+    let error = read(&config, &[json!({"messages": [{"role": "user", "content": "a"}]})], [1000; 2]).unwrap_err();
+    let words = "line 1: field `messages`: expected the assistant's message, which is learned, as the last one, found one of the role \"user\"";
+    assert!(error.ends_with(words), "{error}");
+}
+
+#[test]
+fn an_update_that_samples_nothing_shows_nothing() {
+    let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
+    let mut config = config();
+    (config.lmbda, config.max_completion_length, config.log_completions) = (0.5, 2, true);
+    let mut task = task(&config, rows, "llama_ref");
+    let mut model = load("llama_policy");
+    model.set_trainable(true);
+    let source = |at: &u64| Source::of_update(&config, *at);
+    let own = (0..99).find(|at| source(at) == Source::Student && source(&(at + 1)) == Source::Rows).unwrap();
+    let (rows, world) = ([0, 1], World::single());
+    let mut sums = Totals::default();
+    for (update, shows) in [(own, true), (own + 1, false)] {
+        let batch = UpdateRows { rows: &rows, update, loss_scale: 1.0, max_tokens: 4096, world: &world };
+        task.backward(&model, &batch, &mut sums).unwrap();
+        assert_eq!(!task.shown.is_empty(), shows);
+    }
+}
+
+#[test]
+fn responses_without_a_token_to_learn_leave_their_metrics_out() {
+    let row = DistillRow { tokens: vec![5, 6], prompt_len: 2, masked: Vec::new() };
+    let mut config = config();
+    config.log_completions = true;
+    let task = task(&config, vec![row.clone()], "llama_ref");
+    let mut model = load("llama_policy");
+    model.set_trainable(true);
+    let metrics = learn(&task, &model, &[row], 4096);
+    assert!(metrics.get("loss").is_none() && metrics.get("entropy").is_none() && metrics.get("on_policy").is_some());
+    assert!(metrics.iter().all(|(_, value)| value.is_finite()));
+    assert!(Totals::default().watched().is_empty());
 }
 
 #[test]

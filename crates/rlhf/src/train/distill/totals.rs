@@ -91,8 +91,11 @@ impl Sums for Totals {
     }
 
     fn push(&self, metrics: &mut Metrics) {
-        metrics.push("loss", self.loss / self.tokens);
-        metrics.push("entropy", self.entropy / self.tokens);
+        // Responses may have no token that both models have.
+        if self.tokens > 0.0 {
+            metrics.push("loss", self.loss / self.tokens);
+            metrics.push("entropy", self.entropy / self.tokens);
+        }
         metrics.push("on_policy", self.on_policy / self.updates);
         if self.own_tokens > 0.0 {
             metrics.push("reverse_kl", self.log_ratio / self.own_tokens);
@@ -106,7 +109,7 @@ impl Sums for Totals {
     }
 
     fn watched(&self) -> Vec<String> {
-        vec![format!("loss {:.4}", self.loss / self.tokens)]
+        (self.tokens > 0.0).then(|| format!("loss {:.4}", self.loss / self.tokens)).into_iter().collect()
     }
 
     fn numbers(&mut self) -> Vec<&mut f64> {
