@@ -406,9 +406,10 @@ class Loops(Sessions):
             self.assertEqual(raised.exception.setting, setting, expected)
             self.assertNotIn("\n", str(raised.exception))
         self.assertEqual(trainer.step([[5]], [[6]], [1.0])["ppo/mean_scores"], 1.0)
-        for more, expected in (({"gamma": 2.0}, "gamma"), ({"mini_batch_size": 0}, "mini_batch_size = 0")):
-            with self.assertRaisesRegex(Exception, expected):
+        for more, expected in (({"gamma": 2.0}, "gamma"), ({"mini_batch_size": 0}, "mini_batch_size = 0"), ({"ppo_epochs": 0}, "ppo_epochs")):
+            with self.assertRaisesRegex(Exception, expected) as raised:
                 self.trainer(**more)
+            self.assertEqual(getattr(raised.exception, "setting", next(iter(more))), next(iter(more)))
 
     def test_arguments_of_the_other_trainer_are_refused_by_name(self):
         import rlhf

@@ -94,20 +94,12 @@ pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -
     Ok(())
 }
 
-/// Lets the first of the [`stopping_signals`] end the process, and the programs that it started, after a call of `clean`.
-///
-/// # Errors
-/// If the handler cannot be installed.
-pub fn clean_up_on_signals(clean: impl Fn() + Send + 'static) -> io::Result<()> {
-    let mut signals = Signals::new(stopping_signals())?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            clean();
-            kill_programs();
-            tch_ext::exit_at_once(128 + signal);
-        }
-    })?;
-    Ok(())
+/// Functions that are called before a signal ends the process.
+static CLEAN_UPS: Mutex<Vec<Box<dyn Fn() + Send>>> = Mutex::new(Vec::new());
+
+/// Has [`kill_programs`] call `clean`, so that the handler of signals that ends the process does it first.
+pub fn clean_up_on_signals(clean: impl Fn() + Send + 'static) {
+    CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(clean));
 }
 
 /// The signals that ask a program to stop. Under `nohup` SIGHUP stays ignored.
@@ -179,6 +171,7 @@ pub fn kill_program(child: &Child) {
 
 /// Kills all programs that score or judge, with every process that they started: for a process that ends without destructors.
 pub fn kill_programs() {
+    CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|clean| clean());
     for group in programs().iter() {
         let _ = kill_process_group(*group, Signal::KILL);
     }

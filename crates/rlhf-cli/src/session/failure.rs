@@ -44,9 +44,9 @@ impl Failure {
         }
     }
 
-    /// The same failure as one of `setting`, unless it has one.
+    /// The same failure as one of `setting`, which the client wrote, in place of the program's own name.
     pub(super) fn of_setting(self, setting: &str) -> Self {
-        Self { setting: self.setting.or_else(|| Some(setting.into())), ..self }
+        Self { setting: Some(setting.into()), ..self }
     }
 
     pub(super) fn message(&self) -> &str {

@@ -55,7 +55,7 @@ impl Peer {
         let socket = Arc::new(Mutex::new(Some(removed)));
         let at_end = Arc::clone(&socket);
         let take = |socket: &Mutex<Option<Removed>>| drop(socket.lock().unwrap_or_else(PoisonError::into_inner).take());
-        clean_up_on_signals(move || take(&at_end)).map_err(Error::io("install", "a handler of signals"))?;
+        clean_up_on_signals(move || take(&at_end));
         ready().inspect_err(|_| take(&socket))?;
         let failed = Error::io("wait for a client at the socket", path);
         let ends = listener.accept().and_then(|(stream, _)| Ok((stream.try_clone()?, stream.try_clone()?, stream)));

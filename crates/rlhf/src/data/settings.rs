@@ -11,7 +11,7 @@ use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
     ANY, Choices, DATA, JsonObject, MOST_TOKENS, Setting, Settings, above_zero, all, at_least_one, exclude, expect,
-    no_effect, usage,
+    no_effect, refuse,
 };
 
 /// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
@@ -34,13 +34,14 @@ impl ChatTemplateConfig {
     /// Checks that they are an object that names no variable which each rendering sets.
     pub(crate) fn check(&self) -> Result<()> {
         let Some(variables) = &self.chat_template_kwargs else { return Ok(()) };
-        let form = r#"chat_template_kwargs: expected JSON of the form {"enable_thinking": false}"#;
+        let form = r#": expected JSON of the form {"enable_thinking": false}"#;
+        let refused = |found: String| refuse(name_of!(self.chat_template_kwargs), format!("{form}, found {found}"));
         let variables = match variables.entries() {
             Ok(variables) => variables,
-            Err(value) => return usage(format!("{form}, found {value}")),
+            Err(value) => return refused(value.to_string()),
         };
         match ["messages", "add_generation_prompt"].into_iter().find(|name| variables.contains_key(*name)) {
-            Some(name) => usage(format!("{form}, found `{name}`, which is set for each conversation")),
+            Some(name) => refused(format!("`{name}`, which is set for each conversation")),
             None => Ok(()),
         }
     }
