@@ -67,8 +67,9 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
                 let is_last = is_last && reply.is_ok();
                 // From its last reply on, the client may leave.
                 course.is_over.store(is_last, Ordering::Release);
-                write(&request.id, reply, &mut output)?;
+                // Before the reply: a client that has read it may leave at once, and one that has left fails the write.
                 course.is_busy.store(false, Ordering::Release);
+                write(&request.id, reply, &mut output)?;
                 if is_last {
                     break;
                 }
