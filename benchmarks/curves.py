@@ -7,7 +7,7 @@
 The task is that of examples/sentiment: its model of 4 million parameters after SFT continues film reviews. PPO is that of trl 1.11
 (`PPOTrainer`), with the example's reward model; GRPO that of trl 1.16 (`GRPOTrainer`), with the balance of positive and negative words
 (curves_reward.py). Each has TRL's defaults but for the settings below, which both programs get under the same names. Each run writes results/curves/TRAINER-SYSTEM-SEED.jsonl when it ends; a later call does only
-what is missing, so delete a file to repeat its run. About 12 minutes on two cores; nothing else may run meanwhile.
+what is missing, so delete a file to repeat its run. A seed of PPO takes both about 4 minutes on two cores; nothing else may run meanwhile.
 
 Standard library only: TRL runs as another process (curves_trl.py).
 """

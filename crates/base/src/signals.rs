@@ -86,8 +86,7 @@ pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -
             request_stop(code as u8);
             notify(number);
             if number > 1 {
-                kill_programs();
-                tch_ext::exit_at_once(code);
+                end_process(code);
             }
         }
     })?;
@@ -97,7 +96,7 @@ pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -
 /// Functions that are called before a signal ends the process.
 static CLEAN_UPS: Mutex<Vec<Box<dyn Fn() + Send>>> = Mutex::new(Vec::new());
 
-/// Has [`kill_programs`] call `clean`, so that the handler of signals that ends the process does it first.
+/// Has [`end_process`] call `clean` first.
 pub fn clean_up_on_signals(clean: impl Fn() + Send + 'static) {
     CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(clean));
 }
@@ -169,12 +168,14 @@ pub fn kill_program(child: &Child) {
     }
 }
 
-/// Kills all programs that score or judge, with every process that they started: for a process that ends without destructors.
-pub fn kill_programs() {
+/// Ends the process at once, without destructors, after the functions of [`clean_up_on_signals`]. Kills all programs that score or judge, with every
+/// process that they started.
+pub fn end_process(code: i32) -> ! {
     CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|clean| clean());
     for group in programs().iter() {
         let _ = kill_process_group(*group, Signal::KILL);
     }
+    tch_ext::exit_at_once(code)
 }
 
 /// Sleeps for `time`, or until a stop is requested. Returns whether one is.

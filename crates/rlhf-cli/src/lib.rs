@@ -24,7 +24,7 @@ use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, report_error};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
-use rlhf::signals::{STOPPING, below_interrupt, is_complete, kill_programs, request_stop_on_signals, stopping_signals};
+use rlhf::signals::{STOPPING, below_interrupt, end_process, is_complete, request_stop_on_signals, stopping_signals};
 use rlhf::terminal::{Colour, Stream, words};
 use rlhf::{Error, Result};
 
@@ -244,8 +244,7 @@ fn end_on_signals(message: Option<&'static str>) -> io::Result<()> {
             if let Some(note) = cli::rows::leave_part() {
                 announce(&note);
             }
-            kill_programs();
-            tch_ext::exit_at_once(128 + signal);
+            end_process(128 + signal);
         }
     })?;
     Ok(())

@@ -192,7 +192,7 @@ fn ids_that_only_one_model_has_take_no_part() {
     // A policy gradient has no common ids to compare.
     let words = "loss_type = reverse_kl_advantage: expected models with vocabularies of one size, found 360 of the student and 352 of the teacher";
     scratch.refuses(&format!("{DISTILL} --loss_type reverse_kl_advantage --overwrite_output_dir"), 2, &[words]);
-    // What it samples of them ends a response, so that a run on its own responses goes on too.
+    // The student may sample one of these ids: its response ends there, and the run on its own responses continues.
     scratch.succeeds(&format!("{DISTILL} --temperature 20 --overwrite_output_dir"));
 }
 

@@ -11,18 +11,19 @@ pub mod reward_model;
 pub mod sft;
 mod supervised;
 
-use crate::data::{Cursor, Dataset, Sources};
+use crate::data::{Cursor, Sources};
 use crate::report;
 use crate::run::inputs::Inputs;
 use crate::run::sinks::console::ConsoleOutput;
 use crate::settings::{DataConfig, EvalConfig, RunConfig};
-use rlhf_base::Result;
 use rlhf_base::device::use_threads;
 use rlhf_base::dist::World;
+use rlhf_base::{Error, Result};
 use rlhf_hub::Commits;
-use rlhf_lm::model::{BASE_MODEL, Dtype, ModelHead, ModelOptions, Param, PretrainedModel};
+use rlhf_lm::model::{BASE_MODEL, Dtype, ModelConfig, ModelHead, ModelOptions, Param, PretrainedModel};
 use rlhf_lm::optim::Optim;
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
+use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -188,7 +189,7 @@ pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &Da
     let given = format!("eval_steps = {every} (also set by eval_strategy): expected rows that are held out, and");
     let keep = "eval_split_size keeps some of the training rows for it";
     if data.dataset_train_split == data.dataset_test_split {
-        return Err(rlhf_base::Error::Usage(format!(
+        return Err(Error::Usage(format!(
             "{given} dataset_train_split = dataset_test_split = {}; {keep}",
             data.dataset_test_split
         )));
@@ -198,7 +199,26 @@ pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &Da
         None => keep.into(),
     };
     let (names, split) = (data.describe(), &data.dataset_test_split);
-    Err(rlhf_base::Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
+    Err(Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
+}
+
+/// Refuses an encoder-decoder, whose folder or name is `dir`, for a `command` that trains models of one stack.
+fn check_one_stack(command: &str, shape: &ModelConfig, dir: &Path) -> Result<()> {
+    if shape.is_encoder_decoder() {
+        let found = shape.family.name;
+        let message = format!("{command}: expected a model of one stack, found `{found}`, an encoder-decoder");
+        return Err(Error::invalid(dir, message));
+    }
+    Ok(())
+}
+
+/// Gives a tokenizer the variables of the chat template, and the `eos_token` of the settings.
+///
+/// # Errors
+/// If it has no such token.
+fn set_up_tokenizer(tokenizer: &mut Tokenizer, data: &DataConfig, eos_token: Option<&str>) -> Result<()> {
+    tokenizer.set_chat_variables(data.chat_template.variables());
+    eos_token.map_or(Ok(()), |token| tokenizer.set_eos(token))
 }
 
 /// Rows of several datasets, one after another.
@@ -211,9 +231,9 @@ struct Gathered<T> {
 }
 
 /// Reads the rows of several datasets.
-fn gather<T, W: IntoIterator<Item = String>>(
-    datasets: &[Dataset],
-    read: impl Fn(&Dataset) -> Result<(Vec<T>, W)>,
+fn gather<D, T, W: IntoIterator<Item = String>>(
+    datasets: impl IntoIterator<Item = D>,
+    read: impl Fn(D) -> Result<(Vec<T>, W)>,
 ) -> Result<Gathered<T>> {
     let mut all = Gathered { rows: Vec::new(), lens: Vec::new(), warnings: Vec::new() };
     for dataset in datasets {

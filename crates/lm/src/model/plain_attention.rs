@@ -36,7 +36,8 @@ impl PlainAttention {
     pub(super) fn stored_bytes(self, shape: &Shape, rows: [usize; 2], kind: f64) -> f64 {
         let [queries, _] = shape.mean_widths();
         let (padded, width) = ((rows[0] * rows[1]) as f64, rows[1] as f64);
-        // The softmax and, with sinks, a copy of it without theirs for the product, or the capped scores; in 16 bits a narrow copy.
+        // Kept for the backward pass: the softmax in f32. With sinks, a copy without their columns, in the dtype of the products. Without sinks,
+        // the capped scores in f32 and, where products have 16 bits, a copy of the softmax in that dtype.
         let of_score = match (kind < 4.0, shape.has_sinks) {
             (false, _) => 8.0,
             (true, true) => 6.0,

@@ -16,7 +16,7 @@ use rlhf::hub;
 use rlhf::model::CausalLm;
 use rlhf::safe_text::one_line;
 use rlhf::settings::ChatConfig;
-use rlhf::signals::{kill_programs, stopping_signals};
+use rlhf::signals::{end_process, stopping_signals};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -75,8 +75,7 @@ fn end_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
             if signal != SIGINT || !interactive || stop.swap(true, Ordering::SeqCst) {
-                kill_programs();
-                tch_ext::exit_at_once(128 + signal);
+                end_process(128 + signal);
             }
         }
     })?;

@@ -1,6 +1,6 @@
 //! The connection to the client: standard input and output, or a Unix socket for one client.
 
-use rlhf::signals::{clean_up_on_signals, kill_programs};
+use rlhf::signals::{clean_up_on_signals, end_process};
 use rlhf::{Error, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::fs::{self, Permissions};
@@ -127,8 +127,7 @@ fn watch(output: impl AsFd + Send + 'static, course: Arc<Course>) -> Result<()> 
                 continue;
             }
             let _ = writeln!(io::stderr(), "error: the client of the session is gone");
-            kill_programs();
-            tch_ext::exit_at_once(1);
+            end_process(1);
         }
     };
     let thread = std::thread::Builder::new().name("client".into()).spawn(wait);

@@ -242,8 +242,8 @@ fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) 
         let (advantages, returns) = gae(&rewards, &on_host(&e.values), mask, variant.config.gamma, variant.config.lam);
         assert_close("returns without the leak", &t.returns, &returns, 1e-4);
         assert_close("advantages without the leak", &t.advantages, &whiten(&advantages, mask, true), 1e-4);
-        let theirs = variant.slots(step, "returns", mask);
-        let gap = (theirs - on_host(&t.returns)).abs().max().double_value(&[]);
+        let expected = variant.slots(step, "returns", mask);
+        let gap = (expected - on_host(&t.returns)).abs().max().double_value(&[]);
         assert!(gap > 1e-2, "{}: TRL's returns have the leak: {gap}", variant.name());
         return;
     }

@@ -73,8 +73,18 @@ impl NamedModel {
     /// The model as a frozen member of a run.
     fn member(&self, role: Role, held: Held, stage: ZeroStage) -> Member<'_> {
         let Self { name, sizes } = self;
-        let (is_trained, is_view, is_dropped) = (false, false, false);
-        Member { role, name, sizes, held, stage, is_trained, states: 0, adapter: None, is_view, is_dropped }
+        Member {
+            role,
+            name,
+            sizes,
+            held,
+            stage,
+            is_trained: false,
+            states: 0,
+            adapter: None,
+            is_view: false,
+            is_dropped: false,
+        }
     }
 }
 

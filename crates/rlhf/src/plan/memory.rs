@@ -289,7 +289,6 @@ impl<'a> Job<'a> {
     /// Evaluation of the responses by each model that evaluates them; the largest.
     fn scoring(&self, config: &PpoConfig) -> Option<Phase> {
         let of = |member: &Member<'_>| {
-            let mut phase = self.base(PhaseKind::Scoring);
             let tokens = |update: &Vec<Row>| {
                 let own = self.read_by(member, self.own(update));
                 let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
@@ -299,16 +298,22 @@ impl<'a> Job<'a> {
             };
             let tokens =
                 self.rows.updates.iter().filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
-            phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
-            if matches!(member.role, Role::ReferenceModel | Role::Policy) {
-                phase.logits = self.logits(member, tokens.outputs, false);
-            }
-            phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
-            phase
+            self.forward_pass(member, tokens)
         };
         let members = self.members.iter().filter(|member| member.role != Role::Policy);
         let size = |phase: &Phase| phase.activations + phase.logits + phase.weights;
         members.map(of).max_by_key(size)
+    }
+
+    /// A pass of a model without gradients.
+    fn forward_pass(&self, member: &Member<'_>, tokens: PassTokens) -> Phase {
+        let mut phase = self.base(PhaseKind::Scoring);
+        phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
+        if matches!(member.role, Role::ReferenceModel | Role::Policy) {
+            phase.logits = self.logits(member, tokens.outputs, false);
+        }
+        phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
+        phase
     }
 
     /// A pass of DPO's reference model over a micro-batch.
@@ -317,10 +322,6 @@ impl<'a> Job<'a> {
         let reference = self.members.iter().find(|member| member.role == Role::ReferenceModel);
         // Before the first update, without a model of its own, it is the policy.
         let member = reference.or(self.members.first().filter(|_| config.precompute_ref_log_probs))?;
-        let mut phase = self.base(PhaseKind::Scoring);
-        if member.is_dropped {
-            phase.weights += self.resident(member).weights;
-        }
         let tokens = if config.precompute_ref_log_probs {
             let rows = config.precompute_ref_batch_size.or(config.per_device_train_batch_size).unwrap_or(8);
             let limits = Limits { rows, ..self.limits(usize::MAX, usize::MAX) };
@@ -329,9 +330,10 @@ impl<'a> Job<'a> {
         } else {
             self.largest_pass(self.limit)
         };
-        phase.activations = member.sizes.forward_bytes(tokens, (self.compute, self.machine.device));
-        phase.logits = self.logits(member, tokens.outputs, false);
-        phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
+        let mut phase = self.forward_pass(member, tokens);
+        if member.is_dropped {
+            phase.weights += self.resident(member).weights;
+        }
         Some(phase)
     }
 

@@ -317,7 +317,7 @@ impl DistillConfig {
     /// Refuses settings of sampled responses where none is sampled.
     fn check_unsampled(&self, refusals: &mut Refusals) -> Result<()> {
         let why = "with lmbda = 0 and without seq_kd: no response is sampled";
-        let (usual, sampling): (SamplingConfig, _) = (defaults(), &self.sampling);
+        let sampling = &self.sampling;
         if let Some(most) = self.prompt_length.max_prompt_length {
             refusals.add(no_effect("max_prompt_length", most, &format!("{why}; max_length limits rows")))?;
         }
@@ -328,25 +328,29 @@ impl DistillConfig {
         if self.log_completions {
             refusals.add(no_effect("log_completions", true, why))?;
         }
-        if sampling.top_k != usual.top_k {
-            refusals.add(no_effect("top_k", sampling.top_k, why))?;
-        }
-        for (name, found, usual) in [
-            ("top_p", sampling.top_p, usual.top_p),
-            ("min_p", sampling.min_p, usual.min_p),
-            ("repetition_penalty", sampling.repetition_penalty, usual.repetition_penalty),
-        ] {
-            if found != usual {
-                refusals.add(no_effect(name, found, why))?;
-            }
-        }
-        if sampling.min_new_tokens != usual.min_new_tokens {
-            refusals.add(no_effect("min_new_tokens", sampling.min_new_tokens, why))?;
+        for (name, found) in self.changed_sampling() {
+            refusals.add(no_effect(name, found, why))?;
         }
         if !sampling.stop_strings.is_empty() {
             refusals.add(no_effect("stop_strings", format!("{:?}", sampling.stop_strings.join(", ")), why))?;
         }
         Ok(())
+    }
+
+    /// Returns the settings by which responses are not sampled from the whole distribution at the temperature, with their values.
+    pub(crate) fn changed_sampling(&self) -> Vec<(&'static str, String)> {
+        let (usual, found): (SamplingConfig, _) = (defaults(), &self.sampling);
+        let all = [
+            ("top_k", found.top_k as f64, usual.top_k as f64),
+            ("top_p", found.top_p, usual.top_p),
+            ("min_p", found.min_p, usual.min_p),
+            ("repetition_penalty", found.repetition_penalty, usual.repetition_penalty),
+            ("min_new_tokens", found.min_new_tokens as f64, usual.min_new_tokens as f64),
+        ];
+        all.into_iter()
+            .filter(|(_, found, usual)| found != usual)
+            .map(|(name, found, _)| (name, found.to_string()))
+            .collect()
     }
 
     /// Whether a response of a row is learned in some steps.

@@ -7,8 +7,11 @@ mod rows;
 mod tests;
 mod totals;
 
-use super::supervised::{Data, Loaded, Words, spec, start_training, train};
-use super::{Gathered, check_held_out, model_options, notes_on_weights, small_dataset, trained_options};
+use super::supervised::{Data, Loaded, Words, spec, start_training, train, with_opened};
+use super::{
+    Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
+    small_dataset, trained_options,
+};
 use crate::data::{Dataset, PromptLimit, Sources};
 use crate::run::card::command_to_try;
 use crate::run::event::Sample;
@@ -54,18 +57,14 @@ struct Distillation<'a> {
 /// saving the last complete update.
 pub fn distill(config: &DistillConfig, console: Console) -> Result<()> {
     config.check()?;
-    let (world, paths) = (World::of_process(), paths_read(config));
-    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
-    let hub = AskedHub::with(found.commits);
-    hub.download(&world, &paths, || {
+    let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
-    })?;
-    world.expect_sharded(config.run.dist.zero_stage);
-    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
-    train(task, loaded, console)
+    };
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
+        train(task, loaded, console)
+    })
 }
 
 /// Returns the paths that a run reads, as its settings name them.
@@ -113,7 +112,7 @@ fn load_run<'a>(
     let mut tokenizer = Tokenizer::from_pretrained(&folders.student)?;
     let of_teacher = Tokenizer::of_text_or_ids(&folders.teacher)?;
     check_tokenizers(&tokenizer, &of_teacher, &folders.teacher)?;
-    set_up_tokenizer(&mut tokenizer, config)?;
+    set_up_tokenizer(&mut tokenizer, &config.data, config.eos_token.as_deref())?;
     let (mut model, teacher) = load_models(config, &folders)?;
     tokenizer.check_fits(model.config(), &folders.student)?;
     tokenizer.check_fits(teacher.config(), &folders.teacher)?;
@@ -126,7 +125,7 @@ fn load_run<'a>(
     inputs.model("model_name_or_path", &folders.student)?;
     inputs.model("teacher_model_name_or_path", &folders.teacher)?;
     let read = |dataset: Dataset| read_rows(dataset, config, &tokenizer, &limits);
-    let (train, eval) = (gather_owned(train, read)?, gather_owned(eval, read)?);
+    let (train, eval) = (gather(train, read)?, gather(eval, read)?);
     let num_rows = train.rows.len();
     let tokens: Vec<&[i64]> = train.rows.iter().map(|row| row.tokens.as_slice()).collect();
     inputs.tokens("dataset_name", &config.data.describe(), &tokens);
@@ -164,21 +163,6 @@ fn load_run<'a>(
     ))
 }
 
-/// Reads the rows of datasets, each of which `read` takes.
-fn gather_owned(
-    datasets: impl IntoIterator<Item = Dataset>,
-    read: impl Fn(Dataset) -> Result<(Vec<DistillRow>, Vec<String>)>,
-) -> Result<Gathered<DistillRow>> {
-    let mut all = Gathered { rows: Vec::new(), lens: Vec::new(), warnings: Vec::new() };
-    for dataset in datasets {
-        let (rows, warnings) = read(dataset)?;
-        all.lens.push(rows.len());
-        all.rows.extend(rows);
-        all.warnings.extend(warnings);
-    }
-    Ok(all)
-}
-
 /// Checks the rows of a run with models of these shapes, student and teacher, before the models are there.
 ///
 /// # Errors
@@ -191,13 +175,13 @@ pub(super) fn check_rows(
 ) -> Result<()> {
     let names = [&config.model_name_or_path, &config.teacher_model_name_or_path];
     for (shape, name) in models.iter().zip(names) {
-        shape.map_or(Ok(()), |shape| check_decoder(shape, name))?;
+        shape.map_or(Ok(()), |shape| check_one_stack(COMMAND, shape, name))?;
     }
-    set_up_tokenizer(tokenizer, config)?;
+    set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())?;
     let limits = limits(config, models)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Distill)?;
     let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
-    let (rows, _) = (gather_owned(train, read)?, gather_owned(eval, read)?);
+    let (rows, _) = (gather(train, read)?, gather(eval, read)?);
     config.plan_for(rows.rows.len()).map(drop)
 }
 
@@ -251,15 +235,7 @@ fn untold(config: &DistillConfig, of_teacher: &Tokenizer) -> Option<String> {
 
 /// Returns a warning if responses are not sampled by the distribution whose gradient a policy gradient estimates.
 fn filtered(config: &DistillConfig) -> Option<String> {
-    let sampling = &config.sampling;
-    let changes = [
-        ("top_k", sampling.top_k > 0),
-        ("top_p", sampling.top_p < 1.0),
-        ("min_p", sampling.min_p > 0.0),
-        ("repetition_penalty", sampling.repetition_penalty != 1.0),
-        ("min_new_tokens", sampling.min_new_tokens > 0),
-    ];
-    let names: Vec<&str> = changes.iter().filter(|(_, is_set)| *is_set).map(|(name, _)| *name).collect();
+    let names: Vec<&str> = config.changed_sampling().into_iter().map(|(name, _)| name).collect();
     (config.loss.loss_type == DistillLoss::ReverseKlAdvantage && !names.is_empty()).then(|| {
         format!(
             "loss_type = reverse_kl_advantage with {}: responses are not sampled by the student's whole distribution, whose reverse KL divergence \
@@ -267,15 +243,6 @@ fn filtered(config: &DistillConfig) -> Option<String> {
             names.join(", ")
         )
     })
-}
-
-/// Sets up the tokenizer by the settings.
-///
-/// # Errors
-/// If it has no `eos_token` of the settings.
-pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DistillConfig) -> Result<()> {
-    tokenizer.set_chat_variables(config.data.chat_template.variables());
-    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
 }
 
 /// Checks that the teacher's tokenizer has the ids of the student's; a teacher without a tokenizer is taken to have them.
@@ -299,7 +266,7 @@ pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, te
 /// Returns the limits of rows, for a student and a teacher of these shapes.
 ///
 /// # Errors
-/// If the models have no room for a prompt, or vocabularies that the loss cannot compare.
+/// If a prompt does not fit into the models' context, or the loss needs vocabularies of one size and theirs differ.
 fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
     if let [Some(student), Some(teacher)] = models
         && config.loss.loss_type == DistillLoss::ReverseKlAdvantage
@@ -330,7 +297,7 @@ fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<L
 fn load_models(config: &DistillConfig, folders: &Folders) -> Result<(CausalLm, CausalLm)> {
     let (lora, frozen) = (config.peft.lora(), model_options(&config.run)?);
     let mut student = CausalLm::from_pretrained(&folders.student, trained_options(frozen, lora.is_some()))?;
-    check_decoder(student.config(), &folders.student)?;
+    check_one_stack(COMMAND, student.config(), &folders.student)?;
     // An adapter that is there already is merged.
     student.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
@@ -338,18 +305,8 @@ fn load_models(config: &DistillConfig, folders: &Folders) -> Result<(CausalLm, C
     }
     let options = ModelOptions { dtype: config.teacher_dtype.unwrap_or(frozen.dtype), ..frozen };
     let mut teacher = CausalLm::from_pretrained(&folders.teacher, options)?;
-    check_decoder(teacher.config(), &folders.teacher)?;
+    check_one_stack(COMMAND, teacher.config(), &folders.teacher)?;
     teacher.merge_adapter();
     teacher.hold_as_computed();
     Ok((student, teacher))
-}
-
-/// Refuses an encoder-decoder.
-fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
-    if shape.is_encoder_decoder() {
-        let message =
-            format!("distill: expected a model of one stack, found `{}`, an encoder-decoder", shape.family.name);
-        return Err(Error::invalid(dir, message));
-    }
-    Ok(())
 }

@@ -8,8 +8,11 @@ mod tests;
 mod totals;
 
 use super::reference::Reference;
-use super::supervised::{Data, Loaded, Words, spec, start_training, train};
-use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
+use super::supervised::{Data, Loaded, Words, spec, start_training, train, with_opened};
+use super::{
+    Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
+    small_dataset, trained_options,
+};
 use crate::data::{Dataset, Sources};
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::card::command_to_try;
@@ -59,21 +62,17 @@ struct PreferenceTask<'a> {
 /// saving the last complete update.
 pub fn dpo(config: &DpoConfig, console: Console) -> Result<()> {
     config.check()?;
-    let (world, paths) = (World::of_process(), paths_read(config));
-    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
-    let hub = AskedHub::with(found.commits);
-    hub.download(&world, &paths, || {
+    let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
-    })?;
-    world.expect_sharded(config.run.dist.zero_stage);
-    let (mut task, loaded) = world.agree(load_run(config, opening, &hub))?;
-    if config.precompute_ref_log_probs {
-        task.precompute(&loaded.model, &world, &PhaseBar::new(console))?;
-    }
-    train(task, loaded, console)
+    };
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
+        let (mut task, loaded) = world.agree(load_run(config, opening, hub))?;
+        if config.precompute_ref_log_probs {
+            task.precompute(&loaded.model, world, &PhaseBar::new(console))?;
+        }
+        train(task, loaded, console)
+    })
 }
 
 /// Returns the paths that a run reads, as its settings name them.
@@ -113,7 +112,7 @@ fn load_run<'a>(
     check_held_out(&config.eval, &sources, &config.data)?;
     let Folders { model: model_dir, reference: reference_dir } = Folders::find(config)?;
     let mut tokenizer = Tokenizer::from_pretrained(&model_dir)?;
-    set_up_tokenizer(&mut tokenizer, config)?;
+    set_up_tokenizer(&mut tokenizer, &config.data, config.eos_token.as_deref())?;
     let (mut model, reference) = load_models(config, &model_dir, reference_dir.as_deref())?;
     tokenizer.check_fits(model.config(), &model_dir)?;
     let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
@@ -171,8 +170,8 @@ pub(super) fn check_rows(
     models: [Option<&ModelConfig>; 2],
     sources: &Sources<'_>,
 ) -> Result<()> {
-    models.iter().flatten().try_for_each(|shape| check_decoder(shape, &config.model_name_or_path))?;
-    set_up_tokenizer(tokenizer, config)?;
+    models.iter().flatten().try_for_each(|shape| check_one_stack(COMMAND, shape, &config.model_name_or_path))?;
+    set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())?;
     let max_length = max_length(config, models);
     let (train, eval) = sources.read(config.run.seed, Stage::Dpo)?;
     let read = |dataset: &Dataset| read_pairs(dataset, config, tokenizer, max_length);
@@ -191,11 +190,11 @@ pub(crate) fn planned_pairs(
     max_length: usize,
     models: [Option<&ModelConfig>; 2],
 ) -> Result<(Vec<PairRow>, Vec<usize>)> {
-    models.iter().flatten().try_for_each(|shape| check_decoder(shape, &config.model_name_or_path))?;
+    models.iter().flatten().try_for_each(|shape| check_one_stack(COMMAND, shape, &config.model_name_or_path))?;
     if let ([Some(policy), Some(reference)], Some(dir)) = (models, &config.ref_model_name_or_path) {
         check_vocabulary([policy, reference], [&config.model_name_or_path, dir])?;
     }
-    set_up_tokenizer(tokenizer, config)?;
+    set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())?;
     let (train, _) = sources.read(config.run.seed, Stage::Dpo)?;
     let (mut lens, mut pairs) = (Vec::new(), Vec::new());
     for dataset in &train {
@@ -234,15 +233,6 @@ fn words<'a>(
     }
 }
 
-/// Sets up the tokenizer by the settings.
-///
-/// # Errors
-/// If it has no `eos_token` of the settings.
-pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &DpoConfig) -> Result<()> {
-    tokenizer.set_chat_variables(config.data.chat_template.variables());
-    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
-}
-
 /// Returns the most tokens of a prompt with a completion, for models of these shapes.
 fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'m ModelConfig>>) -> usize {
     let contexts = models.into_iter().flatten().map(|model| model.max_position_embeddings);
@@ -253,7 +243,7 @@ fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'
 fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> Result<(CausalLm, Option<CausalLm>)> {
     let lora = config.peft.lora();
     let mut policy = CausalLm::from_pretrained(dir, trained_options(model_options(&config.run)?, lora.is_some()))?;
-    check_decoder(policy.config(), dir)?;
+    check_one_stack(COMMAND, policy.config(), dir)?;
     // An adapter that is there already is merged, into the reference model too.
     policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
@@ -273,15 +263,6 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
         None => Some(load_reference(config, dir)?),
     };
     Ok((policy, reference))
-}
-
-/// Refuses an encoder-decoder.
-pub(crate) fn check_decoder(shape: &ModelConfig, dir: &Path) -> Result<()> {
-    if shape.is_encoder_decoder() {
-        let message = format!("dpo: expected a model of one stack, found `{}`, an encoder-decoder", shape.family.name);
-        return Err(Error::invalid(dir, message));
-    }
-    Ok(())
 }
 
 /// Refuses a reference model of another vocabulary than the policy's.
@@ -330,6 +311,6 @@ fn check_synced(policy: &CausalLm, reference: &CausalLm, dir: &Path) -> Result<(
 /// Loads a reference model that shares nothing with the policy.
 fn load_reference(config: &DpoConfig, dir: &Path) -> Result<CausalLm> {
     let reference = reference_of(config).load(dir, model_options(&config.run)?)?;
-    check_decoder(reference.config(), dir)?;
+    check_one_stack(COMMAND, reference.config(), dir)?;
     Ok(reference)
 }

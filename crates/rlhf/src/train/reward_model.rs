@@ -1,6 +1,6 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train, with_opened};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
 use crate::run::session::Opening;
@@ -46,18 +46,14 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut paths: Vec<&Path> = vec![&config.model_name_or_path];
     paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     paths.extend(config.eval_dataset_name.as_deref());
-    let world = World::of_process();
-    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
-    let hub = AskedHub::with(found.commits);
-    hub.download(&world, &paths, || {
+    let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)
-    })?;
-    world.expect_sharded(config.run.dist.zero_stage);
-    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
-    train(task, loaded, console)
+    };
+    with_opened(COMMAND, (config, &config.run), (&paths, find), |world, opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
+        train(task, loaded, console)
+    })
 }
 
 /// Loads model and pairs.
@@ -192,8 +188,7 @@ fn load(
 pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &RewardConfig) -> Result<()> {
     // Prompt and response are one text to a reward model.
     tokenizer.set_encoder_decoder(false);
-    tokenizer.set_chat_variables(config.data.chat_template.variables());
-    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
+    super::set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())
 }
 
 /// Returns the padding, where the loss has pads, for a model of this shape in the folder `dir`.

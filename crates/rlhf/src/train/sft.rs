@@ -1,6 +1,6 @@
 //! Supervised fine-tuning: a language model is trained on demonstrations.
 
-use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train, with_opened};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources, TEMPLATE_FLAG};
 use crate::run::card::command_to_try;
@@ -34,18 +34,14 @@ const COMMAND: &str = "sft";
 /// saving the last complete update.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
-    let (world, paths) = (World::of_process(), paths_read(config));
-    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
-    let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
-    let hub = AskedHub::with(found.commits);
-    hub.download(&world, &paths, || {
+    let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
-    })?;
-    world.expect_sharded(config.run.dist.zero_stage);
-    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
-    train(task, loaded, console)
+    };
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
+        train(task, loaded, console)
+    })
 }
 
 /// Loads model and rows.
@@ -207,8 +203,7 @@ pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &SftConfig) ->
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
-    tokenizer.set_chat_variables(config.data.chat_template.variables());
-    config.eos_token.as_deref().map_or(Ok(()), |token| tokenizer.set_eos(token))
+    super::set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())
 }
 
 /// Sets up the tokenizer for a model of this shape; `dir` is the model's folder, if it has one.

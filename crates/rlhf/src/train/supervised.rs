@@ -13,7 +13,7 @@ use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::metrics::Metrics;
 use rlhf_base::weights::replace_files;
 use rlhf_base::{Error, Result};
-use rlhf_hub::Commits;
+use rlhf_hub::{AskedHub, Commits};
 use rlhf_lm::model::{BASE_MODEL, Dtype, ModelHead, PretrainedModel, Shards};
 use rlhf_lm::optim::loss_scale::LossScaler;
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
@@ -132,6 +132,27 @@ pub(super) struct UpdateRows<'a> {
     /// The ranks that divide the rows among them: each has a part of about as many tokens. Losses are divided by the counts of
     /// all rows.
     pub(super) world: &'a World,
+}
+
+/// Opens a run of `command`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has the paths that the run
+/// reads, and the function that finds them.
+///
+/// # Errors
+/// If the output folder cannot be used, or something that the run reads is missing; those of `work`.
+pub(super) fn with_opened<C: RunSettings>(
+    command: &str,
+    (config, run): (&C, &RunConfig),
+    (paths, find): (&[&Path], impl Fn() -> Result<()>),
+    work: impl FnOnce(&World, Opening, &AskedHub) -> Result<()>,
+) -> Result<()> {
+    let world = World::of_process();
+    let opening = Opening::new(run, command, config, paths)?;
+    let found = opening.found()?;
+    let _date = found.fix_date(&world)?;
+    let hub = AskedHub::with(found.commits);
+    hub.download(&world, paths, find)?;
+    world.expect_sharded(run.dist.zero_stage);
+    work(&world, opening, &hub)
 }
 
 /// Makes a loaded model trainable, divides it over the ranks, and returns its optimizer.

@@ -42,7 +42,7 @@ fn hash(parts: &[&[u8]]) -> u128 {
 /// or that `load` refuses is replaced. A folder that cannot be read or written is as none.
 ///
 /// # Errors
-/// Those of `compile`, and of `load` with a new binary.
+/// The errors of `compile`, and those of `load` for a binary that was just compiled.
 pub(super) fn cached(
     folder: Option<&Path>,
     key: &Key,

@@ -110,16 +110,22 @@ impl Distillation<'_> {
         student.config().vocab_size.min(self.teacher.config().vocab_size)
     }
 
-    /// Samples responses to the prompts of `rows`, on all ranks; `purpose` and `step` key the draws. A response ends before an id that one of the
-    /// models does not have.
-    fn respond(
+    /// Samples responses to the prompts of `rows`, on all ranks, unless `source` is the dataset; `purpose` and `step` key the draws. A response
+    /// ends before an id that one of the models does not have.
+    fn responses(
         &self,
-        [by, student]: [&CausalLm; 2],
+        source: Source,
+        student: &CausalLm,
         rows: &[&DistillRow],
         (purpose, step): (Purpose, u64),
         world: &World,
-    ) -> Result<Vec<Response>> {
+    ) -> Result<Option<Vec<Response>>> {
         let config = self.config;
+        let by = match source {
+            Source::Rows => return Ok(None),
+            Source::Student => student,
+            Source::Teacher => &self.teacher,
+        };
         let prompts: Vec<&[i64]> = rows.iter().map(|row| row.prompt()).collect();
         let _loaded = by.loaded()?;
         let _gathered = config.ds3_gather_for_generation.then(|| by.gathered()).transpose()?;
@@ -137,7 +143,7 @@ impl Distillation<'_> {
         let mut responses = generate_on(world, by, &prompts, &generation)?;
         let vocab = self.common_vocab(student);
         responses.iter_mut().for_each(|response| end_before_unknown(response, vocab));
-        Ok(responses)
+        Ok(Some(responses))
     }
 
     /// Forward and backward passes over this rank's part of `rows`. Returns the sums over their tokens and, if they are `shown`, the teacher's
@@ -167,9 +173,10 @@ impl Distillation<'_> {
             passes.push(found.sums(&mask));
             if shown {
                 let lens = inputs.lens();
-                let of_rows = found.teacher_logprobs.split_with_sizes(&lens, 0);
                 // The mean of none is not a number; such a response is not shown.
-                likelihoods.extend(of_rows.iter().map(|x| x.mean(Kind::Double).double_value(&[])));
+                let of_rows = found.teacher_logprobs.split_with_sizes(&lens, 0);
+                let means: Vec<Tensor> = of_rows.iter().map(|x| x.mean(Kind::Double)).collect();
+                likelihoods.extend(to_host(&Tensor::stack(&means, 0)));
             }
         }
         let tokens = own.iter().map(|row| row.loss_tokens()).sum();
@@ -249,6 +256,11 @@ impl Distillation<'_> {
     }
 }
 
+/// The rows of `responses` to the prompts of `asked`.
+fn sampled_rows(asked: &[&DistillRow], responses: &[Response]) -> Vec<DistillRow> {
+    asked.iter().zip(responses).map(|(row, response)| DistillRow::sampled(row.prompt(), response)).collect()
+}
+
 impl Supervised for Distillation<'_> {
     type Head = LmHead;
     type Sums = Totals;
@@ -256,39 +268,32 @@ impl Supervised for Distillation<'_> {
     fn backward(&mut self, model: &CausalLm, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
         let source = Source::of_update(self.config, batch.update);
         let asked: Vec<&DistillRow> = batch.rows.iter().map(|&row| &self.train.rows[row]).collect();
-        let by = match source {
-            Source::Rows => None,
-            Source::Student => Some(model),
-            Source::Teacher => Some(&self.teacher),
-        };
         let began = Instant::now();
-        let key = (Purpose::Sampling, batch.update);
-        let responses = by.map(|by| self.respond([by, model], &asked, key, batch.world)).transpose()?;
+        let responses = self.responses(source, model, &asked, (Purpose::Sampling, batch.update), batch.world)?;
         let seconds = began.elapsed().as_secs_f64();
-        let pairs = asked.iter().zip(responses.iter().flatten());
-        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r)).collect();
-        let rows: Vec<&DistillRow> = if by.is_some() { sampled.iter().collect() } else { asked.clone() };
+        let sampled = responses.as_deref().map(|responses| sampled_rows(&asked, responses));
+        let rows: Vec<&DistillRow> = sampled.as_ref().map_or(asked.clone(), |sampled| sampled.iter().collect());
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by_key(|&at| rows[at].tokens.len());
         let sorted: Vec<&DistillRow> = order.iter().map(|&at| rows[at]).collect();
-        let shows = self.config.log_completions && by.is_some();
+        let shows = self.config.log_completions && responses.is_some();
         let (found, likelihoods) = batch.world.agree(self.learn(model, batch, &sorted, shows))?;
         sums.add_passes(&found, source == Source::Student);
         let num_tokens: usize = rows.iter().map(|row| row.tokens.len()).sum();
-        let mut shown = None;
+        // Of an update that samples nothing there is nothing to show, and not what an earlier one has sampled.
+        let mut shown = Vec::new();
         if shows {
             let all = batch.world.gather_numbers(&likelihoods)?.concat();
             let mut scores = vec![f64::NAN; rows.len()];
             order.iter().zip(all).for_each(|(&at, score)| scores[at] = score);
-            shown = Some(self.samples(&asked, responses.as_deref().unwrap_or_default(), &scores)?);
+            shown = self.samples(&asked, responses.as_deref().unwrap_or_default(), &scores)?;
         }
         if let Some(responses) = responses.as_ref().filter(|_| batch.world.is_main()) {
             sums.add_responses(responses, source == Source::Student, seconds);
         }
         self.num_tokens += num_tokens;
-        // Of an update that samples nothing there is nothing to show, and not what an earlier one has sampled.
-        self.shown = shown.unwrap_or_default();
+        self.shown = shown;
         Ok(())
     }
 
@@ -306,15 +311,10 @@ impl Supervised for Distillation<'_> {
         }
         let asked: Vec<&DistillRow> = self.eval.iter().collect();
         // The same draws each time: where two evaluations differ, the student does.
-        let key = (Purpose::Evaluation, 0);
-        let responses = match Source::of_evaluation(self.config) {
-            Source::Rows => None,
-            Source::Student => Some(self.respond([model, model], &asked, key, world)?),
-            Source::Teacher => Some(self.respond([&self.teacher, model], &asked, key, world)?),
-        };
-        let pairs = asked.iter().zip(responses.iter().flatten());
-        let sampled: Vec<DistillRow> = pairs.map(|(row, r)| DistillRow::sampled(row.prompt(), r)).collect();
-        let rows: Vec<&DistillRow> = if responses.is_some() { sampled.iter().collect() } else { asked };
+        let source = Source::of_evaluation(self.config);
+        let responses = self.responses(source, model, &asked, (Purpose::Evaluation, 0), world)?;
+        let sampled = responses.map(|responses| sampled_rows(&asked, &responses));
+        let rows: Vec<&DistillRow> = sampled.as_ref().map_or(asked, |sampled| sampled.iter().collect());
         let own = world.agree(self.measured(model, &rows, world))?;
         let mut sums = [own.loss, own.entropy, own.tokens];
         world.sum_numbers(&mut sums)?;
