@@ -130,7 +130,8 @@ def run(trainer, system, line):
 def processor():
     """The name of the processor, and its number of cores here."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return f"{THREADS} cores of {next((line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), 'an unknown processor')}"
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "an unknown processor")
+    return f"{THREADS} cores of {name.replace('(R)', '').replace(' Processor', '')}"
 
 
 def run_all(args):
@@ -189,10 +190,13 @@ def table():
 
 def page():
     """The page of the results."""
-    firsts = [rows[0] for trainer in ran() for system in NAMES for rows in curves(trainer, system)]
     seeds = ", ".join(f"{len(curves(trainer, 'trl'))} of {TITLES[trainer]}" for trainer in ran())
     missing = "".join(f"Those of {TITLES[trainer]} have not run yet. " for trainer in SETTINGS if trainer not in ran()).strip()
-    machines = ", ".join(sorted({row["processor"] for row in firsts}))
+    machines = {}
+    for trainer in ran():
+        for seed, rows in enumerate(curves(trainer, "rlhf"), 1):
+            machines.setdefault(rows[0]["processor"], []).append(f"{TITLES[trainer]} {seed}")
+    machines = "; ".join(f"{name}: {', '.join(runs)}" for name, runs in machines.items())
     return "\n".join([
         "# The same curve, less time",
         "",
@@ -207,7 +211,8 @@ def page():
         f"Seeds: {seeds}. {missing}".strip(),
         "",
         "Start and end are the means of the first and of the last tenth of the updates, with the standard deviation of the seeds. Seconds are those of the",
-        f"whole command, the start of Python and the loading of models included. {machines}.",
+        "whole command, the start of Python and the loading of models included. Both programs ran each seed on one machine:",
+        f"{machines}.",
         "",
         "    benchmarks/curves.sh run --rlhf target/release/rlhf && benchmarks/curves.sh draw",
         "",
