@@ -225,7 +225,7 @@ AXES = (("samples", "samples"), ("seconds", "seconds"), ("cpu_seconds", "process
 STYLE = """
   .background { fill: #ffffff; stroke: #d0d7de }
   text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-  .title { font-weight: 600 }
+  .title { font-weight: 600; font-size: 12px }
   .grid { stroke: #d0d7de }
   .rlhf { stroke: #0969da } .trl { stroke: #bc4c00; stroke-dasharray: 6 3 }
   .curve { fill: none; stroke-width: 2 } .seed { fill: none; stroke-width: 1; opacity: .35 }
@@ -267,7 +267,7 @@ def panel(trainer, key, title, left, top):
     def point(x, y):
         return f"{left + PANEL_WIDTH * x / last:.1f},{top + PANEL_HEIGHT * (high - y) / (high - low):.1f}"
 
-    lines = [text(left, top - 12, f"{TITLES[trainer]}: mean score against {title}", "start", "title")]
+    lines = [text(left, top - 12, f"{TITLES[trainer]} score by {title}", "start", "title")]
     for value in ticks(low, high):
         y = round(top + PANEL_HEIGHT * (high - value) / (high - low), 1)
         lines += [f'<line class="grid" x1="{left}" y1="{y}" x2="{left + PANEL_WIDTH}" y2="{y}"/>', text(left - 7, y + 4, f"{value:g}", "end")]
