@@ -35,15 +35,14 @@ const OF_THE_PROGRAM: [&str; 7] = ["clap", "clap_builder", "axum", "hyper-util",
 const MOST_FIELDS: usize = 12;
 
 /// Files whose business the names of settings are: their defaults by preset, and the tables of other systems' names.
-const TABLES: [&str; 8] = [
+const TABLES: [&str; 7] = [
     "rlhf/src/run/group_names.rs",
     "rlhf/src/settings/presets.rs",
-    "rlhf-cli/src/cli/deepspeed_chat.rs",
-    "rlhf-cli/src/cli/foreign.rs",
+    "rlhf-cli/src/cli/foreign/chat.rs",
+    "rlhf-cli/src/cli/foreign/table.rs",
+    "rlhf-cli/src/cli/foreign/trl.rs",
     "rlhf-cli/src/cli/help.rs",
-    "rlhf-cli/src/cli/hints.rs",
     "rlhf-cli/src/cli/implied.rs",
-    "rlhf-cli/src/cli/trl.rs",
 ];
 
 /// Most literals outside of them that are the name of a setting. Many are something else of the same name: a key of a model's file, a

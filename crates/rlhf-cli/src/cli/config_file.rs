@@ -7,9 +7,9 @@ use rlhf::run::has_driver;
 use rlhf::schema::Refusals;
 use rlhf::{Origin, Result};
 
+use super::foreign::is_warmup_ratio;
 use super::keys::Keys;
 use super::setting::Setting;
-use super::trl::is_warmup_ratio;
 use super::yaml::{Entry, read_yaml};
 
 /// Reads the settings in the YAML file `path`, by the names of their flags. Entries that are refused go to `refusals`, with their lines.
@@ -18,7 +18,6 @@ use super::yaml::{Entry, read_yaml};
 /// If the file cannot be read, or is not a map of settings.
 pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals) -> Result<Vec<Setting>> {
     let text = rlhf::files::read_settings(path)?;
-    let placed = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
     let mut settings: Vec<Setting> = Vec::new();
     let entries = match read_yaml(&text, keys) {
         Ok(mut entries) => {
@@ -26,7 +25,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
             entries
         }
         Err((line, message)) => {
-            refusals.refuse(placed(line, message), [""; 0]);
+            refusals.refuse_at(origin(path, line), message, [""; 0]);
             return std::mem::take(refusals).end().map(|()| settings);
         }
     };
@@ -45,7 +44,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         nulled.into_iter().for_each(|place| drop(settings.remove(place)));
         let is_set = earlier.is_some() && nulled.is_none();
         match refused(keys, &setting, error, is_set) {
-            Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
+            Some((message, about)) => refusals.refuse_at(origin(path, setting.line), message, about),
             None => {
                 refusals.call(&name, &setting.key, origin(path, setting.line));
                 spelled.insert(name.clone(), std::mem::replace(&mut setting.key, name));
@@ -57,7 +56,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
 }
 
 /// The place of a setting in the file `path`, which the Python package writes for its classes.
-fn origin(path: &Path, line: u64) -> Origin {
+pub(super) fn origin(path: &Path, line: u64) -> Origin {
     if has_driver() { Origin::Python } else { Origin::Line { path: path.into(), line } }
 }
 

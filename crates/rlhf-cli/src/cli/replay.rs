@@ -78,10 +78,11 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     // Batches have the sizes that the run's ranks gave them.
     let ranks = recorded.ranks();
     let task = as_ranks(ranks, || with_settings(ppo, rlhf, (flags, &words[..]), settings, &mut messages))?;
-    messages.refusals.end()?;
+    let written = messages.refusals.checked()?;
     match task {
         Task::Ppo(ppo) => {
-            Ok(Parsed { task: Task::Replay(ReplayTask { replay, ppo: Box::new(ppo) }), notes: messages.notes })
+            let task = Task::Replay(ReplayTask { replay, ppo: Box::new(ppo) });
+            Ok(Parsed { task, notes: messages.notes, written })
         }
         _ => unreachable!("ppo has PpoConfig"),
     }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
 use super::fields::fields;
-use super::{help, names, trl};
+use super::{foreign, help, names};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
@@ -29,7 +29,10 @@ pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
         config.commands.is_empty() || config.commands.iter().any(|name| name == command.get_name())
     };
     let described: Vec<Value> = commands.get_subcommands().filter(is_asked).map(described).collect();
-    let schema = json!({"schema_version": VERSION, "version": env!("CARGO_PKG_VERSION"), "commands": described});
+    let mut schema = json!({"schema_version": VERSION, "version": env!("CARGO_PKG_VERSION"), "commands": described});
+    if config.commands.is_empty() {
+        schema["names_of_other_systems"] = foreign::rows().into();
+    }
     let mut out = io::stdout().lock();
     serde_json::to_writer_pretty(&mut out, &schema)
         .map_err(io::Error::from)
@@ -97,7 +100,7 @@ fn described(command: &Command) -> Value {
     });
     let about = command.get_about().map(ToString::to_string);
     let settings: Vec<Value> = settings.collect();
-    json!({"name": name, "about": about, "settings": settings, "of_other_systems": trl::described(command)})
+    json!({"name": name, "about": about, "settings": settings, "of_other_systems": foreign::described(command)})
 }
 
 /// Returns the further names of a setting: those of its description, and its own where the command calls it otherwise.
@@ -181,5 +184,21 @@ mod tests {
         let stage = setting("sft", "zero_stage");
         assert_eq!((&stage["choices"][3]["name"], &stage["default"]), (&json!("3"), &json!("0")));
         assert_eq!(setting("ppo", "stop_token")["choices"][0]["name"], json!("eos"));
+    }
+
+    #[test]
+    fn the_table_of_other_systems_names_what_each_name_is_here() {
+        let table = foreign::rows();
+        let row = |name: &str, system: &str| {
+            let of = |row: &&Value| row["system"] == system && row["names"].as_array().unwrap().contains(&json!(name));
+            table.iter().find(of).unwrap_or_else(|| panic!("{name}")).clone()
+        };
+        let clip = row("actor.eps_clip", "OpenRLHF");
+        assert_eq!((&clip["meaning"], &clip["here"]), (&json!("refused"), &json!("cliprange")));
+        let path = row("data_path", "DeepSpeed-Chat");
+        assert_eq!((&path["here"], &path["commands"]), (&json!("dataset_name"), &json!(["sft", "reward", "ppo"])));
+        let stage = row("fsdp_config.fsdp_offload_params", "accelerate");
+        assert_eq!(stage["values"], json!({"true": "true", "false": null}));
+        assert_eq!(row("adafactor", "TRL")["values"], json!(["none", "false"]));
     }
 }

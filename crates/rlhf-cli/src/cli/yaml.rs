@@ -11,9 +11,9 @@ use rlhf::schema::{JsonObject, Setting as _};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
+use super::foreign;
 use super::keys::Keys;
 use super::setting::Setting;
-use super::trl;
 
 /// One setting of a document, and the error if its value has the wrong shape.
 pub(super) struct Entry {
@@ -224,7 +224,7 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                     map.next_value::<Option<String>>()?.into_iter().collect()
                 }
                 (Some(Shape::One | Shape::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
-                (Some(Shape::Nested), Some(arg)) if trl::takes_map(arg) => {
+                (Some(Shape::Nested), Some(arg)) if foreign::takes_map(arg) => {
                     vec![map.next_value::<serde_json::Value>()?.to_string()]
                 }
                 (Some(Shape::Empty), Some(arg)) if takes_json(arg) => {
@@ -233,7 +233,7 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (_, Some(arg)) if takes_json(arg) => vec![map.next_value::<serde_json::Value>()?.to_string()],
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
-                    if trl::is_added(arg) {
+                    if foreign::is_added(arg) {
                         vec!["{...}".to_string()]
                     } else {
                         error = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
