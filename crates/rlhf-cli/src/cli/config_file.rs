@@ -107,7 +107,7 @@ fn refused(
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::testing::{PPO, file_error, parse_words, with_file};
+    use crate::cli::testing::{PPO, file_error, least, parse_words, with_file};
 
     #[test]
     fn an_unknown_key_names_the_file_the_line_and_the_nearest_key() {
@@ -128,6 +128,42 @@ mod tests {
         {
             let file = with_file(text, &PPO);
             assert!(file.is_ok(), "{text}: {file:?}");
+        }
+    }
+
+    #[test]
+    fn checks_of_several_settings_have_the_line_of_the_one_to_change_and_its_name() {
+        for (command, text, start) in [
+            (
+                "ppo",
+                "seed: 1\nvalue_lora_r: 4\n",
+                "run.yaml:2: value_lora_r is given, and the value model gets no adapter",
+            ),
+            ("ppo", "value_lora_target_modules: [a]\n", "run.yaml:1: value_lora_target_modules is given, and"),
+            ("ppo", "init_kl_coef: -1\n", "run.yaml:1: init_kl_coef = -1: expected a number of 0 or more"),
+            (
+                "grpo",
+                "loss_type: sapo\nepsilon_high: 0.3\n",
+                "run.yaml:2: epsilon_high = 0.3 has no effect with loss_type = sapo or vespo",
+            ),
+            (
+                "grpo",
+                "epsilon: 0.3\ndelta: 1.2\n",
+                "run.yaml:2: delta = 1.2: expected a number above 1 + epsilon = 1.3: ",
+            ),
+            (
+                "grpo",
+                "stop_token: eos\nstop_token_id: 3\n",
+                "run.yaml:1: stop_token = eos and stop_token_id = 3 exclude",
+            ),
+            (
+                "sft",
+                "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {power: -1}\n",
+                "run.yaml:2: power = -1: expected a number above 0",
+            ),
+        ] {
+            let error = with_file(text, &least(command)).unwrap_err();
+            assert!(error.lines().any(|line| line.starts_with(start)), "{error}\nhas no {start}");
         }
     }
 

@@ -15,6 +15,12 @@ use super::{foreign, help, names};
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
 
+/// Commands whose runs, or evaluations, the same command continues.
+const CONTINUED: [&str; 8] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo", "eval"];
+
+/// Commands of whose runs `rlhf replay` computes an update again.
+const REPLAYED: [&str; 3] = ["ppo", "grpo", "rloo"];
+
 /// Prints the description of the commands, or of those that `config` names.
 ///
 /// # Errors
@@ -93,8 +99,8 @@ fn described(command: &Command) -> Value {
             "positional": field.positional,
             "hidden": flag.is_hide_set(),
             "common": common.contains(&field.name),
-            "resume": field.resume,
-            "replay": field.replay,
+            "resume": CONTINUED.contains(&name).then_some(field.resume),
+            "replay": REPLAYED.contains(&name).then_some(field.replay),
             "most": (field.kind == Kind::Integer).then_some(field.most),
         }))
     });
@@ -184,6 +190,26 @@ mod tests {
         let stage = setting("sft", "zero_stage");
         assert_eq!((&stage["choices"][3]["name"], &stage["default"]), (&json!("3"), &json!("0")));
         assert_eq!(setting("ppo", "stop_token")["choices"][0]["name"], json!("eos"));
+    }
+
+    #[test]
+    fn fixed_limits_are_described_and_classes_where_a_run_is_continued_or_replayed() {
+        for (command, name, most) in [
+            ("sft", "lora_r", 65536),
+            ("ppo", "value_lora_r", 65536),
+            ("ppo", "reward_concurrency", 1024),
+            ("eval", "judge_concurrency", 1024),
+            ("launch", "nproc_per_node", 100_000),
+            ("serve", "port", 65535),
+            ("ppo", "stop_token_id", i64::MAX),
+        ] {
+            assert_eq!(setting(command, name)["most"], json!(most), "{command} {name}");
+        }
+        let rate = |command: &str, class: &str| setting(command, "learning_rate")[class].clone();
+        assert_eq!((rate("ppo", "resume"), rate("ppo", "replay")), (json!("kept"), json!("changes")));
+        assert_eq!((rate("sft", "resume"), rate("sft", "replay")), (json!("kept"), Value::Null));
+        let port = setting("serve", "port");
+        assert_eq!((&port["resume"], &port["replay"]), (&Value::Null, &Value::Null));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use rlhf_base::schema::{
     no_effect, refuse, usage, zero_or_more, zero_to_one,
 };
 use rlhf_lm::generate::settings::{LogprobsOf, StopToken};
-use rlhf_lm::model::{MOST_RANK, PeftConfig, Shape};
+use rlhf_lm::model::{PeftConfig, Shape};
 use rlhf_lm::optim::settings::{LrSchedulerType, check_learning};
 
 /// Refuses counts and sizes that no run can have, before anything is computed from them.
@@ -203,11 +203,8 @@ impl PpoConfig {
     /// Refuses settings of the clip that have no effect with the objective, and a bound of the ratio that would not be TRL's.
     fn check_clip(&self) -> Result<()> {
         let usual: Self = defaults();
-        let [low, high, dual] = if self.preset.is_of_groups() {
-            ["epsilon", "epsilon_high", "delta"]
-        } else {
-            [name_of!(self.cliprange), name_of!(self.loss.cliprange_high), name_of!(self.loss.dual_clip)]
-        };
+        let [low, high, dual] =
+            [name_of!(self.cliprange), name_of!(self.loss.cliprange_high), name_of!(self.loss.dual_clip)];
         let range = self.cliprange;
         let mut refusals = Refusals::default();
         match (self.loss.loss_type, self.loss.cliprange_high) {
@@ -535,20 +532,16 @@ impl PpoConfig {
         let local = &self.value_peft;
         if self.value_lora().is_none() {
             let given = [
-                ("value_lora_target_modules", !local.value_lora_target_modules.is_empty()),
-                ("value_lora_modules_to_save", !local.value_lora_modules_to_save.is_empty()),
-                ("value_lora_r", local.value_lora_r.is_some()),
+                (name_of!(local.value_lora_target_modules), !local.value_lora_target_modules.is_empty()),
+                (name_of!(local.value_lora_modules_to_save), !local.value_lora_modules_to_save.is_empty()),
+                (name_of!(local.value_lora_r), local.value_lora_r.is_some()),
             ];
             if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
-                return usage(format!(
-                    "{name} is given, and the value model gets no adapter: set value_use_peft = true"
-                ));
+                return refuse(name, " is given, and the value model gets no adapter: set value_use_peft = true");
             }
             return self.peft.check();
         }
-        local.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
-        let rank = local.value_lora_r.unwrap_or(1);
-        expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
+        local.value_lora_r.map_or(Ok(()), |r| at_least_one(name_of!(local.value_lora_r), r))?;
         // The value model's adapter has the shape of the policy's where it has no own setting.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
     }
