@@ -20,7 +20,7 @@ use rlhf_base::schema::{
     Choices, MOST, Refusals, Settings, above_zero, all, at_least_one, defaults, defaults_with, exclude, expect,
     no_effect, refuse, usage, zero_or_more, zero_to_one,
 };
-use rlhf_lm::generate::settings::{LogprobsOf, StopToken};
+use rlhf_lm::generate::settings::LogprobsOf;
 use rlhf_lm::model::{PeftConfig, Shape};
 use rlhf_lm::optim::settings::{LrSchedulerType, check_learning};
 
@@ -108,7 +108,7 @@ impl PpoConfig {
             self.sampling.check(),
             self.check_sampling(),
             self.value.check(self),
-            self.check_stop(),
+            self.stop().map(drop),
             check_token_id(self.stop_token_id),
             self.rewards.check(),
             self.environment.check(),
@@ -140,7 +140,7 @@ impl PpoConfig {
         if !self.environment.is_used() {
             return Ok(());
         }
-        if self.stop_token.is_none() && self.stop_token_id.is_none() && self.sampling.stop_strings.is_empty() {
+        if !self.can_stop() {
             usage(
                 "tools and environments without stop_token, stop_token_id or stop_strings: no turn would end; expected stop_token = eos",
             )?;
@@ -336,11 +336,7 @@ impl PpoConfig {
                     format!(" = {found}: expected two numbers LOW,HIGH, the first below the second"),
                 ),
             },
-            if self.mask.mask_truncated_completions
-                && self.stop_token.is_none()
-                && self.stop_token_id.is_none()
-                && self.sampling.stop_strings.is_empty()
-            {
+            if self.mask.mask_truncated_completions && !self.can_stop() {
                 refuse(
                     name_of!(self.mask.mask_truncated_completions),
                     " = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
@@ -422,7 +418,7 @@ impl PpoConfig {
     /// Checks sampling together with lengths, stop tokens and masks.
     fn check_sampling(&self) -> Result<()> {
         let (least, most) = (self.sampling.min_new_tokens, self.response_length);
-        let stops = self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty();
+        let stops = self.can_stop();
         all([
             expect(
                 least <= most,
@@ -503,17 +499,6 @@ impl PpoConfig {
             );
         }
         Ok(())
-    }
-
-    fn check_stop(&self) -> Result<()> {
-        match (self.stop_token, self.stop_token_id) {
-            (Some(StopToken::Eos), Some(id)) => exclude(
-                name_of!(self.stop_token),
-                name_of!(self.stop_token_id),
-                format!(" = eos and stop_token_id = {id} exclude each other: set one of them"),
-            ),
-            _ => Ok(()),
-        }
     }
 
     /// Checks the optimizer, and the dtype of saved weights, with what both models train.
@@ -707,6 +692,7 @@ mod tests {
     use crate::settings::tests::{ppo, usage_of};
     use crate::settings::{EosInLoss, Optim, ReportTo, SftConfig, TensorboardTags};
     use rlhf_base::dist::ZeroStage;
+    use rlhf_lm::generate::settings::StopToken;
     use rlhf_lm::model::LoraConfig;
 
     #[test]
