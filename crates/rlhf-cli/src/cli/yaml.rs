@@ -1,14 +1,15 @@
 //! Reads YAML as settings, each with its line.
 //!
 //! The document is parsed twice. A value of another shape than its flag's (a list for a number) would end the deserializer, and
-//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape.
+//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape. Values of
+//! any shape in one pass would be typed, and no longer the texts that the user wrote: `1e-5` and `007` would be numbers.
 
 use std::collections::VecDeque;
 
 use clap::{Arg, ArgAction};
 use rlhf::Result;
 use rlhf::schema::{JsonObject, Setting as _};
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 use super::foreign;
@@ -220,10 +221,9 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (Some(Shape::Empty), Some(arg)) if is_list(arg) => {
                     map.next_value::<IgnoredAny>().map(|_| Vec::new())?
                 }
-                (Some(Shape::One), Some(arg)) if !is_list(arg) => {
-                    map.next_value::<Option<String>>()?.into_iter().collect()
-                }
-                (Some(Shape::One | Shape::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
+                // One text is a list of one, and null an empty list.
+                (Some(Shape::One), Some(_)) => map.next_value::<Option<String>>()?.into_iter().collect(),
+                (Some(Shape::Many), Some(arg)) if is_list(arg) => map.next_value()?,
                 (Some(Shape::Nested), Some(arg)) if foreign::takes_map(arg) => {
                     vec![map.next_value::<serde_json::Value>()?.to_string()]
                 }
@@ -258,62 +258,5 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
     fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<(), E> {
         // An empty scalar is null.
         if text.is_empty() { Ok(()) } else { Err(E::custom(NO_MAP)) }
-    }
-}
-
-/// A list of texts; one text is a list of one, null an empty list.
-struct Texts(Vec<String>);
-
-impl<'de> Deserialize<'de> for Texts {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Reader;
-        impl<'de> Visitor<'de> for Reader {
-            type Value = Texts;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a text or a list of texts")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Texts, A::Error> {
-                let mut texts = Vec::new();
-                while let Some(text) = list.next_element()? {
-                    texts.push(text);
-                }
-                Ok(Texts(texts))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, _: A) -> Result<Texts, A::Error> {
-                Err(A::Error::custom(NO_LIST))
-            }
-
-            fn visit_unit<E>(self) -> Result<Texts, E> {
-                Ok(Texts(Vec::new()))
-            }
-
-            fn visit_none<E>(self) -> Result<Texts, E> {
-                Ok(Texts(Vec::new()))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Texts, E> {
-                Ok(Texts(vec![text.to_string()]))
-            }
-
-            fn visit_bool<E>(self, value: bool) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_i64<E>(self, value: i64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_u64<E>(self, value: u64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_f64<E>(self, value: f64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-        }
-        deserializer.deserialize_any(Reader)
     }
 }
