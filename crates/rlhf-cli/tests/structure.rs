@@ -35,10 +35,11 @@ const OF_THE_PROGRAM: [&str; 7] = ["clap", "clap_builder", "axum", "hyper-util",
 const MOST_FIELDS: usize = 12;
 
 /// Files whose business the names of settings are: their defaults by preset, and the tables of other systems' names.
-const TABLES: [&str; 7] = [
+const TABLES: [&str; 8] = [
     "rlhf/src/run/group_names.rs",
     "rlhf/src/settings/presets.rs",
     "rlhf-cli/src/cli/foreign/chat.rs",
+    "rlhf-cli/src/cli/foreign/files.rs",
     "rlhf-cli/src/cli/foreign/table.rs",
     "rlhf-cli/src/cli/foreign/trl.rs",
     "rlhf-cli/src/cli/help.rs",
